@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
@@ -67,6 +67,13 @@ class JsonCache:
     def add(self, entries: Mapping[str, Any]) -> None:
         """Put ``entries`` alongside those that are there."""
         self.replace({**self.read(), **entries})
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove entries; the file, if none is left."""
+        if left := {name: value for name, value in self.read().items() if name not in names}:
+            self.replace(left)
+        else:
+            self.path.unlink(missing_ok=True)
 
     def replace(self, entries: Mapping[str, Any]) -> None:
         """Have ``entries`` and no others."""

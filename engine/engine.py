@@ -42,7 +42,8 @@ from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.observability.usage import Usage, gather_usage
 from weft.engine.parallel.axis import AxisGroups
-from weft.engine.parallel.communicated import close_axes
+from weft.engine.parallel.communicated import close_axes, communicators_of
+from weft.engine.planning.corrections import correct_measurements
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
 from weft.engine.stages.objective import Minimised, Objective
@@ -491,6 +492,18 @@ class WeftEngine(PipelineEngine):
         """The last steps as they were executed, from all ranks of this replica; a collective call."""
         group = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
         return self.records.timelines(self.schedule, self.pipe_rank, group)
+
+    def correct_measurements(self) -> list[Timeline]:
+        """Replace what plans take this machine for where the last steps contradict it; a collective call.
+
+        Returns:
+            The last steps; see `measured_timelines`.
+        """
+        self.sharding.settle()  # nothing else may be in flight over the groups
+        timelines = self.measured_timelines()
+        communicators = [*self.collectives.communicators, *communicators_of(without_turns(self.axes))]
+        correct_measurements(self.weft, self.plan, timelines, communicators, self.device)
+        return timelines
 
     def usage(self) -> Usage:
         """How much of all ranks' devices was used; a collective call."""

@@ -20,6 +20,7 @@ from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.profile import costs_to_yaml
+from weft.pipeline.timeline import Timeline
 from weft.recipes.hub import push
 
 
@@ -33,8 +34,12 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
             print_once(
                 f"sample: {sample(target, config.train.sample, config.train.sample_tokens, config.train.seed)!r}"
             )
-    if config.train.timeline:
-        draw_timeline(engine, folder)
+    timelines = engine.correct_measurements()
+    if config.train.timeline and engine.global_rank == 0:
+        if timelines:
+            draw_timeline(engine, timelines, folder)
+        else:
+            print_once("timeline: none, because this resume ran no step")
     dist.barrier()
     if config.train.hub_model_id and engine.global_rank == 0:  # the others need not wait for it
         address = push(folder / "export", config.train.hub_model_id, private=config.train.hub_private_repo)
@@ -75,14 +80,11 @@ def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def draw_timeline(engine: WeftEngine, folder: Path) -> None:
+def draw_timeline(engine: WeftEngine, timelines: list[Timeline], folder: Path) -> None:
     """Plot the median of the last steps alongside the simulator's prediction from all of them.
 
     Also writes the measured costs, for `weft simulate --costs` and ``pipeline.costs_file``.
     """
-    timelines = engine.measured_timelines()
-    if engine.global_rank != 0:
-        return
     costs = fit_costs(timelines, engine.plan.costs)
     write_atomic(folder / "costs.yaml", costs_to_yaml(costs))
     predicted = engine.plan.predicted(costs=costs)

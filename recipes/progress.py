@@ -16,8 +16,7 @@ from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import together
 from weft.engine.engine import WeftEngine
 from weft.engine.observability.flops import model_flops_per_token
-from weft.engine.planning.devices import correct, peak_flops
-from weft.engine.planning.gathering import devices_cache
+from weft.engine.planning.devices import peak_flops
 from weft.recipes.logs import Log, open_logs
 from weft.recipes.shown import Shown
 
@@ -60,10 +59,7 @@ class Progress:
         self._loader = loader
         self._is_writer = engine.global_rank == 0
         self._flops = model_flops_per_token(engine.module, config.data.sequence_length, engine.device)
-        peak = peak_flops(engine.device)
-        if self._is_writer:
-            correct(engine.device, peak, devices_cache(config))
-        self._peak = peak * engine.world_size
+        self._peak = peak_flops(engine.device) * engine.world_size
         self._since = perf_counter()
         self._interval = _Interval()
         self._start = start

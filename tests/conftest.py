@@ -70,6 +70,12 @@ def _gpus(count: int) -> str:
     return f"{count} GPU{'s' if count > 1 else ''}"
 
 
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what a test says it has measured count as measured on a quiet machine, so that nothing measures it anew."""
+    monkeypatch.setattr("weft.conf.measurements._load", lambda: 0.0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_process_left() -> Iterator[None]:
     """Kill what a module's tests started and left running, such as ranks of a failed test."""

@@ -106,17 +106,17 @@ def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
     topology = load_topology(args.netbed)
     cache = ProfileCache(bed_cache(topology))
     wanted = [f"{a} -> {b}" for a, b in permutations(topology.sites, 2)]
-    known = cache.read()
-    if all(name in known for name in wanted):
-        print(f"from {cache.path}; remove it to probe again")
-        return {name: known[name] for name in wanted}
+    found = dict(cache.read())
+    if found.keys() >= {*wanted}:
+        print(f"from {cache.path}; `weft doctor cache --clear {cache.path.stem}` has it probed again")
+        return {name: found[name] for name in wanted}
     with NetBed.up(topology) as bed:
         for a, b in combinations(topology.sites, 2):
             near, far = topology.members(a)[0], topology.members(b)[0]
             there, back = probe_nodes(bed, near, far, most=args.most, seconds=args.seconds)
-            cache.add({f"{a} -> {b}": there, f"{b} -> {a}": back})
-    known = cache.read()
-    return {name: known[name] for name in wanted}
+            found |= {f"{a} -> {b}": there, f"{b} -> {a}": back}
+    cache.add(found)
+    return {name: found[name] for name in wanted}
 
 
 def bed_cache(topology: Topology) -> Path:

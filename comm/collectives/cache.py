@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 from weft.comm.collectives.collective import Primitive
-from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
+from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts, Sample
 from weft.comm.collectives.group import Group, LinkClass
-from weft.conf.files import JsonCache
-from weft.conf.measurements import keep, measured
+from weft.conf.measurements import Measurement, Measurements, spread_of
 
 
 def topology_key(group: Group, device: str) -> str:
@@ -41,15 +42,48 @@ class CostCache:
 
     def read(self, key: str) -> CollectiveCosts | None:
         """The costs of a topology; None if they were not measured, or long ago, or the file is unreadable."""
+        known = Measurements(self.path).read().get(key)
+        if known is None or known.is_old:
+            return None
         try:
-            rows = measured(JsonCache(self.path))[key]
-            return CollectiveCosts({(LinkClass(r["link"]), Primitive(r["primitive"])): _line(r) for r in rows})
+            table = {(LinkClass(r["link"]), Primitive(r["primitive"])): _line(r) for r in known.value}
         except (ValueError, KeyError, TypeError):
             return None
+        return CollectiveCosts(table, known.spread)
+
+    def is_due(self, key: str) -> bool:
+        """True if the costs of a topology were not measured, or should be measured anew."""
+        return Measurements(self.path).is_due(key)
 
     def write(self, key: str, costs: CollectiveCosts) -> None:
-        """Add the costs of a topology; atomic."""
-        keep(JsonCache(self.path), {key: list(_rows(costs))})
+        """Add measured costs of a topology, unless better ones are known."""
+        Measurements(self.path).keep({key: list(_rows(costs))}, costs.spread)
+
+    def correct(self, key: str, samples: Iterable[Sample], *, load: float) -> None:
+        """Replace the costs of primitives that a run's collectives contradict; see `Measurement.refutes`.
+
+        Args:
+            samples: of the run.
+            load: of its ranks for each processor.
+
+        Raises:
+            OSError: the cache cannot be written.
+        """
+        cache, costs = Measurements(self.path), self.read(key)
+        if costs is None:
+            return
+        faster = defaultdict(list)
+        for sample in samples:
+            if (sample.link, sample.primitive) in costs.table:
+                faster[sample.link, sample.primitive].append(costs.sample_s(sample) / sample.seconds)
+        known, table = cache.read()[key], dict(costs.table)
+        for name, ratios in faster.items():
+            ratio, line = median(ratios), table[name]
+            if Measurement.now(None, spread_of(ratios, ratio), load=load).refutes(known, ratio):
+                table[name] = AlphaBeta(line.alpha_s / ratio, line.beta_s / ratio)
+        if table != costs.table:
+            rows = list(_rows(CollectiveCosts(table)))
+            cache.put({key: Measurement.now(rows, costs.spread, load=load)})
 
 
 def _rows(costs: CollectiveCosts) -> Iterator[dict]:

@@ -18,6 +18,7 @@ from weft.comm.collectives.executors import InOrderExecutor, Pending, completed,
 from weft.comm.collectives.group import Group, Mesh
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.collectives.rewrite import Rewrite, Step
+from weft.comm.collectives.times import Times
 
 PLAIN = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
 """Primitives that axes are connected for eagerly; the others connect at first use, which is collective."""
@@ -74,6 +75,7 @@ class Communicator:
         self.group = group
         self._axes = axes
         self._name = name
+        self.times = Times()
 
     @classmethod
     def open(
@@ -129,7 +131,7 @@ class Communicator:
         length = target.numel() if primitive is not Primitive.all_gather else source.numel()
         bounds = rewrite.bounds(length)
         pending = [completed(source) for _ in bounds]
-        flows = [_Flow(rewrite, target, begin, end, size) for begin, end in bounds]
+        flows = [_Flow(rewrite, target, begin, end, size, self.times) for begin, end in bounds]
         # Submit step by step, not chunk by chunk: where steps share an axis, the first step of a
         # later chunk must not queue behind the last step of an earlier one.
         for number, step in enumerate(rewrite.steps):
@@ -198,6 +200,7 @@ class _Flow:
     begin: int
     end: int
     size: int
+    times: Times
 
     def __post_init__(self) -> None:
         self._steps, self._shape = self.rewrite.steps, self.rewrite.mesh.shape
@@ -223,7 +226,10 @@ class _Flow:
         if step.primitive in REDUCING:
             tensor = tensor.movedim(self._axes.index(step.axis), 0)
             self._axes.remove(step.axis)
-        result = PRIMITIVES[step.primitive](tensor.contiguous(), group)
+        tensor, (links, shape) = tensor.contiguous(), (self.rewrite.mesh.links, self._shape)
+        whole = tensor.nbytes * (shape[step.axis] if step.primitive in GATHERING else 1)
+        with self.times.of((links[step.axis], step.primitive, shape[step.axis], whole), tensor):
+            result = PRIMITIVES[step.primitive](tensor, group)
         if step.primitive in GATHERING:
             self._axes.insert(0, step.axis)
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.comm.collectives.collective import EXECUTED, Primitive
 from weft.comm.collectives.group import LinkClass
@@ -21,6 +21,17 @@ class AlphaBeta:
 
     alpha_s: float
     beta_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``."""
+
+    link: LinkClass
+    primitive: Primitive
+    size: int
+    num_bytes: int
+    seconds: float
 
 
 def rounds(primitive: Primitive, size: int) -> int:
@@ -46,6 +57,8 @@ class CollectiveCosts:
     """
 
     table: Mapping[tuple[LinkClass, Primitive], AlphaBeta]
+    spread: float | None = field(default=None, compare=False)
+    """Median share by which what was measured differs from these costs; None where nothing was."""
 
     @classmethod
     def of_links(cls, links: Mapping[LinkClass, AlphaBeta]) -> CollectiveCosts:
@@ -71,6 +84,10 @@ class CollectiveCosts:
             )
         cost = self.table[link, measured]
         return rounds(primitive, size) * cost.alpha_s + moved_share(primitive, size) * num_bytes * cost.beta_s
+
+    def sample_s(self, sample: Sample) -> float:
+        """Seconds of what was measured, by these costs."""
+        return self.step_s(sample.primitive, sample.link, sample.size, sample.num_bytes)
 
     def steps_s(self, rewrite: Rewrite) -> tuple[float, ...]:
         """Seconds of each step for the workload as one chunk."""

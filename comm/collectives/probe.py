@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from math import inf
 from statistics import median
 from time import perf_counter
@@ -14,28 +14,18 @@ import torch.distributed as dist
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.collective import EXECUTED, GATHERING, Primitive
 from weft.comm.collectives.communicator import Communicator
-from weft.comm.collectives.costs import CollectiveCosts, fit, moved_share, rounds
+from weft.comm.collectives.costs import CollectiveCosts, Sample, fit, moved_share, rounds
 from weft.comm.collectives.group import LinkClass
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.emulated.world import Asked, emulated_world
 from weft.comm.exchange import gather
 from weft.comm.shared_channel import host_identity
+from weft.conf.measurements import spread_of
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 """Workload sizes to measure, in bytes."""
 MAX_SLOWDOWN_S = 0.3
 """Larger workloads are skipped once a primitive has become slower by this many seconds."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measurement: median over repeats of the slowest rank, all sub-groups of the axis communicating."""
-
-    link: LinkClass
-    primitive: Primitive
-    size: int
-    num_bytes: int
-    seconds: float
 
 
 def nodes_of_world() -> tuple[int, ...]:
@@ -57,6 +47,8 @@ def measure(
     concurrent: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
     """Time every primitive along every open axis; a collective call over the group.
+
+    A sample is the median over repeats of the slowest rank, with all sub-groups of the axis communicating.
 
     Args:
         sizes: workloads in bytes, ascending.
@@ -110,7 +102,8 @@ def fitted(samples: Sequence[Sample]) -> CollectiveCosts:
     for s in samples:
         moved = moved_share(s.primitive, s.size) * s.num_bytes
         lines.setdefault((s.link, s.primitive), []).append((rounds(s.primitive, s.size), moved, s.seconds))
-    return CollectiveCosts({key: fit(line) for key, line in lines.items()})
+    costs = CollectiveCosts({key: fit(line) for key, line in lines.items()})
+    return replace(costs, spread=spread_of([costs.sample_s(s) / s.seconds for s in samples], 1.0)) if samples else costs
 
 
 def known_costs(communicator: Communicator, *, device: torch.device, cache: CostCache) -> CollectiveCosts | None:
@@ -126,7 +119,7 @@ def known_costs(communicator: Communicator, *, device: torch.device, cache: Cost
     key, first = topology_key(group, device.type), dist.get_rank() == group.ranks[0]
     if emulated_world() is not None:
         return cache.read(key)  # what emulated ranks take part in measures nothing
-    mine = (group.layout, cache.read(key) if first else None)
+    mine = (group.layout, cache.read(key) if first and not (len(group.layout) > 1 and cache.is_due(key)) else None)
     everyones: list[tuple[tuple[int, ...], CollectiveCosts | None]] = gather(mine, kinds=(CollectiveCosts,))
     known = {layout: costs for layout, costs in everyones if costs is not None}
     for layout in sorted({layout for layout, _ in everyones if len(layout) > 1} - known.keys()):

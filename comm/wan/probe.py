@@ -14,7 +14,7 @@ import torch
 
 from weft.comm.channel import Handle, TensorSpec
 from weft.comm.wan.endpoint import SINK_LANE, WanEndpoint
-from weft.conf.files import JsonCache
+from weft.conf.measurements import Measurements
 
 TOLERANCE = 0.05
 """Relative gain below which more connections are not used."""
@@ -236,12 +236,13 @@ class ProfileCache:
     path: Path
 
     def read(self) -> dict[str, LinkProfile]:
-        """All profiles by link name; empty if there are none, or the file is unreadable."""
+        """All profiles by link name that need not be measured anew; empty if the file is unreadable."""
+        known = Measurements(self.path).read()
         try:
-            return {name: _profile(raw) for name, raw in JsonCache(self.path).read().items()}
+            return {name: _profile(found.value) for name, found in known.items() if not found.is_due}
         except (ValueError, KeyError, TypeError, AttributeError):
             return {}
 
     def add(self, profiles: Mapping[str, LinkProfile]) -> None:
-        """Add ``profiles``."""
-        JsonCache(self.path).add({name: asdict(profile) for name, profile in profiles.items()})
+        """Add profiles that were measured now."""
+        Measurements(self.path).keep({name: asdict(profile) for name, profile in profiles.items()})

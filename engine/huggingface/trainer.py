@@ -216,6 +216,8 @@ class WeftTrainer(Trainer):
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self._end_if_stopped()
+            if self.engine is not None:
+                self.engine.correct_measurements()
         finally:
             if self._signals is not None:
                 self._signals.close()

@@ -206,6 +206,10 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
 
 def close_axes(axes: AxisGroups) -> None:
     """Stop the threads of the groups; their process groups end with the engine's."""
-    for group in axes.by_axis.values():
-        if isinstance(group, CommunicatedGroup):
-            group.communicator.close()
+    for communicator in communicators_of(axes):
+        communicator.close()
+
+
+def communicators_of(axes: AxisGroups) -> list[Communicator]:
+    """The communicators of the groups that are opened."""
+    return [group.communicator for group in axes.by_axis.values() if isinstance(group, CommunicatedGroup)]

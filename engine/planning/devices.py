@@ -11,23 +11,24 @@ from time import perf_counter
 
 import torch
 
-from weft.conf.files import JsonCache
-from weft.conf.measurements import keep, measured
+from weft.conf.measurements import Measurement, Measurements, spread_of
 from weft.pipeline.planner.hardware import EFFICIENCY, GpuKind, kind_of_device
 
-CONTRADICTION = 0.25
-"""Share by which a run has to find a device faster than what is kept, to replace it."""
 log = logging.getLogger(__name__)
 
 
-def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[float, str]:
+def usable_flops(device: torch.device, threads: int, cache: Measurements, run: str = "") -> tuple[float, str]:
     """FLOP/s that a rank is taken to reach, and where that is known from.
 
     What is measured is kept, so that the dry run and every start of a run plan with one figure.
 
     Args:
         threads: of a rank, where the device is the host's processor.
+        run: what is trained, as earlier runs may have done; see `correct_reached`.
     """
+    reached = cache.read().get(_name(f"{run}: ", device, threads)) if run else None
+    if reached is not None and not reached.is_old and isinstance(reached.value, float) and reached.value > 0:
+        return reached.value, f"reached by a run of {run}, cache {cache.path}: {reached}"
     if (sheet := data_sheet(device)) is not None:
         return EFFICIENCY * sheet.flops_per_s, f"estimated: {EFFICIENCY:.0%} of the data sheet"
     peak, known = _kept("", device, threads, cache, lambda: _measured_flops(device, threads))
@@ -35,7 +36,7 @@ def usable_flops(device: torch.device, threads: int, cache: JsonCache) -> tuple[
     return EFFICIENCY * peak, f"estimated: {EFFICIENCY:.0%} of what {what}"
 
 
-def usable_memory(device: torch.device, threads: int, cache: JsonCache) -> float:
+def usable_memory(device: torch.device, threads: int, cache: Measurements) -> float:
     """Bytes that a rank reads and writes in a second: its data sheet's on known GPUs, a copy's elsewhere.
 
     Args:
@@ -47,21 +48,21 @@ def usable_memory(device: torch.device, threads: int, cache: JsonCache) -> float
 
 
 def _kept(
-    what: str, device: torch.device, threads: int, cache: JsonCache, measure: Callable[[], float]
+    what: str, device: torch.device, threads: int, cache: Measurements, measure: Callable[[], tuple[float, float]]
 ) -> tuple[float, bool]:
     """A figure of a device from the cache, or measured and kept there; and whether it was known."""
     name = _name(what, device, threads)
-    known = measured(cache).get(name)
-    if isinstance(known, float) and known > 0:
+    known = cache.values().get(name)
+    if isinstance(known, float) and known > 0 and not cache.is_due(name):
         return known, True
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = measure()
+        found, spread = measure()
     finally:
         torch.set_num_threads(before)
     try:
-        keep(cache, {name: found})
+        cache.keep({name: found}, spread)
     except OSError as error:
         log.warning("%s: %s; what this device does is measured anew at every start", cache.path, error.strerror)
     return found, False
@@ -72,23 +73,41 @@ def _name(what: str, device: torch.device, threads: int) -> str:
     return f"{what}{name}, {os.uname().nodename}"
 
 
-def correct(device: torch.device, found: float, cache: JsonCache) -> None:
-    """Replace the kept FLOP/s of a device if a run has found more: other work can only slow a measurement down.
+def correct(device: torch.device, found: float, cache: Measurements, *, load: float) -> None:
+    """Replace the kept FLOP/s of a device if a run contradicts them; see `Measurement.refutes`.
 
     Args:
         found: FLOP/s that were measured with this process's number of threads.
+        load: of the run's ranks for each processor.
     """
     name = _name("", device, torch.get_num_threads())
     known = cache.read().get(name)
-    if data_sheet(device) is None and isinstance(known, float) and found > (1 + CONTRADICTION) * known:
+    if data_sheet(device) is None and known is not None and isinstance(known.value, float):
+        measured = Measurement.now(found, known.spread, load=load)
+        if measured.refutes(known, found / known.value):
+            with suppress(OSError):
+                cache.put({name: measured})
+
+
+def correct_reached(run: str, device: torch.device, planned: float, found: Measurement, cache: Measurements) -> None:
+    """Keep the FLOP/s that a run's slots have reached, if they contradict those that it was planned with.
+
+    Args:
+        run: what was trained.
+        planned: as `usable_flops` said.
+        found: FLOP/s.
+    """
+    name = _name(f"{run}: ", device, torch.get_num_threads())
+    known = cache.read().get(name) or Measurement(planned, found.at, 0.0)
+    if found.refutes(known, found.value / planned):
         with suppress(OSError):
-            keep(cache, {name: found}, spread=1 - known / found)
+            cache.put({name: found})
 
 
 def peak_flops(device: torch.device) -> float:
     """FLOP/s of one device: its data sheet's on known GPUs, a short measurement elsewhere."""
     sheet = data_sheet(device)
-    return _measured_flops(device, torch.get_num_threads()) if sheet is None else sheet.flops_per_s
+    return _measured_flops(device, torch.get_num_threads())[0] if sheet is None else sheet.flops_per_s
 
 
 def data_sheet(device: torch.device) -> GpuKind | None:
@@ -97,31 +116,35 @@ def data_sheet(device: torch.device) -> GpuKind | None:
 
 
 @cache
-def _measured_flops(device: torch.device, threads: int) -> float:
-    """Measured once in a process.
+def _measured_flops(device: torch.device, threads: int) -> tuple[float, float]:
+    """FLOP/s of a product and their spread, measured once in a process.
 
     Args:
         threads: that torch uses now, of which the answer depends.
     """
-    size, repeats = 512, 20
+    size = 512
     a = torch.ones(size, size, device=device)
-    best = 0.0
-    for _ in range(repeats):
-        start = perf_counter()
-        float((a @ a)[0, 0])
-        best = max(best, 2 * size**3 / (perf_counter() - start))
-    return best
+    return _fastest(lambda: float((a @ a)[0, 0]), 2 * size**3, repeats=20)
 
 
 @cache
-def _measured_copy(device: torch.device, threads: int) -> float:
-    """Measured once in a process; arguments as of `_measured_flops`."""
+def _measured_copy(device: torch.device, threads: int) -> tuple[float, float]:
+    """Bytes per second of a copy and their spread; arguments as of `_measured_flops`."""
     source = torch.ones(1 << 23, device=device)
     target = torch.empty_like(source)
-    best = 0.0
-    for _ in range(5):
-        start = perf_counter()
+
+    def copy() -> None:
         target.copy_(source)
         float(target[0])
-        best = max(best, 2 * source.nbytes / (perf_counter() - start))
-    return best
+
+    return _fastest(copy, 2 * source.nbytes, repeats=5)
+
+
+def _fastest(run: Callable[[], object], work: float, *, repeats: int) -> tuple[float, float]:
+    """The highest rate of some work over repeats, and its spread."""
+    rates = []
+    for _ in range(repeats):
+        start = perf_counter()
+        run()
+        rates.append(work / (perf_counter() - start))
+    return max(rates), spread_of(rates, max(rates))

@@ -12,8 +12,7 @@ from time import perf_counter
 import torch
 
 from weft.comm.channel import Handle
-from weft.conf.files import JsonCache
-from weft.conf.measurements import keep, measured
+from weft.conf.measurements import Measurement, Measurements, spread_of
 from weft.engine.parallel.axis import AxisGroup
 from weft.pipeline.strands.overlap import OverlapTable, overlap_effectiveness
 from weft.pipeline.strands.segments import Kind, LinkScope
@@ -21,6 +20,7 @@ from weft.pipeline.strands.segments import Kind, LinkScope
 BYTES = 1 << 24
 """Sizes of the tensors in a measured collective."""
 REPEATS = 5
+_BOTH = "collectives on both"
 
 
 def measure_overlap(
@@ -43,19 +43,21 @@ def measure_overlap(
         kernels: compute to measure instead of products, attention and copies.
     """
     collectives = {link: _AllGather(group, device, num_bytes) for link, group in groups.items()}
-    alone_s = {link: _slowest_s([collective], [], device, repeats) for link, collective in collectives.items()}
-    compute = {}
+    alone_s = {link: median(_slowest_s([collective], [], device, repeats)) for link, collective in collectives.items()}
+    compute, spreads = {}, []
     for kind, kernel in (kernels or usual_kernels(device)).items():
         for link, collective in collectives.items():
             work = _lasting(kernel, alone_s[link], collective, device)
-            work_s = _slowest_s([], [work], device, repeats, collective)
-            both_s = _slowest_s([collective], [work], device, repeats)
-            compute[kind, link] = _within(overlap_effectiveness(work_s, alone_s[link], both_s))
+            work_s = median(_slowest_s([], [work], device, repeats, collective))
+            both = _slowest_s([collective], [work], device, repeats)
+            spreads.append(spread_of(both, median(both)))
+            compute[kind, link] = _within(overlap_effectiveness(work_s, alone_s[link], median(both)))
+    spread = median(spreads)
     if len(collectives) < 2:
-        return OverlapTable(compute)
-    both_s = _slowest_s([*collectives.values()], [], device, repeats)
+        return OverlapTable(compute, spread=spread)
+    both_s = median(_slowest_s([*collectives.values()], [], device, repeats))
     inside_s, between_s = alone_s[LinkScope.inside_host], alone_s[LinkScope.between_hosts]
-    return OverlapTable(compute, links=_within(overlap_effectiveness(inside_s, between_s, both_s)))
+    return OverlapTable(compute, links=_within(overlap_effectiveness(inside_s, between_s, both_s)), spread=spread)
 
 
 def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
@@ -76,29 +78,48 @@ def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
 
 @dataclass(frozen=True)
 class OverlapCache:
-    """Tables by device, in a JSON file that several processes may write."""
+    """Tables by device, in a JSON file that several processes may write: a measurement for each class of links."""
 
     path: Path
 
     def read(self, key: str) -> OverlapTable | None:
         """The table of a device; None if none was measured, or the file is unreadable."""
+        found = Measurements(self.path).values()
         try:
-            found = measured(JsonCache(self.path))[key]
-            compute = {(Kind(row["kind"]), LinkScope(row["link"])): float(row["factor"]) for row in found["compute"]}
-            return OverlapTable(compute, float(found["links"]), float(found["default"]))
-        except (ValueError, KeyError, TypeError):
+            compute = {
+                (Kind(kind), link): float(factor)
+                for link in LinkScope
+                for kind, factor in found.get(f"{key}, {link.value}", {}).items()
+            }
+            return OverlapTable(compute, float(found.get(f"{key}, {_BOTH}", 1.0))) if compute else None
+        except (ValueError, AttributeError, TypeError):
             return None
 
     def write(self, key: str, table: OverlapTable) -> None:
-        """Add what was measured of a device to what is known of it; atomic."""
-        known = self.read(key)
-        if known is not None:
-            both = {link for _, link in table.compute} == set(LinkScope)
-            links = table.links if both else known.links
-            table = OverlapTable({**known.compute, **table.compute}, links, table.default)
-        compute = [{"kind": k.value, "link": c.value, "factor": factor} for (k, c), factor in table.compute.items()]
-        found = {"compute": compute, "links": table.links, "default": table.default}
-        keep(JsonCache(self.path), {key: found})
+        """Add what was measured of a device, unless better is known."""
+        Measurements(self.path).keep(_values(key, table), table.spread)
+
+    def correct(self, key: str, table: OverlapTable, faster: float, *, load: float) -> None:
+        """Replace what a run contradicts; see `Measurement.refutes`.
+
+        Args:
+            table: that the run has found.
+            faster: ratio of the speed of its pairs and of that by the table that is known.
+            load: of the run's ranks for each processor.
+        """
+        cache = Measurements(self.path)
+        known = cache.read()
+        found = {name: Measurement.now(value, table.spread, load=load) for name, value in _values(key, table).items()}
+        cache.put({name: new for name, new in found.items() if name in known and new.refutes(known[name], faster)})
+
+
+def _values(key: str, table: OverlapTable) -> dict[str, object]:
+    """The values of a table by their names in the cache."""
+    values: dict[str, object] = {}
+    for link in LinkScope:
+        if factors := {kind.value: factor for (kind, at), factor in table.compute.items() if at is link}:
+            values[f"{key}, {link.value}"] = factors
+    return values if len(values) < len(LinkScope) else {**values, f"{key}, {_BOTH}": table.links}
 
 
 def overlap_cache(cache_dir: str) -> OverlapCache:
@@ -134,8 +155,8 @@ def _slowest_s(
     device: torch.device,
     repeats: int,
     among: _AllGather | None = None,
-) -> float:
-    """Seconds of collectives and work started at once: the median of the slowest member's.
+) -> list[float]:
+    """Seconds of collectives and work started at once, by the slowest member, in each repeat.
 
     Args:
         among: whose members are asked where no collective is measured.
@@ -155,7 +176,7 @@ def _slowest_s(
         seconds = asked.slowest(perf_counter() - start)
         if number:
             found.append(seconds)
-    return median(found)
+    return found
 
 
 def _lasting(

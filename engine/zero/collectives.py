@@ -218,9 +218,12 @@ class Collectives:
         for kind in self.kinds:
             kind.waits = waits
 
+    @property
+    def communicators(self) -> list[Communicator]:
+        """All of them."""
+        return [each for kind in self.kinds for each in (kind.gradients, kind.weights) if each is not None]
+
     def close(self) -> None:
         """Stop the communicators' threads."""
-        for kind in self.kinds:
-            for communicator in (kind.gradients, kind.weights):
-                if communicator is not None:
-                    communicator.close()
+        for communicator in self.communicators:
+            communicator.close()

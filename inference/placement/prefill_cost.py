@@ -11,7 +11,6 @@ outliers, and is bounded by the latest steps, so that a few of them are enough t
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from weft.conf.files import write_atomic
+from weft.conf.measurements import Measurement, Measurements, spread_of
 from weft.conf.owners import is_trusted
 from weft.inference.placement.nonnegative_fit import PRIOR, Coefficients, Sums, features
 
@@ -42,6 +41,8 @@ LATEST = 4
 LATEST_SCALE = 1.5
 """The bound: this many times the slowest of the latest steps."""
 FORMAT = 1
+NAME = "costs of prefills"
+"""The name of the measurement in its file."""
 
 Chunk = tuple[int, float, float]
 """Tokens, context, seconds."""
@@ -154,24 +155,33 @@ class PrefillCost:
         )
 
     def save(self, path: Path) -> None:
-        """Write to a file, atomically."""
-        write_atomic(path, json.dumps(self.to_dict()))
+        """Write to a file, atomically, with the date, the load and the spread of what was learnt.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        ratios = [took_s / self.typical_s(n, c) for seen in self._seen for n, c, took_s in seen]
+        spread = spread_of(ratios, 1.0) if ratios else None
+        Measurements(path).put({NAME: Measurement.now(self.to_dict(), spread)})
 
     @classmethod
     def load(cls, path: Path, *, quantile: float) -> PrefillCost:
         """Load the model of earlier runs; a new model if there is no such file, or one that others could have written.
 
+        A model that was last saved long ago is not used either. No other one is learnt anew: each step corrects it.
+
         Raises:
             ValueError: the file is not a cost model, or of another version.
         """
-        try:
-            text = path.read_text() if is_trusted(path) else None
-        except FileNotFoundError:
-            text = None
-        if text is None:
+        if not path.exists() or not is_trusted(path):
+            return cls(quantile=quantile)
+        known = Measurements(path).read().get(NAME)
+        if known is None:
+            raise ValueError(f"{path}: not a cost model; remove the file to start over")
+        if known.is_old:
             return cls(quantile=quantile)
         try:
-            return cls.from_dict({**json.loads(text), "quantile": quantile})
+            return cls.from_dict({**known.value, "quantile": quantile})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -29,6 +29,8 @@ class OverlapTable:
     compute: Mapping[tuple[Kind, LinkScope], float] = field(default_factory=dict)
     links: float = 1.0
     default: float = 1.0
+    spread: float | None = field(default=None, compare=False)
+    """Share by which repeated measurements of pairs differ; None where nothing was measured."""
 
     def __post_init__(self) -> None:
         """Refuse factors outside of [0, 1]."""
@@ -41,6 +43,15 @@ class OverlapTable:
     def __hash__(self) -> int:
         """Return the hash of its values, in any order of the mapping."""
         return hash((frozenset(self.compute.items()), self.links, self.default))
+
+    def moved(self, share: float) -> OverlapTable:
+        """All factors moved by a share of what lies between them and 1, or 0 if it is negative."""
+
+        def factor(value: float) -> float:
+            return value + share * (1 - value if share > 0 else value)
+
+        compute = {pair: factor(value) for pair, value in self.compute.items()}
+        return OverlapTable(compute, factor(self.links), factor(self.default))
 
     def slowdown(self, kind: Kind | None, links: tuple[LinkScope, ...]) -> float:
         """By how much everything that runs at once is slowed down.

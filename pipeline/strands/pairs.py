@@ -43,6 +43,12 @@ class PairCosts:
         """The pair's duration by its plan over that of its halves, one after the other."""
         return self._searched(forward, backward, weights).scale
 
+    def scale_under(self, overlap: OverlapTable, forward: int, backward: int, weights: bool) -> float:
+        """Return `scale` where operators overlap otherwise than planned."""
+        pair = _with_weights(self.stages[forward], weights).beside(_with_weights(self.stages[backward], weights))
+        plan = self.plan(forward, backward, weights=weights)
+        return plan.seconds(pair, overlap, self.handover_s) / pair.sequential_s if pair.sequential_s else 1.0
+
     def held(self, forward: int, backward: int, saved_bytes: float, freed_bytes: float) -> float:
         """The most bytes that a pair holds beyond what was held before it; its backward is a full one.
 
@@ -116,13 +122,16 @@ def _searched(
     forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float, weights: bool
 ) -> _Found:
     """A plan, and what follows from it; a run that plans again, as a supervised one does, need not search again."""
-    if not weights:
-        backward = StageStrands(tuple((replace(part, weights=()), count) for part, count in backward.runs))
-        forward = StageStrands(tuple((replace(part, weights=()), count) for part, count in forward.runs))
+    forward, backward = _with_weights(forward, weights), _with_weights(backward, weights)
     plan, pair = search_stages(forward, backward, table, handover_s), forward.beside(backward)
     seconds = plan.seconds(pair, table, handover_s)
     scale = seconds / pair.sequential_s if pair.sequential_s else 1.0
     return _Found(plan, scale, tuple(_progress(plan, pair)))
+
+
+def _with_weights(stage: StageStrands, weights: bool) -> StageStrands:
+    """The stage, or without its weight gradients."""
+    return stage if weights else StageStrands(tuple((replace(part, weights=()), count) for part, count in stage.runs))
 
 
 def _progress(plan: SegmentPlan, pair: StrandPair) -> Iterator[tuple[float, float]]:

@@ -6,7 +6,7 @@ import torch
 from benchmarks.__main__ import main
 from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.group import LinkClass
-from weft.conf.files import JsonCache
+from weft.conf.measurements import Measurements
 from weft.engine.strands.overlap_probe import overlap_cache, overlap_key, usual_kernels
 from weft.pipeline.strands.segments import LinkScope
 from weft.tools.netbed import missing
@@ -27,4 +27,4 @@ def test_costs_and_overlap_of_both_kinds_of_links_are_kept(tmp_path, capsys):
 
 
 def _topologies(folder):
-    return list(JsonCache(folder / "collectives.json").read())
+    return list(Measurements(folder / "collectives.json").read())

@@ -13,6 +13,7 @@ from tests.comm.test_wan import KEY, noise
 from weft.comm.channel import TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, probe_both, search
+from weft.conf.measurements import Measurements
 
 
 @given(window=st.floats(1.0, 100.0), link=st.floats(1.0, 3000.0), most=st.integers(1, 64))
@@ -109,5 +110,5 @@ def test_an_endpoint_that_cannot_open_more_connections_is_probed_with_what_it_ha
 @pytest.mark.parametrize("raw", [{}, {"rtt_s": 1.0}])
 def test_a_profile_without_rates_is_no_profile(raw, tmp_path):
     path = tmp_path / "links.json"
-    path.write_text(str({"a": raw}).replace("'", '"'))
+    Measurements(path).keep({"a": raw})
     assert ProfileCache(path).read() == {}

@@ -18,13 +18,11 @@ def test_the_costs_of_a_run_can_be_planned_with(tmp_path, monkeypatch):
     costs = replace(unit, stages=tuple(replace(stage, send_s=0.25) for stage in unit.stages))
     measured = simulate(schedule, costs)
     engine = SimpleNamespace(
-        measured_timelines=lambda: [measured] * 3,
-        global_rank=0,
         plan=SimpleNamespace(costs=unit, predicted=lambda costs: simulate(schedule, costs)),
     )
     said = []
     monkeypatch.setattr(finish, "print_once", said.append)
-    finish.draw_timeline(engine, tmp_path)
+    finish.draw_timeline(engine, [measured] * 3, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"costs.yaml", "timeline.json", "timeline.png"}
     assert load_costs(tmp_path / "costs.yaml", 2) == fit_costs([measured], unit) == costs
     assert "measured 15.750 s, predicted 15.750 s" in said[0]

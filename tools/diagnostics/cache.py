@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from datetime import datetime
 from pathlib import Path
 
 from weft.comm.native import cache_folder
 from weft.conf.files import JsonCache
-from weft.conf.measurements import files_in, notes_of, remove
+from weft.conf.measurements import MEASURED, TRACED, Measurements, files_in
 from weft.conf.schema import DataConfig
 from weft.tools.tables import show, table_of
 
@@ -20,10 +19,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: nothing has the name of what is to be removed.
     """
     folder = Path(args.folder or DataConfig.cache_dir).expanduser()
-    caches = [cache for each in dict.fromkeys((folder, cache_folder().parent)) for cache in files_in(each)]
+    folders = dict.fromkeys((folder, cache_folder().parent))
     if args.clear is not None:
-        return _clear(caches, args.clear)
-    rows = [row for cache in caches for row in _rows(cache)]
+        return _clear([JsonCache(path) for each in folders for path in files_in(each)], args.clear)
+    rows = [row for each in folders for path in files_in(each) for row in _rows(path)]
     if rows:
         show(table_of(rows, f"measured and kept in {folder}", left=3), "`weft doctor cache --clear [NAME ...]` removes")
     else:
@@ -31,12 +30,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(cache: JsonCache) -> list[dict[str, object]]:
-    notes = notes_of(cache)
-    written = f"before {datetime.fromtimestamp(cache.path.stat().st_mtime):%Y-%m-%d %H:%M}"
-    if cache.path.parent.name == "prefill":
-        return [{"file": f"prefill/{cache.path.name}", "value": "costs of prefills", "measured": written}]
-    return [{"file": cache.path.name, "value": name, "measured": notes.get(name, written)} for name in cache.read()]
+def _rows(path: Path) -> list[dict[str, object]]:
+    file = path.name if path.name in (*MEASURED, *TRACED) else f"{path.parent.name}/{path.name}"
+    if path.name in TRACED:
+        return [{"file": file, "value": name, "measured": "traced"} for name in JsonCache(path).read()]
+    return [
+        {"file": file, "value": name, "measured": f"{found}{'; to be measured anew' if found.is_due else ''}"}
+        for name, found in Measurements(path).read().items()
+    ]
 
 
 def _clear(caches: list[JsonCache], names: list[str]) -> int:
@@ -48,7 +49,7 @@ def _clear(caches: list[JsonCache], names: list[str]) -> int:
             if not names or any(name in value or name in (cache.path.name, cache.path.stem) for name in names)
         }
         if chosen:
-            remove(cache, set(cache.read()) if cache.path.parent.name == "prefill" else chosen)
+            cache.remove(chosen)
             count += len(chosen)
     if names and not count:
         raise ValueError(

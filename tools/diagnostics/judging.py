@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.conf.files import JsonCache
+from weft.conf.measurements import Measurement, Measurements
 from weft.engine.supervision.finding import Finding, Verdict
 
 TRIES = 3
@@ -21,7 +21,7 @@ class Judge:
         cache: figures by check and device.
     """
 
-    cache: JsonCache
+    cache: Measurements
 
     def by_data_sheet(
         self, check: str, measure: Callable[[], float], *, peak: float, share: float, unit: str
@@ -35,7 +35,7 @@ class Judge:
         """Passed if a measurement reaches ``share`` of the best that passed here before; the first one passes."""
         name = f"{check}, {device}"
         known = self.cache.read().get(name)
-        best = float(known) if isinstance(known, (int, float)) and known > 0 else 0.0
+        best = float(known.value) if known and isinstance(known.value, (int, float)) and known.value > 0 else 0.0
         figure, least = _best(measure, share * best), share * best
         if not best:
             says = f"{figure:.3g} {unit}, the first figure of this host: later ones are held against it"
@@ -43,7 +43,7 @@ class Judge:
             says = f"{figure:.3g} {unit}, {figure / best:.0%} of the best here so far, {best:.3g}"
         if figure > best:
             try:
-                self.cache.add({name: figure})
+                self.cache.put({name: Measurement.now(figure)})
             except OSError as error:
                 says += f"; not kept: {self.cache.path}: {error.strerror}"
         return Finding(check, _verdict(figure >= least), says, figure, unit, least if best else None)

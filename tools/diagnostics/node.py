@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.conf.files import JsonCache
+from weft.conf.measurements import Measurements
 from weft.conf.schema import DataConfig
 from weft.engine.supervision.finding import Finding, Verdict, failures
 from weft.tools.diagnostics.clock import check_clock
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     node = Node(
         folder=args.folder,
         ranks=args.ranks or torch.cuda.device_count() or 2,
-        judge=Judge(JsonCache(cache)),
+        judge=Judge(Measurements(cache)),
         driver=args.driver,
         faults=args.inject,
     )

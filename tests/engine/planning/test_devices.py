@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from weft.conf.files import JsonCache
+from weft.conf.measurements import Measurements
 from weft.engine.planning import devices
 from weft.engine.planning.devices import usable_flops
 from weft.pipeline.planner.hardware import EFFICIENCY
@@ -20,14 +20,14 @@ def measured(monkeypatch):
 
     def measure(_, threads_now):
         threads.append(torch.get_num_threads())
-        return 1e9 * len(threads)
+        return 1e9 * len(threads), 0.0
 
     monkeypatch.setattr(devices, "_measured_flops", measure)
     return threads
 
 
 def test_every_start_plans_with_one_figure(tmp_path, measured):
-    cache, before = JsonCache(tmp_path / "devices.json"), torch.get_num_threads()
+    cache, before = Measurements(tmp_path / "devices.json"), torch.get_num_threads()
     first, second, other = (usable_flops(CPU, threads, cache) for threads in (1, 1, 2))
     assert first[0] == second[0] == EFFICIENCY * 1e9 and other[0] == EFFICIENCY * 2e9
     assert "was measured to do" in first[1] and f"cache {cache.path}" in second[1]
@@ -37,6 +37,6 @@ def test_every_start_plans_with_one_figure(tmp_path, measured):
 def test_what_cannot_be_kept_is_told(tmp_path, measured, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
-        found, _ = usable_flops(CPU, 1, JsonCache(tmp_path / "file" / "devices.json"))
+        found, _ = usable_flops(CPU, 1, Measurements(tmp_path / "file" / "devices.json"))
     assert found == EFFICIENCY * 1e9
     assert "measured anew at every start" in caplog.text

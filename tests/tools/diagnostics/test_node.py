@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.conf.files import JsonCache
+from weft.conf.measurements import Measurements
 from weft.engine.supervision.driver import PRELOAD
 from weft.engine.supervision.finding import DOCTOR, Finding, Verdict, doctor_arguments, failures, read_findings
 from weft.engine.supervision.ranks import Ranks
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def judge(tmp_path):
-    return Judge(JsonCache(tmp_path / "figures.json"))
+    return Judge(Measurements(tmp_path / "figures.json"))
 
 
 @pytest.mark.parametrize("spread", CHECKSUMS)
@@ -90,7 +90,7 @@ def test_figures_are_held_against_the_data_sheet(judge):
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
-    judge = Judge(JsonCache(tmp_path / "file" / "figures.json"))
+    judge = Judge(Measurements(tmp_path / "file" / "figures.json"))
     finding = judge.by_own_best("x", "this", lambda: 1.0, share=0.5, unit="GB/s")
     assert finding.verdict is Verdict.passed and "not kept" in finding.says
 
@@ -118,11 +118,11 @@ def test_every_fault_has_a_test():
 
 
 def test_a_slow_disk(tmp_path):
-    judge = Judge(JsonCache(tmp_path / "figures.json"))
-    judge.cache.add({f"disk, folder {tmp_path.absolute()}": 1e9})  # what no disk reaches
+    judge = Judge(Measurements(tmp_path / "figures.json"))
+    judge.cache.keep({f"disk, folder {tmp_path.absolute()}": 1e9})  # what no disk reaches
     finding = check_disk(tmp_path, judge)
     assert finding.verdict is Verdict.failed and "of the best here so far" in finding.says
-    assert check_disk(tmp_path, Judge(JsonCache(tmp_path / "new.json"))).verdict is Verdict.passed
+    assert check_disk(tmp_path, Judge(Measurements(tmp_path / "new.json"))).verdict is Verdict.passed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "new.json"]
 
 

@@ -1,0 +1,93 @@
+"""Corrections of the measurements that a run was planned with, by its own slots and collectives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.collectives import Primitive
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.collectives.communicator import Communicator
+from weft.comm.collectives.costs import Sample
+from weft.comm.collectives.group import LinkClass
+from weft.comm.emulated.world import emulated_world
+from weft.comm.exchange import gather
+from weft.conf.measurements import Measurement, spread_of
+from weft.conf.schema import WeftConfig
+from weft.engine.distributed import ranks_on_this_host
+from weft.engine.planning.devices import correct, correct_reached, peak_flops
+from weft.engine.planning.gathering import devices_cache
+from weft.engine.planning.run_plan import RunPlan
+from weft.engine.strands.overlap_probe import overlap_cache, overlap_key
+from weft.pipeline.costs import CostModel
+from weft.pipeline.fitting import fit_costs, fit_overlap
+from weft.pipeline.timeline import Timeline
+
+
+def correct_measurements(
+    config: WeftConfig,
+    plan: RunPlan,
+    timelines: Sequence[Timeline],
+    communicators: Sequence[Communicator],
+    device: torch.device,
+) -> None:
+    """Replace cached speeds, overlaps and costs of collectives that a run contradicts; a collective call.
+
+    Args:
+        plan: of the run.
+        timelines: its last steps.
+        communicators: of this rank, with the times of their last collectives.
+    """
+    if emulated_world() is not None:
+        return  # emulated ranks take the time that was set
+    load, cache = _run_load(device), CostCache.in_folder(config.data.cache_dir)
+    with suppress(OSError):  # a cache that cannot be written has not been read either
+        if dist.get_rank() == 0 and timelines:
+            _correct_speed(config, plan, timelines, device, load)
+            if (found := fit_overlap(timelines, plan.costs)) is not None:
+                overlap, faster = found
+                overlap_cache(config.data.cache_dir).correct(overlap_key(device), overlap, faster, load=load)
+    for communicator in communicators:
+        _correct_collectives(communicator, cache, device, load)
+
+
+def _run_load(device: torch.device) -> float:
+    """Processes of this job for each processor of this host, where they compute on processors."""
+    threads = ranks_on_this_host() * torch.get_num_threads()
+    return threads / len(os.sched_getaffinity(0)) if device.type == "cpu" else 0.0
+
+
+def _correct_speed(
+    config: WeftConfig, plan: RunPlan, timelines: Sequence[Timeline], device: torch.device, load: float
+) -> None:
+    """Keep the speed at which the stages' slots would have taken as long as they did, and the device's own."""
+    correct(device, peak_flops(device), devices_cache(config), load=load)
+    planned = plan.facts.flops_per_s
+    if planned is None or not plan.facts.run:
+        return
+    rates = [planned * _compute_s(plan.costs) / _compute_s(fit_costs([timeline], plan.costs)) for timeline in timelines]
+    found = Measurement.now(median(rates), spread_of(rates, median(rates)), load=load)
+    correct_reached(plan.facts.run, device, planned, found, devices_cache(config))
+
+
+def _compute_s(costs: CostModel) -> float:
+    return sum(stage.forward_s + stage.input_s + stage.weight_s for stage in costs.stages)
+
+
+def _correct_collectives(communicator: Communicator, cache: CostCache, device: torch.device, load: float) -> None:
+    """Compare the shortest times of any member, because the last one to arrive does not wait."""
+    group = communicator.group
+    kinds = Sample, LinkClass, Primitive
+    everyones = gather(communicator.times.samples(), group=communicator.process_group(group.flat, 0), kinds=kinds)
+    if dist.get_rank() == group.ranks[0]:
+        shortest: dict[tuple[object, ...], Sample] = {}
+        for sample in sorted(chain.from_iterable(everyones), key=lambda sample: sample.seconds):
+            shortest.setdefault((sample.link, sample.primitive, sample.size, sample.num_bytes), sample)
+        with suppress(OSError):
+            cache.correct(topology_key(group, device.type), shortest.values(), load=load)
