@@ -146,7 +146,7 @@ class _Candidate:
     Attributes:
         rank: the rank, or the receiver.
         sender: of the transfer; None if it is the rank itself.
-        helpers: ranks whose processes it relies on, for they carry what it waits for; None is everyone.
+        helpers: ranks whose processes it relies on, because they carry what it waits for; None is everyone.
     """
 
     rank: int

@@ -67,7 +67,7 @@ class JsonLines:
         """Append to ``path``.
 
         Args:
-            start: steps that were done when the run was resumed: lines of later steps go, for they are
+            start: steps that were done when the run was resumed: lines of later steps go, because they are
                 trained again. None keeps all lines.
         """
         self._path, self._waiting, self._is_full = path, b"", False

@@ -35,7 +35,7 @@ class Inflicted:
     Attributes:
         blamed: who is to blame, in the journal's words (culprit and kind), of which every entry counts; besides,
             ``site`` stands for any of its hosts, ``between`` for any link between sites and ``ranks`` for those that
-            cannot be distinguished. None where nobody should be blamed, for nothing has to be restarted.
+            cannot be distinguished. None where nobody should be blamed, because nothing has to be restarted.
         at_s: time of day at which it began; some faults wait for the right moment.
         healed_s: from when on training can go on, where that is later.
     """

@@ -66,7 +66,7 @@ class Hosts(Protocol):
 
 
 class OneMachine:
-    """All ranks on one host, which is this machine; supervised, for then they are forked from one process."""
+    """All ranks on one host, which is this machine; supervised, because then they are forked from one process."""
 
     def __init__(self, *, stages: int) -> None:
         """Sites of as many pipeline ranks as hosts would give them."""

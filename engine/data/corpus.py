@@ -68,7 +68,7 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
 
 
 def _modules(root: Path) -> Iterator[Path]:
-    """The modules below a folder; those that are skipped are not looked into, for they may hold thousands."""
+    """The modules below a folder; those that are skipped are not looked into, because they may hold thousands."""
     for folder, folders, names in os.walk(root):
         passed_over = _MACHINE_FILES if Path(folder) == root else ()
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(passed_over)]

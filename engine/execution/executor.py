@@ -119,7 +119,7 @@ class Executor:
         """One action, or the two halves of a strand pair.
 
         The inputs of both halves are there, and their transfers stand before and after the slot.
-        Where they are not interleaved the backward goes first, for it frees what the forward will save.
+        Where they are not interleaved the backward goes first, because it frees what the forward will save.
         """
         if self.pairs is not None and is_pair(slot):
             self.pairs.run(self.compute, state, slot)

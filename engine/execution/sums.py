@@ -30,7 +30,7 @@ class ReplicaSum:
     def wait(self) -> Tensor:
         """The sum; on a GPU the stream that is current waits for it, and not the host."""
         if self._work is not None:
-            self._work.wait()  # each time, for the next may ask from another stream
+            self._work.wait()  # each time, because the next may ask from another stream
         return self._number
 
 

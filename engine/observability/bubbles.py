@@ -82,7 +82,7 @@ class DeviceMarks:
     """Marks in the order of the current CUDA stream, each with the time at which the device came to it.
 
     The host runs ahead of the device, so a thread waits for an event per mark. The queue is
-    bounded by what the host runs ahead. The thread may be late, for it waits for the
+    bounded by what the host runs ahead. The thread may be late, because it waits for the
     interpreter; the times on the board are not.
     """
 

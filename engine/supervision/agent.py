@@ -341,7 +341,7 @@ class Agent:
         return reading and (reading.attempt, reading.phase)
 
     def _errors(self) -> list[Path]:
-        """The error files of the local ranks: in memory, for the disk may be full."""
+        """The error files of the local ranks: in memory, because the disk may be full."""
         return [self._page.with_name(f"{self._page.name}.error{local}") for local in range(self._order.slots)]
 
     def _send_report(self) -> None:

@@ -33,7 +33,7 @@ class Host:
         starting: whether it was started by this driver and has not had a connection yet.
         connected: whether its agent has a connection.
         exited: whether its agent's process is known to have ended.
-        ready: whether ranks can start there at once, for what they import is imported.
+        ready: whether ranks can start there at once, because what they import is imported.
         heard: when it was last heard of.
         since: when the agent was started.
         attempt: whose ranks it has; None before it has said so.

@@ -16,7 +16,7 @@ class AgentMessage(msgspec.Struct, frozen=True):
 
     Attributes:
         attempt: whose ranks it has; 0 before the first.
-        ready: whether ranks can start at once, for what they import is imported.
+        ready: whether ranks can start at once, because what they import is imported.
         report: where they are.
         ends: of those that have ended badly.
         parked: why ranks have left the attempt and keep their process.

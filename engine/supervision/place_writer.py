@@ -37,7 +37,7 @@ _PLACE, _MOVED = int(Word.PLACE), int(Word.MOVED)
 
 
 class PlaceWriter:
-    """One rank's record. A background thread ticks, for which it needs the interpreter's lock.
+    """One rank's record. A background thread ticks, which needs the interpreter's lock.
 
     `slot_begins` and `slot_ends` are those of a `weft.engine.observability.slots.SlotObserver`.
     """

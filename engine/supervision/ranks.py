@@ -126,7 +126,7 @@ class Ranks:
         return answer.text, None
 
     async def stop(self, ranks: Sequence[Rank]) -> None:
-        """End ranks: SIGTERM, `TERM_S` later SIGKILL; at once those that are stopped, for they would not hear."""
+        """End ranks: SIGTERM, `TERM_S` later SIGKILL; stopped ranks get SIGKILL at once, as they ignore SIGTERM."""
         for rank in ranks:
             if rank.name not in self.running:  # it was still to be started
                 rank.code = -signal.SIGKILL

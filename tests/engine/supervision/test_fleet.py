@@ -75,7 +75,7 @@ def test_a_host_on_which_imports_fail_is_tried_ever_less_often():
 
 @pytest.mark.parametrize(("away", "tries"), [(1, 167), (50, 167), (1000, 10)])
 def test_hosts_that_could_not_be_reached_are_tried_no_more_often_than_a_driver_can(away, tries):
-    """Each as often as the others, and never many at once, for the driver does nothing else meanwhile."""
+    """Each as often as the others, and never many at once, because the driver does nothing else meanwhile."""
     started = []
     fleet = Fleet(
         lambda name, generation: started.append((name, generation)), lambda event, **fields: None, lambda text: None
