@@ -71,8 +71,7 @@ class Lifeline:
                 raise self._error() from error
             raise
         finally:
-            if self._device.type == "cuda":
-                self._ended = torch.cuda.current_stream(self._device).record_event()
+            self._ended = record_event(self._device)
             self._steps -= 1
         self.check()
 
@@ -148,6 +147,11 @@ class Lifeline:
         limit = monotonic() + GRACE_S
         while self._lost is None and monotonic() < limit:
             sleep(_POLL_S)
+
+
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event behind all that a GPU was given; None for a CPU, which has done it."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def abort_devices_groups() -> None:

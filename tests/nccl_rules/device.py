@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import queue
+import signal
 import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -31,14 +36,24 @@ class Device:
     GPU is counted in ``host_waits``, by place.
     """
 
-    def __init__(self, rank: int, store: dist.Store, limit_s: float) -> None:
-        """Give up with `StuckError` what waits longer than ``limit_s``."""
+    def __init__(self, rank: int, store: dist.Store, job: dist.Store, limit_s: float) -> None:
+        """Give up with `StuckError` what waits longer than ``limit_s``.
+
+        Args:
+            rank: its number.
+            store: of this attempt.
+            job: store of all attempts.
+            limit_s: seconds.
+        """
         self.rank = rank
         self.host_waits: Counter[str] = Counter()
         self.leave: Callable[[], None] = lambda: None
         """Ends the rules of this attempt, on the thread that has joined."""
-        self._store, self._limit_s = store, limit_s
+        self._store, self._job, self._limit_s = store, job, limit_s
         self._running: dict[Operation, None] = {}
+        stacks = os.memfd_create("stacks")
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        job.set(f"stacks/{rank}", f"{os.getpid()} /proc/{os.getpid()}/fd/{stacks} {os.readlink('/proc/self/fd/2')}")
 
     def launch(self, stream: Stream, what: str, run: Callable[[], Any]) -> Operation:
         """Queue ``run`` on ``stream``, behind what was launched there before."""
@@ -50,6 +65,10 @@ class Device:
     def ended(self, operation: Operation) -> None:
         """The operation holds the device no longer."""
         self._running.pop(operation, None)
+
+    def record_event(self) -> Event:
+        """Return an event behind all that the device was given."""
+        return Event(list(self._running))
 
     def forget(self) -> None:
         """Go on as if what is stuck had never been launched, and nothing counted."""
@@ -87,12 +106,32 @@ class Device:
     def _give_up(self, what: str) -> None:
         mine = f"rank {self.rank} waits for {what}, called from {place()}"
         self._store.set(f"stuck/{self.rank}", mine)
-        sleep(1.0)  # others who are stuck give up at about the same time
+        sleep(1.0)  # other ranks that are stuck give up at about the same time
         every = [mine]
         for rank in range(dist.get_world_size()):
             if rank != self.rank and self._store.check([f"stuck/{rank}"]):
                 every.append(self._store.get(f"stuck/{rank}").decode())
-        raise StuckError("\n".join(sorted(every)))
+        raise StuckError("\n".join([*sorted(every), *map(self._stacks_of, range(dist.get_world_size()))]))
+
+    def _stacks_of(self, rank: int) -> str:
+        """Return where all threads of a rank are, and what it has printed."""
+        pid, stacks, output = self._job.get(f"stacks/{rank}").decode().split(" ")
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGUSR1)
+            sleep(0.5)
+        texts = (Path(file).read_text() for file in (stacks, output) if Path(file).is_file())
+        return "\n".join([f"rank {rank}, process {pid}:", *texts])
+
+
+class Event:
+    """See `torch.cuda.Event`."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._operations = operations
+
+    def query(self) -> bool:
+        """Return True if all that was launched before has ended."""
+        return all(operation.has_ended() for operation in self._operations)
 
 
 class Operation(dist.Work):

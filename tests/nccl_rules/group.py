@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.nccl_rules.device import Device, Operation, Stream
 from tests.nccl_rules.host import HostRules, is_on_host
+from weft.comm import lifeline
 from weft.comm.sites import joining
 from weft.comm.sites.group import SiteGroup
 from weft.comm.sites.links import Sites
@@ -247,7 +248,7 @@ def join(limit_s: float = 20.0, *, bound: bool = False, sites: Sites | None = No
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.PrefixStore(f"attempt {attempt}", _store())
-    device = Device(rank, dist.PrefixStore("strict", store), limit_s)
+    device = Device(rank, dist.PrefixStore("strict", store), _store(), limit_s)
 
     def strict(store: dist.Store, me: int, size: int, options: Any) -> StrictGroup:
         ranks = options.global_ranks_in_group or range(size)
@@ -266,6 +267,7 @@ def join(limit_s: float = 20.0, *, bound: bool = False, sites: Sites | None = No
     _keep_one_order(device, dist.PrefixStore("order", store), blocking=bound)
     with ExitStack() as stack:
         stack.enter_context(HostRules(device))
+        stack.enter_context(patch.object(lifeline, "record_event", lambda _: device.record_event()))
         stack.callback(setattr, dist, "new_group", made)
         if sites is not None:
             stack.enter_context(waits_for_other_sites(device))

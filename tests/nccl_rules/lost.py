@@ -59,10 +59,16 @@ def in_a_reduction(stack: Any) -> None:
     stack.enter_context(patch.object(Sharding, "reduce", lambda *_: die()))
 
 
+def behind_its_step(stack: Any) -> None:
+    """Replicas wait for its new weights when their steps have ended: the host reads the loss, outside of a step."""
+    stack.enter_context(patch.object(Sharding, "publish", lambda _: die()))
+
+
 DEATHS: Mapping[str, Callable[[Any], None]] = {
     "before its note": before_its_note,
     "between its note and its send": between_note_and_send,
     "in a reduction": in_a_reduction,
+    "behind its step": behind_its_step,
 }
 
 

@@ -273,7 +273,7 @@ def test_a_rank_dies_and_those_that_stay_take_part_in_the_next_attempt(tmp_path)
     Attempts of one process: what an engine holds is given back, groups are made anew, and host memory has its state.
     """
     config = tiny_config(stages=2, zero=1, tied=True)
-    dying = [("before its note", 3, 2), ("between its note and its send", 1, 3), ("in a reduction", 2, 4)]
+    dying = [("behind its step", 3, 2), ("between its note and its send", 1, 3), ("in a reduction", 2, 4)]
     dying.append(("before its note", 0, 5))  # with the store
     ranks = run_ranks(4, train_through, config, str(tmp_path), dying, 6, timeout_s=400)
     expected = reference_losses(config, 2, 6)
