@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
 from weft.comm.emulated.conversation import EmulationError
 from weft.conf import load
 from weft.conf.files import write_atomic
 from weft.conf.hosts import world_size
+from weft.conf.private import run_folder
 from weft.engine.emulation.delays import delay_model
 from weft.recipes.emulated_job import recipe_job
 from weft.tools import parsers
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     real = _ranks(args.real)
     what_if = WhatIf.parse(args.what_if)
     config = load(overrides, recipe_file=args.config_file)
-    folder = Path(config.train.output_dir).expanduser() / config.train.name
+    folder = run_folder(config)
     job = recipe_job(config, folder, what_if.replicas)
     size = world_size(job.config.cluster)
     what_if.check(size, job.config.pipeline.stages)

@@ -18,6 +18,8 @@ class EmulatedClock:
 
     def __init__(self) -> None:
         self._left_out_s = 0.0
+        self.twin_s = 0.0
+        """Seconds inside `left_out` so far."""
         self.waited_s = 0.0
         """Seconds that the rank's own thread was asked to wait so far, on this clock."""
         self._main = threading.get_ident()
@@ -42,11 +44,6 @@ class EmulatedClock:
         while self.now() < at_s:
             pass
 
-    @property
-    def left_out_s(self) -> float:
-        """Seconds left out so far."""
-        return self._left_out_s
-
     def leave_out(self, seconds: float) -> None:
         """Subtract so many seconds from the time of what was just done; a negative number adds them."""
         self._left_out_s += seconds
@@ -58,4 +55,6 @@ class EmulatedClock:
         try:
             yield
         finally:
-            self._left_out_s += perf_counter() - begun
+            took_s = perf_counter() - begun
+            self.leave_out(took_s)
+            self.twin_s += took_s

@@ -32,7 +32,7 @@ from weft.tools.emulation.step import TwinStep
 from weft.tools.emulation.what_if import WhatIf
 
 WARM_UP = 2
-"""Steps of a turn that count for nothing: the first have connections, caches and buffers to make."""
+"""Steps that the first turn does not measure: they make connections, caches and buffers. Later turns leave out one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,7 @@ class Session:
         self.world.join()
         self.engine = job.engine()
         self.plan: RunPlan = self.engine.plan
+        self._warm_up = WARM_UP
         self._delays = self._make_delays()
         self.world.collective_s = self._delays.collective_s
         self.prepared = Prepared(plan=self.plan, set_up_s=perf_counter() - begun, heard=self.world.recorder.heard)
@@ -131,17 +132,18 @@ class Session:
         world, engine = self.world, self.engine
         step = TwinStep(world, self.plan, what_if.costs(costs), self._delays, what_if, seed)
         engine.slot_observers.insert(0, step)
-        ends, left_out_s = [], world.clock.left_out_s
+        ends, twin_s = [], world.clock.twin_s
+        warm_up, self._warm_up = self._warm_up, 1
         try:
-            for _ in range(WARM_UP + steps):
+            for _ in range(warm_up + steps):
                 engine.train_batch()
                 ends.append(world.clock.now())
         finally:
             engine.slot_observers.remove(step)
         schedule = engine.schedule
-        timelines = step.timelines(schedule, WARM_UP)
+        timelines = step.timelines(schedule, warm_up)
         fitted = fit_costs(timelines, costs).stages
-        own_s = median(step.step_s[WARM_UP:])
+        own_s = median(step.step_s[warm_up:])
         held = self.plan.placement.rank_stages[engine.pipe_rank]
         stages = {
             stage: replace(
@@ -155,11 +157,11 @@ class Session:
         busy = [sum(s.end_s - s.start_s for s in line.spans if s.lane == COMPUTE_LANE) for line in timelines]
         return Turn(
             rank=world.rank,
-            step_s=tuple(b - a for a, b in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)),
+            step_s=tuple(b - a for a, b in zip(ends[warm_up - 1 :], ends[warm_up:], strict=False)),
             stages=stages,
             actions=_medians(timelines),
             busy_s=median(busy),
-            twin_s=(world.clock.left_out_s - left_out_s) / (WARM_UP + steps),
+            twin_s=(world.clock.twin_s - twin_s) / (warm_up + steps),
             memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             heard=world.recorder.heard,
         )

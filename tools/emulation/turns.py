@@ -172,7 +172,7 @@ def emulated(
                 turns = _run(ranks, TRIAL_STEPS, costs, what_if, at_once)
                 costs = _with_measured(costs, turns, [each for _, each in chosen], classes)
                 rounds.append(median(median(turn.step_s) for turn in turns))
-                if len(rounds) > 1 and abs(rounds[-1] / rounds[-2] - 1) <= AGREED:
+                if _agree(rounds, turns):
                     break
             turns = _run(ranks, steps, costs, what_if, at_once)
             rounds.append(median(median(turn.step_s) for turn in turns))
@@ -193,6 +193,12 @@ def _run(ranks: Sequence[RealRank], steps: int, costs: CostModel, what_if: WhatI
     """A turn of every real rank."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda rank: rank.ask("run", steps, costs, what_if), ranks))
+
+
+def _agree(rounds: Sequence[float], turns: Sequence[Turn]) -> bool:
+    """Return True if the step changed in the last round by no more than its ``turns`` can tell."""
+    spread = median((max(turn.step_s) - min(turn.step_s)) / median(turn.step_s) for turn in turns)
+    return len(rounds) > 1 and abs(rounds[-1] / rounds[-2] - 1) <= max(AGREED, spread)
 
 
 def _chosen(

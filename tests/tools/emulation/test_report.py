@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from weft.comm.emulated.clock import EmulatedClock
 from weft.comm.emulated.conversation import EmulationError
 from weft.tools.emulation.report import _disagreement
-from weft.tools.emulation.turns import AGREED, Emulation, emulate
+from weft.tools.emulation.turns import AGREED, Emulation, _agree, emulate
 
 
 def found(*rounds):
@@ -19,6 +20,21 @@ def found(*rounds):
 def test_rounds_agree_by_the_last_two():
     assert found(1.0, 2.0, 2.0 * (1 + AGREED / 2)).agreed
     assert not found(2.0, 2.0, 2.2).agreed
+
+
+@pytest.mark.parametrize(("steps", "agree"), [((1.0, 1.0, 1.0), False), ((1.0, 1.1, 0.9), True)])
+def test_rounds_that_differ_by_less_than_their_steps_are_the_last(steps, agree):
+    turns = [SimpleNamespace(step_s=steps)] * 3
+    assert _agree([1.1, 1.0], turns) == agree
+    assert _agree([1.0, 1.01], turns) and not _agree([1.0], turns) and not _agree([2.0, 1.0], turns)
+
+
+def test_what_a_slow_rank_takes_longer_is_no_time_of_the_twin():
+    clock = EmulatedClock()
+    clock.leave_out(-5.0)
+    with clock.left_out():
+        pass
+    assert 0 <= clock.twin_s < 5
 
 
 def test_rounds_that_differ_are_told_with_what_to_do():
