@@ -16,7 +16,7 @@ from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
 from weft.tools.first_row import first_row_lines
-from weft.tools.preflight import check_data
+from weft.tools.preflight import INPUTS, preflight
 
 
 def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: CollectiveCosts | None = None) -> RunPlan:
@@ -36,10 +36,10 @@ def report(config: WeftConfig) -> str:
     """Each rank's stages, parameters and memory, ZeRO's collectives, the predicted step, and the first row of data.
 
     Raises:
-        ValueError: as `expected_plan`, and where the data is not what a run could use.
+        ValueError: as `expected_plan`, and what a run would refuse of its inputs.
     """
     config = fit_batch(config, world_size(config.cluster))
-    check_data(config)
+    preflight(config, checks=INPUTS)
     plan = expected_plan(config)
     schedule, known = plan.cell(), plan.facts.sources
     whole = rank_size(plan.facts.model, plan.split, range(plan.split.num_stages))

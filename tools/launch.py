@@ -14,7 +14,7 @@ from weft.conf import load
 from weft.conf.batch import fit_batch
 from weft.conf.hosts import asks_for_nodes, is_loopback, working_hosts, world_size
 from weft.conf.ports import free_port
-from weft.conf.private import SECRETS, split_secrets, write_private
+from weft.conf.private import SECRETS, run_folder, split_secrets, write_private
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.terminals import COLUMNS, columns_of
@@ -55,7 +55,7 @@ def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
         print(report(config))
         return 0
     supervised = is_supervised(config, options)
-    folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+    folder = run_folder(config)
     if arguments.write and not asks_for_nodes(config.cluster):
         raise ValueError(
             f"--write {arguments.write}: cluster.manager={config.cluster.manager.name}, so that nothing is asked for"

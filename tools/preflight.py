@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
 from weft.conf.hosts import is_loopback, read_hostfile, world_size
 from weft.conf.owners import own_folder
-from weft.conf.private import make_run_folder, make_shared_folder
+from weft.conf.private import make_run_folder, make_shared_folder, run_folder
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.gpus import num_gpus
@@ -102,13 +103,13 @@ def check_device(config: WeftConfig) -> None:
 
 
 def check_model(config: WeftConfig) -> None:
-    """Check that a model's folder is whole, and has layers for every stage and positions for every token."""
+    """Check that the model can be made or read, with layers for all stages and positions for all tokens."""
     path = config.model.path
-    if is_here(path) or (path and _is_hub_name(path) and _runs_here(config)):
+    if not path or is_here(path) or (_is_hub_name(path) and _runs_here(config)):
         from weft.engine.stages import check_model_fits  # imports torch, which the other checks do not need
 
         check_model_fits(config.model, virtual_stages(config), config.data.sequence_length)
-    elif path and not _is_hub_name(path):
+    elif not _is_hub_name(path):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
 
 
@@ -167,18 +168,35 @@ def check_hub(config: WeftConfig) -> None:
 
 
 def check_resume(config: WeftConfig) -> None:
-    """Check that there is a checkpoint in the folder from which the run resumes."""
+    """Check that the checkpoint to resume from is there, and was trained from the same base model."""
     where = config.checkpoint.resume
-    if where not in ("auto", "never"):
-        from weft.engine.checkpoint import to_resume  # imports torch, which the other checks do not need
+    folder = run_folder(config) / "checkpoints" if where == "auto" else Path(where).expanduser()
+    if where == "never" or (where == "auto" and not folder.is_dir()):
+        return
+    from weft.engine.checkpoint import check_base_model, to_resume  # imports torch, as other checks need not
 
-        if next(to_resume(Path(where).expanduser()), None) is None:
-            raise ValueError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
+    checkpoints = list(to_resume(folder))
+    if not checkpoints and where != "auto":
+        raise ValueError(f"checkpoint.resume={where}: no complete checkpoint there; give its folder, or auto")
+    if checkpoints and _weights_are_here(config.model.path):
+        check_base_model(config.model, (path for path, _ in checkpoints))
+
+
+def _weights_are_here(path: str) -> bool:
+    """Return True for a new model, a folder, and a model of the hub that is in its cache; others only ranks can see."""
+    from weft.engine.stages.folder import weight_files
+    from weft.engine.stages.location import weights_folder
+
+    if not path or is_here(path):
+        return True
+    with suppress(ValueError, OSError):
+        return bool(weight_files(weights_folder(path)))
+    return False
 
 
 def check_run_folder(config: WeftConfig) -> None:
     """Check that the run's folder can be written, with room for more than its logs."""
-    folder = Path(config.train.output_dir).expanduser() / config.train.name
+    folder = run_folder(config)
     try:
         make_shared_folder(folder) if config.train.shared else make_run_folder(folder)
         _try_to_write(folder)

@@ -2,6 +2,7 @@
 
 from weft.engine.checkpoint.background import BackgroundWriter
 from weft.engine.checkpoint.engine_checkpoint import (
+    check_base_model,
     check_folder,
     load_engine,
     load_newest,
@@ -25,6 +26,7 @@ __all__ = [
     "Piece",
     "Ranks",
     "Wanted",
+    "check_base_model",
     "check_export",
     "check_folder",
     "check_space",

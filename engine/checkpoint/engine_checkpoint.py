@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm.exchange import gather
+from weft.conf.schema import ModelConfig
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.background import BackgroundWriter, snapshot
 from weft.engine.checkpoint.client_state import decode, encode
@@ -39,6 +41,7 @@ from weft.engine.checkpoint.folder import (
     tagged,
     to_resume,
 )
+from weft.engine.checkpoint.origin import Origin
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
@@ -47,6 +50,7 @@ from weft.engine.checkpoint.shared_reading import Needed, among, read_once
 from weft.engine.checkpoint.stores import find_stores, store_of
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.checkpoint.writer import save
+from weft.engine.stages.fingerprint import folder_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +135,25 @@ def check_base(engine: Trained, checkpoint: Checkpoint, wanted: Wanted = EVERYTH
     """
     if wanted.progress:
         engine.origin.require_base(checkpoint.meta.get("origin", {}), checkpoint.path)
+
+
+def check_base_model(model: ModelConfig, checkpoints: Iterable[Path]) -> None:
+    """Check, before a run starts, that it begins from the same base model as the checkpoint that it would resume.
+
+    Args:
+        checkpoints: the one to resume, and those to try where that one cannot be read.
+
+    Raises:
+        OtherBaseError: the checkpoint is of another base model.
+        ValueError: the model's folder is not whole.
+    """
+    for path in checkpoints:
+        with suppress(CheckpointError):
+            saved = check_form(open_checkpoint(path)).meta.get("origin", {})
+            break
+    else:
+        return
+    Origin(folder_fingerprint(model), model.path).require_base(saved, path)
 
 
 def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted) -> None:

@@ -160,8 +160,9 @@ def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
     text = hf_config.get_text_config()
     pad, rows = text.pad_token_id, getattr(text, "vocab_size", None)
     if isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
+        setting = f"model.path={config.path}" if config.path else f"model.arch={config.arch}"
         raise ValueError(
-            f"model.path={config.path}: pad_token_id={pad}, and the model has {rows} rows of embeddings; "
+            f"{setting}: pad_token_id={pad}, and the model has {rows} rows of embeddings; "
             f"set model.overrides.pad_token_id to a token below {rows}"
         )
 

@@ -4,9 +4,18 @@ import pytest
 
 from tests.engine.stages.tiny import tiny, whole
 from tests.recipes.runs import prepare, records, run_all
+from weft.conf import load
+from weft.engine.checkpoint.errors import OtherBaseError
+from weft.tools.dry_run import report
+from weft.tools.preflight import INPUTS, preflight
 from weft.tools.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def contents(folder):
+    """Each file of a run's folder but the lock, which names the last process that held it."""
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "lock"}
 
 
 def test_resume_uses_changed_learning_rate_and_schedule(tmp_path):
@@ -46,7 +55,14 @@ def test_resume_refuses_another_base_and_lists_other_settings(adapters, tmp_path
 
     decay = "optimizer.weight_decay=0.1"
     attempts = [attempt("one", 2), attempt("moved", 4, decay), attempt("moved", 4, decay), attempt("other", 6)]
-    ((first, moved, again, refused),) = run_ranks(1, run_all, attempts, timeout_s=250)
+    ((first, moved, again),) = run_ranks(1, run_all, attempts[:3], timeout_s=250)
+    before = contents(tmp_path / "runs" / "run")
+    ((refused,),) = run_ranks(1, run_all, attempts[3:], timeout_s=250)
+    assert contents(tmp_path / "runs" / "run") == before, "a refused run has changed the folder"
+    config = load(attempts[3]["settings"])
+    for check in (lambda: preflight(config, checks=INPUTS), lambda: report(config)):
+        with pytest.raises(OtherBaseError, match="other weights"):
+            check()
     assert first["steps"] == 2 and not first["warnings"]
     assert "other weights" in refused["error"]
     assert str(tmp_path / "moved") in refused["error"] and str(tmp_path / "other") in refused["error"]

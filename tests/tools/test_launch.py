@@ -339,6 +339,18 @@ def test_what_a_model_and_its_data_refuse_is_found_before_ranks_start(sft, tmp_p
         preflight(sft())
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["folder", "new model"])
+def test_a_dry_run_refuses_sequences_without_positions_as_a_run_does(sft, own, tmp_path):
+    from weft.tools.dry_run import report
+
+    others = ["model.path=''", f"model.tokenizer={tmp_path}/model", "model.arch=gpt2"]
+    others.append("model.overrides={n_positions: 2048, n_embd: 16, n_head: 2}")
+    config = sft("data.sequence_length=2049", *([] if own else others))
+    for check in (preflight, report):
+        with pytest.raises(ValueError, match=r"data\.sequence_length=2049: .* is made for 2048 positions; shorten it"):
+            check(config)
+
+
 def test_a_schedules_file_and_a_folder_to_resume_from_are_read_before_ranks_start(config, tmp_path):
     other = tmp_path / "other.json"
     other.write_text("{}")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.conf.private import run_folder
 from weft.conf.schema import SiteConfig, WeftConfig
 from weft.tools.managers.allocation import with_hosts
 
@@ -37,7 +38,7 @@ def script(config: WeftConfig, overrides: Sequence[str], python: str) -> str:
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {option}" for option in (*request, *common)]
     launch = shlex.join([python, "-m", "weft.tools.cli", "launch", *overrides])
-    folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+    folder = run_folder(config)
     attach = shlex.join([python, "-m", "weft.tools.cli", "launch", "--attach", str(folder)])
     return "\n".join(
         [

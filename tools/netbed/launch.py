@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from time import monotonic, sleep
 
 from weft.comm.wan.key import VARIABLE
 from weft.conf import load
+from weft.conf.private import run_folder
 from weft.conf.run_lock import RunLock
 from weft.conf.sites import num_routes
 from weft.tools.launch import environment, write_config
@@ -41,7 +41,7 @@ def launch(overrides: Sequence[str], *, window_kb: float) -> int:
     topology = Topology.of_cluster(cluster, name=f"run{os.getpid()}", replicas=replicas, window_kb=window_kb)
     with NetBed.up(topology) as bed:
         config = replace(config, cluster=replace(cluster, master_addr=bed.address(bed.nodes[0]), master_port=_PORT))
-        folder = (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+        folder = run_folder(config)
         RunLock.check(folder)
         file = write_config(config, folder / "config.yaml")
         command = [sys.executable, "-m", "weft.recipes.train", "--config-file", str(file)]
