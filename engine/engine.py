@@ -278,7 +278,7 @@ class WeftEngine(PipelineEngine):
                 self._comparison.before_update(self.global_steps + 1)
                 self._finish_memory_copy()
                 loss_sum = self.step_loss.sum(state)
-                self.optimizer.reduce(self.step_loss.held(state))
+                self.optimizer.reduce(self.step_loss.held(state), state.hidden)
                 self.optimizer.clip()
                 self.optimizer.step()
                 advance(self)

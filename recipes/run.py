@@ -202,7 +202,7 @@ class TrainingRun:
         read = f"they read sequences {first} to {after - 1} of the data"
         if self.bad_data.is_hopeless(after):
             raise NonFiniteError(
-                f"{error.summary}; {read}, and others were no better: {explanation(error.ranks)}", error.ranks
+                f"{error.summary}; {read}, and others were no better: {explanation(error.source)}", error.source
             ) from error
         left_out = self.loader.left_out
         with self.engine.heartbeat.within(Phase.checkpoint):
@@ -212,14 +212,14 @@ class TrainingRun:
         if path is None:
             raise NonFiniteError(
                 f"{error.summary}; {read}, and there is no checkpoint to go back to: set checkpoint.every; "
-                f"{explanation(error.ranks)}",
-                error.ranks,
+                f"{explanation(error.source)}",
+                error.source,
             ) from error
         for each in (*left_out, (first, after)):
             self.loader.leave_out(*each)
         done = self.engine.global_steps
         progress.go_back(done)
-        whose = f"{first_appeared(error.ranks)}; " if error.ranks else ""
+        whose = f"{first_appeared(error.source)}; " if error.source.ranks else ""
         left = f"{read}, which are left out from step {done} on, where {path} was written"
         progress.note(f"{error.summary}; {whose}{left}")
         return done

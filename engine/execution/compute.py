@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.engine.backward import SplitBackward
 from weft.engine.execution.step_state import StepState, key
-from weft.engine.execution.sums import LabelCount
 from weft.engine.stages import Stage
 from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
@@ -38,11 +37,12 @@ class Compute:
     def __post_init__(self) -> None:
         self._backward = {index: SplitBackward(stage) for index, stage in self.stages.items()}
         self._last = self.placement.num_stages - 1
-        self._counting: LabelCount | None = None
+        self._last_state: StepState | None = None
+        """Of the step in which the last stage runs."""
         if self._last in self.stages:
             last = self.stages[self._last]
             # The count is waited for where the loss begins, so that the layers before hide its way.
-            (last.blocks() or [last])[-1].register_forward_pre_hook(lambda *_: self._await_count())
+            (last.blocks() or [last])[-1].register_forward_pre_hook(self._before_last_block)
 
     def forward(self, state: StepState, action: Action) -> None:
         """``F``: consume an input, leave an output or a loss."""
@@ -67,6 +67,7 @@ class Compute:
             state.losses[microbatch] = output.detach()
             state.gradients[stage, microbatch] = self.seed_gradient(output)
         else:
+            state.note_hidden(stage, output)
             self._pass_on(state, stage, microbatch, output.detach())
 
     def _evaluate(self, state: StepState, module: Stage, hidden: Tensor | None, microbatch: int) -> None:
@@ -81,13 +82,16 @@ class Compute:
 
     def _counting_of(self, state: StepState, microbatch: int) -> dict[str, Any]:
         """Where the step's count of labels will be when the last block has begun, and whether any is here."""
-        self._counting = state.num_items
+        self._last_state = state
         items = state.num_items.items if state.num_items is not None else None
         return {"num_items": items} | ({"counts": False} if microbatch in state.empty else {})
 
-    def _await_count(self) -> None:
-        if self._counting is not None:
-            self._counting.wait()
+    def _before_last_block(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        state = self._last_state
+        if state is not None and state.num_items is not None:
+            state.num_items.wait()
+        if state is not None and state.training and inputs and isinstance(inputs[0], Tensor):
+            state.note_hidden(self._last, inputs[0])
 
     def _pass_on(self, state: StepState, stage: int, microbatch: int, output: Tensor) -> None:
         local = stage + 1 in self.stages

@@ -64,10 +64,16 @@ class StepState:
     """Receives by pipeline rank of the sender."""
     done: set[Action] = field(default_factory=set)
     """Facts that this rank's slots have established, for the executor's debug mode."""
+    hidden: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Smallest and largest elements of the hidden states of training forwards, each with its stage."""
     peak_bytes: int = 0
     """Highest sum of saved bytes."""
     peak_chunks: int = 0
     """Most chunk activations alive at once."""
+
+    def note_hidden(self, stage: int, hidden: Tensor) -> None:
+        """Keep the extremes of hidden states, on their device: NaN and infinity are among them."""
+        self.hidden += [(stage, extreme) for extreme in hidden.detach().aminmax()]
 
     def note_peak(self) -> None:
         """Take the high-water mark of what is saved now."""

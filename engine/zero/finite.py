@@ -11,19 +11,25 @@ from torch import Tensor
 
 from weft.engine.execution.sums import ReplicaSum
 from weft.engine.zero.host_copy import HostCopy
+from weft.engine.zero.origin import Source
+
+NOWHERE = Source()
+"""The source of numbers that the data or the training has made."""
 
 
 class NonFiniteError(RuntimeError):
     """Training has produced NaN or infinity; raised on every rank, at the same step.
 
     Attributes:
-        ranks: those whose gradients had it first, if the data and the training are not the cause.
+        source: where it first appeared.
+        ranks: those of the source.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        """Make the error, which names the ``ranks`` in its message."""
+    def __init__(self, message: str, source: Source = NOWHERE) -> None:
+        """Make the error, which names the ``source`` in its message."""
         super().__init__(message)
-        self.ranks = ranks
+        self.source = source
+        self.ranks = source.ranks
 
 
 REMEDY = (
@@ -32,32 +38,33 @@ REMEDY = (
 )
 
 
-def nonfinite_gradient(step: int, norm: float, ranks: tuple[int, ...] = ()) -> NonFiniteError:
-    """The error for a gradient norm that is not finite, which first appeared on these ``ranks``."""
-    return NonFiniteError(f"step {step}: the norm of the gradient is {norm}: {explanation(ranks)}", ranks)
+def nonfinite_gradient(step: int, norm: float, source: Source = NOWHERE) -> NonFiniteError:
+    """The error for a gradient norm that is not finite because of what first appeared at ``source``."""
+    return NonFiniteError(f"step {step}: the norm of the gradient is {norm}: {explanation(source)}", source)
 
 
-def explanation(ranks: tuple[int, ...]) -> str:
+def explanation(source: Source) -> str:
     """Return the cause of numbers that are not finite, and the remedy."""
-    if not ranks:
+    if not source.ranks:
         return f"training has diverged. {REMEDY}"
+    before = "their losses were" if source.forward < 0 else "the stage's input was"
     return (
-        f"{first_appeared(ranks)}, although their losses were finite: a host fails, or the weights are too large. "
+        f"{first_appeared(source)}, although {before} finite: a host fails, or the weights are too large. "
         f"Test the hosts of these ranks with weft doctor node, and keep a bad one out with weft evict. {REMEDY}"
     )
 
 
-def first_appeared(ranks: tuple[int, ...]) -> str:
-    """Return the ranks that made the numbers which are not finite, in words."""
-    return (
-        f"NaN or infinity first appeared in the gradients of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    )
+def first_appeared(source: Source) -> str:
+    """Return where the numbers which are not finite were made, in words."""
+    where = "the gradients" if source.forward < 0 else f"the forward of stage {source.forward}"
+    ranks = f"rank{'s' * (len(source.ranks) > 1)} {', '.join(map(str, source.ranks))}"
+    return f"NaN or infinity first appeared in {where} of {ranks}"
 
 
 class _PendingNorm(NamedTuple):
     step: int
     scale: float
-    origin: Callable[[], tuple[int, ...]]
+    origin: Callable[[], Source]
 
 
 class NormWatch:
@@ -68,12 +75,12 @@ class NormWatch:
         self._pending: _PendingNorm | None = None
         self._copy = HostCopy(device)
 
-    def watch(self, step: int, square: ReplicaSum, scale: float, origin: Callable[[], tuple[int, ...]] = tuple) -> None:
+    def watch(self, step: int, square: ReplicaSum, scale: float, origin: Callable[[], Source] = Source) -> None:
         """Watch the norm of a step.
 
         Args:
             square: still being summed; begins with the square of ``scale`` times the norm.
-            origin: returns the ranks where a norm that is not finite comes from; called on all ranks alike.
+            origin: returns where a norm that is not finite comes from; called on all ranks alike.
         """
         assert self._pending is None, "the pending norm has not been checked"
         self._pending = _PendingNorm(step, scale, origin)

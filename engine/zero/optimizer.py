@@ -18,7 +18,7 @@ from weft.engine.execution.sums import ReplicaSum, sum_now
 from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm
-from weft.engine.zero.origin import OwnNumbers
+from weft.engine.zero.origin import Extremes, OwnNumbers, Source
 from weft.engine.zero.presence import Presence
 from weft.engine.zero.sharding import Sharding
 from weft.engine.zero.skipping import Skips
@@ -87,8 +87,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Squared norm of the last gradient, times the square of the loss scale, with `must_stop`; and the loss
         scale."""
         self._presence: Presence | None = None
-        self._origin: Callable[[], tuple[int, ...]] = tuple
-        """Returns the ranks where numbers of the last step that are not finite come from; a collective call."""
+        self._origin: Callable[[], Source] = Source
+        """Returns where numbers of the last step that are not finite come from; a collective call."""
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
         for fragment in held:
@@ -116,12 +116,13 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return self.loss_scaler.cur_scale
 
     @torch.no_grad()
-    def reduce(self, loss: Tensor | None = None) -> None:
+    def reduce(self, loss: Tensor | None = None, hidden: Extremes = ()) -> None:
         """Wait for the gradients of all replicas, and judge their norm; a collective call.
 
         Args:
             loss: this rank's part of the step's loss, a scalar, where it has one. It is judged with the
                 gradient if steps may be skipped, and distinguishes bad data from a bad rank.
+            hidden: extremes of the hidden states that this rank has computed, each with its stage.
 
         Raises:
             NonFiniteError: on every rank, if the gradient of this step or the previous one is not finite.
@@ -131,7 +132,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             self.sharding.finish_gradients()
         try:
             self._take_stop(self._watch.check())
-            self._square = self._summed(self._local_square(loss)), self.cur_scale
+            self._square = self._summed(self._local_square(loss, hidden)), self.cur_scale
             self._check_gradient()
         except NonFiniteError as error:
             self._failure = error
@@ -258,10 +259,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         assert norm is not None
         return norm
 
-    def _local_square(self, loss: Tensor | None) -> Tensor:
+    def _local_square(self, loss: Tensor | None, hidden: Extremes) -> Tensor:
         """This rank's part of the squared norm, in which each element counts on one rank; and 1 if it is to stop."""
         square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
-        self._origin = OwnNumbers.of_step(self.sharding.trained, loss, self._groups["pipeline"]).origin
+        self._origin = OwnNumbers.of_step(self.sharding.trained, loss, self._groups["pipeline"], hidden).origin
         if self.skips.most and loss is not None:
             square += 0 * loss  # NaN if the loss is not finite
         return torch.stack([square, torch.full_like(square, float(self._stops()))])

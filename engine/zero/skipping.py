@@ -8,7 +8,8 @@ from math import isfinite
 from statistics import median
 from typing import NamedTuple
 
-from weft.engine.zero.finite import NonFiniteError, explanation
+from weft.engine.zero.finite import NOWHERE, NonFiniteError, explanation
+from weft.engine.zero.origin import Source
 
 WINDOW = 32
 """Norms of good steps that a spike is judged by; until there are as many, none is looked for."""
@@ -20,12 +21,12 @@ class SkippedStep(NamedTuple):
     Attributes:
         step: counted from 1.
         norm: 2-norm of its gradient; NaN, too, if the loss alone was not finite.
-        ranks: those whose gradients were not finite first, if the data and the training are not the cause.
+        source: where numbers that are not finite first appeared.
     """
 
     step: int
     norm: float
-    ranks: tuple[int, ...] = ()
+    source: Source = NOWHERE
 
 
 class SkippedTooOften(NonFiniteError):
@@ -46,8 +47,10 @@ class SkippedTooOften(NonFiniteError):
             f"step {steps[-1].step}: the last {len(steps)} steps were skipped, because the norms of their gradients "
             f"were {norms}"
         )
-        ranks = tuple(sorted(set.intersection(*(set(step.ranks) for step in steps))))
-        super().__init__(f"{self.summary}: {explanation(ranks)}", ranks)
+        ranks = set.intersection(*(set(step.source.ranks) for step in steps))
+        forwards = {step.source.forward for step in steps}
+        source = Source(tuple(sorted(ranks)), forwards.pop() if len(forwards) == 1 else -1)
+        super().__init__(f"{self.summary}: {explanation(source)}", source)
 
 
 class Skips:
@@ -71,18 +74,18 @@ class Skips:
         """Norms of the last good steps, which a checkpoint keeps so that a resumed run judges alike."""
         return list(self._good)
 
-    def judge(self, step: int, norm: float, origin: Callable[[], tuple[int, ...]] = tuple) -> bool:
+    def judge(self, step: int, norm: float, origin: Callable[[], Source] = Source) -> bool:
         """True if a step is good; one that is not is to be skipped.
 
         Args:
-            origin: returns the ranks where a norm that is not finite comes from; called on all ranks alike.
+            origin: returns where a norm that is not finite comes from; called on all ranks alike.
         """
         good = isfinite(norm) and not self._is_spike(norm)
         if good:
             self._in_row.clear()
             self._good.append(norm)
         else:
-            self._in_row.append(SkippedStep(step, norm, () if isfinite(norm) else origin()))
+            self._in_row.append(SkippedStep(step, norm, NOWHERE if isfinite(norm) else origin()))
         return good
 
     def check(self) -> None:

@@ -91,8 +91,8 @@ def test_bad_numbers_from_one_batch_to_all(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_gradients_that_one_rank_spoils_name_that_rank(tmp_path):
-    """As a replica, and as the last stage, from which NaN travels to the first."""
+def test_numbers_that_one_rank_spoils_name_that_rank(tmp_path):
+    """Gradients of a replica and of the last stage, from which NaN travels to the first, and hidden states."""
     settings = [*prepare(tmp_path), f"train.steps={STEPS}"]
     replicas, stages = [*settings, "pipeline.stages=1"], [*settings, "pipeline.stages=2"]
     alone = {"spoilt": of(3, 200), "spoilt_rank": 1}
@@ -102,6 +102,14 @@ def test_gradients_that_one_rank_spoils_name_that_rank(tmp_path):
         "skipped": {"settings": [*replicas, "zero.stage=1", "supervise.max_skips=2"], **alone},
         "stage": {"settings": [*stages, "supervise.max_skips=0"], **alone},
         "all replicas": {"settings": [*replicas, "supervise.max_skips=0"], "spoilt": of(3, 200)},
+        **{
+            f"forward {stage}": {
+                "settings": [*stages, "supervise.max_skips=0"],
+                "spoilt": of(3, 200),
+                "spoilt_stage": stage,
+            }
+            for stage in range(2)
+        },
     }
     for number, attempt in enumerate(attempts.values()):
         attempt["settings"].append(f"train.name=run{number}")
@@ -110,8 +118,10 @@ def test_gradients_that_one_rank_spoils_name_that_rank(tmp_path):
     ends = dict(zip(attempts, first, strict=True))
     assert "training has diverged" in ends["all replicas"]["error"] and not ends.pop("all replicas")["ranks"]
     for name, end in ends.items():
-        assert end["ranks"] == (1,), (name, end)
-        assert "first appeared in the gradients of rank 1" in end["error"], name
+        rank = 0 if name == "forward 0" else 1
+        place = f"the forward of stage {rank}" if "forward" in name else "the gradients"
+        assert end["ranks"] == (rank,), (name, end)
+        assert f"first appeared in {place} of rank {rank}, although" in end["error"], name
         assert "training has diverged" not in end["error"], name
 
 

@@ -13,6 +13,7 @@ from weft.engine.distributed import SharedError
 from weft.engine.execution.drawing import DataEnded
 from weft.engine.supervision.faults import ERROR_FILE, FaultKind, read_report
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
+from weft.engine.zero.origin import Source
 from weft.recipes.failures import fault_of, reported
 
 
@@ -78,7 +79,7 @@ def test_ranks_that_an_error_blames_are_told(tmp_path, monkeypatch):
 def test_the_rank_where_bad_numbers_first_appeared_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
     with pytest.raises(NonFiniteError), reported():
-        raise NonFiniteError("step 3: nan", (1,))
+        raise NonFiniteError("step 3: nan", Source((1,)))
     found = read_report(tmp_path / "0.json")
     assert found is not None
     assert (found.kind, found.ranks) == (FaultKind.bad_numbers, (1,))

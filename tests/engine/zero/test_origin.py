@@ -1,12 +1,15 @@
 """The rank whose gradients were not finite first is told from those that have received them, and from bad data."""
 
+from dataclasses import replace
+from itertools import chain
+
 import pytest
 import torch
 
 from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
 from weft.conf.schema import ZeroConfig
 from weft.engine.zero import Sharding
-from weft.engine.zero.origin import OwnNumbers, Sighting, origins
+from weft.engine.zero.origin import OwnNumbers, Sighting, Source, origins
 from weft.pipeline.action import Action, Op
 
 FINE = -1
@@ -39,7 +42,27 @@ def seen(*pipelines, losses=()):
     ],
 )
 def test_the_last_stage_of_the_only_bad_pipelines_is_the_origin(sightings, ranks):
-    assert origins(sightings) == ranks
+    assert origins(sightings) == Source(ranks)
+
+
+def forwards(*pipelines, losses=()):
+    """Sightings as of `seen`, of pipelines whose gradients are all bad, with each rank's first bad hidden states."""
+    found = seen(*([0] * len(stages) for stages in pipelines), losses=losses)
+    return [replace(each, forward=forward) for each, forward in zip(found, chain(*pipelines), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("sightings", "source"),
+    [
+        (forwards([0, 1], losses=[0]), Source((0,), 0)),
+        (forwards([FINE, 1, 2], losses=[0]), Source((1,), 1)),
+        (forwards([FINE, 1], [FINE, FINE], losses=[0, 1]), Source((1,), 1)),
+        (forwards([FINE, 1], [FINE, 1], losses=[0, 1]), Source()),
+        (forwards([FINE, FINE], losses=[0]), Source()),
+    ],
+)
+def test_the_first_stage_with_bad_hidden_states_is_the_origin(sightings, source):
+    assert origins(sightings) == source
 
 
 @pytest.mark.parametrize("stage", range(4))
