@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
@@ -238,15 +239,26 @@ def first_to_fail() -> bool:
 
     Where the store has gone, rank 0 has gone with it, and rank 1 speaks.
     """
+    if (first := _is_first("failures")) is not None:
+        return first
+    return os.environ.get("RANK", "0") == "1" or os.environ.get("WORLD_SIZE", "1") == "1"
+
+
+def first_to_print(text: str) -> bool:
+    """Return True on the first rank of the job that prints a text; before the rendezvous, on the first of each host."""
+    first = _is_first(f"printed/{hashlib.sha256(text.encode()).hexdigest()}") if dist.is_initialized() else None
+    return os.environ.get("LOCAL_RANK", "0") == "0" if first is None else first
+
+
+def _is_first(name: str) -> bool | None:
+    """Return True on the first rank that asks for a name; None if the job's store does not answer."""
     counted: list[int] = []
 
     def count() -> None:
         with suppress(RuntimeError, ValueError):
-            counted.append(dist.distributed_c10d._get_default_store().add("weft/failures", 1))
+            counted.append(dist.distributed_c10d._get_default_store().add(f"weft/{name}", 1))
 
     asking = threading.Thread(target=count, daemon=True)  # a store whose host has stopped never answers
     asking.start()
     asking.join(timeout=2.0)
-    if counted:
-        return counted[0] == 1
-    return os.environ.get("RANK", "0") == "1" or os.environ.get("WORLD_SIZE", "1") == "1"
+    return counted[0] == 1 if counted else None

@@ -1,7 +1,8 @@
-"""Display of a run's steps: a bar on a terminal, a line now and then in a file."""
+"""Display of a run: a bar of steps on a terminal, lines of steps in a file, and each warning once."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from weft.conf.terminals import columns_behind, columns_of
+from weft.engine.distributed import first_to_print
 
 LINE_S = 10.0
 """Seconds between the lines of a file."""
@@ -78,3 +80,10 @@ class Shown:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._bar.close()
+
+
+def warn_once(stream: TextIO) -> None:
+    """Print Weft's warnings to a stream, each on the first rank that has it."""
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(lambda record: first_to_print(record.getMessage()))
+    logging.getLogger("weft").addHandler(handler)

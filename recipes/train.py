@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
-from weft.conf.private import make_shared_folder, take_secrets, write_private
+from weft.conf.private import make_shared_folder, run_folder, take_secrets, write_private
 from weft.conf.processes import end_process
 from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
@@ -29,6 +29,7 @@ from weft.engine.checkpoint.memory import HostMemory
 from weft.engine.checkpoint.memory.host_memory import VARIABLE as MEMORY
 from weft.engine.distributed import (
     SharedError,
+    attempt_number,
     first_to_fail,
     from_rank_zero,
     lost_peer,
@@ -51,7 +52,9 @@ from weft.recipes.finish import check_finish, finish, print_once
 from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
+from weft.recipes.shown import warn_once
 from weft.tools import parsers
+from weft.tools.preflight import check_resume
 from weft.tools.processes import end_with_launcher
 
 if _COLLECTS:
@@ -76,7 +79,8 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
     if config.dry_run:
         from weft.tools.dry_run import report
 
-        print(report(config))
+        if os.environ.get("RANK", "0") == "0":
+            print(report(config))
         return 0
     signals = _take_signals(config)
     if signals is not None:
@@ -138,7 +142,7 @@ def train(
     heartbeat.enter(Phase.setup)
     config, device = join_job(config)
     SET_UP.done("join")
-    folder = Path(config.train.output_dir).expanduser() / config.train.name
+    folder = run_folder(config)
     release = _lock_folder(config, folder, held)
     config, tokenizer, loader, evaluation = prepare(config, folder, held.kept)
     for each in (loader, evaluation):
@@ -200,9 +204,14 @@ def _lock_folder(config: WeftConfig, folder: Path, held: Held) -> Callable[[], N
     """Lock the run's folder for this run, and write the configuration into it; returns what unlocks it.
 
     A collective call.
+
+    Raises:
+        ValueError: on every rank: another run writes there, or the run cannot resume there.
     """
 
     def lock() -> RunLock:
+        if attempt_number() <= 1:
+            check_resume(config)
         if config.train.shared:
             make_shared_folder(folder)
         taken = RunLock(folder)
@@ -256,6 +265,8 @@ def run(argv: Sequence[str]) -> int:
     """
     SET_UP.begin()
     end_with_launcher(os.environ)
+    if ERROR_FILE not in os.environ:  # else an agent leaves out what its ranks repeat
+        warn_once(sys.stderr)
     take_secrets(os.environ)
     try:
         with reported():

@@ -1,6 +1,7 @@
 """Steps on a terminal and in a file."""
 
 import fcntl
+import logging
 import os
 import pty
 import struct
@@ -8,8 +9,12 @@ import termios
 from io import StringIO
 
 import pytest
+import torch.distributed as dist
 
-from weft.recipes.shown import Shown
+from weft.engine.distributed import init_distributed
+from weft.recipes.shown import Shown, warn_once
+from weft.recipes.train import main
+from weft.tools.ranks import run_ranks
 
 
 class Terminal(StringIO):
@@ -83,3 +88,30 @@ def test_a_terminal_behind_a_pipe_gets_a_bar(monkeypatch, capsys):
     shown_in(stream, 100)
     assert "40/40" in stream.getvalue() and max(map(len, stream.getvalue().strip().split("\r"))) <= 90
     assert capsys.readouterr().out == ""
+
+
+def warnings_of_this_rank():
+    stream = StringIO()
+    warn_once(stream)
+    log = logging.getLogger("weft.test")
+    log.warning("before the rendezvous")
+    init_distributed(60.0)
+    log.warning("all ranks have this")
+    log.warning("rank %d has this", dist.get_rank())
+    dist.barrier()
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_warning_of_all_ranks_is_printed_once():
+    printed = [line for lines in run_ranks(2, warnings_of_this_rank, timeout_s=180) for line in lines]
+    assert sorted(printed) == ["all ranks have this", "before the rendezvous", "rank 0 has this", "rank 1 has this"]
+
+
+def test_a_dry_run_is_printed_by_rank_0_alone(monkeypatch, capsys):
+    monkeypatch.setattr("weft.tools.dry_run.report", lambda config: "the report")
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        assert main(["recipe=quickstart", "dry_run=true"]) == 0
+    assert capsys.readouterr().out == "the report\n"
