@@ -60,6 +60,7 @@ def run(
     spoilt: range = range(0),
     value: float = nan,
     spoilt_rank: int | None = None,
+    spoilt_stage: int | None = None,
     left_out: range = range(0),
     filled_at: tuple[int, int] | None = None,
     freed_at: int = 0,
@@ -74,6 +75,7 @@ def run(
         killed_at: step in which the process "dies".
         spoilt: sequences of the data whose gradients become ``value`` times as large.
         spoilt_rank: the only rank on which they do; None is all.
+        spoilt_stage: stage whose hidden states become ``value`` times as large instead.
         left_out: sequences of the data that the run goes past.
         filled_at: step before which the file system of the run fills up, and the bytes that stay free.
         freed_at: step before which it has space again.
@@ -87,14 +89,15 @@ def run(
     import torch
 
     from weft.engine.engine import WeftEngine
+    from weft.engine.stages import Stage
     from weft.engine.stop_signals import Stopped, StopSignals
     from weft.engine.zero import NonFiniteError
     from weft.recipes import run as recipe
     from weft.recipes.train import train
 
     step, evaluate, resume = WeftEngine.train_batch, recipe.evaluate, recipe.TrainingRun.resume
-    read, seed = WeftEngine._read, WeftEngine._seed_gradient
-    now = [False]
+    read, seed, forward = WeftEngine._read, WeftEngine._seed_gradient, Stage.forward
+    now, done = [False], [0]
 
     def read_spoilt(engine: WeftEngine, count: int) -> Any:
         batches = read(engine, count)
@@ -104,8 +107,15 @@ def run(
         return batches
 
     def seed_spoilt(engine: WeftEngine, loss: torch.Tensor) -> torch.Tensor:
-        here = spoilt_rank in (None, engine.global_rank)
+        here = spoilt_stage is None and spoilt_rank in (None, engine.global_rank)
         return seed(engine, loss) * (value if now[0] and here else 1.0)
+
+    def forward_spoilt(stage: Stage, *args: Any, **named: Any) -> torch.Tensor:
+        if not now[0] or stage.index != spoilt_stage:
+            return forward(stage, *args, **named)
+        hook = stage.blocks()[0].register_forward_hook(lambda block, inputs, output: value * output)
+        with hook:
+            return forward(stage, *args, **named)
 
     def resume_and_leave_out(each: recipe.TrainingRun) -> int:
         done = resume(each)
@@ -129,7 +139,9 @@ def run(
             os.kill(os.getpid(), signal.SIGTERM)
         if freed_at and engine.global_steps + 1 == freed_at:
             (Path(engine.weft.train.output_dir) / "ballast").unlink()
-        return step(engine, *args)
+        loss = step(engine, *args)
+        done[0] = engine.global_steps
+        return loss
 
     def scripted(engine: WeftEngine, *args: Any) -> float:
         return evaluate(engine, *args) if losses is None else losses[engine.global_steps]
@@ -138,25 +150,29 @@ def run(
         patch.setattr(WeftEngine, "train_batch", train_batch)
         patch.setattr(WeftEngine, "_read", read_spoilt)
         patch.setattr(WeftEngine, "_seed_gradient", seed_spoilt)
+        patch.setattr(Stage, "forward", forward_spoilt)
         patch.setattr(recipe, "evaluate", scripted)
         patch.setattr(recipe.TrainingRun, "resume", resume_and_leave_out)
         warnings = list[str]()
         handler = logging.Handler()
         patch.setattr(handler, "emit", lambda record: warnings.append(record.getMessage()))
         patch.setattr(logging.getLogger("weft"), "handlers", [handler])
+        signals = StopSignals(60.0).open() if signalled_at else None
         try:
-            signals = StopSignals(60.0).open() if signalled_at else None
             if freed_after_s:
                 patch.setattr(recipe, "RETRY_S", 0.1)
             engine = train(load(settings), signals=signals)
         except Killed:
             return {}
         except Stopped as stopped:
-            return {"stopped": stopped.code}
+            return {"stopped": stopped.code, "after": done[0]}
         except NonFiniteError as error:
             return {"error": str(error), "ranks": error.ranks}
         except ValueError as error:
             return {"error": str(error)}
+        finally:
+            if signals is not None:
+                signals.close()
     return {
         "steps": engine.global_steps,
         "warnings": warnings,
