@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 
 STEP = "train/global_step"
 """The step axis at Weights & Biases, named as in transformers' Trainer."""
+PATIENCE_S = 1.0
+"""Seconds of a write that belong to a step."""
 
 
 class Log(Protocol):
@@ -55,6 +59,42 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
     if config.logging.wandb:
         logs.append(WeightsAndBiases(config, folder, resumed=start > 0))
     return logs
+
+
+class LogWriter:
+    """Writes to logs on a thread, so that a rank whose storage hangs is not taken for a rank that hangs."""
+
+    def __init__(self, logs: Sequence[Log], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Write to ``logs``.
+
+        Args:
+            logs: destinations.
+            waiting: context to enter where a write takes longer than `PATIENCE_S`.
+        """
+        self._logs, self._waiting = logs, waiting
+        self._thread = ThreadPoolExecutor(1, "weft-logs")
+
+    def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics after ``step`` steps, and wait for storage."""
+        self._await(lambda log: log.write(kind, step, metrics))
+
+    def go_back(self, step: int) -> None:
+        """Forget what was recorded after ``step`` steps."""
+        self._await(lambda log: log.go_back(step))
+
+    def close(self) -> None:
+        """Flush and close all logs."""
+        self._await(lambda log: log.close())
+        self._thread.shutdown()
+
+    def _await(self, do: Callable[[Log], None]) -> None:
+        if not self._logs:
+            return
+        writing = self._thread.submit(lambda: [do(log) for log in self._logs])
+        if not wait([writing], PATIENCE_S).done:
+            with self._waiting():
+                wait([writing])
+        writing.result()
 
 
 class JsonLines:

@@ -17,7 +17,8 @@ from weft.engine.distributed import together
 from weft.engine.engine import WeftEngine
 from weft.engine.observability.flops import model_flops_per_token
 from weft.engine.planning.devices import peak_flops
-from weft.recipes.logs import Log, open_logs
+from weft.engine.supervision.places import Phase
+from weft.recipes.logs import LogWriter, open_logs
 from weft.recipes.shown import Shown
 
 
@@ -64,7 +65,8 @@ class Progress:
         self._interval = _Interval()
         self._start = start
         self._rate = engine.get_lr()[0]
-        self._logs: list[Log] = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
+        logs = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
+        self._logs = LogWriter(logs, lambda: engine.heartbeat.within(Phase.checkpoint))
 
     def __enter__(self) -> Progress:
         """Begin to show steps."""
@@ -80,8 +82,7 @@ class Progress:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the bar and the logs."""
         self._shown.close()
-        for log in self._logs:
-            log.close()
+        self._logs.close()
 
     def step(self, step: int, loss: Tensor) -> None:
         """Record a finished step; a collective call every ``logging.every`` steps."""
@@ -100,8 +101,7 @@ class Progress:
 
     def go_back(self, step: int) -> None:
         """Forget steps after ``step``, which are to be repeated."""
-        for log in self._logs:
-            log.go_back(step)
+        self._logs.go_back(step)
         self._shown.go_back(step)
         self._rate = self._engine.get_lr()[0]
         self._interval = _Interval()
@@ -111,7 +111,7 @@ class Progress:
         metrics, step = self._metrics(self._interval), self._interval.last[0]
         self._interval = _Interval()
         if self._is_writer:
-            self._write("train", step, metrics)
+            self._logs.write("train", step, metrics)
         return _text(metrics)
 
     def _metrics(self, interval: _Interval) -> dict[str, float]:
@@ -139,16 +139,12 @@ class Progress:
         """Record an evaluation."""
         self.note(f"step {step}: evaluation loss {loss:.4f}")
         if self._is_writer:
-            self._write("eval", step, {"loss": loss})
+            self._logs.write("eval", step, {"loss": loss})
 
     def note(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self._is_writer:
             self._shown.note(text)
-
-    def _write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
-        for log in self._logs:
-            log.write(kind, step, metrics)
 
 
 def _text(metrics: dict[str, float]) -> str:

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from weft.conf.private import make_run_folder, write_private
 
 NAME = Path("supervisor", "journal.jsonl")
 """Where a run's folder has it."""
+PATIENCE_S = 1.0
+"""Seconds that a driver waits for the disk: agents give up a driver that does not answer for several."""
 
 
 class Journal:
-    """Appends events and waits for the disk; a full disk delays lines and does not stop the run.
+    """Appends events and waits for the disk; a disk that is full or hangs delays lines and does not stop the run.
 
-    Nor does what a crash of the machine has damaged: the other lines tell a driver nearly as much.
+    Lines that a crash of the machine has damaged are left out, because the others suffice for a driver to go on.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
@@ -42,36 +45,55 @@ class Journal:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._size = _whole_bytes(path)
         os.ftruncate(self._file, self._size)
-        self._waiting, self._is_full = b"", False
+        self._waiting, self._is_late = b"", False
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._writing: Future[int] | None = None
 
     def record(self, event: str, **fields: Any) -> None:
-        """Append an event with the time of day; when this returns it is on disk, or waits for room there."""
+        """Append an event with the time of day; when this returns it is on disk, or waits for a disk that is late."""
         line = json.dumps({"at": round(self._clock(), 3), "event": event, **fields}) + "\n"
         self._waiting += line.encode()
         self.flush()
 
     def flush(self) -> None:
-        """Write what a full disk has delayed."""
-        if not self._waiting:
-            return
+        """Write what is not on disk yet; wait for a write at most `PATIENCE_S`, and not again while it hangs."""
+        while self._waiting:
+            if self._writing is None:
+                self._writing = self._thread.submit(self._write, self._waiting, self._size)
+                wait([self._writing], PATIENCE_S)
+            if not self._writing.done():
+                return self._complain(f"nothing was written for {PATIENCE_S:g} s")
+            writing, self._writing = self._writing, None
+            try:
+                written = writing.result()
+            except OSError as error:
+                return self._complain(str(error.strerror))
+            self._size += written
+            self._waiting, self._is_late = self._waiting[written:], False
+
+    def _write(self, data: bytes, at: int) -> int:
+        written = 0
         try:
-            written = 0
-            while written < len(self._waiting):
-                written += os.pwrite(self._file, self._waiting[written:], self._size + written)
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], at + written)
             os.fsync(self._file)
-        except OSError as error:
+        except OSError:
             with suppress(OSError):  # such as a file system that has become read-only
-                os.ftruncate(self._file, self._size)
-            if not self._is_full:
-                print(f"weft: {self.path}: {error.strerror}; its next lines wait", file=sys.stderr, flush=True)
-            self._is_full = True
-            return
-        self._size += len(self._waiting)
-        self._waiting, self._is_full = b"", False
+                os.ftruncate(self._file, at)
+            raise
+        return written
+
+    def _complain(self, problem: str) -> None:
+        if not self._is_late:
+            print(f"weft: {self.path}: {problem}; its next lines wait", file=sys.stderr, flush=True)
+        self._is_late = True
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Write what waits, however long the disk takes, and close the file."""
+        if self._writing is not None:
+            wait([self._writing])
         self.flush()
+        self._thread.shutdown()
         os.close(self._file)
 
 

@@ -3,7 +3,9 @@
 import errno
 import json
 import struct
+import threading
 from collections import defaultdict
+from contextlib import contextmanager, nullcontext
 from math import nan
 from unittest.mock import Mock
 
@@ -14,7 +16,7 @@ from tests.recipes.runs import prepare, records, run_all
 from weft.conf.schema import OptimizerConfig, WeftConfig
 from weft.engine.deepspeed.optimization import learning_rate
 from weft.recipes import logs
-from weft.recipes.logs import STEP, JsonLines
+from weft.recipes.logs import STEP, JsonLines, LogWriter
 from weft.tools.ranks import run_ranks
 
 METRICS = {
@@ -180,3 +182,39 @@ def test_wandb_variables_hold_unless_settings_name_something_else(settings, give
     found = [asked[name] for name in ("project", "name", "group")]
     by_default = list(given.values()) or ["weft", "sft", None]
     assert found == (list(settings.values()) or by_default)
+
+
+class HangingLog:
+    """Does not write before ``answers`` is set."""
+
+    def __init__(self, answers):
+        self._answers, self.steps = answers, []
+
+    def write(self, kind, step, metrics):
+        assert self._answers.wait(60), "the rank waits for storage as if it computed"
+        self.steps.append(step)
+
+    def close(self):
+        """Nothing to close."""
+
+
+def test_a_write_that_hangs_is_waited_for_in_a_phase_of_its_own():
+    answers = threading.Event()
+
+    @contextmanager
+    def waiting():
+        answers.set()
+        yield
+
+    log = HangingLog(answers)
+    writer = LogWriter([log], waiting)
+    for step in (1, 2):
+        writer.write("train", step, {"loss": 1.0})
+        assert log.steps[-1] == step, "what is written is there when the step goes on"
+    writer.close()
+
+
+def test_an_error_of_a_log_ends_the_step(tmp_path):
+    writer = LogWriter([JsonLines(tmp_path / "gone" / "metrics.jsonl")], nullcontext)
+    with pytest.raises(FileNotFoundError):
+        writer.write("train", 1, {"loss": 1.0})

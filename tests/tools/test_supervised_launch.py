@@ -115,6 +115,24 @@ def test_a_rank_that_dies_inside_of_a_strand_pair_costs_no_loss(settings):
 
 
 @pytest.mark.slow
+def test_a_rank_whose_storage_hangs_for_30_s_is_not_taken_for_hung(settings):
+    """A FIFO that nobody reads holds up whoever opens it to write, as storage does that does not answer."""
+    process, folder = start([*settings, "train.steps=60"], "hanging")
+    metrics, pipe = folder / "metrics.jsonl", folder / "pipe"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+    os.mkfifo(pipe)
+    os.link(metrics, folder / "before")
+    pipe.replace(metrics)
+    time.sleep(30.0)
+    reading = os.open(metrics, os.O_RDWR)  # from now on storage answers
+    assert process.wait(LIMIT_S) == 0
+    assert events(folder, "fault") == [] and len(events(folder, "attempt")) == 1
+    lines = (folder / "before").read_bytes() + os.read(reading, 1 << 16)
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == list(range(1, 61))
+    os.close(reading)
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_replicas_and_grows_back(settings):
     settings = [*settings, "supervise.least_deadline_s=200"]
     calm = trained(settings)

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import threading
 from contextlib import closing
 
 import pytest
@@ -91,3 +92,20 @@ def test_a_driver_goes_on_from_the_sound_lines_of_a_damaged_journal(path, capsys
         journal.record("end")
     assert "line 2 is damaged" in capsys.readouterr().err and path.with_suffix(".damaged").exists()
     assert [event["event"] for event in read_journal(path)] == ["launch", "good_step", "end"]
+
+
+def test_a_disk_that_hangs_holds_up_neither_the_driver_nor_an_event(path, monkeypatch, capsys):
+    journal, fsync, answers = Journal(path), os.fsync, threading.Event()
+
+    def hanging(file):
+        assert answers.wait(60), "the driver waits for the disk"
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", hanging)
+    for event in ("launch", "attempt", "fault"):
+        journal.record(event)
+    journal.flush()
+    assert capsys.readouterr().err.count("nothing was written for 1 s; its next lines wait") == 1
+    answers.set()
+    journal.close()
+    assert [event["event"] for event in read_journal(path)] == ["launch", "attempt", "fault"]
