@@ -90,7 +90,12 @@ class LogWriter:
     def _await(self, do: Callable[[Log], None]) -> None:
         if not self._logs:
             return
-        writing = self._thread.submit(lambda: [do(log) for log in self._logs])
+
+        def write() -> None:
+            for log in self._logs:
+                do(log)
+
+        writing = self._thread.submit(write)
         if not wait([writing], PATIENCE_S).done:
             with self._waiting():
                 wait([writing])
