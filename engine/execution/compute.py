@@ -38,7 +38,7 @@ class Compute:
         self._backward = {index: SplitBackward(stage) for index, stage in self.stages.items()}
         self._last = self.placement.num_stages - 1
         self._last_state: StepState | None = None
-        """Of the step in which the last stage runs."""
+        """The step in which the last stage runs."""
         if self._last in self.stages:
             last = self.stages[self._last]
             # The count is waited for where the loss begins, so that the layers before hide its way.
