@@ -116,7 +116,7 @@ def test_a_rank_that_dies_inside_of_a_strand_pair_costs_no_loss(settings):
 
 @pytest.mark.slow
 def test_a_rank_whose_storage_hangs_for_30_s_is_not_taken_for_hung(settings):
-    """A FIFO that nobody reads holds up whoever opens it to write, as storage does that does not answer."""
+    """Opening a FIFO without a reader blocks the writer, as storage that does not answer does."""
     process, folder = start([*settings, "train.steps=60"], "hanging")
     metrics, pipe = folder / "metrics.jsonl", folder / "pipe"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
