@@ -1,0 +1,81 @@
+"""What all layouts of a random cluster say of the plan for it.
+
+``python -m tests.pipeline.planner.judge 0 200`` judges the plans of random clusters 0 to 199.
+"""
+
+import sys
+from dataclasses import dataclass
+from math import inf
+from time import process_time
+
+from tests.pipeline.planner.brute_force import BruteForce
+from tests.pipeline.planner.own_model import ROUNDING
+from tests.pipeline.planner.random_cases import case
+from weft.pipeline.planner.request import Objective
+from weft.pipeline.planner.search import plan
+
+TOLERANCE = 1e-6
+"""Of scores: among equals the planner prefers the cheaper by less than this."""
+
+
+@dataclass
+class Verdict:
+    """What the brute force says of one plan.
+
+    Attributes:
+        found: the plan; None if the planner finds none, with an infinite ``score``.
+        best: the layout that scores least of those that score less than the plan's claim, with its score.
+        cheaper: a layout as fast as the best plan at a lower price per hour, if there is one.
+    """
+
+    found: object
+    score: float
+    best: object
+    cheaper: object
+    layouts: int
+    simulated: int
+
+
+def judge(cluster, work, request):
+    """Plan, and look for layouts that refute what the plan claims."""
+    brute = BruteForce(cluster, work, request)
+    try:
+        found = plan(cluster, work, request)
+        score, price = brute.own.score(found.best.layout, found.best.step_s), found.best.price_per_hour
+        proven = score / (1 + found.gap) * (1 - TOLERANCE)
+    except ValueError:
+        found, score, proven, price = None, inf, inf, 0.0
+    money = request.objective is Objective.cost
+
+    def limit_of(an_hour):
+        return score * ROUNDING if an_hour < price / ROUNDING and not money else proven
+
+    others = sorted(brute.better(limit_of), key=lambda one: one[1])
+    best = next(((layout, one) for layout, one in others if one < proven), None)
+    cheaper = next(((layout, one) for layout, one in others if one >= proven), None)
+    return Verdict(found, score, best, cheaper, brute.layouts, brute.simulated)
+
+
+def main(first, last):
+    """Print each plan that is refuted, and how many there are."""
+    false = ties = layouts = 0
+    gaps = []
+    for seed in range(first, last):
+        made = case(seed)
+        verdict = judge(*made)
+        layouts += verdict.layouts
+        gaps += [verdict.found.gap] if verdict.found else []
+        false, ties = false + bool(verdict.best), ties + bool(verdict.cheaper)
+        if verdict.best:
+            layout, score = verdict.best
+            print(f"{seed}: {layout} scores {score / verdict.score:.4f} of the plan, gap {gaps[-1:]}", flush=True)
+        if verdict.cheaper:
+            print(f"{seed}: as fast and cheaper: {verdict.cheaper[0]}", flush=True)
+    print(
+        f"{last - first} clusters, {layouts} layouts: {false} false claims, {ties} cheaper plans as fast; gaps up to "
+        f"{max(gaps):.2%}, {process_time():.0f} s of a processor"
+    )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""Seconds and bytes of pipeline ranks, written anew from the documented model of plans.
+
+Shared with the planner: the workload of layers, the hardware table, shapes as values. Shared core: `zero_memory` and
+`RankMemory`.
+"""
+
+from math import ceil
+
+from weft.conf.schema import Precision, ZeroConfig
+from weft.pipeline.states import RankMemory, zero_memory
+
+START_S = 2e-5
+"""Seconds per member to start a collective between hosts."""
+
+
+def share_of_links(site, gpus):
+    """Bytes per second of a GPU among so many neighbours, and seconds per member to start."""
+    if gpus <= site.gpus_per_host:
+        return site.gpu.scale_up_bytes_per_s, site.gpu.scale_up_latency_s
+    return site.network_bps / 8 / site.gpus_per_host, START_S
+
+
+def hierarchical_s(num_bytes, members, apart, site):
+    """A reduction or gathering inside hosts, then between them; each ``apart``-th GPU takes part."""
+    if members == 1:
+        return 0.0
+    inside = min(members, max(1, site.gpus_per_host // apart))
+    hosts = ceil(members / inside)
+    starts_s = 2 * site.gpu.scale_up_latency_s * (inside - 1) + 2 * START_S * (hosts - 1)
+    inside_s = num_bytes * (1 - 1 / inside) / site.gpu.scale_up_bytes_per_s
+    return starts_s + inside_s + num_bytes / inside * (1 - 1 / hosts) * 8 * site.gpus_per_host / site.network_bps
+
+
+def weights_of(part, shape):
+    """Weights on each GPU of a rank: those that tensor parallelism cuts, and whole experts that are shared out."""
+    experts = part.expert_parameters if shape.expert > 1 else 0
+    return (part.parameters - experts) / shape.tensor, experts / shape.expert
+
+
+def over_replicas_s(bytes_of_weight, part, shape, site):
+    """A collective of all weights over the replicas of one route."""
+    dense, experts = weights_of(part, shape)
+    gpus = shape.replicas // shape.routes * shape.tensor * shape.context
+    seconds = hierarchical_s(bytes_of_weight * dense, gpus // shape.tensor, shape.tensor, site)
+    if shape.expert > 1:
+        seconds += hierarchical_s(bytes_of_weight * experts, gpus // shape.expert, shape.expert, site)
+    return seconds
+
+
+def step_bytes(shape):
+    """Of each weight in a step: fp32 gradients both ways without ZeRO; else half of that, and bf16 weights."""
+    return {0: 8, 1: 6, 2: 6, 3: 4}[shape.zero_stage]
+
+
+def stage_seconds(part, layers, shape, site, cluster, work):
+    """Forward, input gradients and weight gradients of one micro-batch of a virtual stage."""
+    tensor, context, expert, size = shape.tensor, shape.context, shape.expert, shape.microbatch_size
+    gpus = tensor * context
+    rate = site.gpu.flops_per_s * cluster.efficiency * gpus
+    products_s, attention_s = size * part.matmul_flops / rate, size * part.attention_flops / rate
+    exchange_s = 0.0
+    if tensor > 1:  # two all-gathers and two reduce-scatters a layer
+        bytes_per_s, start_s = share_of_links(site, tensor)
+        sent = work.message_bytes * size / context * (1 - 1 / tensor)
+        exchange_s += 4 * layers * (start_s * (tensor - 1) + sent / bytes_per_s)
+    if context > 1:  # one all-gather of keys and values a layer
+        bytes_per_s, start_s = share_of_links(site, gpus)
+        sent = work.attended_bytes * size / tensor * (1 - 1 / context)
+        exchange_s += layers * (start_s * (context - 1) + sent / bytes_per_s)
+    if expert > 1:  # tokens there and back
+        bytes_per_s, start_s = share_of_links(site, expert)
+        sent = part.routed_bytes * size / gpus * (1 - 1 / expert)
+        exchange_s += 2 * (part.routed_layers * start_s * (expert - 1) + sent / bytes_per_s)
+    forward_s = products_s + attention_s + exchange_s
+    input_s = products_s + 2 * attention_s + exchange_s + (forward_s if shape.checkpointing else 0.0)
+    gathered_s = over_replicas_s(2, part, shape, site) if shape.zero_stage == 3 else 0.0
+    return max(forward_s, gathered_s), max(input_s, gathered_s), products_s
+
+
+def saved_bytes(part, layers, shape, work):
+    """What one micro-batch of a virtual stage saves on each GPU."""
+    kept = work.message_bytes * layers + part.unrecomputed_bytes if shape.checkpointing else part.activation_bytes
+    return kept * shape.microbatch_size / (shape.tensor * shape.context)
+
+
+def rank_memory(part, layers, shape, work):
+    """A rank's GPU without saved activations."""
+    lines = shape.replicas * shape.tensor * shape.context
+    zero = zero_memory(
+        round(sum(weights_of(part, shape))),
+        ZeroConfig(stage=shape.zero_stage),
+        Precision.bf16,
+        shape.replicas * shape.context,
+        largest_block=max(layer.parameters for layer in work.layers) // shape.tensor,
+        microbatches=shape.microbatches,
+        share=part.parameters / lines if shape.zero_stage else None,
+    )
+    backward = part.working_bytes
+    if shape.checkpointing:
+        backward = max(backward, (part.activation_bytes - part.unrecomputed_bytes) / layers)
+    backward *= shape.microbatch_size / (shape.tensor * shape.context)
+    return RankMemory(zero, 0.0, backward, zero.buffers if shape.zero_stage == 3 else 0.0)
