@@ -69,6 +69,8 @@ class Refusals:
         """Which pinned field no layout has, and what it could be."""
         pins = self._request.pins
         for name, value in pins.items():
+            if name == "microbatches" and not self._request.sequences:
+                continue  # an open batch follows from it
             others = replace(self._request, pins={one: held for one, held in pins.items() if one != name})
             known = name in Shape.__dataclass_fields__
             found = {getattr(one, name) for one in shapes(self._cluster, self._work, others)} if known else set()
