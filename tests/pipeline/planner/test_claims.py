@@ -1,4 +1,4 @@
-"""What plans claim, judged by trying all layouts of random small clusters with a model of their own."""
+"""Tests of plans against all layouts of random small clusters, by a second model and the simulator."""
 
 import pytest
 
