@@ -179,7 +179,7 @@ class BruteForce:
         return self._tables[key]
 
     def _room_table(self, shape):
-        """Of a rank with one virtual stage, bytes for saved activations: no less than with two."""
+        """Return the bytes for saved activations of a rank with one virtual stage, which are no less than with two."""
         key = replace(without_stages(shape), microbatches=min(2, shape.microbatches))
         if key not in self._rooms:
             own, layers = self.own, len(self.own.work.layers)

@@ -1,4 +1,4 @@
-"""What all layouts of a random cluster say of the plan for it.
+"""A judgement of plans for random clusters, by all layouts of each.
 
 ``python -m tests.pipeline.planner.judge 0 200`` judges the plans of random clusters 0 to 199.
 """
@@ -15,12 +15,12 @@ from weft.pipeline.planner.request import Objective
 from weft.pipeline.planner.search import plan
 
 TOLERANCE = 1e-6
-"""Of scores: among equals the planner prefers the cheaper by less than this."""
+"""Relative error of scores; larger differences count."""
 
 
 @dataclass
 class Verdict:
-    """What the brute force says of one plan.
+    """The result of the brute force for one plan.
 
     Attributes:
         found: the plan; None if the planner finds none, with an infinite ``score``.

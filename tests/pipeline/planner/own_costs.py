@@ -48,7 +48,7 @@ def over_replicas_s(bytes_of_weight, part, shape, site):
 
 
 def step_bytes(shape):
-    """Of each weight in a step: fp32 gradients both ways without ZeRO; else half of that, and bf16 weights."""
+    """Return the bytes sent of a weight in a step: fp32 gradients both ways without ZeRO, else one way, and weights."""
     return {0: 8, 1: 6, 2: 6, 3: 4}[shape.zero_stage]
 
 
@@ -78,7 +78,7 @@ def stage_seconds(part, layers, shape, site, cluster, work):
 
 
 def saved_bytes(part, layers, shape, work):
-    """What one micro-batch of a virtual stage saves on each GPU."""
+    """Return the bytes that one micro-batch of a virtual stage saves on each GPU."""
     kept = work.message_bytes * layers + part.unrecomputed_bytes if shape.checkpointing else part.activation_bytes
     return kept * shape.microbatch_size / (shape.tensor * shape.context)
 

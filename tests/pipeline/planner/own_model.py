@@ -1,4 +1,4 @@
-"""What a layout takes, written anew from the documented model, so that plans have something to be compared with.
+"""A second model of steps, memory and prices, written from the documentation, with which plans are compared.
 
 Shared with the planner: the workload of layers, the cluster and its hardware table, layouts as values. Shared core:
 schedule generators and the simulator. Not shared: its estimates, bounds, cuts, closed forms and search.
@@ -39,7 +39,7 @@ def ranks_of(sites, stages):
 
 
 def without_stages(layout):
-    """What memory and collectives of a rank depend on besides its layers and its site."""
+    """Return the shape that memory and collectives of a rank depend on, without its layers and its site."""
     shape = Shape(**{name: getattr(layout, name) for name in Shape.__dataclass_fields__})
     return replace(shape, num_stages=1, arrangement="straight")
 
@@ -71,7 +71,7 @@ class Own:
         return over_replicas_s(step_bytes(shape), part, shape, at), 30 * stepped / at.gpu.bytes_per_s
 
     def link(self, here, there, shape):
-        """What a pipeline gets of a link: as much of a host's uplink as it has of its GPUs; None without a link."""
+        """Return a pipeline's link: its share of a host's uplink is that of the host's GPUs. None without a link."""
         link = self.cluster.links.get((min(here, there), max(here, there)))
         if link is None:
             return None
@@ -194,7 +194,7 @@ class Own:
         return min(found, default=inf)
 
     def price_per_hour(self, layout):
-        """Of all GPUs."""
+        """Return the price of all GPUs."""
         lines = layout.replicas // layout.routes * layout.tensor * layout.context
         each = zip(layout.sites, layout.stages, strict=True)
         return sum(self.cluster.sites[site].price * held * lines for site, held in each)
@@ -215,7 +215,7 @@ class Own:
         return price / 1e9
 
     def score(self, layout, step_s):
-        """What the objective has least of, without the planner's preference among equals."""
+        """Return the value that the objective minimises, without the planner's preference among equals."""
         tokens = layout.sequences * self.work.sequence_length
         if self.request.objective is Objective.latency:
             return step_s

@@ -60,7 +60,7 @@ def test_more_of_anything_makes_none_of_many_plans_worse_than_its_gap_allows(fir
 
 @pytest.mark.parametrize("seed", range(10))
 def test_predictions_are_those_of_the_documented_model(seed):
-    """Of all plans that are ranked, written anew and timed by the simulator."""
+    """Compare all ranked plans with the second model, timed by the simulator."""
     some, work, request = case(seed)
     own = Own(some, work, request)
     try:
@@ -73,7 +73,7 @@ def test_predictions_are_those_of_the_documented_model(seed):
         assert one.egress_per_step == pytest.approx(own.egress(one.layout), abs=1e-12)
 
 
-def test_a_site_may_hold_fewer_ranks_than_it_has_room_for():
+def test_a_site_may_hold_fewer_ranks_than_fit():
     """Where a slow site is filled up, the fast one behind it holds less."""
     some = cluster(
         site("slow", hosts=8, gpus_per_host=1),
