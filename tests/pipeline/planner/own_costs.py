@@ -1,13 +1,13 @@
 """Seconds and bytes of pipeline ranks, written anew from the documented model of plans.
 
-Shared with the planner: the workload of layers, the hardware table, shapes as values. Shared core: `zero_memory` and
-`RankMemory`.
+Shared with the planner: the workload of layers, the hardware table, shapes as values. Shared core: `zero_memory`,
+`stepping_bytes` and `RankMemory`.
 """
 
 from math import ceil
 
-from weft.conf.schema import Precision, ZeroConfig
-from weft.pipeline.states import RankMemory, zero_memory
+from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
+from weft.pipeline.states import RankMemory, stepping_bytes, zero_memory
 
 START_S = 2e-5
 """Seconds per member to start a collective between hosts."""
@@ -77,26 +77,37 @@ def stage_seconds(part, layers, shape, site, cluster, work):
     return max(forward_s, gathered_s), max(input_s, gathered_s), products_s
 
 
+def gathered_bytes(shape, work):
+    """Return the bytes of a sequence that a layer keeps of what others have: hidden states, and keys and values."""
+    return 2 * (shape.tensor - 1) * work.message_bytes + (shape.context - 1) * work.attended_bytes
+
+
 def saved_bytes(part, layers, shape, work):
     """Return the bytes that one micro-batch of a virtual stage saves on each GPU."""
-    kept = work.message_bytes * layers + part.unrecomputed_bytes if shape.checkpointing else part.activation_bytes
+    kept = part.activation_bytes + layers * gathered_bytes(shape, work)
+    if shape.checkpointing:
+        kept = work.message_bytes * layers + part.unrecomputed_bytes
     return kept * shape.microbatch_size / (shape.tensor * shape.context)
 
 
 def rank_memory(part, layers, shape, work):
     """A rank's GPU without saved activations."""
-    lines = shape.replicas * shape.tensor * shape.context
+    lines, held = shape.replicas * shape.tensor * shape.context, sum(weights_of(part, shape))
+    largest = max(layer.parameters for layer in work.layers) // shape.tensor
     zero = zero_memory(
-        round(sum(weights_of(part, shape))),
+        round(held),
         ZeroConfig(stage=shape.zero_stage),
         Precision.bf16,
         shape.replicas * shape.context,
-        largest_block=max(layer.parameters for layer in work.layers) // shape.tensor,
+        largest_block=largest,
         microbatches=shape.microbatches,
         share=part.parameters / lines if shape.zero_stage else None,
     )
-    backward = part.working_bytes
+    backward = part.working_bytes * (1 if shape.tensor == 1 else 6 / 8)
     if shape.checkpointing:
-        backward = max(backward, (part.activation_bytes - part.unrecomputed_bytes) / layers)
+        again = (part.activation_bytes - part.unrecomputed_bytes) / layers + gathered_bytes(shape, work)
+        backward = max(backward, again)
     backward *= shape.microbatch_size / (shape.tensor * shape.context)
-    return RankMemory(zero, 0.0, backward, zero.buffers if shape.zero_stage == 3 else 0.0)
+    stepped = part.parameters / lines if shape.zero_stage else held
+    stepping = stepping_bytes(OptimizerConfig(), stepped, largest, together=True)
+    return RankMemory(zero, 0.0, backward, zero.buffers if shape.zero_stage == 3 else 0.0, stepping)
