@@ -110,8 +110,9 @@ class RankMemory:
 
     def room(self, limit: float) -> float:
         """Bytes for further activations; negative where a rank does not fit without any."""
-        if self.zero.total > limit:
-            return limit - self.zero.total
+        others = self.zero.kept + max(self.zero.buffers, self.stepping)
+        if others > limit:
+            return limit - others
         return limit - self.zero.kept - self.activations - self.working - self.beside
 
 

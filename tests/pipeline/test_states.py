@@ -103,7 +103,8 @@ def test_a_plan_leaves_some_of_a_device_to_others():
 
 
 def test_room_is_what_activations_may_still_take():
-    held = RankMemory(zero=STATES, activations=5.0, working=3.0, beside=2.0, stepping=50.0)
+    held = RankMemory(zero=STATES, activations=5.0, working=3.0, beside=2.0, stepping=7.0)
     assert held.room(100.0) == 100 - 60 - 10
+    assert RankMemory(zero=STATES, activations=5.0, stepping=50.0).room(100.0) < 0, "an optimiser step does not"
     assert held.room(67.0) == 67 - 60 - 10 < 0, "states fit, a micro-batch does not"
     assert held.room(66.0) == 66 - 67, "states alone do not"
