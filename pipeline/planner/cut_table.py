@@ -75,11 +75,11 @@ class CutTable:
 
     @cached_property
     def _rest_s(self) -> list[Array]:
-        return _least_of_slowest(self.rank_s)
+        return _least_of_slowest(self._where_both_fit(self.rank_s))
 
     @cached_property
     def _rest_ends_s(self) -> list[Array]:
-        return _least_of_slowest(self.ends_s)
+        return _least_of_slowest(self._where_both_fit(self.ends_s))
 
     @cached_property
     def _rest_marked_s(self) -> list[Array]:
@@ -88,10 +88,20 @@ class CutTable:
         assert self.marked_s is not None
         rest = np.full(len(self.rank_s[0]), inf)
         found = [rest]
-        for each, marked, plain in zip(self.rank_s[::-1], self.marked_s[::-1], self._rest_s[:0:-1], strict=True):
+        each_s, here_s = self._where_both_fit(self.rank_s), self._where_both_fit(self.marked_s)
+        for each, marked, plain in zip(each_s[::-1], here_s[::-1], self._rest_s[:0:-1], strict=True):
             rest = np.minimum(np.maximum(each, rest), np.maximum(marked, plain)).min(axis=1)
             found.append(rest)
         return found[::-1]
+
+    def _where_both_fit(self, seconds: list[Array]) -> list[Array]:
+        """Return ``seconds``, infinite where a rank's memory is not enough both in the pipeline and behind it."""
+        import numpy as np
+
+        marked_s = self.marked_s or [np.full_like(each, inf) for each in self.rank_s]
+        ranks = zip(self.rank_s, marked_s, self.ends_s, strict=True)
+        fit = [np.isfinite(np.minimum(plain, marked)) & np.isfinite(ends) for plain, marked, ends in ranks]
+        return [np.where(fits, each, inf) for fits, each in zip(fit, seconds, strict=True)]
 
     def _counts(
         self,

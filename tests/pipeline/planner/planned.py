@@ -40,3 +40,12 @@ def model(layers=8, parameters=200_000_000, tokens=1024, width=4096, experts=0):
         attended_bytes=0.5 * width * tokens,
         experts=experts,
     )
+
+
+def sums(total, parts):
+    """All ways to write a number as so many positive ones."""
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(1, total - parts + 2):
+        yield from ((first, *rest) for rest in sums(total - first, parts - 1))

@@ -1,12 +1,16 @@
 """Tables of cuts bound every cut, also where the memory of the fullest rank binds all of them."""
 
 from dataclasses import replace
+from itertools import combinations
 from math import inf
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.pipeline.planner.planned import cluster, model, site
-from tests.pipeline.planner.test_claims import sums
+from tests.pipeline.planner.planned import cluster, model, site, sums
+from weft.pipeline.planner.cut_table import CutTable
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import Request
@@ -57,3 +61,33 @@ def test_a_placement_that_fits_nowhere_has_no_cuts(arrangement):
     shape = replace(SHAPE, arrangement=arrangement)
     assert not evaluation.tables(shape, Route((0, 1), (2, 2)))
     assert not list(evaluation.candidates(shape, Route((0, 1), (2, 2))))
+
+
+def _table(finite, fits):
+    """Seconds of ranks that may hold some of three layers each, by the first layer and the first after it."""
+    found = np.full((4, 4), inf)
+    for start, stop in combinations(range(4), 2):
+        if stop - start in fits:
+            found[start, stop] = finite[stop - start - 1]
+    return found
+
+
+sets = st.lists(st.sets(st.integers(1, 2), min_size=1), min_size=2, max_size=2)
+
+
+@given(sets, sets, st.none() | sets)
+def test_the_best_cuts_fit_in_the_pipeline_and_behind_it(pipeline, behind, marked):
+    """A rank may have memory for layers in the pipeline, or for the optimiser's step behind it, and not for both."""
+    rank_s, ends_s = [_table((3.0, 5.0), fits) for fits in pipeline], [_table((1.0, 2.0), fits) for fits in behind]
+    marked_s = None if marked is None else [_table((2.0, 4.0), fits) for fits in marked]
+    table = CutTable(rank_s, ends_s, ((0,), (1,)), marked_s)
+
+    def fit(counts):
+        held = [counts[rank] in pipeline[rank] for rank in range(2)]
+        if marked is not None:
+            held = [any(counts[rank] in marked[rank] and held[1 - rank] for rank in range(2))]
+        return all(held) and all(counts[rank] in behind[rank] for rank in range(2))
+
+    possible = {counts for counts in ((1, 2), (2, 1)) if fit(counts)}
+    assert set(table.below(inf)) == possible
+    assert set(table.best()) <= possible and bool(set(table.best())) == bool(possible)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.planner.planned import cluster, model, site
-from tests.pipeline.planner.test_claims import sums
+from tests.pipeline.planner.planned import cluster, model, site, sums
 from tests.pipeline.planner.test_search import REQUEST, planned, uneven_clusters, ways
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import Shape
