@@ -234,7 +234,8 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
     outside = sum(weight.numel() for at, weight in model.named_parameters() if not at.startswith(f"{path}."))
     text = model.config.get_text_config()
     before, *inner, after = tracer.parts
-    weights = [weight for _, weight in model.named_parameters()]
+    sizes = {at: weight.numel() for at, weight in model.named_parameters()}
+    trained = {at: sizes[at] for at, weight in model.named_parameters() if weight.requires_grad}
     return ModelWork(
         name=name,
         sequence_length=tokens,
@@ -248,7 +249,8 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
         message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
         heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
-        trained_share=sum(w.numel() for w in weights if w.requires_grad) / sum(w.numel() for w in weights),
+        trained_share=sum(trained.values()) / sum(sizes.values()),
+        adapter_share=sum(size for at, size in trained.items() if ".lora_" in at) / max(1, sum(trained.values())),
         experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
     )
 

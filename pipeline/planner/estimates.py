@@ -147,7 +147,7 @@ class Estimates:
 
         Replicas of one host reduce first, and hosts what is left to each (Centauri's group partition).
         """
-        return self._over_holders_s(self.work.trained_share * reduced_bytes(shape), work, shape, site)
+        return self._over_holders_s(self.trained_share(shape) * reduced_bytes(shape), work, shape, site)
 
     def across_s(self, work: LayerWork, shape: Shape, sites: Sequence[int]) -> float:
         """Seconds in which replicas at several sites reduce and gather what each site's GPUs have reduced.
@@ -240,7 +240,7 @@ class Estimates:
             return 0.0
         dense, experts = self._held(work, shape)
         shared = dense / (shape.lines_of_route // shape.tensor) + experts / (shape.lines_of_route // shape.expert)
-        return self.work.trained_share * reduced_bytes(shape) * shared / shape.routes
+        return self.trained_share(shape) * reduced_bytes(shape) * shared / shape.routes
 
     def weights_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds in which a rank's weights are gathered for one pass of a micro-batch, while it computes: ZeRO 3."""
@@ -258,8 +258,17 @@ class Estimates:
 
     def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Seconds of a rank's optimiser, which memory's bandwidth bounds."""
-        stepped = work.parameters / shape.lines if shape.zero_stage else self.parameters(work, shape)
-        return self.work.trained_share * stepped * STEP_BYTES / site.gpu.bytes_per_s
+        stepped = self.work.trained_share * work.parameters / shape.lines
+        if not shape.zero_stage:
+            stepped = self.trained_share(shape) * self.parameters(work, shape)
+        return stepped * STEP_BYTES / site.gpu.bytes_per_s
+
+    def trained_share(self, shape: Shape) -> float:
+        """Return the trained weights per weight that a GPU holds.
+
+        Tensor parallelism divides one factor of an adapter, and each GPU holds the other one whole.
+        """
+        return self.work.trained_share * (1 + self.work.adapter_share * (shape.tensor - 1) / 2)
 
     def parameters(self, work: LayerWork, shape: Shape) -> float:
         """Weights of a rank on each of its GPUs."""
@@ -286,7 +295,8 @@ class Estimates:
         shards, held = shape.replicas * shape.context, self.parameters(work, shape)
         # experts that GPUs share have fewer holders than other weights
         share = work.parameters / shape.lines if shape.zero_stage else held / shards
-        largest, trained = self._largest_layer // shape.tensor, self.work.trained_share
+        largest, trained = self._largest_layer // shape.tensor, self.trained_share(shape)
+        stepped = self.work.trained_share * share if shape.zero_stage else trained * held
         zero = zero_memory(
             round(held),
             _ZERO[shape.zero_stage],
@@ -295,7 +305,7 @@ class Estimates:
             largest_block=largest,
             microbatches=shape.microbatches,
             share=share,
-            trained=TrainedWeights(trained * round(held), trained * share, trained * largest),
+            trained=TrainedWeights(trained * round(held), stepped, trained * largest),
         )
         working = work.backward_bytes(
             num_layers,
@@ -304,7 +314,7 @@ class Estimates:
             loss_share=share_of_loss(shape.tensor, WEIGHT_BYTES[Precision.bf16]),
         )
         beside = zero.buffers if shape.zero_stage == 3 else 0.0
-        stepping = stepping_bytes(_ADAMW, trained * (share if shape.zero_stage else held), largest, together=True)
+        stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
         return RankMemory(zero, activations, working * shape.microbatch_size / shape.gpus_per_rank, beside, stepping)
 
     def _gathered_bytes(self, shape: Shape) -> float:

@@ -139,6 +139,7 @@ class ModelWork:
         heads: what tensor parallelism has to divide: heads of keys and values, and of queries; 0 is not known.
         experts: of a layer, which expert parallelism has to divide; 0 is none that can be shared.
         trained_share: of the weights, those that are trained.
+        adapter_share: of those, the ones of low-rank adapters.
     """
 
     name: str
@@ -152,6 +153,7 @@ class ModelWork:
     heads: int = 0
     experts: int = 0
     trained_share: float = 1.0
+    adapter_share: float = 0.0
 
     @cached_property
     def whole(self) -> LayerWork:

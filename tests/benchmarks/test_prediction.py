@@ -8,7 +8,6 @@ from benchmarks import prediction
 from benchmarks.peers.layout import NUM_LAYERS
 from benchmarks.prediction import Predicted, judge, misranked, verdict
 from benchmarks.predictions.layouts import LAYOUTS, MICROBATCHES
-from benchmarks.predictions.picture import draw_scatter
 from weft.conf.checks import check
 
 ONE = Predicted(name="one", sites=1, predicted_s=1.0, told_s=1.0, measured_s=1.0, pipeline_s=1.0, spread=0.0)
@@ -41,11 +40,6 @@ def test_layouts_are_of_one_model_and_batch():
     assert {len(layout.sites) for layout in LAYOUTS} == {1, 2, 3}
     assert {layout.cell for layout in LAYOUTS} == {1, 2, 3}
     assert {layout.zero for layout in LAYOUTS} == {0, 1, 2}
-
-
-def test_the_picture_is_drawn(tmp_path):
-    draw_scatter(steps((1.0, 1.01), (2.0, 1.9)), tmp_path / "steps.png")
-    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_layout_that_is_not_there():

@@ -15,6 +15,7 @@ from weft.engine.stop_signals import STOP, StopSignals
 PREFIX = """
 import os, signal, sys, time
 from weft.engine.stop_signals import StopSignals
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 signals = StopSignals({deadline}).open()
 print("open", flush=True)
 """

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -264,10 +266,11 @@ def test_an_export_has_the_template_that_was_trained_with(tokenizer, tmp_path, m
     monkeypatch.setattr(finish, "export", lambda engine, folder, *, tokenizer, **_: tokenizer.save_pretrained(folder))
     monkeypatch.setattr(finish, "print_once", lambda text: None)
     monkeypatch.setattr(finish.dist, "barrier", lambda: None)
-    finish.finish(config, None, tokenizer, tmp_path)
+    engine = Mock(correct_measurements=list)
+    finish.finish(config, engine, tokenizer, tmp_path)
     exported = PreTrainedTokenizerFast.from_pretrained(tmp_path / "export")
     assert exported.apply_chat_template(TALK, tokenize=False) == ChatTemplate(CHATML, tokenizer).render(TALK)[0]
     assert tokenizer.chat_template == CHAT_TEMPLATE
     config.data.chat_template = ""
-    finish.finish(config, None, tokenizer, tmp_path)
+    finish.finish(config, engine, tokenizer, tmp_path)
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "export").chat_template == CHAT_TEMPLATE

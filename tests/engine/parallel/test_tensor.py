@@ -146,7 +146,7 @@ def test_refused(config, members, message):
 @pytest.mark.parametrize(
     ("arch", "what"),
     [
-        ("doge", r"model.layers.0.self_attn \(DogeAttention\) .* weights alongside its matrices \(A\), which are not"),
+        ("doge", r"model.layers.0.self_attn \(DogeAttention\) .* weights next to its matrices \(A\), which are not"),
         ("gemma3n_text", "its layers hand on hidden states of 4 dimensions"),
         ("gemma4_text", r"model.layers.0 \(Gemma4TextDecoderLayer\) computes with hidden states alongside its parts"),
     ],

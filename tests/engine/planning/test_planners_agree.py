@@ -97,7 +97,7 @@ def test_the_planner_and_the_dry_run_agree_on_each_rank(
             approx(ours.forward_s, **PRECISE),
             approx(ours.input_s, **PRECISE),
         )
-        # Adapters are taken to be spread evenly over all weights, the embedding among them, and to be cut as these are.
+        # Adapters are taken to be spread evenly over all weights, the embedding among them.
         assert theirs.weight_s == approx(ours.weight_s, rel=0.5 if lora else 0.01)
         assert theirs.activation_bytes == approx(ours.activation_bytes, **PRECISE)
         found = estimates.memory(work, layers[rank], layout, memory.activations)
