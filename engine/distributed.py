@@ -44,7 +44,7 @@ class SharedError(ValueError):
 
 
 def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | None = None) -> torch.device:
-    """Join the process group that the launcher's environment describes; idempotent.
+    """Join the process group that the launcher's environment describes. Idempotent.
 
     A process without a launcher becomes a world of one. A group that is there already is taken as it
     is: torch's own rendezvous listens on every address, and does what any peer tells it.
@@ -152,7 +152,7 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy ``groups``, but for those that DeepSpeed shares between engines; a collective call.
+    """Destroy ``groups``, but for those that DeepSpeed shares between engines. Collective call.
 
     An open group keeps two threads that wake up all the time: 30 engines' worth of idle gloo
     groups were measured to take a fifth of a core per process.
@@ -224,7 +224,7 @@ def rank_zero_first(action: Callable[[], T]) -> T:
 
 
 def lost_peer(error: RuntimeError) -> str | None:
-    """Return the message for an error that means that another rank has ended or cannot be reached; None for any
+    """Return the message for an error that means that another rank has ended or cannot be reached, or None for any
     other."""
     if isinstance(error, ChannelError):
         return str(error)
@@ -251,7 +251,7 @@ def first_to_print(text: str) -> bool:
 
 
 def _is_first(name: str) -> bool | None:
-    """Return True on the first rank that asks for a name; None if the job's store does not answer."""
+    """Return True on the first rank that asks for a name, or None if the job's store does not answer."""
     counted: list[int] = []
 
     def count() -> None:

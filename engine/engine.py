@@ -120,7 +120,7 @@ class WeftEngine(PipelineEngine):
             plan: of the run, the same on all ranks.
             collectives: over the ranks that hold the same weights as this one.
             axes: ranks that share the work of a layer with this one.
-            turns: that ``axes`` take where strands run; None runs the halves of pairs one after the other.
+            turns: that ``axes`` take where strands run. None runs the halves of pairs one after the other.
             wan: the links between sites, where stages lie at several.
             objective: what is minimised, where it is not the model's own loss.
             deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
@@ -254,7 +254,7 @@ class WeftEngine(PipelineEngine):
     # -- the step ------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
-        """Train on the next batch of every replica, and return its loss per token; a collective call.
+        """Train on the next batch of every replica, and return its loss per token. Collective call.
 
         Args:
             data_iter: micro-batches from now on, as `set_dataiterator` takes them.
@@ -302,7 +302,7 @@ class WeftEngine(PipelineEngine):
         return self._plans[num_microbatches]
 
     def _plan(self, schedules: Mapping[int, Schedule]) -> RankSchedule:
-        """This rank's part of a step, and the plans of its strand pairs; a collective call.
+        """This rank's part of a step, and the plans of its strand pairs. Collective call.
 
         Args:
             schedules: of a DP-cell of each size, by its number of pipelines.
@@ -326,7 +326,7 @@ class WeftEngine(PipelineEngine):
         return prepared
 
     def _begin_step(self, plan: RankSchedule, state: StepState) -> SlotTrace:
-        """Pass on the row that is about to be executed; returns the step's measurement."""
+        """Pass on the row that is about to be executed, and return the step's measurement."""
         if self.wan is not None:
             self.wan.priorities.update(plan.priorities)
         self.sharding.begin_step(list(plan.schedule.actions(self.pipe_rank)))
@@ -370,7 +370,7 @@ class WeftEngine(PipelineEngine):
     # -- checkpoints and stops -----------------------------------------------------------------
 
     def finish_checkpoints(self) -> None:
-        """Wait until checkpoints that are being written are whole; a collective call.
+        """Wait until checkpoints that are being written are whole. Collective call.
 
         Raises:
             CheckpointError: on every rank: one could not be written.
@@ -381,7 +381,7 @@ class WeftEngine(PipelineEngine):
             self.memory.finish()
 
     def open_memory(self, memory: HostMemory, *, share: float = 1.0) -> MemoryCheckpoints:
-        """Let this run take checkpoints in host memory; a collective call.
+        """Let this run take checkpoints in host memory. Collective call.
 
         Args:
             share: see `MemoryCheckpoints.open`.
@@ -397,7 +397,7 @@ class WeftEngine(PipelineEngine):
         return self.memory
 
     def check_finite(self) -> None:
-        """Check that what was trained so far may be saved; a collective call, between steps.
+        """Check that what was trained so far may be saved. Collective call, between steps.
 
         `save_checkpoint` and `export` do so before they write.
 
@@ -411,7 +411,7 @@ class WeftEngine(PipelineEngine):
             self.optimizer.check_finite()
 
     def get_global_grad_norm(self) -> float | None:
-        """2-norm of the whole model's gradient in the last step, before clipping; None before the first."""
+        """2-norm of the whole model's gradient in the last step, before clipping, or None before the first."""
         with self.heartbeat.waiting():
             norm = self.optimizer.gradient_norm
         return None if norm is None else norm.item()
@@ -422,7 +422,7 @@ class WeftEngine(PipelineEngine):
         return self.optimizer.must_stop
 
     def agree_to_stop(self) -> bool:
-        """`must_stop` where no step has just ended; a collective call."""
+        """`must_stop` where no step has just ended. Collective call."""
         asked = torch.full((), float(self.is_asked_to_stop()), device=self.device)
         with self.heartbeat.waiting():
             dist.all_reduce(asked)
@@ -436,7 +436,7 @@ class WeftEngine(PipelineEngine):
     # -- the end -------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Release what the engine holds, its process groups included; a collective call, the first time."""
+        """Release what the engine holds, its process groups included. Collective call, the first time."""
         if self._destroyed:
             return
         self._destroyed = True
@@ -489,15 +489,15 @@ class WeftEngine(PipelineEngine):
     # -- what was measured -----------------------------------------------------------------------
 
     def measured_timelines(self) -> list[Timeline]:
-        """The last steps as they were executed, from all ranks of this replica; a collective call."""
+        """The last steps as they were executed, from all ranks of this replica. Collective call."""
         group = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
         return self.records.timelines(self.schedule, self.pipe_rank, group)
 
     def correct_measurements(self) -> list[Timeline]:
-        """Replace what plans take this machine for where the last steps contradict it; a collective call.
+        """Replace what plans take this machine for where the last steps contradict it. Collective call.
 
         Returns:
-            The last steps; see `measured_timelines`.
+            The last steps. See `measured_timelines`.
         """
         self.sharding.settle()  # nothing else may be in flight over the groups
         timelines = self.measured_timelines()
@@ -506,7 +506,7 @@ class WeftEngine(PipelineEngine):
         return timelines
 
     def usage(self) -> Usage:
-        """How much of all ranks' devices was used; a collective call."""
+        """How much of all ranks' devices was used. Collective call."""
         with self.heartbeat.waiting():
             return gather_usage(self.records.idle_share(), self.device)
 

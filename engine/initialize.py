@@ -82,8 +82,8 @@ def initialize(
 
     Args:
         model: a Hugging Face (or peft) model, the same on every rank; or its folder or hub
-            name, of which every rank loads its own layers only; None takes ``config.model``.
-        optimizer: an optimizer, or a function of parameter groups; None takes the one of the
+            name, of which every rank loads its own layers only. None takes ``config.model``.
+        optimizer: an optimizer, or a function of parameter groups. None takes the one of the
             configuration.
         model_parameters: parameter groups; None makes them: no decay for norms and biases.
         training_data: dataset whose items are dictionaries of tensors; read on every rank.
@@ -157,12 +157,12 @@ class PreparedRun:
         device: torch.device,
         kept: Kept | None = None,
     ) -> PreparedRun:
-        """Open and probe what lies between the ranks of a placement, and plan over it; a collective call.
+        """Open and probe what lies between the ranks of a placement, and plan over it. Collective call.
 
         Args:
             facts: what is known without.
             placement: as `settle_placement` found it on rank 0.
-            kept: results of earlier attempts; None is none.
+            kept: results of earlier attempts. None is none.
 
         Raises:
             ValueError: on every rank: no schedule can be had, or a link cannot be opened.
@@ -231,12 +231,12 @@ def build_engine(
     args: Any = None,
     **given: Any,
 ) -> WeftEngine:
-    """Check and plan a run, and make this rank's engine, in a job that was joined; a collective call.
+    """Check and plan a run, and make this rank's engine, in a job that was joined. Collective call.
 
     Args:
         config: of the run, fitted to the job; `join_job` returns it with the ``device``.
         sections: of the user's DeepSpeed configuration, besides ours.
-        kept: results of earlier attempts; None is none.
+        kept: results of earlier attempts. None is none.
         args, given: arguments of `deepspeed.initialize`.
 
     Raises:
@@ -274,7 +274,7 @@ def build_engine(
 
 
 def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchange: ContextExchange) -> None:
-    """Check on rank 0 that the model's layers can be shared so; a collective call."""
+    """Check on rank 0 that the model's layers can be shared so. Collective call."""
     sizes, packing = config.parallel, config.data.packing
 
     def run() -> None:

@@ -30,7 +30,7 @@ class StopSignals:
     ignores or handles itself are left alone, and outside of the main thread nothing is changed.
 
     Attributes:
-        number: of the first signal; 0 before it.
+        number: of the first signal, or 0 before it.
     """
 
     def __init__(self, deadline_s: float, *, end: Callable[[int], None] = os._exit) -> None:

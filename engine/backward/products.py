@@ -112,7 +112,7 @@ class Lookup(Product):
 
 
 def base_parameter(tensor: Tensor) -> nn.Parameter | None:
-    """The trainable parameter that ``tensor`` is, or is a view of; None otherwise.
+    """The trainable parameter that ``tensor`` is, or is a view of, or None otherwise.
 
     For a tensor that is computed from a parameter it is None: its graph is freed with the
     input-gradient backward, so its gradient cannot be deferred.
@@ -124,7 +124,7 @@ def base_parameter(tensor: Tensor) -> nn.Parameter | None:
 
 
 Match = tuple[Tensor, Product] | None
-"""The activation and the product of a call; None leaves the call unchanged."""
+"""The activation and the product of a call. None leaves the call unchanged."""
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Match:

@@ -25,20 +25,20 @@ class SavedForward:
 
     def __init__(self, hidden: Tensor | None, *, split: bool) -> None:
         self.hidden = hidden
-        """The stage's input, a leaf; None on the first stage."""
+        """The stage's input, a leaf, or None on the first stage."""
         self.output: Tensor | None = None
         """The stage's output with its graph, until its backward begins."""
         self.in_pair = False
         """True if its backward runs alongside a forward, so that a part of the graph may be alive."""
         self.tape = Tape() if split else None
-        """Deferred weight gradients; None if they are computed with the input gradient."""
+        """Deferred weight gradients, or None if they are computed with the input gradient."""
         self.activation_bytes = 0
         """Memory of the tensors that the forward's graph saves."""
         self.kept_bytes = 0
         """Memory kept between input-gradient and weight-gradient backward."""
 
     def coming(self) -> Counter[nn.Parameter] | None:
-        """Count the gradients of each parameter that the backward has still to accumulate; None is one of each.
+        """Count the gradients of each parameter that the backward has still to accumulate. None is one of each.
 
         A parameter on the tape may also be used outside of its products, which autograd sees: it then has one
         gradient in I and another in W.
@@ -101,7 +101,7 @@ class SplitBackward:
 
         Args:
             run: computes the stage's output or loss from ``hidden``.
-            hidden: the stage's input, a leaf that requires a gradient; None on the first stage.
+            hidden: the stage's input, a leaf that requires a gradient, or None on the first stage.
             split: whether the backward may run in two parts. Otherwise the forward is plain autograd,
                 and only `full_backward` may follow.
 
@@ -123,7 +123,7 @@ class SplitBackward:
             gradient: the gradient of the output; for a loss, the loss scale.
 
         Returns:
-            The gradient of ``hidden``; None on the first stage.
+            The gradient of ``hidden``, or None on the first stage.
         """
         assert saved.output is not None, "the input gradient of this micro-batch has been computed"
         output, hidden = saved.output, saved.hidden

@@ -36,7 +36,7 @@ class BackgroundWriter:
 
     @classmethod
     def open(cls) -> BackgroundWriter:
-        """Create a writer for all ranks of the job; a collective call."""
+        """Create a writer for all ranks of the job. Collective call."""
         return cls(dist.new_group(backend=in_host_memory(dist.get_backend())))
 
     def submit(self, write: Callable[[], Path]) -> None:
@@ -50,7 +50,7 @@ class BackgroundWriter:
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for a write in progress; returns the path of the last one, or None.
+        """Wait for a write in progress, and return the path of the last one, or None.
 
         Raises:
             Exception: the write failed; the error is raised only once.

@@ -30,7 +30,7 @@ def make_new_folder(path: Path) -> None:
 
 
 def write(path: Path, chunks: Iterable[Buffer]) -> int:
-    """Write a new file; returns its size in bytes.
+    """Write a new file, and return its size in bytes.
 
     Raises:
         OSError: ``path`` exists, or the disk is full.

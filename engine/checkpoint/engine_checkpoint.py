@@ -65,14 +65,14 @@ def save_engine(
     latest: bool = True,
     background: BackgroundWriter | None = None,
 ) -> Path:
-    """Write a checkpoint between two steps; a collective call.
+    """Write a checkpoint between two steps. Collective call.
 
     Args:
         folder: folder of checkpoints. Ranks need not share a file system: as long as stages stay
             where they are, each rank finds what it needs on its own.
         client_state: the caller's state, equal on all ranks (see `client_state.encode`).
-        keep: number of complete checkpoints without a tag to keep; 0 keeps all.
-        tag: name of the checkpoint; None names it by its step.
+        keep: number of complete checkpoints without a tag to keep. 0 keeps all.
+        tag: name of the checkpoint. None names it by its step.
         latest: whether `load_newest` may choose it.
         background: writes while training continues; an error is then raised at the writer's next use,
             and the caller may continue without that checkpoint, or end.
@@ -105,7 +105,7 @@ def save_engine(
 
 
 def load_engine(engine: Trained, path: Path, wanted: Wanted = EVERYTHING) -> dict[str, Any]:
-    """Restore an engine from one checkpoint, whatever layout wrote it; a collective call.
+    """Restore an engine from one checkpoint, whatever layout wrote it. Collective call.
 
     Weights, optimiser state, learning rates, loss scale and counters are restored exactly.
     Random states are restored if the layout is the same, and seeded from step and rank if not.
@@ -157,7 +157,7 @@ def check_base_model(model: ModelConfig, checkpoints: Iterable[Path]) -> None:
 
 
 def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted) -> None:
-    """Have what several replicas need of storage read by one of them; a collective call, errors as of `restore`."""
+    """Have what several replicas need of storage read by one of them. Collective call, errors as of `restore`."""
     if engine.layout.data_ranks == 1:
         return
     members, tell = among(engine.module.data_group, engine.device)
@@ -181,7 +181,7 @@ def restore(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wante
 
 
 def load_tagged(engine: Trained, folder: Path, tag: str, wanted: Wanted = EVERYTHING) -> tuple[Path, dict[str, Any]]:
-    """Restore the checkpoint in ``folder`` that was saved under ``tag``; a collective call.
+    """Restore the checkpoint in ``folder`` that was saved under ``tag``. Collective call.
 
     Raises:
         CheckpointError: on every rank, if there is none, or it cannot be restored.
@@ -191,13 +191,13 @@ def load_tagged(engine: Trained, folder: Path, tag: str, wanted: Wanted = EVERYT
 
 
 def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> tuple[Path, dict[str, Any]] | None:
-    """Restore the newest complete checkpoint in ``folder``; a collective call.
+    """Restore the newest complete checkpoint in ``folder``. Collective call.
 
     If its tensors turn out to be damaged, this warns and tries the previous one. ``folder`` may also
     be a checkpoint itself.
 
     Returns:
-        The checkpoint and the caller's state; None if there is none.
+        The checkpoint and the caller's state, or None if there is none.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be restored.
@@ -224,7 +224,7 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> t
 
 
 def set_aside(folder: Path, least_step: int) -> list[Path]:
-    """Move checkpoints of ``least_step`` steps or more to where no run resumes from; a collective call.
+    """Move checkpoints of ``least_step`` steps or more to where no run resumes from. Collective call.
 
     Nothing is moved where no older one is left to go back to.
 
@@ -244,7 +244,7 @@ def set_aside(folder: Path, least_step: int) -> list[Path]:
 
 
 def check_folder(engine: Trained, folder: Path, *, keep: int) -> None:
-    """Check before training that checkpoints can be written; a collective call.
+    """Check before training that checkpoints can be written. Collective call.
 
     Raises:
         CheckpointError: on every rank, if the folder cannot be written, or has no space for the

@@ -123,7 +123,7 @@ class Portion:
 
     Attributes:
         taken: names of weights and buffers that another pipeline rank stores.
-        alike: ranks of the store that hold the same as this one, by the axis along which it is cut; empty if
+        alike: ranks of the store that hold the same as this one, by the axis along which it is cut, or empty if
             it is not.
         rank: this rank.
     """
@@ -134,7 +134,7 @@ class Portion:
 
     @classmethod
     def find(cls, engine: Trained, stores: tuple[Store, ...], ranks: Ranks) -> Portion:
-        """Return this rank's portion; a collective call."""
+        """Return this rank's portion. Collective call."""
         mine = {name for name, _ in engine.module.named_global_parameters()} | _buffers(engine).keys()
         members = store_of(stores, engine.global_rank).members
         near: dict[int, list[int]] = {}
@@ -256,7 +256,7 @@ def needed(
 
 
 def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) -> None:
-    """Check that the model has every weight of the checkpoint, so that none is silently lost; a collective call.
+    """Check that the model has every weight of the checkpoint, so that none is silently lost. Collective call.
 
     Raises:
         CheckpointError: on every rank, if it lacks one.

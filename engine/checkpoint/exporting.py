@@ -28,10 +28,10 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model as a Hugging Face folder; a collective call.
+    """Write the model as a Hugging Face folder. Collective call.
 
     Args:
-        dtype: of weights; None takes that in which each was given.
+        dtype: of weights. None takes that in which each was given.
 
     Raises:
         ValueError: see `weft.engine.stages.export_stages`.
@@ -51,7 +51,7 @@ def check_export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Check before training that an export can be written; a collective call.
+    """Check before training that an export can be written. Collective call.
 
     Raises:
         ValueError: see `weft.engine.stages.rehearse_export`.

@@ -75,7 +75,7 @@ def temporary_for(target: Path) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The complete checkpoint in ``folder`` that was written last; None if there is none.
+    """The complete checkpoint in ``folder`` that was written last, or None if there is none.
 
     Complete means that its manifest matches its checksum, and that every file exists with its size;
     tensors are verified when they are read. Damaged checkpoints are reported in a warning.
@@ -154,7 +154,7 @@ def put(temporary: Path, target: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` complete checkpoints, including damaged ones; 0 keeps all.
+    """Remove all but the last ``keep`` complete checkpoints, including damaged ones. 0 keeps all.
 
     Tagged checkpoints are kept, and do not count.
     """

@@ -40,7 +40,7 @@ def collect(
         optimizer: that steps them.
         buffers: tensors that no optimiser steps.
         shares: this rank among those that share out what they hold alike, and their number, by the axis
-            along which that is cut; empty if it is not.
+            along which that is cut, or empty if it is not.
     """
     own: list[Piece] = []
     alike: dict[str, list[Piece]] = {"": list(buffers)}
@@ -79,7 +79,7 @@ def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, d
 
 
 def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
-    """State of the dynamic loss scaler; empty if there is none."""
+    """State of the dynamic loss scaler, or empty if there is none."""
     scaler = optimizer.loss_scaler
     return {key: getattr(scaler, key) for key in _LOSS_SCALE if scaler.dynamic and hasattr(scaler, key)}
 

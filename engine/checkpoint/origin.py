@@ -21,7 +21,7 @@ class Origin:
     """Sources that a run is made from.
 
     Attributes:
-        base: fingerprint of the weights that it began with; empty for a new model.
+        base: fingerprint of the weights that it began with, or empty for a new model.
         path: folder or hub name of those weights, as given.
         settings: values by their dotted names.
         inputs: fingerprints of what settings only name, such as the tokenizer and the data.
@@ -67,7 +67,7 @@ class Origin:
         ]
 
     def report(self, saved: Mapping[str, Any]) -> str:
-        """Return one line of all differences from a checkpoint's origin; empty if there are none."""
+        """Return one line of all differences from a checkpoint's origin, or empty if there are none."""
         found = self.differences(saved)
         more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
         return ", ".join([*found[:SHOWN], *more])

@@ -71,7 +71,7 @@ class StoredTensor:
         return prod(self.shape)
 
     def missing(self) -> str:
-        """A range of elements that no piece covers, as text; empty if the pieces cover the tensor."""
+        """A range of elements that no piece covers, as text, or empty if the pieces cover the tensor."""
         at = 0
         for piece in self.pieces:
             if piece.start > at:

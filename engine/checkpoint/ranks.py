@@ -19,14 +19,14 @@ class Ranks:
 
     Attributes:
         rank: this rank.
-        gather: returns every rank's value, in order of rank; a collective call.
+        gather: returns every rank's value, in order of rank. Collective call.
     """
 
     rank: int = 0
     gather: Gather = lambda value: [value]
 
     def together(self, folder: Path, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank; a collective call.
+        """Run ``action`` on every rank. Collective call.
 
         Raises:
             CheckpointError: on every rank, the first failing rank's error.

@@ -35,7 +35,7 @@ def restore_rates(
         held: this rank's parameters.
         scheduler: of the optimiser, or None.
         groups: learning rate and initial learning rate of each parameter, as saved.
-        saved: state of the saved schedule without entries per parameter group; empty if there was none.
+        saved: state of the saved schedule without entries per parameter group, or empty if there was none.
         steps: number of steps that changed weights.
     """
     done = saved["last_epoch"] if "last_epoch" in saved else saved.get("last_batch_iteration", steps - 1) + 1

@@ -94,7 +94,7 @@ class Checkpoint:
         return stored_name(name, cut) if same else None
 
     def _needed(self, name: str, cut: Cut | None) -> list[Cut | None]:
-        """Stored parts that a part of a tensor has elements of; None is the whole."""
+        """Stored parts that a part of a tensor has elements of. None is the whole."""
         stored = self._cuts.get(name)
         return [None] if stored is None else [mine for mine in stored if cut is None or overlap(mine, cut)]
 

@@ -36,7 +36,7 @@ class Needed(NamedTuple):
 def read_once(
     checkpoint: Checkpoint, needed: Mapping[Key, Needed], members: Ranks, everyone: Ranks, tell: Tell
 ) -> None:
-    """Read what several members of a group need by one of them each; a collective call over the world.
+    """Read what several members of a group need by one of them each. Collective call over the world.
 
     What one alone needs, or finds on no file system of its own, is left to `Checkpoint.read`.
 

@@ -32,7 +32,7 @@ class Store:
 
 
 def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[Store, ...]:
-    """Find out which ranks share ``folder``, creating it if missing; a collective call.
+    """Find out which ranks share ``folder``, creating it if missing. Collective call.
 
     Whether ranks that share one are few or many, it takes few collectives, and not many files.
 
@@ -68,7 +68,7 @@ def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[
 
 
 def _make(probe: Path) -> str:
-    """Make the folder; returns its name."""
+    """Make the folder, and return its name."""
     durable.make_folder(probe)
     return probe.name
 

@@ -69,7 +69,7 @@ class Trained(Protocol):
     origin: Origin
 
     def check_finite(self) -> None:
-        """Check that weights and optimiser state have no NaN or infinity; a collective call.
+        """Check that weights and optimiser state have no NaN or infinity. Collective call.
 
         Raises:
             NonFiniteError: on every rank, if they do.

@@ -28,7 +28,7 @@ def save(
     keep: int = 0,
     tag: str | None = None,
 ) -> Path:
-    """Write one checkpoint; a collective call.
+    """Write one checkpoint. Collective call.
 
     All ranks write into a temporary folder; then the first rank of each store writes the
     manifest and renames the folder; when all have, older checkpoints go. At every instant the
@@ -38,9 +38,9 @@ def save(
         folder: folder of checkpoints.
         pieces: the pieces that this rank writes; those of all ranks together cover every tensor.
         meta: JSON values; each store keeps its first rank's.
-        ranks: the ranks that write; None means this process alone.
+        ranks: the ranks that write. None means this process alone.
         stores: the groups of ranks that share a file system; None finds them.
-        keep: number of complete checkpoints to keep, including this one; 0 keeps all.
+        keep: number of complete checkpoints to keep, including this one. 0 keeps all.
         tag: name of the checkpoint; it replaces another of that name, and ``keep`` does not apply to
             it. None names it by its step.
 

@@ -120,7 +120,7 @@ class ChatEncoder:
         return self._templates[talk.tools is not None].text(talk.messages, talk.tools)
 
     def _without_calls(self, talk: Conversation) -> str | None:
-        """The text without calls of tools; None if the template refuses what is left."""
+        """The text without calls of tools, or None if the template refuses what is left."""
         bare = [{key: value for key, value in message.items() if key not in CALLS} for message in talk.messages]
         try:
             return self.rendered(Conversation(bare, talk.tools))
@@ -170,7 +170,7 @@ def with_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedT
     """The tokenizer with the chat template that a model was trained with: what its export has to have.
 
     Args:
-        given: ``data.chat_template``; empty leaves the tokenizer's own.
+        given: ``data.chat_template``. Empty leaves the tokenizer's own.
     """
     if not given:
         return tokenizer

@@ -94,7 +94,7 @@ class _Check:
         return getattr(self.data, self.option)
 
     def rows(self, file: Path) -> int:
-        """Check a file; returns its number of rows, 0 if they are blank."""
+        """Check a file, and return its number of rows, 0 if they are blank."""
         try:
             if file.suffix == ".parquet":
                 return self._table(file)

@@ -17,8 +17,8 @@ class Location:
 
     Attributes:
         name: ``data.path`` as given.
-        path: the file or folder; None for a hub name.
-        files: data files, sorted; empty for a hub name and for a folder of `Dataset.save_to_disk`.
+        path: the file or folder, or None for a hub name.
+        files: data files, sorted, or empty for a hub name and for a folder of `Dataset.save_to_disk`.
         saved: whether the folder was written by `Dataset.save_to_disk`.
     """
 

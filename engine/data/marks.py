@@ -57,7 +57,7 @@ class Marks:
         return found
 
     def after(self, rendered: str, number: int) -> str | None:
-        """Return the text behind the end of a marked text in a rendering, without marks; None if it is absent."""
+        """Return the text behind the end of a marked text in a rendering, without marks, or None if it is absent."""
         _, found, rest = rendered.partition(f"{self.tag}{number}e")
         return self.removed(rest) if found else None
 

@@ -40,7 +40,7 @@ _OF_LISTS = frozenset(
 
 
 class _Budget(threading.local):
-    """Budget that is left to this thread's rendering; None outside of `limited`."""
+    """Budget that is left to this thread's rendering, or None outside of `limited`."""
 
     steps: int | None = None
     characters = 0
@@ -249,7 +249,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def install() -> None:
-    """Have transformers render templates in a `LimitedEnvironment` from now on; idempotent."""
+    """Have transformers render templates in a `LimitedEnvironment` from now on. Idempotent."""
     if chat_template_utils.ImmutableSandboxedEnvironment is not LimitedEnvironment:
         chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
         chat_template_utils._compile_jinja_template.cache_clear()

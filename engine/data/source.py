@@ -55,7 +55,7 @@ class Source(Protocol):
         """The blocks of one epoch, from its beginning (``{}``) or from a block's ``start``.
 
         Args:
-            shuffle: seed of the order of files; 0 keeps their order. The caller shuffles documents
+            shuffle: seed of the order of files. 0 keeps their order. The caller shuffles documents
                 within a block.
         """
 
@@ -149,7 +149,7 @@ class StreamedSource:
             start = {"row": number, "dataset": dataset.state_dict()}
 
     def _room(self, items: list[Document]) -> int:
-        """Number of rows to encode next; 0 if the block is complete."""
+        """Number of rows to encode next, or 0 if the block is complete."""
         full = sum(len(item.ids) for item in items) >= BLOCK_TOKENS
         return 0 if full else min(ENCODED_AT_ONCE, self._block_documents - len(items))
 

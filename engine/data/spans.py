@@ -39,7 +39,7 @@ class ChatTemplate:
         """Render ``template`` as ``tokenizer.apply_chat_template`` would.
 
         Args:
-            now: the time that a template's ``strftime_now`` shows; None is the time of each call.
+            now: the time that a template's ``strftime_now`` shows. None is the time of each call.
 
         Raises:
             NotJinja: the template cannot be compiled.
@@ -60,7 +60,7 @@ class ChatTemplate:
         return _TAG.search(self.template) is not None
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
-        """Render a conversation; returns the text and the assistant's spans in order.
+        """Render a conversation, and return the text and the assistant's spans in order.
 
         Raises:
             ValueError: as `text` and `spans`.
@@ -153,7 +153,7 @@ class _Turns:
                 yield start, end
 
     def _start(self, turn: int) -> int | None:
-        """Where generation of a turn would start; None if that is not shown.
+        """Where generation of a turn would start, or None if that is not shown.
 
         That is where the generation prompt stops matching the text, because templates may open reasoning in a
         prompt and drop it from history, but not behind the beginning of the turn's own text.
@@ -186,7 +186,7 @@ class _Turns:
         return least
 
     def _end(self, turn: int, start: int) -> int | None:
-        """Where a turn that begins at ``start`` ends; None if that is not shown.
+        """Where a turn that begins at ``start`` ends, or None if that is not shown.
 
         It goes on after its own text for as long as the same conversation would that ends with this turn, or that
         goes on with another prompt: templates may close the last turn unlike the others.
@@ -210,19 +210,18 @@ class _Turns:
         return straddling if max(base, start) <= straddling < end else end
 
     def _prompt(self, turn: int) -> str:
-        """Return the text that the template adds to request a turn; empty if that is not known."""
+        """Return the text that the template adds to request a turn, or empty if that is not known."""
         _, number = self._before(turn)
         prompt, plain = self._after(turn, number, add_generation_prompt=True), self._after(turn, number)
         return "" if prompt is None or plain is None else prompt[_agreement(prompt, plain) :]
 
     def _before(self, turn: int) -> tuple[int, int | None]:
-        """Where the last marked text before a turn ends, and the number of its mark; None at the beginning."""
+        """Where the last marked text before a turn ends, and the number of its mark, or None at the beginning."""
         earlier = [message for message in self._last if message < turn]
         return self._last[max(earlier)] if earlier else (0, None)
 
     def _after(self, count: int, number: int | None, *, add_generation_prompt: bool = False) -> str | None:
-        """Return the text after a mark in a conversation of ``count`` messages; None if the template refuses or hides
-        it."""
+        """Return the text after a mark with ``count`` messages, or None if the template rejects or hides it."""
         key = (count, add_generation_prompt)
         if key not in self._rendered:
             marked = self._marks.put(self._messages[:count])

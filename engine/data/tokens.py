@@ -28,7 +28,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         ids: token ids; if they are not complete, more than the limit.
-        spans: the characters of each token; empty if they were not asked for.
+        spans: the characters of each token, or empty if they were not asked for.
         complete: True if the text was read to its end.
     """
 

@@ -44,7 +44,7 @@ def advance(engine: PipelineEngine) -> None:
 
 
 def end_batch(engine: PipelineEngine, loss: Tensor) -> Tensor:
-    """End `train_batch`: stop its timer, and report the loss; returns it for the caller to keep."""
+    """End `train_batch`: stop its timer, and report the loss, and return it for the caller to keep."""
     engine.dp_group_loss, engine.agg_train_loss = loss, loss.clone()
     timer = engine.timers(TRAIN_BATCH_TIMER)
     timer.stop()

@@ -22,7 +22,7 @@ class Checkpointed(Trained, Protocol):
     checkpoint_writer: BackgroundWriter | None
 
     def finish_checkpoints(self) -> None:
-        """Wait until checkpoints that are being written are whole; a collective call."""
+        """Wait until checkpoints that are being written are whole. Collective call."""
         ...
 
 
@@ -34,7 +34,7 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write a checkpoint that is whole or absent, and fits any layout; a collective call.
+    """Write a checkpoint that is whole or absent, and fits any layout. Collective call.
 
     Args:
         save_dir: folder of checkpoints.
@@ -72,11 +72,11 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Restore the newest whole checkpoint of a folder, or the one named; a collective call.
+    """Restore the newest whole checkpoint of a folder, or the one named. Collective call.
 
     Args:
         load_dir: folder of checkpoints, or a checkpoint itself.
-        tag: name of a checkpoint in it; None takes the newest.
+        tag: name of a checkpoint in it. None takes the newest.
         load_optimizer_states, load_lr_scheduler_states: whether to restore these, too; what is
             not restored stays as it is.
         load_module_only: restore weights alone, to start a new run from.

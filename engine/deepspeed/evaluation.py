@@ -21,13 +21,13 @@ def eval_batch(
     bcast_loss: bool = True,
     num_micro_batches: int | None = None,
 ) -> Tensor | tuple[Tensor | None, list[Tensor]] | None:
-    """Evaluate the next micro-batches without training on them; a collective call.
+    """Evaluate the next micro-batches without training on them. Collective call.
 
     Args:
         data_iter: micro-batches, on every rank.
         return_logits: also return each micro-batch's logits [B, S, V], on the ranks that
             hold the last stage (an empty list elsewhere).
-        compute_loss: average the loss over tokens and return it; None otherwise.
+        compute_loss: average the loss over tokens and return it, or None otherwise.
         reduce_output, bcast_loss: accepted for compatibility; the loss is always averaged
             over tokens and replicas, and known to every rank.
         num_micro_batches: how many to read; as in training if None.

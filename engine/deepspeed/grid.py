@@ -48,7 +48,7 @@ class RankGrid(PipelineParallelGrid):
     """The part of `PipelineParallelGrid` that DeepSpeed uses, for this rank."""
 
     def __init__(self, topology: RankTopology) -> None:
-        """Make the groups; a collective call over the world."""
+        """Make the groups. Collective call over the world."""
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._topo = topology
         self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = topology.dims

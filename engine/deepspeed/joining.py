@@ -18,7 +18,7 @@ from weft.engine.planning.joining import join
 def init_distributed(
     config: WeftConfig | Mapping[str, Any] | str | Path | None = None, *, timeout_s: float | None = None
 ) -> torch.device:
-    """Join the process group that the launcher's environment describes, before anybody else makes one; idempotent.
+    """Join the process group that the launcher's environment describes, before anybody else makes one. Idempotent.
 
     Args:
         config: the run's, or a DeepSpeed configuration (a dictionary or a JSON file) with a section "weft". It is

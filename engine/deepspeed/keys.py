@@ -77,7 +77,7 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
 
 
 def weft_section(user: Mapping[str, Any] | str | Path) -> WeftConfig | None:
-    """The configuration in the section "weft" alone, whose combinations are not checked; None if it is off or missing.
+    """Return the configuration in the section "weft", with unchecked combinations, or None if it is off or missing.
 
     The rest of ``user`` may still have values of "auto".
 

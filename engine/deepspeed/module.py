@@ -57,7 +57,7 @@ class WeftModule(PipelineModule):
                     yield name, parameter
 
     def _join(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
-        """This rank's group among those that hold every rank once; a collective call."""
+        """This rank's group among those that hold every rank once. Collective call."""
         mine = None
         for ranks in groups:
             group = dist.new_group(list(ranks))

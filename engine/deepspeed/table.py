@@ -194,7 +194,7 @@ def handling(name: str) -> str:
     """How a key is handled, by its own entry or that of a section above it.
 
     Returns:
-        ``taken over``, ``read by DeepSpeed``, ``refused`` (unless harmless) or ``without effect``; empty if
+        ``taken over``, ``read by DeepSpeed``, ``refused`` (unless harmless) or ``without effect``, or empty if
         the key is in no table.
     """
     tables = {

@@ -48,9 +48,9 @@ class Job:
 
     Attributes:
         num_ranks: of the job.
-        collectives: what collectives cost over each class of link, as measured; None where nobody has.
+        collectives: what collectives cost over each class of link, as measured, or None where nobody has.
         links: inside a node (``intra``) and between nodes of a site (``inter``).
-        wan: between two sites; None where there is one.
+        wan: between two sites, or None where there is one.
     """
 
     num_ranks: int

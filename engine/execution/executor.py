@@ -43,7 +43,7 @@ class Executor:
         receive_ahead: receives posted ahead of need, per neighbour.
         stage_wide: what to do for ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``.
         debug: assert before each action that its dependencies on this rank have ended.
-        pairs: runs strand pairs interleaved; None runs their halves one after the other.
+        pairs: runs strand pairs interleaved. None runs their halves one after the other.
     """
 
     rank: int

@@ -28,8 +28,8 @@ class StepLoss:
         minimised: the objective, where it is not the model's own loss.
         holds: whether this rank holds the last stage.
         source: global rank that does, in this rank's pipeline.
-        replicas: ranks that hold the same stages; None is this rank alone.
-        pipeline: ranks that hold a model together; None is this rank alone.
+        replicas: ranks that hold the same stages. None is this rank alone.
+        pipeline: ranks that hold a model together. None is this rank alone.
         counts: whether this rank counts an objective's items; of ranks that share a micro-batch one does.
     """
 
@@ -77,7 +77,7 @@ class StepLoss:
             earlier.check()
 
     def check_objective(self) -> None:
-        """After the first step: refuse an objective that is not divided by the items; a collective call, once.
+        """After the first step: refuse an objective that is not divided by the items. Collective call, once.
 
         Raises:
             ValueError: on every rank: it is not.
@@ -87,7 +87,7 @@ class StepLoss:
             together(self.minimised.require_sums)
 
     def held(self, state: StepState) -> Tensor | None:
-        """The loss of this rank's micro-batches, fp32; None on ranks that compute none."""
+        """The loss of this rank's micro-batches, fp32, or None on ranks that compute none."""
         return torch.stack([loss.float() for loss in state.losses.values()]).sum() if state.losses else None
 
     def sum(self, state: StepState) -> ReplicaSum | None:

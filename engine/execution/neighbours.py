@@ -34,7 +34,7 @@ def open_wan(
     *,
     known: Mapping[Hop, LinkProfile] | None = None,
 ) -> WanNetwork | None:
-    """The job's links between sites; None where no stage follows another at a different site.
+    """The job's links between sites, or None where no stage follows another at a different site.
 
     A collective call.
 
@@ -69,7 +69,7 @@ class Neighbours:
     def join(
         cls, placement: Placement, layout: RankLayout, *, wan: WanNetwork | None, device: torch.device, timeout_s: float
     ) -> Neighbours:
-        """Open the channels; a collective call over the whole world.
+        """Open the channels. Collective call over the whole world.
 
         Args:
             wan: holds those to other sites, where there are any; it closes them.

@@ -33,7 +33,7 @@ class StrandPairs:
     whose second the plan plays parameter by parameter, wherever the other strand has space.
 
     Attributes:
-        costs: what is known of layers' insides; None where nothing is, so that strands alternate.
+        costs: what is known of layers' insides, or None where nothing is, so that strands alternate.
         plans: by `pair_name`; the same on all ranks.
     """
 
@@ -43,11 +43,11 @@ class StrandPairs:
 
     @classmethod
     def open(cls, device: torch.device, turns: Turns, costs: PairCosts | None, *, strict: bool) -> StrandPairs:
-        """With a thread of their own; see `PairRunner`."""
+        """With a thread of their own. See `PairRunner`."""
         return cls(runner=PairRunner(StrandThread(device), turns, strict=strict), costs=costs)
 
     def agree(self, schedules: Collection[Schedule], num_stages: int) -> None:
-        """Take over rank 0's plans for the pairs of these schedules; a collective call if there are any.
+        """Take over rank 0's plans for the pairs of these schedules. Collective call if there are any.
 
         Args:
             schedules: of all DP-cells, the same on every rank.

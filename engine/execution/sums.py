@@ -15,14 +15,14 @@ NO_LABELS = "data: no token of this step carries a label; check the labels or th
 
 
 class ReplicaSum:
-    """Numbers that are being summed; see `weft.comm.channel.Handle`."""
+    """Numbers that are being summed. See `weft.comm.channel.Handle`."""
 
     def __init__(self, number: Tensor, group: dist.ProcessGroup | None) -> None:
         """Start.
 
         Args:
             number: a scalar or a vector; the sum takes its place.
-            group: the replicas; None is a single one.
+            group: the replicas. None is a single one.
         """
         self._number = number
         self._work = None if group is None else dist.all_reduce(number, group=group, async_op=True)
@@ -42,8 +42,8 @@ def sum_now(number: Tensor, *, replicas: dist.ProcessGroup | None, pipeline: dis
 
     Args:
         number: a scalar or a vector; it is overwritten.
-        replicas: ranks that hold the same stages; None is this rank alone.
-        pipeline: ranks that hold a model together; None is this rank alone.
+        replicas: ranks that hold the same stages. None is this rank alone.
+        pipeline: ranks that hold a model together. None is this rank alone.
     """
     if replicas is not None:
         dist.all_reduce(number, group=replicas)

@@ -18,7 +18,7 @@ SAME = ("input_ids", "attention_mask", "position_ids")
 
 
 def trainer_objective(trainer: Trainer) -> Objective | None:
-    """The objective that the Trainer minimises; None if it is the model's own loss.
+    """The objective that the Trainer minimises, or None if it is the model's own loss.
 
     ``compute_loss`` is called as on a single process: what it returns for ``num_items_in_batch``
     is summed over micro-batches and replicas. If the Trainer would divide it by the accumulation

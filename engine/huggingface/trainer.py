@@ -122,7 +122,7 @@ class WeftTrainer(Trainer):
         """This replica's share of a data loader; the ranks of a pipeline all read it.
 
         Args:
-            even: repeat rows until all replicas have the same number; None takes it from the arguments.
+            even: repeat rows until all replicas have the same number. None takes it from the arguments.
         """
         accelerator = self.accelerator
         return prepare_data_loader(
@@ -241,7 +241,7 @@ class WeftTrainer(Trainer):
         """Collect a micro-batch; with the last one of a step, train on all of them.
 
         Returns:
-            The step's loss, averaged over the tokens of all replicas; 0 for all but the last.
+            The step's loss, averaged over the tokens of all replicas, or 0 for all but the last.
         """
         engine = self.engine
         assert engine is not None
@@ -363,7 +363,7 @@ class WeftTrainer(Trainer):
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as a Hugging Face folder, from the stages of all ranks; a collective call."""
+        """Write the model as a Hugging Face folder, from the stages of all ranks. Collective call."""
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is None:
             if self.args.should_save:

@@ -25,7 +25,7 @@ CLOSE_S = 10.0
 
 
 class BubbleMarks(Protocol):
-    """The marks that the engine sets during a step; see `weft.inference.board.writer.BoardWriter`."""
+    """The marks that the engine sets during a step. See `weft.inference.board.writer.BoardWriter`."""
 
     def begin(self, kind: int) -> None:
         """A step begins, with nothing to compute yet."""
@@ -67,7 +67,7 @@ class BubbleObserver:
 
 
 class Times(Protocol):
-    """Events of a device; see `weft.engine.observability.clock.DeviceTimes`."""
+    """Events of a device. See `weft.engine.observability.clock.DeviceTimes`."""
 
     def mark(self) -> Any:
         """An event behind what is queued now."""

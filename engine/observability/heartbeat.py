@@ -24,7 +24,7 @@ MEASURE_EVERY_S = 2.0
 
 
 class PlaceObserver:
-    """An observer of slots that writes each beginning and end to the host's page; see `SlotObserver`."""
+    """An observer of slots that writes each beginning and end to the host's page. See `SlotObserver`."""
 
     def __init__(self, place: PlaceWriter, steps_done: Callable[[], int]) -> None:
         """Write to ``place``; ``steps_done`` returns the steps before the one that begins."""
@@ -86,7 +86,7 @@ class Heartbeat:
         self.place.end_wait()
 
     def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
-        """Return the observers of slots; see `PlaceObserver`."""
+        """Return the observers of slots. See `PlaceObserver`."""
         return [] if self.place is None else [PlaceObserver(self.place, steps_done)]
 
     def follow(self, device: torch.device, endpoint: WanEndpoint | None, peers: Collection[int]) -> None:

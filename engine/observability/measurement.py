@@ -29,7 +29,7 @@ class Mark:
 
 
 class SlotTrace:
-    """An observer that marks every slot of a step; see `weft.engine.observability.slots.SlotObserver`."""
+    """An observer that marks every slot of a step. See `weft.engine.observability.slots.SlotObserver`."""
 
     def __init__(self, clock: Clock) -> None:
         """Mark on ``clock``, from now on."""
@@ -109,7 +109,7 @@ class StepRecords:
         return self._records[-1].idle_share(self.clock)
 
     def timelines(self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None) -> list[Timeline]:
-        """Return the timeline of each step by `gather_timeline`, the oldest first; a collective call."""
+        """Return the timeline of each step by `gather_timeline`, the oldest first. Collective call."""
         return [gather_timeline(record, self.clock, schedule, rank, group) for record in self._records]
 
 
@@ -123,13 +123,13 @@ _LANES = {
 def gather_timeline(
     record: StepRecord, clock: Clock, schedule: Schedule, rank: int, group: dist.ProcessGroup | None
 ) -> Timeline:
-    """The measured timeline of one pipeline; a collective call over its ranks.
+    """The measured timeline of one pipeline. Collective call over its ranks.
 
     Ranks are aligned by their hosts' wall clocks at the time at which their devices began. Waits for
     transfers leave no span: they are the bubbles between spans.
 
     Args:
-        group: the pipeline's ranks; None for a pipeline of one.
+        group: the pipeline's ranks, or None for a pipeline of one.
     """
     mine = [
         (slot_text(mark.slot), clock.seconds(record.start, mark.start), clock.seconds(record.start, mark.end))

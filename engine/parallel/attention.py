@@ -101,7 +101,7 @@ class ContextAttention:
         device: torch.device | str = "cpu",
         **arguments: Any,
     ) -> Tensor | None:
-        """The mask [B, 1, S / members, S] of this member's rows; None if it is no more than causal.
+        """The mask [B, 1, S / members, S] of this member's rows, or None if it is no more than causal.
 
         Args:
             mask_function: of the batch's, the head's, the query's and the key's index in the whole sequence.

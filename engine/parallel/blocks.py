@@ -32,7 +32,7 @@ class Block(NamedTuple):
         value: [B, key and value heads, K, Dv].
         scale: of scores.
         causal: whether a query sees only keys that are not behind it, both counted from the start; Q equals K.
-        bias: [B or 1, 1, Q, K] in the numbers of the query, added to the scaled scores; see `unseen`.
+        bias: [B or 1, 1, Q, K] in the numbers of the query, added to the scaled scores. See `unseen`.
     """
 
     query: Tensor

@@ -125,7 +125,7 @@ def _has_told(rank: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class CommunicatedGroup:
-    """Members that are ranks of their own; see `AxisGroup`. A lost one is a `ChannelError` that names axis and rank."""
+    """Members that are ranks of their own. See `AxisGroup`. A lost one is a `ChannelError` that names axis and rank."""
 
     axis: str
     communicator: Communicator
@@ -178,7 +178,7 @@ class CommunicatedGroup:
 
 
 def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device, timeout_s: float) -> AxisGroups:
-    """This rank's groups along the axes that share the work of a layer; a collective call over the world.
+    """This rank's groups along the axes that share the work of a layer. Collective call over the world.
 
     Args:
         groups: ranks of every group, by axis; those of one rank need not be named.

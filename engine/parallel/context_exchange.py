@@ -79,7 +79,7 @@ def choose_exchange(
 
 
 def ring_obstacle(config: PreTrainedConfig, attention: str) -> str:
-    """Why attention cannot be computed block by block, and what to do; empty if it can.
+    """Why attention cannot be computed block by block, and what to do, or empty if it can.
 
     Args:
         attention: by which it is looked up.
@@ -142,7 +142,7 @@ def _listed(of: dict[ContextExchange, str], unit: str) -> str:
 
 
 def key_value_size(config: PreTrainedConfig) -> int:
-    """Elements of a position's keys and values in a layer; 0 where that is not known."""
+    """Elements of a position's keys and values in a layer, or 0 where that is not known."""
     text = config.get_text_config()
     heads = _count(text, "num_attention_heads")
     if of_value := _count(text, "v_head_dim"):  # multi-head latent attention, when it has been unfolded
@@ -160,7 +160,7 @@ def _count(config: PreTrainedConfig, name: str) -> int:
 
 
 def _heads_obstacle(attention: str, heads: int, of_keys: int, members: int) -> str:
-    """Why heads cannot be exchanged; empty if they can."""
+    """Why heads cannot be exchanged, or empty if they can."""
     if attention == "eager":
         return "model.attn_implementation=eager has parameters of all heads"
     for what, count in (("heads", heads), ("key and value heads", of_keys)):

@@ -76,7 +76,7 @@ _HELD = "_weft_cut"
 
 
 def held_cut(parameter: nn.Parameter) -> Cut | None:
-    """Return the part of a tensor that a parameter holds; None if that is not known."""
+    """Return the part of a tensor that a parameter holds, or None if that is not known."""
     return getattr(parameter, _HELD, None)
 
 

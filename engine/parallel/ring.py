@@ -28,7 +28,7 @@ class Seen:
     Attributes:
         of: rows [Q] and columns [K], positions in the whole sequence, to booleans [B or 1, 1, Q, K].
         only_earlier: whether no query sees what comes behind it, so that later chunks need not be looked at.
-        reach: how far back a query sees, itself included; None is as far as the sequence goes.
+        reach: how far back a query sees, itself included. None is as far as the sequence goes.
     """
 
     of: Callable[[Tensor, Tensor], Tensor]

@@ -85,7 +85,7 @@ class RingAttention:
         device: torch.device | str = "cpu",
         **arguments: Any,
     ) -> Seen | None:
-        """Which positions are seen; None if it is no more than causal.
+        """Which positions are seen, or None if it is no more than causal.
 
         Args:
             mask_function: of the batch's, the head's, the query's and the key's index in the whole sequence.

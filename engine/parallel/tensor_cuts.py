@@ -110,7 +110,7 @@ def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers
 
 
 def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tuple[int, int] | None:
-    """Dimension of a parameter along which it is divided, and in how many blocks; None if it is held in full."""
+    """Dimension of a parameter along which it is divided, and in how many blocks, or None if it is held in full."""
     if ".lora_" in full:
         return _place_of_factor(plan, full)
     style = plan.style(full) or plan.style(path)

@@ -81,7 +81,7 @@ class TensorPlan:
         self._styles = {key: STYLES[style] for key, style in plan.items() if style in STYLES}
 
     def style(self, name: str) -> Style | None:
-        """Return the style of a module or a parameter, by its name; None if it is held in full."""
+        """Return the style of a module or a parameter, by its name, or None if it is held in full."""
         return self._styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", _WRAPPED.sub("", name)))
 
     def modules(self, model: nn.Module, below: str) -> Iterator[tuple[str, nn.Module, Style]]:

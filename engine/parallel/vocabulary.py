@@ -75,7 +75,7 @@ class VocabularyLoss:
         Args:
             logits: [B, S, V / members].
             labels: [B, S], not shifted.
-            num_items_in_batch: what the sum over tokens is divided by; None is how many count here.
+            num_items_in_batch: what the sum over tokens is divided by. None is how many count here.
             shift_labels: [B, S], shifted, instead of ``labels``.
         """
         if shift_labels is None:

@@ -37,7 +37,7 @@ def correct_measurements(
     communicators: Sequence[Communicator],
     device: torch.device,
 ) -> None:
-    """Replace cached speeds, overlaps and costs of collectives that a run contradicts; a collective call.
+    """Replace cached speeds, overlaps and costs of collectives that a run contradicts. Collective call.
 
     Args:
         plan: of the run.

@@ -24,7 +24,7 @@ def usable_flops(device: torch.device, threads: int, cache: Measurements, run: s
 
     Args:
         threads: of a rank, where the device is the host's processor.
-        run: what is trained, as earlier runs may have done; see `correct_reached`.
+        run: what is trained, as earlier runs may have done. See `correct_reached`.
     """
     reached = cache.read().get(_name(f"{run}: ", device, threads)) if run else None
     if reached is not None and not reached.is_old and isinstance(reached.value, float) and reached.value > 0:
@@ -74,7 +74,7 @@ def _name(what: str, device: torch.device, threads: int) -> str:
 
 
 def correct(device: torch.device, found: float, cache: Measurements, *, load: float) -> None:
-    """Replace the kept FLOP/s of a device if a run contradicts them; see `Measurement.refutes`.
+    """Replace the kept FLOP/s of a device if a run contradicts them. See `Measurement.refutes`.
 
     Args:
         found: FLOP/s that were measured with this process's number of threads.
@@ -111,7 +111,7 @@ def peak_flops(device: torch.device) -> float:
 
 
 def data_sheet(device: torch.device) -> GpuKind | None:
-    """Return the data sheet of a device; None for processors and GPUs that are not in the table."""
+    """Return the data sheet of a device, or None for processors and GPUs that are not in the table."""
     return kind_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 

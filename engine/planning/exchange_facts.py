@@ -67,7 +67,7 @@ def needed_bytes(config: WeftConfig, facts: Facts) -> float:
 
 
 def _attention_s(config: WeftConfig, facts: Facts) -> float:
-    """Seconds of a rank's attention in the forward of a layer and micro-batch; 0 where that is not known."""
+    """Seconds of a rank's attention in the forward of a layer and micro-batch, or 0 where that is not known."""
     if facts.work is None or facts.flops_per_s is None or not facts.work.layers:
         return 0.0
     flops = sum(layer.attention_flops for layer in facts.work.layers) / len(facts.work.layers)

@@ -52,7 +52,7 @@ class AxisFacts:
 
     Attributes:
         group: the first of its groups.
-        costs: of collectives among them; None where they are not known.
+        costs: of collectives among them, or None where they are not known.
     """
 
     group: Group
@@ -66,27 +66,27 @@ class Facts:
     Attributes:
         layout: the ranks.
         model: weights of its parts.
-        work: what a sequence asks of each layer; None where the model's forward does not run without data.
-        flops_per_s: what a rank reaches in practice; None where the stages' costs are known.
-        run: what is trained, as the cache of speeds names it; empty where a run's slots do not show a rank's speed.
-        optimizer_bytes: of state for each weight that the caller's optimiser steps; None for one that is configured.
+        work: what a sequence asks of each layer, or None where the model's forward does not run without data.
+        flops_per_s: what a rank reaches in practice, or None where the stages' costs are known.
+        run: what is trained, as the cache of speeds names it, or empty where a run's slots do not show a rank's speed.
+        optimizer_bytes: of state for each weight that the caller's optimiser steps, or None for one that is configured.
         device_bytes: memory of the rank that has least.
         device: type of the ranks' devices: cpu or cuda.
         stage_costs: costs of the virtual stages by how many there are, where they are known; where
             there are none, they are estimated from the model and the speed.
         stage_pairs: what strand pairs of these stages take, where that is known, too.
-        strands: what a rank computes between the collectives inside of layers, and what these move; None where
+        strands: what a rank computes between the collectives inside of layers, and what these move, or None where
             no ranks share layers, or their collectives' costs are not known.
-        speed: of a rank, for strands; None where there are none.
+        speed: of a rank, for strands, or None where there are none.
         axes: ranks that share layers, by their axis.
         keeps_frozen: whether memory of the ranks' devices has frozen weights as they were given, too, for the export.
         recomputes: whether layers are computed again in the backward.
-        operators: how well compute and collectives overlap; None where that was not measured.
+        operators: how well compute and collectives overlap, or None where that was not measured.
         exchange: how ranks that share sequences let each query meet all keys; not auto.
         links: between ranks.
         replica_nodes: the node of each rank of a data group: those that hold the same weights. Where replicas are at
             several sites, their sites.
-        collectives: costs of collectives over these replicas; None where they are not known.
+        collectives: costs of collectives over these replicas, or None where they are not known.
         sources: where each of these is known from, by its name.
     """
 

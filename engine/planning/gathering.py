@@ -56,7 +56,7 @@ def facts_before_start(
 
     Args:
         num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
-        collectives: costs of collectives over them, where the caller knows them; None takes what
+        collectives: costs of collectives over them, where the caller knows them. None takes what
             earlier runs and `python -m benchmarks collectives` have left.
         model: that trains, where it is not made from ``config``.
         optimizer: that steps it, where it is not the configured one.
@@ -88,7 +88,7 @@ def facts_of_ranks(
     optimizer: Optimizer | OptimizerMaker | None = None,
     own_loss: bool = True,
 ) -> Facts:
-    """Gather the facts that a job's ranks have before any link is opened; a collective call.
+    """Gather the facts that a job's ranks have before any link is opened. Collective call.
 
     `Facts.with_links` and `with_collectives` add what is probed over links.
 
@@ -146,7 +146,7 @@ def _known_facts(
     *,
     own_loss: bool = True,
 ) -> Facts:
-    """Return the facts of one process; see `Facts`."""
+    """Return the facts of one process. See `Facts`."""
     layout = RankLayout.of(config, machine.num_ranks)
     sources = {
         "layout": "given by cluster and pipeline.stages",
@@ -208,7 +208,7 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
 def _optimizer_bytes(
     config: WeftConfig, facts: Facts, device: torch.device, given: Optimizer | OptimizerMaker | None
 ) -> float | None:
-    """Return the state of the caller's optimiser per weight; None without one, or where it cannot be measured."""
+    """Return the state of the caller's optimiser per weight, or None without one, or where it cannot be measured."""
     if given is None:
         return None
     width = facts.model.hidden_size
@@ -238,7 +238,7 @@ def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:
 
 
 def _keeps_frozen(config: WeftConfig, model: nn.Module | None) -> bool:
-    """True if frozen weights are cast, and an export writes them as they were given; see `exported_frozen`."""
+    """True if frozen weights are cast, and an export writes them as they were given. See `exported_frozen`."""
     dtype = DTYPES[config.train.precision]
     if model is None:
         return dtype is not torch.float32 and not config.model.path

@@ -34,7 +34,7 @@ def join_job(config: WeftConfig) -> tuple[WeftConfig, torch.device]:
 
 
 def join(config: WeftConfig) -> torch.device:
-    """Join the process group that the launcher's environment describes; idempotent.
+    """Join the process group that the launcher's environment describes. Idempotent.
 
     Where ``config.cluster`` has several sites, groups of ranks of different sites talk over authenticated
     links, and no other connection leaves a site.

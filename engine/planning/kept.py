@@ -27,7 +27,7 @@ class Kept:
         self._values: dict[str, tuple[Any, Any]] = {}
 
     def find(self, name: str, made_from: Any) -> Any:
-        """The value of ``name`` if it was made from what equals ``made_from``; None otherwise."""
+        """The value of ``name`` if it was made from what equals ``made_from``, or None otherwise."""
         known = self._values.get(name)
         return known[1] if known is not None and known[0] == made_from else None
 

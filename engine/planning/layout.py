@@ -181,11 +181,11 @@ class RankLayout:
         return [ranks[first : first + self.expert] for first in range(0, self.lines, self.expert)]
 
     def expert_data_groups(self, stage: int) -> list[tuple[int, ...]]:
-        """Ranks of a stage that hold the same experts."""
+        """Return the groups of a stage's ranks that hold the same experts."""
         return [self.lines_of(stage)[first :: self.expert] for first in range(self.expert)]
 
     def holders(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Ranks that hold the same as this one of parameters, by the axis along which these are cut; empty if not."""
+        """Return the ranks with the same part of a parameter as this one, by the axis that cuts it ("" for none)."""
         stage = self.position(rank).stage
         kinds = {
             "": [self.lines_of(stage)],

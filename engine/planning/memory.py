@@ -46,7 +46,7 @@ def memory_checkpoint_bytes(size: PartSize, config: WeftConfig, ranks: int) -> f
 
 
 def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: StageSplit) -> list[ZeroMemory]:
-    """Return the memory of each pipeline rank's states; see `zero_memory`."""
+    """Return the memory of each pipeline rank's states. See `zero_memory`."""
     found = []
     for held in placement.rank_stages:
         size, lines = rank_size(facts.model, split, held), facts.layout.lines

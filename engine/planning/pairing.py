@@ -22,7 +22,7 @@ LEAST_COMPUTE = 0.05
 
 
 def stage_pairs(facts: Facts, split: StageSplit, measured: tuple[StageCost, ...]) -> PairCosts | None:
-    """Return the durations of pairs of virtual stages; None where they are not known.
+    """Return the durations of pairs of virtual stages, or None where they are not known.
 
     Args:
         measured: costs of the stages; empty to go by the speed of a rank.

@@ -35,11 +35,11 @@ class RunPlan:
         placement: which pipeline rank holds which virtual stages; the sites are those of the layout's reference route.
         split: layers of each virtual stage.
         costs: of one pipeline on that route, with ZeRO's collectives left out.
-        overlap: how ZeRO's collectives are partitioned and overlapped; None where they are not.
+        overlap: how ZeRO's collectives are partitioned and overlapped, or None where they are not.
         members: each line's place in its DP-cell.
         cells: the lowered schedules of DP-cells, by their number of pipelines.
         memory: of each pipeline rank of the first line.
-        own_cap_bytes: limit of activations on each rank that `auto` has set; None where it has not.
+        own_cap_bytes: limit of activations on each rank that `auto` has set, or None where it has not.
         step_s: predicted seconds of a step, by the last pipeline of any: replicas wait for each other.
         bubble_share: predicted share of a step in which ranks do not compute.
     """
@@ -91,7 +91,7 @@ class RunPlan:
         """The timeline of a line's step among the others of its DP-cell.
 
         Args:
-            costs: of one pipeline; None takes `step_costs`, with the links of the line's sites.
+            costs: of one pipeline. None takes `step_costs`, with the links of the line's sites.
         """
         costs = costs or _on_route(self.step_costs, self.facts, self.layout.route_of(line))
         return predict(self.cell(line), costs, self.members[line].local_rank)
@@ -103,7 +103,7 @@ class RunPlan:
         return f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}, {most} on the fullest rank{cap}"
 
     def cap_text(self) -> str:
-        """The memory cap that `auto` has set; empty where it has not."""
+        """The memory cap that `auto` has set, or empty where it has not."""
         if self.own_cap_bytes is None:
             return ""
         return f"auto has set {own_cap_text(self.own_cap_bytes, max(memory.activations for memory in self.memory))}"
@@ -221,7 +221,7 @@ def _plan_overlap(
     parts: Sequence[PartSize],
     states: list[ZeroMemory],
 ) -> OverlapPlan | None:
-    """The three tiers' answers; None without costs of collectives, or where workloads are not to be partitioned."""
+    """The three tiers' answers, or None without costs of collectives, or where workloads are not to be partitioned."""
     if facts.collectives is None or config.zero.partition is not Partition.workload:
         return None
     work = ZeroWork(

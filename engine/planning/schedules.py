@@ -34,7 +34,7 @@ def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict
     """The placements that the configuration allows: one, unless `auto` is to compare them.
 
     Args:
-        sites: pipeline ranks per site; empty is one site.
+        sites: pipeline ranks per site. Empty is one site.
 
     Raises:
         ValueError: the schedule's file cannot be read, or is that of a cell or of other ranks.
@@ -58,7 +58,7 @@ def plan_placement(
     """The placement that the configuration names, or whose step `auto` finds to be the shortest.
 
     Args:
-        sites: pipeline ranks per site; empty is one site.
+        sites: pipeline ranks per site. Empty is one site.
         costs_of: of one pipeline on a placement; a ValueError says that the model cannot be cut so.
         pipelines: of a DP-cell.
 
@@ -77,7 +77,7 @@ def _schedule_of_file(config: PipelineConfig, num_microbatches: int) -> Schedule
     """The schedule of ``schedule_file``, of one pipeline of the configuration's ranks.
 
     Args:
-        num_microbatches: of the step; 0 takes any number.
+        num_microbatches: of the step. 0 takes any number.
 
     Raises:
         ValueError: it cannot be read, or is of something else.
@@ -131,7 +131,7 @@ def plan_schedule(
     """The lowered, validated schedule of one training step.
 
     Args:
-        num_microbatches: instead of ``config.microbatches``; 0 takes that.
+        num_microbatches: instead of ``config.microbatches``. 0 takes that.
         costs: of one pipeline, for schedules that look at them; unit costs otherwise.
         pipelines: of a DP-cell, which is planned as a whole.
         zero_stage: what replicas shard: 0 to 3.

@@ -44,7 +44,7 @@ def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> 
     Besides adapters that is an embedding that was resized, that has an adapter, or of which tokens are trained.
 
     Args:
-        dtype: of the export; None takes that in which each weight was given.
+        dtype: of the export. None takes that in which each weight was given.
     """
     model = stage.model
     if not isinstance(model, peft.PeftModel):

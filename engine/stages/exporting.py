@@ -40,9 +40,9 @@ def export_stages(
         stages: those that this writer holds; together every stage once.
         folder: to be written.
         rank: of this writer, from 0.
-        gather: all-gather among the writers; a collective call.
+        gather: all-gather among the writers. Collective call.
         tokenizer: saved along, by rank 0.
-        dtype: of weights; None takes that in which each was given.
+        dtype: of weights. None takes that in which each was given.
 
     Raises:
         ValueError: a writer could not write, or the disk is not shared; on every writer.

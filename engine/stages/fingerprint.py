@@ -21,7 +21,7 @@ WHOLE_BYTES, SAMPLE_BYTES = 1 << 20, 1 << 14
 
 
 def folder_fingerprint(config: ModelConfig) -> str:
-    """Return the fingerprint of the weights of ``model.path``; empty for a new model.
+    """Return the fingerprint of the weights of ``model.path``, or empty for a new model.
 
     Read from the files: a few kilobytes of each large tensor.
 
@@ -39,7 +39,7 @@ def files_fingerprint(files: Iterable[Path]) -> str:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Return the fingerprint of a model in memory; empty for a new model of which everything is trained.
+    """Return the fingerprint of a model in memory, or empty for a new model of which everything is trained.
 
     Embeddings and adapters do not count: rows that a resize has added and adapters are drawn anew by each process.
     """

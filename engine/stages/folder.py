@@ -55,7 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_types(folder: Path) -> set[str]:
-    """Return safetensors' names of the floating types of a folder's weights; empty for other kinds of files."""
+    """Return safetensors' names of the floating types of a folder's weights, or empty for other kinds of files."""
     found: set[str] = set()
     for file in weight_files(folder):
         if file.suffix == ".safetensors":

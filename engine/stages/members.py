@@ -46,7 +46,7 @@ def members_outcome(
         sizes: members along each axis.
         num_stages: to cut the model into.
         exchange: between members of a context group.
-        train: what a member does with its micro-batches; None runs them one after the other.
+        train: what a member does with its micro-batches. None runs them one after the other.
 
     Raises:
         Exception: the first that a member has raised.

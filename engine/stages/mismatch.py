@@ -25,7 +25,7 @@ class _Step:
     """A call on the way to where a forward stopped.
 
     Attributes:
-        path: of the module in the model; empty for the model itself.
+        path: of the module in the model, or empty for the model itself.
     """
 
     path: str

@@ -31,7 +31,7 @@ class Outline:
     after: tuple[str, ...]
     """Modules with parameters that run after the last layer: the final norm and the head."""
     answer_length: int | None
-    """Length of the tuple that a layer returns; None if it returns the hidden state alone."""
+    """Length of the tuple that a layer returns, or None if it returns the hidden state alone."""
     own_before: tuple[str, ...] = ()
     """Parameters of the modules that contain the layers, used before these."""
     own_after: tuple[str, ...] = ()

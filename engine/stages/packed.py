@@ -33,7 +33,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, position_ids: Tensor) -> PackedRows | None:
-        """Return the packed rows of ``position_ids`` [B, S] in host memory; None if every row is one sequence."""
+        """Return the packed rows of ``position_ids`` [B, S] in host memory, or None if every row is one sequence."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] != 1
         if not starts[:, 1:].any():
@@ -69,7 +69,7 @@ def tell_rows(position_ids: Tensor, whole: Tensor) -> None:
 
 
 def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
-    """Return the bounds that keep packed sequences apart in flash attention, for any number of rows; empty without
+    """Return the bounds that keep packed sequences apart in flash attention, for any number of rows, or empty without
     packing.
 
     By itself Hugging Face looks at positions of a single row only, and waits for the device to do so

@@ -50,7 +50,7 @@ class Port:
         self._out: dict[int, Tensor] = {}
 
     def crossing(self, cut: int, shape: Sequence[int], dtype: torch.dtype) -> Boundary | None:
-        """Return the boundary tensors before a layer for token ids [B, S]; None means one hidden state [B, S, H].
+        """Return the boundary tensors before a layer for token ids [B, S]. None means one hidden state [B, S, H].
 
         Raises:
             ValueError: see `Handover.boundary`.

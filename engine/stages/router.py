@@ -74,7 +74,7 @@ class RouterLoss:
         """The sums over all layers so far: choices and likelihoods of each expert, and tokens, fp32 [2 E + 1].
 
         Args:
-            before: those of the stages before; None on the first.
+            before: those of the stages before, or None on the first.
             mask: [B, S], 0 where a token is padding.
             like: a tensor on the device.
         """

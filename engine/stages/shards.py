@@ -51,7 +51,7 @@ def write_shards(
     At any time one shard and one layer are copied, not the stage.
 
     Args:
-        dtype: of the export; None takes that in which each weight was given.
+        dtype: of the export. None takes that in which each weight was given.
 
     Raises:
         OSError: the disk is full or cannot be written.

@@ -92,7 +92,7 @@ class ModelSizes:
     vocab_size: int
     """Logits of a token."""
     key_value_size: int = 0
-    """Elements of a token's keys and values in a layer; 0 where that is not known."""
+    """Elements of a token's keys and values in a layer, or 0 where that is not known."""
     tied: PartSize = NOTHING
     """Weights that the embedding and the head share; counted in both."""
 

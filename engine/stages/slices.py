@@ -125,7 +125,7 @@ def _targets(
 
 
 def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) -> Any:
-    """Return the slice of a file's tensor that a part of a weight needs; None if that is not known.
+    """Return the slice of a file's tensor that a part of a weight needs, or None if that is not known.
 
     Args:
         source: safetensors' slice of the tensor.
@@ -144,7 +144,7 @@ def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) ->
 
 
 def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter) -> Cut | None:
-    """The cut of one of the tensors that a weight is stacked or joined of; None if they lie in it otherwise."""
+    """The cut of one of the tensors that a weight is stacked or joined of, or None if they lie in it otherwise."""
     operations = list(converter.operations)
     stacked = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     joins = operations[1:] if stacked else operations
@@ -164,7 +164,7 @@ def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter)
 
 
 def _expert(key: str, converter: WeightConverter) -> int | None:
-    """Which expert's a tensor is, if all of a layer's are stacked; None if that is not known."""
+    """Which expert's a tensor is, if all of a layer's are stacked, or None if that is not known."""
     if not (isinstance(converter.operations[0], MergeModulelist) and converter.operations[0].dim == 0):
         return None
     match = re.search(r"experts\.(\d+)\.", key)

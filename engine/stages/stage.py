@@ -95,7 +95,7 @@ class Stage(nn.Module):
         """Run the stage's layers.
 
         Args:
-            hidden: from the stage before, as `hidden_spec` says; None on the first.
+            hidden: from the stage before, as `hidden_spec` says, or None on the first.
             batch: the micro-batch, the same on every stage.
             num_items: labels that count, over everything that the loss is averaged over; None
                 averages over this micro-batch.
@@ -297,6 +297,6 @@ def tied_names(stage: Stage) -> frozenset[str]:
 
 
 def accepted_arguments(model: PreTrainedModel) -> frozenset[str] | None:
-    """Names of the arguments that the model's forward takes; None if it takes any."""
+    """Names of the arguments that the model's forward takes, or None if it takes any."""
     parameters = inspect.signature(model.forward).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)

@@ -93,7 +93,7 @@ class Baton:
                 turn.release()
 
     def _after(self, strand: Step) -> Step | None:
-        """Past the weight gradients that come now, to whose turn it is after this strand's; None at the end."""
+        """Past the weight gradients that come now, to whose turn it is after this strand's, or None at the end."""
         while self._coming:
             step = self._coming.popleft()
             if step is Step.weight:

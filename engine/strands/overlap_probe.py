@@ -83,7 +83,7 @@ class OverlapCache:
     path: Path
 
     def read(self, key: str) -> OverlapTable | None:
-        """The table of a device; None if none was measured, or the file is unreadable."""
+        """The table of a device, or None if none was measured, or the file is unreadable."""
         found = Measurements(self.path).values()
         try:
             compute = {
@@ -100,7 +100,7 @@ class OverlapCache:
         Measurements(self.path).keep(_values(key, table), table.spread)
 
     def correct(self, key: str, table: OverlapTable, faster: float, *, load: float) -> None:
-        """Replace what a run contradicts; see `Measurement.refutes`.
+        """Replace what a run contradicts. See `Measurement.refutes`.
 
         Args:
             table: that the run has found.

@@ -1,1 +1,1 @@
-"""Supervision of a run: progress of ranks, the culprit, agents and driver."""
+"""Supervision of a run: agents, the driver, the ranks' progress, and diagnosis of failures."""

@@ -1,7 +1,7 @@
-"""The agent of a host: starts its ranks, reads where they are, tells the driver, and does what the driver wants.
+"""The agent of a host: starts its ranks, reads and reports their progress, and carries out the driver's commands.
 
-The driver says what is wanted (which attempt, with which ranks, running or not), never what to do next. So an agent
-that hears the same twice does nothing twice, and one that comes back after a cut needs to hear only the last.
+The driver sends the desired state (which attempt, with which ranks, running or not), never a next action. So a repeated
+message has no effect, and an agent that reconnects after a network cut needs only the latest one.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.engine.supervision.vitals import LogMatches, host_vitals
 
 PARK_S, LEAVE_S = 3.0, 10.0
-"""Seconds that ranks have to begin to leave an attempt, and to be done; a process that is not is killed."""
+"""Seconds in which a rank must begin to leave an attempt, and must have left it. After that it is killed."""
 MEMORY = "WEFT_MEMORY"
-"""Environment variable of ranks: the folder in which their memory checkpoints outlive them."""
+"""Environment variable of ranks: the folder of memory checkpoints, which outlive the ranks' processes."""
 EARLY = 1
-"""Exit code that is reported of a rank which has ended with 0 in one of these phases."""
+"""Exit code reported for a rank that exited with 0 in one of the phases `TRAINING`."""
 TRAINING = frozenset({Phase.first_step, Phase.steady, Phase.evaluation, Phase.checkpoint})
 TOLD_S = 2.0
-"""Seconds in which an agent that was asked to leave hears from the driver that the run has ended."""
+"""Seconds that a terminating agent waits for the driver's message that the run has ended."""
 LOOK_S = 0.1
-"""Seconds between looks at the ranks' places; a change of phase is reported at once."""
+"""Seconds between polls of the ranks' progress. A change of phase is reported at once."""
 
 
 def main() -> int:
-    """Be the agent that standard input describes, until the driver ends it; arguments are modules to import first."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go, training goes on
+    """Run the agent that standard input describes, until the driver ends it. Arguments are modules to import first."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # training continues when the terminal closes
     line, server = read_order(sys.argv[1:])
     if not line:
         return 1
@@ -67,10 +67,10 @@ class Agent:
     """The ranks of a host, and the connection to the driver."""
 
     def __init__(self, order: AgentOrder, server: ForkServer | None = None) -> None:
-        """Nothing starts before `run`.
+        """Store the settings. Nothing starts before `run`.
 
         Args:
-            server: a forkserver that was started before the order came.
+            server: a forkserver that was started before the command arrived.
         """
         self._order, self._server = order, server
         self._wanted: dict[str, Any] = {"attempt": 0, "run": False}
@@ -114,7 +114,7 @@ class Agent:
         return 1 if failed else 0
 
     def _follow_parent(self) -> None:
-        """End with the driver's process, where nothing else takes its place."""
+        """Exit with the driver's process if no other driver can replace it."""
         if not self._order.parent:
             return
         try:
@@ -125,14 +125,14 @@ class Agent:
             asyncio.get_running_loop().add_reader(parent, self._ended.set)
 
     def _on_signal(self) -> None:
-        """The host goes away, or somebody ends this agent: the first time the ranks may save what they have done."""
+        """Let ranks save a checkpoint on the first signal. Exit on the second."""
         if self._leaving.is_set():
             self._ended.set()
         self._leaving.set()
         self._changed.set()
 
     async def _leave_when_asked(self) -> None:
-        """After a signal, end when the ranks have, or are out of time; the driver may have more to tell until then."""
+        """After a signal, return once the ranks have ended or ``stop_s`` has passed. Serve the driver until then."""
         await self._leaving.wait()
         asked = monotonic()
         while self._has_host and self._busy() and monotonic() - asked < self._order.stop_s:
@@ -142,9 +142,10 @@ class Agent:
             await asyncio.sleep(TOLD_S)
 
     def _ask_to_stop(self) -> None:
-        """Signal ranks once that they are to end after their step.
+        """Send SIGTERM once to each rank, which then ends after its step.
 
-        One that still imports has no step to save, unless memory checkpoints hold some: it is signalled later.
+        Without memory checkpoints, all ranks are signalled at once. With them, a rank that still imports is
+        signalled after its imports, because it may have steps to save.
         """
         for local, rank in enumerate(self._mine):
             begun = self._reading(local, rank) is not None or not self._memory.exists()
@@ -153,7 +154,7 @@ class Agent:
                 self._ranks.send_signal(rank, signal.SIGTERM)
 
     async def _serve(self) -> None:
-        """Be the host's agent when the driver has said that this is it; ends when imports have failed."""
+        """Act as the host's agent once the driver has accepted this one. Return when imports have failed."""
         if self._order.yields_s:
             await self._let_other_come()
             self._send_report()
@@ -162,14 +163,14 @@ class Agent:
         await _first_of(self._reconcile(), self._report(), self._ranks.failed.wait())
 
     async def _let_other_come(self) -> None:
-        """Wait while another agent of the host, which is alive, may come back to the driver, as this one could."""
+        """Wait up to ``yields_s`` while another live agent of the host may reconnect to the driver."""
         await self._met.wait()
         met = monotonic()
         while monotonic() - met < self._order.yields_s and is_owned(self._page):
             await asyncio.sleep(LOOK_S)
 
     def _take_host(self) -> None:
-        """Make what an agent has on its host, in the place of what an earlier one has left."""
+        """Create this agent's resources on the host, and remove those of earlier agents."""
         self._make_page()
         remove_leftovers(self._memory.parent, self._page.name)
         for left in set(self._memory.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
@@ -178,7 +179,7 @@ class Agent:
         self._has_host = True
 
     def _make_page(self) -> None:
-        """Make what this agent shares with its ranks."""
+        """Create the progress page and the socket that this agent shares with its ranks."""
         self._page = take_page(self._page, self._order.slots)
         self._owned = Ownership(self._page)
         self._places = PlaceReader(self._page)
@@ -186,7 +187,7 @@ class Agent:
         self._parking.open()
 
     def _remake_page(self) -> None:
-        """Make it again, if somebody has removed it: ranks that have it open go on, and new ones need it."""
+        """Create page and socket again if they were removed. Running ranks have them open, and new ranks need them."""
         if self._page.exists() and self._parking.path.exists():
             return
         print(f"weft: {self._page.parent}: what agent and ranks share was removed; made again", file=sys.stderr)
@@ -195,12 +196,12 @@ class Agent:
         self._make_page()
 
     async def _leave_host(self) -> bool:
-        """End the ranks, and leave nothing behind. Returns whether their imports have failed."""
+        """End the ranks and remove all resources. Return whether the imports have failed."""
         await self._ranks.stop([rank for rank in self._mine if rank.code is None])
         self._send_report()
         self._ranks.close()
         self._parking.close()
-        if not self._replaced:  # else they are its successor's
+        if not self._replaced:  # otherwise its successor uses them
             shutil.rmtree(self._memory, ignore_errors=True)
             for file in (self._page, *self._errors()):
                 file.unlink(missing_ok=True)
@@ -223,7 +224,7 @@ class Agent:
             self._changed.set()
 
     async def _reconcile(self) -> None:
-        """Make what is there what is wanted, whenever either changes."""
+        """Bring the ranks to the desired state whenever either changes."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -239,10 +240,10 @@ class Agent:
             self._send_report()
 
     async def _end_attempt(self, drop: Sequence[int] | None) -> None:
-        """End the ranks that take part in an attempt, or have them park.
+        """End the ranks that take part in an attempt, or put them on standby.
 
         Args:
-            drop: ranks that must not go on; None if no rank may, and all processes end.
+            drop: ranks whose processes must end. None ends all processes.
         """
         if drop is None:
             await self._ranks.stop([rank for rank in self._mine if rank.code is None])
@@ -260,14 +261,14 @@ class Agent:
             await asyncio.sleep(0.01)
 
     def _busy(self) -> list[Rank]:
-        """The ranks that take part in an attempt."""
+        """Return the ranks that take part in an attempt."""
         return [rank for rank in self._mine if rank.code is None and self._parking.parked(rank.pid) is None]
 
     async def _start(self, wanted: Mapping[str, Any]) -> None:
-        """Begin an attempt, with parked processes as far as they go."""
+        """Start an attempt. Reuse processes on standby and fork the others."""
         self._remake_page()
         self._attempt = wanted["attempt"]
-        # By local rank, for a process stays with its GPU.
+        # By local rank, because a process stays with its GPU.
         parked = {local: rank for local, rank in enumerate(self._mine) if rank.code is None}
         self._mine, self._said = [], {}
         self._oom_kills = OomKills(os.getpid())
@@ -312,7 +313,7 @@ class Agent:
         }
 
     async def _report(self) -> None:
-        """Tell the driver where the ranks are."""
+        """Report the ranks' progress to the driver."""
         cadence = Cadence(self._order.heartbeat_s)
         while True:
             now = monotonic()
@@ -333,7 +334,7 @@ class Agent:
             await asyncio.sleep(LOOK_S)
 
     def _read_vitals(self) -> None:
-        """On a thread, because the file system of the run's folder may hang."""
+        """Read the host's vital signs. This runs on a thread, because the file system of the run's folder may hang."""
         self._fresh = host_vitals(Path(self._order.run_folder), self._matches)
 
     def _phase(self, local: int) -> tuple[int, int] | None:
@@ -341,7 +342,7 @@ class Agent:
         return reading and (reading.attempt, reading.phase)
 
     def _errors(self) -> list[Path]:
-        """The error files of the local ranks: in memory, because the disk may be full."""
+        """Return the error files of the local ranks. They are in shared memory, because the disk may be full."""
         return [self._page.with_name(f"{self._page.name}.error{local}") for local in range(self._order.slots)]
 
     def _send_report(self) -> None:
@@ -377,18 +378,18 @@ class Agent:
         )
 
     def _reading(self, local: int, rank: Rank) -> Reading | None:
-        """Where a rank is in its attempt; None if it has not reported yet."""
+        """Return a rank's progress in its attempt, or None if it has not reported yet."""
         reading = self._places.read(local)
         known = reading is not None and (reading.attempt, reading.rank) == (rank.attempt, rank.rank)
         return reading if known else None
 
     def _code(self, local: int, rank: Rank) -> int | None:
-        """How a rank ended: 0 in the middle of training is no success."""
+        """Return a rank's exit code, replaced by `EARLY` if it exited with 0 during training."""
         reading = self._reading(local, rank) if rank.code == 0 else None
         return EARLY if reading is not None and reading.phase in TRAINING else rank.code
 
     def _end(self, local: int, rank: Rank) -> RankEnd:
-        """How a rank ended badly, found out once."""
+        """Classify a rank's failure. The result is cached."""
         if rank.rank not in self._said:
             code = self._code(local, rank)
             assert code is not None
@@ -409,7 +410,7 @@ def _is_stopped(rank: Rank) -> bool:
 
 
 async def _first_of(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all of them until one ends, whose error is raised, and cancel the others."""
+    """Run all coroutines until one ends, cancel the others, and raise the error of the one that ended."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

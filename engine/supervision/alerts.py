@@ -1,5 +1,4 @@
-"""Alerts about slowness and problems that end nothing: stragglers, slow links, full disks, telling lines of logs.
-Alerts alone."""
+"""Alerts about slowness and problems that do not end an attempt: stragglers, slow links, full disks, log patterns."""
 
 from __future__ import annotations
 
@@ -16,31 +15,31 @@ from weft.engine.supervision.watch import Observed, Watch
 from weft.pipeline.culprit import JobRows
 
 WINDOW_STEPS = 10
-"""Steps over which a rank has to be slow."""
+"""Steps over which a rank must be slow before it is reported."""
 READ_S = 5.0
 """Seconds between readings of ranks."""
 KEPT = 64
-"""Readings of a rank that are remembered, those of the window included."""
+"""Readings of a rank that are stored, including those of the window."""
 FEWEST = 3
-"""Readings in the window, and before it, below which nothing is said."""
+"""Least number of readings in the window, and before it, for an alert."""
 SLOWER = 1.1
-"""Times its usual that a straggler takes at least, however steady it was."""
+"""Least ratio of a straggler's time to its usual time, however steady it was."""
 SLOWER_THAN_PEERS = 1.5
-"""Times the median of its replicas that a rank takes which was slow from the beginning; of a rank without
-replicas, times what others take, each alongside what the plan predicts of it."""
+"""Least ratio of a rank's time to the median of its replicas, for a rank that was slow from the beginning. A rank
+without replicas is compared with other ranks, each relative to the plan's prediction."""
 FEWEST_OTHERS = 2
-"""Ranks of other stages with which one without replicas is compared."""
+"""Least number of ranks of other stages with which a rank without replicas is compared."""
 FEWEST_PAUSES = 3
-"""Times that a process was stopped and ran again before it is reported."""
+"""Number of times that a process is stopped and continued before it is reported."""
 LOW_DISK_SHARE, LOW_DISK_BYTES = 0.03, 2 << 30
-"""A disk with less than both is nearly full."""
+"""A disk is nearly full if its free space is below both."""
 REPEAT_S = 300.0
 """Seconds after which an alert that still holds is raised again."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that people should know, and that stops nobody.
+    """A problem to report that does not end the attempt.
 
     Attributes:
         kind: straggler, slow_link, stalled_link, disk or pattern.
@@ -55,7 +54,7 @@ class Alert:
 
 @dataclass(slots=True)
 class _Series:
-    """Readings of a rank over steps: each with the step at which it was taken.
+    """Readings of a rank, each with the step at which it was taken.
 
     Attributes:
         count, total: cumulative figures at the last reading.
@@ -66,7 +65,7 @@ class _Series:
     readings: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def parts(self) -> tuple[list[float], list[float]]:
-        """Readings of the last `WINDOW_STEPS` or more, and those before; both empty if they are too few."""
+        """Return the readings of the last `WINDOW_STEPS` or more, and earlier ones. Both are empty if too few exist."""
         count = FEWEST
         while count < len(self.readings) and self.readings[-1][0] - self.readings[-count - 1][0] < WINDOW_STEPS:
             count += 1
@@ -76,10 +75,10 @@ class _Series:
 
 
 class Alerts:
-    """Looks at a watch's ranks now and then."""
+    """Derives alerts from a watch's ranks."""
 
     def __init__(self, watch: Watch) -> None:
-        """Look at the ranks of ``watch``."""
+        """Use the ranks of ``watch``."""
         self._watch = watch
         self._busy: dict[int, _Series] = {}
         self._links: dict[tuple[int, int], LinkSpeed] = {}
@@ -87,7 +86,7 @@ class Alerts:
         self._raised: dict[tuple[str, str], float] = {}
 
     def look(self, now: float) -> list[Alert]:
-        """Alerts that are new, or still hold after a while; to be called about as often as hosts report."""
+        """Return alerts that are new, or still true after a while. To be called about as often as hosts report."""
         self._read_links()
         found = [*self._stalled(now), *self._slow_links(), *self._hosts()]
         if now - self._read_at >= READ_S:
@@ -104,7 +103,7 @@ class Alerts:
         self._raised[key] = now
         return True
 
-    # -- what is slow ------------------------------------------------------------------------------
+    # -- slowness ----------------------------------------------------------------------------------
 
     def _read_links(self) -> None:
         for rank, seen in self._watch.ranks.items():
@@ -130,7 +129,7 @@ class Alerts:
         slower = {rank: median(recent) / median(before) for rank, (recent, before) in known.items()}
         usual = median(slower.values()) if slower else 1.0
         for rank, (recent, before) in known.items():
-            # Beyond the spread of its own steps, and not because all steps have become longer.
+            # Beyond the variation of its own steps, and not because all steps have become longer.
             if min(recent) > max(before) * max(1.0, usual) and slower[rank] > SLOWER * max(1.0, usual):
                 text = f"its computations take {median(recent):.4g} s a step, and took {median(before):.4g} s"
                 yield self._straggler(rank, text)
@@ -151,9 +150,9 @@ class Alerts:
             yield from self._slower_than_planned(rows, recent)
 
     def _slower_than_planned(self, rows: JobRows, recent: Mapping[int, list[float]]) -> Iterator[Alert]:
-        """Ranks beyond the spread of the others, measured by what the plan predicts of each.
+        """Return ranks that are slower than the variation of the others, relative to the plan's prediction for each.
 
-        A plan may be wrong in one stage, which replicas of it would show; without any, this is to be seen into.
+        The prediction for one stage may be wrong. Replicas of the stage would show that, but here there are none.
         """
         predicted = {rank: rows.predicted_s(rank) for rank in recent}
         ratios = {rank: [each / predicted[rank] for each in recent[rank]] for rank in recent if predicted[rank]}
@@ -195,7 +194,7 @@ class Alerts:
     def _seen(self, rank: int) -> Observed:
         return self._watch.ranks[rank]
 
-    # -- what hosts say ----------------------------------------------------------------------------
+    # -- reports of hosts --------------------------------------------------------------------------
 
     def _hosts(self) -> Iterator[Alert]:
         for host, vitals in self._watch.vitals.items():

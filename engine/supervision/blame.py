@@ -1,4 +1,4 @@
-"""Whose fault it is that ranks have ended: the most telling end, or whom ranks waited for that have lost a peer."""
+"""The culprit when ranks have ended: the most specific fault, or the rank that the others waited for."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.engine.supervision.watch import Watch
 
 
 def all_lost(ends: Mapping[int, RankEnd]) -> bool:
-    """True if every end is a consequence of another rank's, so that none tells the cause."""
+    """True if every end is a consequence of another rank's end, so that none shows the cause."""
     return all(end.kind is FaultKind.lost_peer for end in ends.values())
 
 
 def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> Fault:
-    """The fault by which an attempt ends.
+    """Return the fault that ends an attempt.
 
     Args:
-        ends: by rank, at least one: how ranks have ended or why they have left.
-        watch: over the attempt.
+        ends: by rank, at least one: the failure, or the reason for standby.
+        watch: of the attempt.
     """
     rank = cause(ends)
     end = ends[rank]
@@ -31,7 +31,7 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
     if end.kind is FaultKind.bad_numbers:
         if end.ranks:
             evidence += f" (weft evict {' '.join(_hosts(culprit))})"
-        else:  # all ranks end alike, the first of them is no more to blame
+        else:  # all ranks end alike, so the first is no more to blame than the others
             culprit = {}
     if all_lost(ends):
         culprit, waited = _awaited(ends, layout, watch, now)
@@ -49,7 +49,7 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
 
 
 def _named(ranks: Sequence[int], layout: Layout) -> Mapping[str, Any]:
-    """Ranks as a culprit: one with its host, several with theirs; those that the attempt does not have left out."""
+    """Return ranks with their hosts as a culprit. Ranks that the attempt does not have are omitted."""
     known = [rank for rank in ranks if 0 <= rank < layout.num_ranks]
     if len(known) == 1:
         return {"rank": known[0], "host": layout.host_of(known[0])}
@@ -61,7 +61,7 @@ def _hosts(culprit: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _awaited(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> tuple[Mapping[str, Any], str]:
-    """Return the culprit for whom ranks waited that have all lost a peer, empty if unknown; and a description."""
+    """Return the rank that all ranks with a lost peer waited for, empty if unknown, and a description."""
     suspects = watch.awaited(ends, now)
     ranks = [suspect.rank for suspect in suspects if suspect.rank is not None]
     hosts = sorted({layout.host_of(rank) for rank in ranks})

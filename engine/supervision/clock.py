@@ -1,4 +1,4 @@
-"""The driver's clock alongside a host's own, by questions and answers over the control wire."""
+"""Offset between the driver's clock and a host's, measured by requests over the control wire."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from weft.comm.control import ControlClient
 from weft.comm.control.address import Address
 
 ASKER = "clock of "
-"""Beginning of the name of a peer that only asks for the time; it is no agent."""
+"""Prefix of the names of peers that only request the time and are no agents."""
 _SAMPLES = 8
 
 
 def answer_clock(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the driver's answer to `clock_offset`'s question; None for other messages."""
+    """Return the driver's answer to a request of `clock_offset`, or None for other messages."""
     asked = message.get("clock")
     return {"clock": asked, "at": time.time()} if isinstance(asked, int) else None
 
 
 async def clock_offset(address: Address, most_s: float = 5.0) -> tuple[float, float]:
-    """Seconds by which this host's clock is ahead of the driver's, and the most by which that may be wrong.
+    """Return the seconds by which this host's clock is ahead of the driver's, and the largest error of that.
 
-    The answer of the shortest round trip counts; it was given somewhere within it.
+    The answer with the shortest round trip is used. Its error is at most half of that round trip.
 
     Raises:
         ValueError: a TCP address and no ``WEFT_KEY``.
-        TimeoutError: nobody answers in ``most_s`` seconds.
+        TimeoutError: no answer in ``most_s`` seconds.
     """
     answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     name = f"{ASKER}{socket.gethostname()} {os.getpid()}"

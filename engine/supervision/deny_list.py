@@ -1,4 +1,4 @@
-"""The deny-list: hosts that no run takes, with reason and time, until they are readmitted."""
+"""The deny-list: hosts that runs must not use, with reason and time, until they are readmitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "denied_hosts.json"
 
 @dataclass(frozen=True)
 class Denial:
-    """Why a host is left out.
+    """The reason for excluding a host.
 
     Attributes:
         reason: one line.
@@ -37,7 +37,7 @@ class DenyList:
     """A JSON file, ``{"HOST": {"reason": ..., "at": ..., "by": ...}}``, that several runs and people may change.
 
     Attributes:
-        path: the file; it need not exist.
+        path: the file, which need not exist.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class DenyList:
         """Denials by host.
 
         Raises:
-            ValueError: the file is there and cannot be read: a host that was evicted must not come back for it.
+            ValueError: the file exists and cannot be read. An evicted host must not return because of that.
         """
         try:
             found = json.loads(self.path.read_text())
@@ -65,18 +65,18 @@ class DenyList:
             ) from error
 
     def evict(self, host: str, reason: str, by: str = "operator") -> None:
-        """Keep a host out; who is in there already gets the new reason."""
+        """Add a host, or replace the reason of one that is listed."""
         with self._locked() as hosts:
             hosts[host] = Denial(" ".join(reason.split()), time.time(), by)
 
     def readmit(self, host: str) -> bool:
-        """Let a host back in; returns whether it was kept out."""
+        """Remove a host, and return whether it was listed."""
         with self._locked() as hosts:
             return hosts.pop(host, None) is not None
 
     @contextmanager
     def _locked(self) -> Iterator[dict[str, Denial]]:
-        """The entries, to be changed by one process at a time."""
+        """Yield the entries for modification, under a lock of the file."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:

@@ -1,4 +1,4 @@
-"""Failure detection: what is known of one attempt, and the fault that ends it."""
+"""Failure detection: the reports of one attempt, and the fault that ends it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from weft.engine.supervision.progress import Progress, step_under_way
 from weft.engine.supervision.watch import Watch
 
 SETTLE_S = 0.3
-"""Seconds between the first bad end of a rank and the judgement, in which a more telling one may be heard of."""
+"""Seconds between a rank's first failure and the diagnosis, in which a report of the actual cause may arrive."""
 LOOK_S = 0.2
-"""Seconds between looks at all hosts: whether each has an agent that is heard of."""
+"""Seconds between checks that every host's agent is reporting."""
 LINES = 5
 """Lines that a rank printed last, kept in the journal."""
 
 
 class FailureDetector:
-    """Takes what agents say of one attempt, and tells by the clock what is wrong.
+    """Diagnoses one attempt from the agents' reports and a clock.
 
-    In this order: a rank that has ended, a host that is silent, ranks that live and do not go on (`Watch`). What is
-    slow, or may heal, raises an alert and is no fault.
+    It looks for these faults in order: a rank that has ended, a silent host, live ranks without progress (`Watch`).
+    Slowness and faults that may heal raise an alert instead.
     """
 
     def __init__(
@@ -48,11 +48,10 @@ class FailureDetector:
         patience: SitePatience,
         now: float,
     ) -> None:
-        """Nothing is known yet.
+        """Start without reports. ``patience`` is the timeout policy for silent sites.
 
         Args:
             link_deadline_s: seconds that a transfer between sites may stand still.
-            patience: how long a site may be silent.
         """
         self._attempt, self._layout, self._fleet, self._effects = attempt, layout, fleet, effects
         self._settings, self._patience = settings, patience
@@ -79,7 +78,7 @@ class FailureDetector:
         self._progress.observe(said.report)
         self._lines |= said.lines
         ends = dict(said.ends)
-        for rank, reason in said.parked.items():  # a consequence, of what may be known later or elsewhere
+        for rank, reason in said.parked.items():  # a consequence of a fault that may be reported later
             ends.setdefault(rank, RankEnd(kind=FaultKind.lost_peer, message=reason, status=1))
         self._stopped |= {rank for rank, end in ends.items() if end.kind is FaultKind.stopped}
         ends = {rank: end for rank, end in ends.items() if rank not in self._stopped}
@@ -107,30 +106,30 @@ class FailureDetector:
 
     @property
     def has_stopped(self) -> bool:
-        """True if every rank has ended because a signal asked it to."""
+        """True if every rank has ended because of a signal."""
         return len(self._stopped) == self._layout.num_ranks > 0
 
     @property
     def step(self) -> int | None:
-        """The step of the rank that is least far, from 1; None before training."""
+        """The step of the slowest rank, from 1, or None before training."""
         return step_under_way(self._watch)
 
     @property
     def kept_step(self) -> int:
-        """The newest step of which a rank has a memory checkpoint; 0 without one."""
+        """The newest step of which a rank has a memory checkpoint, or 0 without one."""
         return max((seen.report.kept_step for seen in self._watch.ranks.values()), default=0)
 
     def last_lines(self, culprit: Mapping[str, Any]) -> list[str]:
-        """Return the lines that a culprit printed last, if it is one rank."""
+        """Return the last lines that a culprit printed, if it is one rank."""
         return self._lines.get(culprit.get("rank", -1), [])[-LINES:]
 
     def fault(self, now: float) -> Fault | None:
-        """Return the fault that has to end the attempt, if any; raise alerts."""
+        """Return the fault that must end the attempt, if any, and raise alerts."""
         if self._ends and now < self._ends_since + SETTLE_S:
             return None
         if self._ends and not self._may_be_a_host(now):
             return fault_of_ends(self._ends, self._layout, self._watch, now)
-        lost, watches = None, self._settings.enabled is not False  # else the run would end for what may heal
+        lost, watches = None, self._settings.enabled is not False  # a run without supervision waits
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
             silence_s = self._settings.silence_s if watches else inf
@@ -151,12 +150,12 @@ class FailureDetector:
         return Fault(verdict.kind, culprit, verdict.evidence, verdict.step, verdict.seconds)
 
     def _may_be_a_host(self, now: float) -> bool:
-        """True if ranks have lost peers, and a host is out of touch that may have ended with its own."""
+        """True if ranks have lost peers and a host without connection may be the cause."""
         limit = now - 2 * self._settings.heartbeat_s
         return all_lost(self._ends) and self._fleet.is_out_of_touch(self._layout.slots, limit)
 
     def _site_patience_s(self, site: Collection[str]) -> float:
-        """Where ranks have ended, links that heal would be of no use."""
+        """Return the timeout of a silent site: 0 once a rank has ended, because waiting for links is useless then."""
         return 0.0 if self._ends else self._patience.seconds(site)
 
     def _alert_of_silence(self, now: float) -> None:

@@ -1,7 +1,7 @@
-"""The driver of a run: it hears the agents, decides by `Job`, and keeps the journal. Its loss stops nobody.
+"""The driver of a run: it receives the agents' reports, decides by `Job`, and writes the journal.
 
-Everything that it knows is in the run's folder, so that it can be started again at any time: by the agent of the first
-host, which notices that it has gone, or by `weft launch --attach`.
+Training continues without it. All of its state is in the run's folder, so that it can be restarted at any time: by the
+agent of the first host, which detects its end, or by `weft launch --attach`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from weft.pipeline.culprit import JobRows
 
 TICK_S = 0.05
 LEAVE_S = 10.0
-"""Seconds that agents have to end after the run has."""
+"""Timeout for agents to exit after the end of the run, in seconds."""
 COLLECT_EVERY = 100_000
-"""Objects made before Python looks for cycles among them. Reports of ranks make none, and each replaces one: with 700
-of them, which is Python's own number, the search takes a third of the time of a heartbeat."""
+"""Threshold of Python's garbage collector, in objects. Reports of ranks contain no cycles, and each replaces another.
+With Python's default of 700, collections take a third of the time of a heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Spec:
         target: what each rank runs, ``module:function``.
         preload: modules that forkservers import.
         environment: variables for agents on other hosts, some of them secret.
-        ssh_port: 0 for ssh's own choice.
+        ssh_port: 0 means the default of ssh.
     """
 
     target: str
@@ -69,7 +69,7 @@ class Spec:
     ssh_port: int = 0
 
     def write(self, run_folder: Path) -> None:
-        """Leave it in the run's folder, for its owner alone."""
+        """Write the specification into the run's folder, readable by its owner alone."""
         write_private(_spec_file(run_folder), json.dumps(asdict(self)))
 
     @classmethod
@@ -77,7 +77,7 @@ class Spec:
         """Return the specification that `write` stored.
 
         Raises:
-            ValueError: nothing is there.
+            ValueError: the file does not exist.
         """
         try:
             return cls(**json.loads(_spec_file(run_folder).read_text()))
@@ -90,22 +90,22 @@ def _spec_file(run_folder: Path) -> Path:
 
 
 def config_file(run_folder: Path) -> Path:
-    """The configuration that the run was started with; each attempt has its own alongside it."""
+    """Return the configuration that the run was started with. Each attempt has its own in the same folder."""
     return run_folder / "supervisor" / "config.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``launch RUN_FOLDER`` or ``attach RUN_FOLDER``; returns the run's exit code."""
+    """Run ``launch RUN_FOLDER`` or ``attach RUN_FOLDER``, and return the run's exit code."""
     word, folder = argv
     return drive(Path(folder), attach=word == "attach")
 
 
 def drive(run_folder: Path, *, attach: bool = False, early: EarlyAgent | None = None) -> int:
-    """Be a run's driver to its end; returns the run's exit code.
+    """Drive a run to its end, and return its exit code.
 
     Args:
         attach: whether the run is under way.
-        early: the agent of this host, which has all ranks; None if agents are still to be started.
+        early: the agent of this host, which has all ranks, or None if agents are still to be started.
     """
     collect_rarely()
     try:
@@ -117,7 +117,7 @@ def drive(run_folder: Path, *, attach: bool = False, early: EarlyAgent | None = 
 
 
 def collect_rarely() -> None:
-    """Have Python look for cycles as seldom as suits a driver of thousands of ranks."""
+    """Make Python's garbage collections rare enough for a driver of thousands of ranks."""
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
 
@@ -126,7 +126,7 @@ class Driver:
     """A job with agents, a journal and a clock."""
 
     def __init__(self, run_folder: Path, *, attach: bool, early: EarlyAgent | None = None) -> None:
-        """Take the run's folder; `drive` has the arguments.
+        """Lock the run's folder. Arguments as in `drive`.
 
         Raises:
             ValueError: another driver has it, or there is nothing to attach to.
@@ -184,7 +184,7 @@ class Driver:
         return self.job.code
 
     async def _leave(self) -> None:
-        """Wait for the agents to end; kill those of this machine that do not."""
+        """Wait for the agents to end, and kill those of this machine that do not."""
         limit = monotonic() + LEAVE_S
         while (self._server.connected or self._processes) and monotonic() < limit and self._signals < 2:
             await asyncio.sleep(TICK_S)
@@ -192,7 +192,7 @@ class Driver:
         for process in self._processes.values():
             process.kill()
         await self._server.close()
-        _spec_file(self._folder).unlink(missing_ok=True)  # it holds the keys
+        _spec_file(self._folder).unlink(missing_ok=True)  # it contains the keys
         self._journal.close()
 
     def _on_signal(self, number: int) -> None:
@@ -226,20 +226,20 @@ class Driver:
         self.job.on_report(*_parts(peer), message, monotonic())
 
     def _place(self) -> str | tuple[str, int]:
-        """Where to listen: on this machine alone, if all hosts are."""
+        """Return the address to listen at: a Unix socket if all hosts are this machine."""
         cluster, settings = self._config.cluster, self._config.supervise
         if self._early or not cluster.hostfile or cluster.manager is ClusterManager.local:
             return f"weft-{os.getuid()}-{_name(self._folder)}"
         port = settings.port or cluster.master_port
         if cluster.manager is ClusterManager.ssh:
             return _own_address(self._hosts), port
-        return _own_address([cluster.master_addr]), port  # names of nodes and pods may not be known yet
+        return _own_address([cluster.master_addr]), port  # names of nodes and pods may not resolve yet
 
     # Effects
 
     def start_agent(self, host: str, generation: int) -> None:
-        """Start an agent on a host, with what it has to know."""
-        # Kubernetes has a pod for the driver, and starts it again itself.
+        """Start an agent on a host with its command."""
+        # Kubernetes restarts the driver's pod itself.
         alone = self._config.supervise.enabled is False
         guards = self._config.cluster.manager is not ClusterManager.kubernetes and not alone
         first = guards and host == next(iter(self.job.fleet.hosts))
@@ -271,16 +271,16 @@ class Driver:
         self._server.send(f"{host}#{generation}", dict(message), latest_of="wanted")
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write into the journal."""
+        """Append an event to the journal."""
         self._journal.record(event, **fields)
 
     def say(self, text: str) -> None:
-        """A line for the user."""
-        with suppress(OSError):  # the terminal has gone
+        """Print a line for the user."""
+        with suppress(OSError):  # the terminal is closed
             print(f"weft: {text}", file=sys.stderr, flush=True)
 
     def rows(self) -> JobRows | None:
-        """The rows of the plan that the ranks have left."""
+        """Return the schedule rows from the plan that the ranks have written."""
         try:
             return read_rows((self._folder / "plan.json").read_text())
         except (OSError, ValueError) as error:
@@ -288,7 +288,7 @@ class Driver:
             return None
 
     def denied(self) -> Mapping[str, str]:
-        """Hosts on the deny-list; as it was, while it cannot be read."""
+        """Return the hosts on the deny-list, or the last known ones while it cannot be read."""
         try:
             denied = self._deny_list.read()
         except ValueError as error:
@@ -299,20 +299,20 @@ class Driver:
         return {host: denial.reason for host, denial in denied.items() if host in self._hosts}
 
     def deny(self, host: str, reason: str) -> None:
-        """Put a host on the deny-list, for this run and others."""
+        """Add a host to the deny-list, which other runs may share."""
         try:
             self._deny_list.evict(host, reason, by=self._config.train.name)
         except (OSError, ValueError) as error:
             self.say(f"{host} is left out of this run alone: {error}")
 
     def newest_checkpoint(self) -> str:
-        """By name, which numbers the steps."""
+        """Return the name of the checkpoint with the highest step, or empty if there is none."""
         return max((path.name for path in (self._folder / "checkpoints").glob("step-*")), default="")
 
     # Attempts
 
     def _layout(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
-        """The hosts of an attempt, and its configuration alongside the run's."""
+        """Choose the hosts of an attempt, and write its configuration next to the run's."""
         chosen = choose_hosts(self._config, away=away, current=before, shortage=self._shortage)
         if self._laid_out is None or self._laid_out[0] != chosen:
             self._laid_out = chosen, *self._files(attempt, chosen)
@@ -324,7 +324,7 @@ class Driver:
         )
 
     def _shortage(self, replicas: int) -> str:
-        """Why so many replicas would not fit, by the plan that the ranks have left."""
+        """Return why so many replicas would not fit into memory, by the plan that the ranks have written."""
         try:
             plan = (self._folder / "plan.json").read_text()
         except OSError:
@@ -332,7 +332,7 @@ class Driver:
         return shortage(plan, replicas, zero_stage=self._config.zero.stage)
 
     def _files(self, attempt: int, chosen: ChosenHosts) -> tuple[WeftConfig, Path]:
-        """The configuration on these hosts, and its file: ranks that know it from an earlier attempt read it once."""
+        """Return the configuration for these hosts, and its file. Ranks on standby read an unchanged file only once."""
         hostfile = self._folder / "supervisor" / f"hosts{attempt}"
         if self._config.cluster.hostfile:
             write_private(hostfile, hostfile_text(chosen.slots))
@@ -342,30 +342,30 @@ class Driver:
         return config, file
 
     def _resume(self, config: WeftConfig, again: bool) -> tuple[str, ...]:
-        """Later attempts resume from what the run itself has saved, whatever the first resumed from."""
+        """Let attempts after the first resume from the run's own checkpoints."""
         if not again or config.checkpoint.resume == "auto":
             return ()
         return ("checkpoint.resume=auto",) if any((self._folder / "checkpoints").glob("*")) else ()
 
 
 def _parts(peer: str) -> tuple[str, int]:
-    """Host and generation of an agent."""
+    """Return host and generation of an agent."""
     host, _, generation = peer.rpartition("#")
     return host, int(generation) if generation.isdecimal() else -1
 
 
 def _name(run_folder: Path) -> str:
-    """Return the name that distinguishes a run's sockets from those of other runs on this machine."""
+    """Return the part of socket names that is unique to a run on this machine."""
     return hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
 
 
 def _own_address(hosts: Iterable[str]) -> str:
-    """This machine's address on the way to the first host that is another.
+    """Return this machine's address on the route to the first other host.
 
-    Its own name would not do: many machines resolve it to an address that only they reach.
+    The machine's own name is unsuitable, because many machines resolve it to a local address.
 
     Raises:
-        ValueError: the name of that host is not known.
+        ValueError: the name of that host does not resolve.
     """
     others = [host for host in hosts if not is_loopback(host) and host != socket.gethostname()]
     if not others:
@@ -373,7 +373,7 @@ def _own_address(hosts: Iterable[str]) -> str:
     try:
         family, kind, *_, address = socket.getaddrinfo(others[0], 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as way:
-            way.connect(address)  # sends nothing: it only asks for the route
+            way.connect(address)  # sends nothing, only looks up the route
             return way.getsockname()[0]
     except OSError as error:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""The agent of this host, started before the run's settings are read: imports, which take longest, begin at once.
+"""The agent of this host, started before the run's settings are read, because its imports take longest.
 
-It reads lines of JSON from its standard input, a socket: functions to run in forks of its forkserver, each answered by
-a line with the exit code, then its order. Where the socket closes before, it ends. No torch here.
+It reads lines of JSON from its standard input, a socket. The first lines name functions to run in forks of its
+forkserver, and each is answered with a line with the exit code. The last line is the agent's command. If the socket
+closes before that, the agent ends. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ PRELOAD = ("torch", "deepspeed", "transformers", "weft.recipes.preloaded")
 
 
 class EarlyAgent:
-    """An agent that waits for its order, and runs checks meanwhile; a `Starter` of this host's first agent.
+    """An agent that runs checks until it receives its command. It is a `Starter` of this host's first agent.
 
     Attributes:
         process: the agent's.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it, with a forkserver that imports ``modules``."""
+        """Start the process, with a forkserver that imports ``modules``."""
         self._socket, theirs = socket.socketpair()
         self._has_order = False
         with theirs:
@@ -38,14 +39,14 @@ class EarlyAgent:
             )
 
     def run(self, target: str, arguments: Sequence[str]) -> int:
-        """Run a function where the imports are, with this process's output; returns its exit code."""
+        """Run a function in a fork of the forkserver, with this process's output, and return its exit code."""
         with self._socket.makefile("r") as answers:
             self._send(json.dumps({"target": target, "arguments": list(arguments)}))
             answer = answers.readline()
         return int(answer) if answer else 1  # the imports have failed, and have printed why
 
     def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
-        """Give the agent its order, once; see `Starter`."""
+        """Send the agent its command, once. See `Starter`."""
         assert not self._has_order, "another agent is another process"
         self._send(order)
         self._has_order = True
@@ -53,7 +54,7 @@ class EarlyAgent:
         return self.process
 
     def close(self) -> None:
-        """End it, unless it has an order."""
+        """End the agent, unless it has a command."""
         if not self._has_order:
             self._socket.close()
             self.process.kill()
@@ -69,9 +70,9 @@ class EarlyAgent:
 
 
 def read_order(modules: Sequence[str]) -> tuple[str, ForkServer | None]:
-    """Return the order on standard input, and the forkserver that was started meanwhile, if there are ``modules``.
+    """Return the command on standard input, and the forkserver that was started meanwhile, if there are ``modules``.
 
-    The order is empty if the other end has closed.
+    The command is empty if the other end has closed.
     """
     if not modules:
         return sys.stdin.readline(), None

@@ -9,7 +9,7 @@ from weft.pipeline.culprit import JobRows
 
 
 class Effects(Protocol):
-    """Processes, messages, disk and people."""
+    """Side effects of a job: processes, messages, files and output."""
 
     def start_agent(self, host: str, generation: int) -> None:
         """Start an agent on a host."""
@@ -18,19 +18,19 @@ class Effects(Protocol):
         """Send a message to an agent, now or when it connects."""
 
     def record(self, event: str, **fields: Any) -> None:
-        """Write into the journal."""
+        """Append an event to the journal."""
 
     def say(self, text: str) -> None:
-        """Tell the user."""
+        """Print a line for the user."""
 
     def rows(self) -> JobRows | None:
-        """Return the ranks' rows, from the plan in the run's folder; None if it cannot be read."""
+        """Return the ranks' rows, from the plan in the run's folder, or None if it cannot be read."""
 
     def denied(self) -> Mapping[str, str]:
-        """Hosts of the run that are to be left out, and why."""
+        """Return the run's hosts that are denied, and why."""
 
     def deny(self, host: str, reason: str) -> None:
-        """Put a host on the deny-list."""
+        """Add a host to the deny-list."""
 
     def newest_checkpoint(self) -> str:
-        """The name of the run's newest checkpoint; empty if there is none."""
+        """Return the name of the run's newest checkpoint, or empty if there is none."""

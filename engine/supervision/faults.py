@@ -1,4 +1,4 @@
-"""How a rank ended: classes of faults, what is to be done about each, and the file in which a rank says it itself."""
+"""Classes of faults by which a rank ends, the response to each, and the error file that a rank writes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 from weft.conf.private import write_private
 
 ERROR_FILE = "WEFT_ERROR_FILE"
-"""Environment variable of a rank: path of the file in which it says why it ends."""
+"""Environment variable of a rank: path of its error file."""
 LONGEST_FILE = 64 * 1024
-"""Bytes of an error file that are believed."""
+"""Largest size of a valid error file, in bytes."""
 LONGEST_MESSAGE = 4000
-"""Characters of a message that are kept."""
+"""Characters of a message that are stored."""
 
 
 class FaultKind(Enum):
-    """Classes of how a rank ended."""
+    """Classes of faults."""
 
     input_error = "input_error"
-    """The configuration, the data or the model is wrong; the next attempt would find the same."""
+    """The configuration, the data or the model is wrong. The next attempt would fail in the same way."""
     bad_numbers = "bad_numbers"
-    """The loss or the gradient's norm was not finite, or a spike, once too often."""
+    """The loss or the gradient's norm was not finite or a spike too many times."""
     corruption = "corruption"
     """A replica's weights differ from the others'."""
     host_memory = "host_memory"
@@ -35,15 +35,15 @@ class FaultKind(Enum):
     device_memory = "device_memory"
     """The accelerator ran out of memory."""
     disk_full = "disk_full"
-    """No space was left where the rank had to write."""
+    """The disk or shared memory that the rank writes to was full."""
     checkpoint = "checkpoint"
     """A checkpoint could not be read or written."""
     lost_peer = "lost_peer"
-    """Another rank had ended or could not be reached: a consequence."""
+    """Another rank had ended or could not be reached. This fault is a consequence."""
     signal = "signal"
     """Killed by a signal."""
     stopped = "stopped"
-    """Ended early because a signal asked it to, with a checkpoint where there was a step to save."""
+    """Ended early because of a signal, with a checkpoint if there was a step to save."""
     other = "other"
     """Any other error."""
 
@@ -52,11 +52,11 @@ class Response(Enum):
     """The response to a fault."""
 
     retry = "retry"
-    """Start again at once, from the nearest copy of the state."""
+    """Restart at once, from the nearest copy of the state."""
     roll_back = "roll_back"
-    """Start again from a checkpoint that is older than the fault."""
+    """Restart from a checkpoint that is older than the fault."""
     stop = "stop"
-    """End the run with a report: another attempt would end in the same way."""
+    """End the run with a report, because another attempt would end in the same way."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Policy:
 
     Attributes:
         response: to the fault.
-        most: attempts that may end in it at the same step; the last of them ends the run.
+        most: number of attempts with this fault at the same step after which the run ends.
     """
 
     response: Response
@@ -74,10 +74,10 @@ class Policy:
 
 POLICIES: Mapping[FaultKind, Policy] = {
     FaultKind.input_error: Policy(Response.stop, 1),
-    # The run itself has skipped, gone back and left batches out before it ends with this.
+    # The run has already skipped steps, gone back and omitted batches before it ends with this.
     FaultKind.bad_numbers: Policy(Response.stop, 1),
     FaultKind.corruption: Policy(Response.roll_back),
-    # Memory may have gone to a neighbour; what a step needs is nearly the same each time.
+    # Another process may have used the memory. A step itself needs nearly the same each time.
     FaultKind.host_memory: Policy(Response.retry, 2),
     FaultKind.device_memory: Policy(Response.retry, 2),
     FaultKind.disk_full: Policy(Response.retry),
@@ -90,9 +90,9 @@ POLICIES: Mapping[FaultKind, Policy] = {
 """The policy for each class."""
 
 STOPPED_CODES = frozenset(128 + number for number in (signal.SIGTERM, signal.SIGINT))
-"""Exit codes of ranks that a signal has asked to stop."""
+"""Exit codes of ranks that stopped because of a signal."""
 _LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.stopped, FaultKind.lost_peer)
-"""Classes that may follow from another rank's fault, the most telling first."""
+"""Classes that may follow from another rank's fault, the most specific first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +101,10 @@ class ErrorReport:
 
     Attributes:
         kind: the class of the error.
-        message: for people.
-        step: the step that was under way or had just ended, from 1; None before training.
+        message: readable description.
+        step: the step that was under way or had just ended, from 1, or None before training.
         data: first sequence in the global order of the batches of that step, and the one after their last.
-        ranks: whose fault it is, where the error says so of others than the one that ends.
+        ranks: the culprits, if the error names others than the rank that ends.
     """
 
     kind: FaultKind
@@ -116,17 +116,17 @@ class ErrorReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnd(ErrorReport):
-    """How a rank ended, from its exit status and its own report.
+    """The end of a rank, from its exit status and its own report.
 
     Attributes:
-        status: exit code; of a rank that was killed, the signal's number, negative.
+        status: exit code, or minus the number of the signal that killed the rank.
     """
 
     status: int
 
 
 def write_report(path: Path, report: ErrorReport) -> None:
-    """Write an error file that only this user can read, unless there is one: the first error is the cause.
+    """Write an error file that only this user can read. An existing one stays, because the first error is the cause.
 
     Raises:
         OSError: it cannot be written.
@@ -138,7 +138,7 @@ def write_report(path: Path, report: ErrorReport) -> None:
 
 
 def read_report(path: Path) -> ErrorReport | None:
-    """Return a rank's report; None if it wrote nothing readable."""
+    """Return a rank's report, or None if there is no valid one."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             found = json.loads(file.read(LONGEST_FILE))
@@ -168,12 +168,12 @@ def _parse(found: Any) -> ErrorReport:
 
 
 def classify(status: int, report: ErrorReport | None, *, oom_killed: bool = False) -> RankEnd | None:
-    """How a rank ended; None if it ended well.
+    """Return how a rank ended, or None if it succeeded.
 
     Args:
         status: its exit code, or minus the number of the signal that killed it.
-        report: what it wrote, as `read_report` returns it.
-        oom_killed: whether the kernel has killed for memory in its control group (`OomKills`).
+        report: its report, as `read_report` returns it.
+        oom_killed: whether the kernel's OOM killer has acted in its control group (`OomKills`).
     """
     if status == 0:
         return None
@@ -192,7 +192,7 @@ def classify(status: int, report: ErrorReport | None, *, oom_killed: bool = Fals
 
 
 def cause(ends: Mapping[int, RankEnd]) -> int:
-    """The rank whose end explains the others': the first whose class tells most; ``ends`` has at least one."""
+    """Return the rank whose end explains the others: the first of the most specific class. ``ends`` is not empty."""
 
     def order(rank: int) -> tuple[int, int]:
         kind = ends[rank].kind
@@ -209,19 +209,19 @@ def _signal_name(number: int) -> str:
 
 
 class OomKills:
-    """How often the kernel has killed for memory in a process's control group, of cgroup v2 or v1."""
+    """Counts the kernel's OOM kills in a process's control group, of cgroup v2 or v1."""
 
     def __init__(self, pid: int, *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        """Find the group of a living process, and count from now on.
+        """Find the group of a live process, and count from now on.
 
         Args:
-            proc, cgroups: where these file systems are mounted.
+            proc, cgroups: mount points of these file systems.
         """
         self._files = _event_files(pid, proc, cgroups)
         self._before = self._count()
 
     def seen(self) -> bool:
-        """True if it has killed since the last call, or since the start."""
+        """True if there was an OOM kill since the last call, or since the start."""
         before, self._before = self._before, self._count()
         return self._before > before
 

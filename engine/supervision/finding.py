@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 DOCTOR = "weft.tools.doctor:main"
-"""The module that checks a host: it loads torch, and has to run in its own process."""
+"""The module that checks a host. It loads torch and must run in its own process."""
 
 
 class Verdict(Enum):
@@ -23,15 +23,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A check's result.
+    """The result of one check.
 
     Attributes:
         check: name of the check.
-        verdict: whether the host may work.
-        says: one line, for people and for the deny-list.
-        figure: what was measured; None where nothing is.
+        says: one line, for output and for the deny-list.
+        figure: measured value, or None if the check measures nothing.
         unit: of ``figure``.
-        least: the least ``figure`` that passes; None where it is not judged by one.
+        least: the least ``figure`` that passes, or None if there is no threshold.
     """
 
     check: str
@@ -42,7 +41,7 @@ class Finding:
     least: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Return the result as plain data for JSON."""
         return {**asdict(self), "verdict": self.verdict.value}
 
     @classmethod
@@ -52,7 +51,7 @@ class Finding:
 
 
 def failures(findings: Sequence[Finding]) -> list[Finding]:
-    """Those for which a host is to be evicted."""
+    """Return the results that evict a host."""
     return [finding for finding in findings if finding.verdict is Verdict.failed]
 
 
@@ -61,19 +60,19 @@ def doctor_arguments(folder: Path, *, ranks: int, driver: str = "", cache: Path 
 
     Args:
         folder: the run's, whose disk is checked.
-        ranks: of this host.
-        driver: ``HOST:PORT`` or a Unix socket's path, to compare clocks with; empty leaves that out.
-        cache: of what this host did before; None takes the usual one.
+        ranks: number of ranks of this host.
+        driver: ``HOST:PORT`` or a Unix socket's path, to compare clocks with. Empty leaves that out.
+        cache: earlier measurements of this host. None takes the default folder.
     """
     arguments = ["node", "--json", "--folder", str(folder), "--ranks", str(ranks)]
     return [*arguments, *(["--driver", driver] if driver else []), *(["--cache", str(cache)] if cache else [])]
 
 
 def read_findings(output: str, code: int | None) -> list[Finding]:
-    """The findings in what `DOCTOR` has printed; a doctor that did not end well is a finding of its own.
+    """Return the results that `DOCTOR` has printed. A failure of the doctor itself is one more result.
 
     Args:
-        code: exit status; None if it was given up.
+        code: exit status, or None after a timeout.
     """
     try:
         return [Finding.from_dict(fields) for fields in json.loads(output)]

@@ -1,4 +1,4 @@
-"""The hosts of a run as its driver knows them: their agents, what these said last, and who is left out."""
+"""The driver's state of a run's hosts: their agents, the last reports, and the excluded hosts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from math import inf
 from typing import Any
 
 CONNECT_S = 30.0
-"""Seconds that a host has to start an agent, and the agent to reach the driver, while it is not known how many do."""
+"""Timeout for an agent to start and connect to the driver, until one has been measured, in seconds."""
 LEAST_CONNECT_S = 5.0
 LONGER = 3.0
-"""Times as long as the slowest host took so far that another agent may take."""
+"""Ratio of that timeout to the slowest start so far."""
 PROBES = 20
-"""Attempts at once to start agents on hosts that could not be reached; where more are due, they take turns."""
+"""Most unreachable hosts on which agents are started at once. If more are due, the longest waiting come first."""
 BROKEN_S = 300.0
-"""Longest time between them where agents start and end before a rank could."""
+"""Longest interval between these starts on a host whose agents end before ranks can start."""
 AWAY_S = 60.0
-"""Seconds until an agent is started again on a host that was asked to end: machines have a minute or two to go."""
+"""Seconds until an agent is started again on a host that is shutting down, which takes a minute or two."""
 YIELDS_S = 3.0
-"""Seconds that a host's agent, if it is alive, has to come back before one that was started alongside it comes."""
+"""Seconds that a host's agent, if it is alive, has to reconnect before an additional agent replaces it."""
 
 
 @dataclass
@@ -28,18 +28,17 @@ class Host:
 
     Attributes:
         generation: of its agent.
-        newest: the highest that an agent was started with.
-        beside: True if it was started in addition to the agent of the host, which may be alive.
-        starting: whether it was started by this driver and has not had a connection yet.
+        newest: highest generation of an agent that was started.
+        beside: True if that agent was started in addition to the host's own, which may be alive.
+        starting: whether this driver has started the agent and has no connection from it yet.
         connected: whether its agent has a connection.
         exited: whether its agent's process is known to have ended.
-        ready: whether ranks can start there at once, because what they import is imported.
-        heard: when it was last heard of.
+        ready: whether ranks can start there at once, because the imports are done.
+        heard: time of its last message.
         since: when the agent was started.
-        attempt: whose ranks it has; None before it has said so.
-        codes: exit codes of these ranks, None of those that run.
-        parked: those of them that have left the attempt and keep their process, and why.
-        leaving: whether a signal has asked its agent to end.
+        attempt: whose ranks it has, or None before its first report.
+        codes: exit codes of these ranks, or None for those that run.
+        leaving: whether its agent has received a signal to end.
     """
 
     generation: int = 0
@@ -54,16 +53,17 @@ class Host:
     attempt: int | None = None
     codes: dict[int, int | None] = field(default_factory=dict)
     parked: dict[int, str] = field(default_factory=dict)
+    """Ranks on standby, with the reason for which they left the attempt."""
     leaving: bool = False
 
     @property
     def yields_s(self) -> float:
-        """Seconds that the agent which was started last leaves the host's own to come back; 0 if it is the host's."""
+        """Seconds that the newest agent waits for the host's own to reconnect, or 0 if it is the host's own."""
         return YIELDS_S if self.beside else 0.0
 
     @property
     def is_broken(self) -> bool:
-        """True if its agent has been heard, and never said that ranks can start."""
+        """True if its agent has reported, but never that ranks can start."""
         return self.attempt is not None and not self.ready
 
     def has_stopped(self, attempt: int) -> bool:
@@ -74,10 +74,10 @@ class Host:
 
 @dataclass(frozen=True)
 class _Unreachable:
-    """A host that is left out because it could not be reached.
+    """A host that is excluded because it could not be reached.
 
     Attributes:
-        at: when that was seen, or an agent was started there the last time.
+        at: when it was detected, or when an agent was last started there.
         wait_s: from then to the next start.
     """
 
@@ -86,11 +86,11 @@ class _Unreachable:
 
 
 class Fleet:
-    """All hosts that a run has had to do with.
+    """All hosts that a run has used.
 
     Attributes:
         hosts: by name.
-        away: why a host is left out, by name.
+        away: reasons of excluded hosts, by name.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Fleet:
         *,
         sites: Sequence[Collection[str]] = (),
     ) -> None:
-        """No host yet.
+        """Start without hosts.
 
         Args:
-            sites: the hosts of each; empty where there is one.
+            sites: the hosts of each, or empty for a single site.
         """
         self._start_agent, self._record, self._say = start_agent, record, say
         self._site_of = {host: tuple(site) for site in sites for host in site} if len(sites) > 1 else {}
@@ -117,7 +117,7 @@ class Fleet:
     # The journal
 
     def replay(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the journal."""
+        """Apply an event of the journal."""
         match event["event"]:
             case "launch":
                 self.away.clear()
@@ -137,17 +137,17 @@ class Fleet:
     # Agents
 
     def of_agent(self, name: str, generation: int) -> Host | None:
-        """The host whose agent this is; None if it has another, or is none of this run."""
+        """Return the host of this agent, or None if the host has another agent or is not in this run."""
         host = self.hosts.get(name)
         return host if host is not None and host.generation == generation else None
 
     def is_beside(self, name: str, generation: int) -> bool:
-        """True if this is an agent that was started alongside the host's, of which nothing has been heard since."""
+        """True if this agent was started in addition to the host's own, and that one has not reported since."""
         host = self.hosts.get(name)
         return host is not None and host.beside and host.newest == generation
 
     def accept(self, name: str, generation: int) -> Host | None:
-        """As `of_agent`, of an agent that is heard: of two that may be a host's, it is the first."""
+        """Like `of_agent`, for an agent that reports. The first of two possible agents becomes the host's own."""
         host = self.hosts.get(name)
         if host is not None and host.beside and generation in (host.generation, host.newest):
             if generation == host.newest:
@@ -158,7 +158,7 @@ class Fleet:
         return self.of_agent(name, generation)
 
     def saw_connection(self, name: str, now: float) -> None:
-        """A host's agent has a connection."""
+        """Note that a host's agent has connected."""
         host = self.hosts[name]
         if host.starting:
             self._connected_s, host.starting = max(self._connected_s, now - host.since), False
@@ -166,7 +166,7 @@ class Fleet:
 
     @property
     def connect_s(self) -> float:
-        """Seconds that a host has to start an agent, and the agent to reach the driver."""
+        """Timeout for an agent to start and connect to the driver, in seconds."""
         if not self._connected_s:
             return CONNECT_S
         return min(CONNECT_S, max(LEAST_CONNECT_S, LONGER * self._connected_s))
@@ -185,24 +185,24 @@ class Fleet:
         self._start_agent(name, generation)
 
     def _probe(self, name: str, now: float) -> None:
-        """Start an agent on a host that could not be reached, whose own comes back if only the way to it was cut."""
+        """Start an additional agent on an unreachable host. Its own agent reconnects if only the network was cut."""
         host = self.hosts[name]
         host.newest, host.beside = host.newest + 1, True
         self._record("probe", host=name, generation=host.newest)
         self._start_agent(name, host.newest)
 
     def give_up(self, name: str) -> None:
-        """Its agent counts as ended, whatever may be left of it."""
+        """Treat a host's agent as ended."""
         self.hosts[name].connected, self.hosts[name].exited = False, True
 
     def let_go(self, name: str, now: float) -> None:
-        """Leave out a host that goes away by itself, and look for it again when it has had the time to."""
+        """Exclude a host that is shutting down, and try it again after `AWAY_S`."""
         self.hosts[name].connected = False
         self._unreachable[name] = _Unreachable(now, AWAY_S)
         self.evict(name, "a signal has asked its agent to end")
 
     def lose_site(self, name: str, names: Collection[str], silence_s: float, now: float) -> None:
-        """Leave out all hosts of a host's site, if none of it is heard; one that is heard again comes back."""
+        """Exclude all hosts of a host's site if the whole site is silent. A host that reports again is readmitted."""
         site = self._site_of.get(name, ())
         for silent in site if site in self.silent_sites(names, silence_s, now) else ():
             if silent in names:
@@ -211,7 +211,7 @@ class Fleet:
                 self.evict(silent, "its whole site is silent")
 
     def attach(self, now: float) -> None:
-        """A new driver waits for the agents that there are, from now on."""
+        """Restart the timeouts of all agents, in a new driver."""
         for host in self.hosts.values():
             host.heard = host.since = now
             host.starting = False
@@ -219,10 +219,9 @@ class Fleet:
     def lost(
         self, names: Collection[str], silence_s: float, now: float, patience: Callable[[Collection[str]], float]
     ) -> tuple[str, str, str] | None:
-        """The first host that has no agent any more: agent or host, its name, and the evidence.
+        """Return the first host without an agent: "agent" or "host", its name, and the evidence.
 
-        Args:
-            patience: seconds that a site of which nobody is heard has, from its hosts.
+        The callable ``patience`` returns the timeout of a silent site, in seconds, from its hosts.
         """
         silent_sites = None
         for name in names:
@@ -237,7 +236,7 @@ class Fleet:
                 site = self._site_of.get(name, ())
                 site = site if site in silent_sites else ()
                 if not site and now - self._last_silent(name) <= silence_s:
-                    continue  # others of its site are heard again, and its own connection is about to be
+                    continue  # others of its site report again, so it is about to reconnect
                 if not site:
                     return "host", name, alone
                 if silent_s > patience(site):
@@ -245,7 +244,7 @@ class Fleet:
         return None
 
     def silent_sites(self, names: Collection[str], silence_s: float, now: float) -> set[tuple[str, ...]]:
-        """Return the silent sites: it cannot be determined from here if they or the links to them have failed."""
+        """Return the silent sites. The driver cannot distinguish whether they or the links to them have failed."""
         quiet = {self._site_of.get(name, ()) for name in names if now - self.hosts[name].heard > silence_s}
         found = set()
         for site in quiet - {()}:
@@ -256,17 +255,17 @@ class Fleet:
         return found
 
     def _last_silent(self, name: str) -> float:
-        """When nobody of a host's site was heard the last time."""
+        """Return when a host's site was last silent."""
         return max((at for site, at in self._silent_at.items() if name in site), default=-inf)
 
     def is_out_of_touch(self, names: Iterable[str], limit: float) -> bool:
-        """True if a host has no connection, or has not been heard of since ``limit``."""
+        """True if a host has no connection, or has not reported since ``limit``."""
         return any(not self.hosts[name].connected or self.hosts[name].heard < limit for name in names)
 
     def have_stopped(self, names: Iterable[str], attempt: int, silence_s: float, now: float) -> bool:
-        """True if no rank of an attempt is left, as far as can be known.
+        """True if no rank of an attempt runs any more, as far as is known.
 
-        A host that does not answer gets another agent; one on which none starts in time is left out.
+        A host that does not answer gets another agent. A host on which none starts in time is excluded.
         """
         done = True
         for name in names:
@@ -286,26 +285,26 @@ class Fleet:
                 done = False
         return done
 
-    # Who is left out
+    # Excluded hosts
 
     def evict(self, name: str, reason: str) -> None:
-        """Leave a host out of the attempts to come."""
+        """Exclude a host from later attempts."""
         if name not in self.away:
             self.away[name] = reason
             self._record("evict", host=name, reason=reason)
             self._say(f"host {name} is left out: {reason}")
 
     def readmit(self, name: str) -> None:
-        """Take a host into account again."""
+        """End the exclusion of a host."""
         if self.away.pop(name, None) is not None:
             self._unreachable.pop(name, None)
             self._record("readmit", host=name, reason="it answers again")
             self._say(f"host {name} is back")
 
     def follow(self, denied: Mapping[str, str], now: float) -> None:
-        """Leave out who is denied; try those again that are not, and could not be reached.
+        """Exclude denied hosts, and try unreachable hosts again.
 
-        A host is back when ranks can start there: a run that trains does not wait for their imports, and never stops
+        A host is readmitted when ranks can start there. So a run does not wait for its imports, and does not restart
         for a host on which they fail.
         """
         for name, reason in denied.items():

@@ -1,8 +1,8 @@
-"""A process that has everything imported, and forks ranks from itself on request.
+"""A process that has imported all modules, and forks ranks on request.
 
-Importing torch, DeepSpeed and transformers takes seconds; a fork takes milliseconds. It runs no thread and touches no
-GPU, so that what it forks is whole. Nothing here outlives its parent: an agent's forkserver dies with it, and ranks die
-with the forkserver.
+Importing torch, DeepSpeed and transformers takes seconds, whereas a fork takes milliseconds. The forkserver runs no
+threads and uses no GPU, so that forking is safe. Every process ends with its parent: the forkserver with its agent, and
+ranks with the forkserver.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from typing import Any, NoReturn
 from weft.conf.processes import end_process
 
 MOST_BYTES = 1 << 17
-"""Length of a message between agent and forkserver."""
+"""Largest size of a message between agent and forkserver."""
 ENVIRONMENT = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Variables under which imports start no thread: pyarrow's allocator would."""
+"""Variables that keep imports from starting threads, as pyarrow's allocator does."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when process ``parent``, which must be its parent, ends."""
+    """Make the kernel kill this process when ``parent`` ends, which must be its parent process."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before
@@ -41,7 +41,7 @@ def die_with(parent: int) -> None:
 
 
 class ForkServer:
-    """A forkserver, seen from the agent that has started it.
+    """The agent's handle of its forkserver.
 
     Attributes:
         process: its process.
@@ -50,7 +50,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Start it; it imports ``modules``."""
+        """Start the process, which imports ``modules``."""
         self.ready = False
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules]
@@ -63,7 +63,7 @@ class ForkServer:
             )
 
     def run(self, target: str, arguments: Sequence[str]) -> int | None:
-        """Run a function in a fork of it, with this process's output, and wait; None if the forkserver has ended."""
+        """Run a function in a fork, with this process's output. Return its exit code, or None without a forkserver."""
         if not self.ready and self.receive() is None:
             return None
         order = {"name": target, "target": target, "arguments": list(arguments), "environment": {}}
@@ -75,10 +75,10 @@ class ForkServer:
         return None
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message; None if the forkserver has ended.
+        """Return the next message, or None if the forkserver has ended.
 
         Raises:
-            BlockingIOError: the socket does not block, and nothing has come.
+            BlockingIOError: the socket does not block, and there is no message.
         """
         try:
             data = self.socket.recv(MOST_BYTES)
@@ -96,23 +96,23 @@ class ForkServer:
         return message
 
     def close(self) -> None:
-        """End it, and with it what it has forked."""
+        """End the forkserver and all processes that it has forked."""
         self.socket.close()
         self.process.kill()
         self.process.wait()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``PARENT SOCKET MODULE ...``: import the modules, then fork as the socket asks, until it closes."""
+    """Run ``PARENT SOCKET MODULE ...``: import the modules, then fork on request until the socket closes."""
     parent, descriptor, *modules = argv
     die_with(int(parent))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    gc.disable()  # a search for garbage looks through all that is imported so far
+    gc.disable()  # a garbage collection would scan everything that is imported so far
     for module in modules:
         import_module(module)
-    # A collection in a rank neither walks what is imported, which takes a quarter of a second, nor writes to
-    # what all of them share.
+    # Collections in a rank then skip imported objects. Scanning them takes a quarter of a second, and copies memory
+    # pages that all ranks share.
     gc.freeze()
     gc.enable()
     with socket.socket(fileno=int(descriptor)) as agent:
@@ -123,16 +123,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Children:
-    """The ranks forked here, and their ends."""
+    """Forks ranks and reports their ends."""
 
     def __init__(self, agent: socket.socket) -> None:
         self._agent = agent
         self._poll = select.poll()
         self._poll.register(agent, select.POLLIN)
-        self._running: dict[int, tuple[str, int]] = {}  # by descriptor of the process: its name and number
+        self._running: dict[int, tuple[str, int]] = {}  # by file descriptor of the process: its name and pid
 
     def serve(self) -> dict[str, Any] | None:
-        """Fork and reap. Returns in the forked process, with its order; in this one when the agent has closed."""
+        """Fork and reap. Return in the forked process with its command, and in this one once the agent has closed."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor != self._agent.fileno():
@@ -153,7 +153,7 @@ class _Children:
         pid = os.fork()
         if pid == 0:
             die_with(parent)
-            os.setsid()  # what a rank starts is in its group, and ends with it
+            os.setsid()  # subprocesses of a rank are in its process group, and end with it
             for descriptor in self._running:
                 os.close(descriptor)
             for target, descriptor in zip((1, 2), files, strict=True):
@@ -173,7 +173,7 @@ class _Children:
         self._poll.unregister(descriptor)
         os.close(descriptor)
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # the group keeps the number from others until this rank is waited for
+            os.killpg(pid, signal.SIGKILL)  # the number of the group is not reused until this rank is reaped
         _, status = os.waitpid(pid, 0)
         self._tell(name=name, pid=pid, code=os.waitstatus_to_exitcode(status))
 
@@ -187,7 +187,7 @@ class _Children:
 
 
 def _become(order: dict[str, Any]) -> NoReturn:
-    """Be the process that ``order`` describes: its environment, its arguments, its function."""
+    """Run the function that ``order`` names, with its environment and arguments."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     os.environ.update(order["environment"])
@@ -199,7 +199,7 @@ def _become(order: dict[str, Any]) -> NoReturn:
 
 
 def _result_of(run: Callable[[], int]) -> int:
-    """The exit code of ``run``, as the interpreter would have it, with what an error prints."""
+    """Return the exit code of ``run`` as the interpreter would, and print its error."""
     try:
         return run()
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""An agent without a driver: it goes on for a while, and the first host's starts another driver."""
+"""Behaviour of agents without a driver: they continue for a while, and the first host's agent starts another driver."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from weft.conf.run_lock import RunLock
 from weft.engine.supervision.order import AgentOrder
 
 GUARD_S = 1.0
-"""Seconds without a driver after which the agent that guards it starts another."""
+"""Seconds without a driver after which the first host's agent starts another."""
 _LOOK_S = 0.1
 
 
 class DriverGuard:
-    """An agent's view of its driver, and its actions when the driver is away."""
+    """An agent's state of its driver, and its actions while the driver is away."""
 
     def __init__(self, order: AgentOrder) -> None:
-        """The driver has not been met yet."""
+        """Start without a connection."""
         self._order = order
         self._lost_since: float | None = monotonic()
         self._starting: asyncio.subprocess.Process | None = None
         self._told = set[str]()
 
     def met(self) -> None:
-        """The driver is there."""
+        """Note that the driver is connected."""
         self._lost_since = None
 
     def lost(self) -> None:
-        """The connection to it has ended."""
+        """Note that the connection has ended."""
         self._lost_since = monotonic()
 
     async def watch(self) -> None:
-        """Start the driver again where it is this agent's to do; ends when there has been none for long."""
+        """Restart the driver if this agent is responsible. Return when there has been none for ``orphan_s``."""
         while True:
             await asyncio.sleep(_LOOK_S)
             away_s = 0.0 if self._lost_since is None else monotonic() - self._lost_since
@@ -43,7 +43,7 @@ class DriverGuard:
                 print(f"weft: no driver for {away_s:.0f} s; ending the ranks of {self._order.host}", file=sys.stderr)
                 return
             if self._starting is not None and self._starting.returncode is not None:
-                self._starting = None  # it could not have the run, because another driver has it
+                self._starting = None  # it could not lock the run, because another driver has the lock
                 await asyncio.sleep(GUARD_S)
             elif away_s > GUARD_S and (stopped := self._stopped_driver()):
                 self._say_once(
@@ -56,7 +56,7 @@ class DriverGuard:
                 )
 
     def _stopped_driver(self) -> int | None:
-        """The driver's process, if it is on this machine and a signal has stopped it; it holds the run's lock."""
+        """Return the pid of a driver on this machine that a signal has stopped, and that keeps the run's lock."""
         holder = RunLock.holder(Path(self._order.run_folder) / "supervisor")
         state = None if holder is None else process_state(holder)
         return holder if state is not None and state.state in STOPPED else None

@@ -1,4 +1,4 @@
-"""The hosts of an attempt: those that work, spares for the others, fewer replicas where it has to be."""
+"""Choice of an attempt's hosts: working hosts, spares for lost ones, and fewer replicas if necessary."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ChosenHosts:
         slots: ranks by host, in the order in which ranks are numbered.
         sites: pipeline ranks by site, in pipeline order; one entry, named "", where the run has no sites.
         hosts_of: hosts by site.
-        replicas: of the pipeline.
-        microbatches: of a step and replica, so that the batch is what it was.
-        waiting: healthy hosts that have no rank.
-        refused: why no more replicas are taken; empty where all are.
+        replicas: number of pipeline replicas.
+        microbatches: of a step and replica, chosen to preserve the batch size.
+        waiting: healthy hosts without ranks.
+        refused: why more replicas are impossible, or empty if all are used.
     """
 
     slots: Mapping[str, int]
@@ -40,13 +40,13 @@ class ChosenHosts:
 
 @dataclass(frozen=True)
 class _Site:
-    """A site as the configuration has it.
+    """A site of the configuration.
 
     Attributes:
-        slots: of its hosts, spares behind the others.
+        slots: of its hosts, with spares last.
         stages: pipeline ranks while every host works.
-        num_working: hosts that are no spares.
-        route: of the replicas that it holds.
+        num_working: number of hosts that are not spares.
+        route: of the replicas at this site.
     """
 
     name: str
@@ -63,22 +63,22 @@ def choose_hosts(
     current: Mapping[str, int] | None = None,
     shortage: Callable[[int], str] = lambda replicas: "",
 ) -> ChosenHosts:
-    """The hosts of the next attempt.
+    """Choose the hosts of the next attempt.
 
-    As many replicas as the hosts that work allow and the batch divides into, and never more than the run
-    was started with. A site keeps its pipeline ranks while its hosts hold them; otherwise others with
-    room take them. A host that is away is replaced in its place, so that the others keep their ranks;
-    one that returns waits as a spare, or is what the run grows by. Where sets of replicas go through sites of
-    their own, each has equally many, and a set whose sites have not room for that is left out.
+    The number of replicas is the largest that the working hosts allow, that divides the batch, and that does not
+    exceed the run's initial number. A site keeps its pipeline ranks while its hosts have slots for them. Otherwise
+    sites with free slots take them. A lost host's ranks move to its replacement, so that the others keep their ranks.
+    A host that returns becomes a spare, or adds replicas. If there are several routes through sites, each has the
+    same number of replicas, and a route with too few slots is omitted.
 
     Args:
-        config: the run's, with ``pipeline.microbatches`` settled and no host left out.
+        config: the run's, with a fixed ``pipeline.microbatches`` and all hosts.
         away: hosts that were evicted or are lost.
-        current: ``slots`` of the attempt before, whose hosts stay where they can; None for the first.
-        shortage: why so many replicas do not fit into memory; empty if they may.
+        current: ``slots`` of the previous attempt, preserved as far as possible, or None for the first.
+        shortage: returns why a number of replicas does not fit into memory, or empty if it may.
 
     Raises:
-        ValueError: not a single replica can be made, with what stands against each number of them.
+        ValueError: not even one replica is possible. The message has the reason for each number of replicas.
     """
     full = num_replicas(config, world_size(config.cluster))
     sites = _sites(config)
@@ -119,10 +119,10 @@ def choose_hosts(
 
 
 def config_for(config: WeftConfig, chosen: ChosenHosts, hostfile: Path) -> WeftConfig:
-    """The run's configuration on ``chosen``; the caller writes `hostfile_text` to ``hostfile``.
+    """Return the run's configuration for ``chosen``. The caller writes `hostfile_text` to ``hostfile``.
 
-    The batch stays, by more micro-batches where there are fewer replicas. Sites without a rank are left
-    out with their links, and a rendezvous on a host that is away moves to the first.
+    Fewer replicas get more micro-batches, so that the batch size is preserved. Sites without ranks are omitted
+    with their links, and the rendezvous moves to the first host if its own is away.
     """
     cluster = config.cluster
     if not cluster.hostfile:
@@ -147,7 +147,7 @@ def config_for(config: WeftConfig, chosen: ChosenHosts, hostfile: Path) -> WeftC
 
 
 def hostfile_text(slots: Mapping[str, int]) -> str:
-    """The hostfile of an attempt."""
+    """Return the hostfile of an attempt."""
     return "".join(f"{host} slots={count}\n" for host, count in slots.items())
 
 
@@ -168,7 +168,7 @@ def _sites(config: WeftConfig) -> list[_Site]:
 
 
 def _numbers(full: int, routes: int) -> Iterator[tuple[int, int]]:
-    """Replicas, and the routes that share them out evenly: the most replicas first, on the fewest routes."""
+    """Yield numbers of replicas with the routes that share them evenly: most replicas first, on the fewest routes."""
     for replicas in range(full, 0, -1):
         for kept in range(1, routes + 1):
             if replicas % kept == 0 and replicas // kept <= full // routes:
@@ -176,7 +176,7 @@ def _numbers(full: int, routes: int) -> Iterator[tuple[int, int]]:
 
 
 def _shares_on_routes(sites: Sequence[_Site], free: Sequence[int], ranks: int, kept: int) -> list[int] | None:
-    """Return the stages of each site on the first routes that have space, none on the others; None if too few have."""
+    """Return the stages of each site on the first routes with enough slots, or None if such routes are too few."""
     shares, left = [0] * len(sites), kept
     for route in sorted({site.route for site in sites}):
         places = [place for place, site in enumerate(sites) if site.route == route]
@@ -189,7 +189,7 @@ def _shares_on_routes(sites: Sequence[_Site], free: Sequence[int], ranks: int, k
 
 
 def _routes_left(cluster: ClusterConfig, names: Collection[str]) -> list[list[str]]:
-    """The routes with the sites that still hold ranks; empty where one is left."""
+    """Return the routes through the sites that have ranks, or empty if one is left."""
     left = [[name for name in route if name in names] for route in cluster.routes]
     left = [route for route in left if route]
     return left if len(left) > 1 else []
@@ -200,7 +200,7 @@ def _left(site: _Site, away: Collection[str]) -> dict[str, int]:
 
 
 def _shares(sites: Sequence[_Site], free: Sequence[int], ranks: int) -> list[int] | None:
-    """Stages of each site, of so many ranks each: its own as far as its free slots go, the rest where there is room."""
+    """Return the stages of each site: its own as far as its slots suffice, and the rest at sites with free slots."""
     most = [count // ranks for count in free]
     shares = [min(site.stages, room) for site, room in zip(sites, most, strict=True)]
     missing = sum(site.stages for site in sites) - sum(shares)
@@ -212,11 +212,11 @@ def _shares(sites: Sequence[_Site], free: Sequence[int], ranks: int) -> list[int
 
 
 def _seats(site: _Site, healthy: Mapping[str, int], needed: int, current: Mapping[str, int] | None) -> dict[str, int]:
-    """Ranks by host: who had a seat keeps it, who is away is replaced by the first that is large enough."""
+    """Return ranks by host. Hosts keep their ranks, and a lost host is replaced by the first with enough slots."""
     before = {host: count for host, count in (current or {}).items() if host in site.slots}
     seats = before or dict(list(site.slots.items())[: site.num_working])
     free = [host for host in healthy if host not in seats]
-    order: dict[str, int] = {}  # host to ranks that it had, or whom it stands in for
+    order: dict[str, int] = {}  # host to its former ranks, or to those of the host that it replaces
     for host, count in seats.items():
         if host not in healthy:
             substitute = next((other for other in free if healthy[other] >= count), None)
@@ -226,7 +226,7 @@ def _seats(site: _Site, healthy: Mapping[str, int], needed: int, current: Mappin
             host = substitute
         order[host] = count
     order |= {host: healthy[host] for host in free}
-    if sum(order.values()) < needed:  # whole hosts, where what they held before is not enough
+    if sum(order.values()) < needed:  # all slots of hosts, if their former ranks are not enough
         order = {host: healthy[host] for host in order}
     taken: dict[str, int] = {}
     for host, count in order.items():
@@ -236,10 +236,10 @@ def _seats(site: _Site, healthy: Mapping[str, int], needed: int, current: Mappin
 
 
 def _fitted(config: WeftConfig, sites: Sequence[_Site], shares: Sequence[int], full: int, replicas: int) -> WeftConfig:
-    """The configuration with so many replicas, on hosts that have no names yet.
+    """Return the configuration with so many replicas, on hosts without names yet.
 
     Raises:
-        ValueError: the batch does not divide, or the schedule cannot have so many micro-batches.
+        ValueError: the batch is not divisible, or the schedule does not support that number of micro-batches.
     """
     if replicas == full and all(site.stages == share for site, share in zip(sites, shares, strict=True)):
         return config
@@ -255,7 +255,7 @@ def _fitted(config: WeftConfig, sites: Sequence[_Site], shares: Sequence[int], f
 
 
 def _batch(config: WeftConfig) -> int:
-    """Sequences per step of all replicas, as the run was started."""
+    """Return the sequences per step of all replicas at the run's start."""
     replicas = num_replicas(config, world_size(config.cluster))
     return config.train.microbatch_size * config.pipeline.microbatches * replicas
 

@@ -1,7 +1,7 @@
-"""The driver's decisions: what each host's agent should do, from what agents say, what the journal says, and a clock.
+"""The driver's decisions: the desired state of each host's agent, from reports, the journal and a clock.
 
-No I/O, so that tests play agents and clock. What is decided goes out through `Effects`; what must outlive the driver
-goes into the journal first.
+This module does no I/O, so that tests can simulate agents and clock. Decisions take effect through `Effects`. Those
+that must outlive the driver are written to the journal first.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.patience import SitePatience
 
 STOPS_S = 10.0
-"""Seconds that a run has to end after the ranks' own deadline."""
+"""Seconds in which a run must end after the ranks' own deadline."""
 SLEPT_S = 3.0
-"""Seconds between two ticks after which this process itself has stood still."""
+"""Seconds between two ticks from which this process itself counts as stopped in between."""
 HOSTS_S = 2.0
-"""Seconds between looks at the deny-list, and at hosts that may have come back."""
+"""Seconds between checks of the deny-list and of hosts that may have returned."""
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A signal has asked the run to end early.
+    """The request by a signal to end the run early.
 
     Attributes:
-        limit: when it ends in any case.
+        limit: time at which the run ends in any case.
         memory: whether memory checkpoints may hold steps that storage lacks.
     """
 
@@ -48,7 +48,7 @@ class StopRequest:
 
 
 class Stage(Enum):
-    """Where a job is in an attempt's life."""
+    """The stage of a job within an attempt."""
 
     starting = "starting"
     running = "running"
@@ -59,10 +59,10 @@ class Stage(Enum):
 
 
 class Job:
-    """One run, from its start to its end, over as many attempts as it takes.
+    """One run, from its start to its end, over any number of attempts.
 
     Attributes:
-        stage: where it is.
+        stage: of the attempt.
         attempt: the number of the attempt.
         fleet: its hosts.
         code: exit code of the run, once it has ended.
@@ -79,10 +79,10 @@ class Job:
         sites: Sequence[Collection[str]] = (),
         past: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Nothing happens before `launch` or `attach`.
+        """Restore the state from the journal. Nothing starts before `launch` or `attach`.
 
         Args:
-            layouts: from the attempt's number, the hosts that are away and the ranks by host of the attempt before.
+            layouts: returns the layout of an attempt, from its number, the hosts that are away and the previous slots.
             target: ``module:function`` that a rank runs.
             link_deadline_s: seconds that a transfer between sites may stand still.
             sites: the hosts of each.
@@ -112,7 +112,7 @@ class Job:
                 self._replay(event)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a damaged journal
                 effects.say(f"journal: {event.get('event')} is not understood: {error!r}")
-        self._patience.began(None)  # by the clock of another driver
+        self._patience.began(None)  # because its time is by the clock of another driver
 
     def _replay(self, event: Mapping[str, Any]) -> None:
         self.fleet.replay(event)
@@ -160,10 +160,10 @@ class Job:
     # Beginning
 
     def launch(self, now: float) -> None:
-        """Begin a run.
+        """Start a run.
 
         Raises:
-            ValueError: there are no hosts for it.
+            ValueError: the hosts do not suffice.
         """
         self._effects.record("launch")
         self._replay({"event": "launch"})
@@ -171,7 +171,7 @@ class Job:
         self._begin_attempt("start", now)
 
     def attach(self, now: float) -> None:
-        """Go on with a run whose driver has ended: its agents report within the time that hosts may be silent."""
+        """Continue a run whose driver has ended. Its agents must report within the timeout of hosts."""
         self._detect_anew(now)
         self.fleet.attach(now)
         if self.stage is Stage.starting:
@@ -209,7 +209,7 @@ class Job:
         self._assign_all()
 
     def _kind_of_start(self, reason: str, layout: Layout) -> str:
-        """``reason``, or that there are fewer ranks or more."""
+        """Return ``reason``, or "shrink" or "grow" if a restart changes the number of ranks."""
         if reason == "restart" and layout.num_ranks < self._layout.num_ranks:
             return "shrink"
         return "grow" if reason == "restart" and layout.num_ranks > self._layout.num_ranks else reason
@@ -219,7 +219,7 @@ class Job:
             self._assign(name)
 
     def _assign(self, name: str) -> None:
-        """Tell a host what is wanted of it now."""
+        """Send a host its desired state."""
         ranks = self._layout.ranks.get(name, [])
         address, port = self._layout.master
         message = {
@@ -240,12 +240,12 @@ class Job:
         }
         self._effects.tell(name, self.fleet.hosts[name].generation, message)
 
-    # What agents say
+    # Messages of agents
 
     def on_connected(self, name: str, generation: int, now: float) -> None:
-        """An agent has a connection, for the first time or again.
+        """Note that an agent has connected, for the first time or again.
 
-        One that was started alongside another reports when that one has had the time to come before it.
+        An agent that was started in addition to another reports only after the other's time to reconnect.
         """
         waits = self.stage is not Stage.ended and self.fleet.is_beside(name, generation)
         if not waits and self._accept(name, generation) is not None:
@@ -256,34 +256,34 @@ class Job:
         self._assign(name)
 
     def _accept(self, name: str, generation: int) -> Host | None:
-        """The host of an agent that is heard; None if the agent has to end, of which it is notified."""
+        """Return the host of an agent that has reported, or None if the agent must end, of which it is notified."""
         host = self.fleet.accept(name, generation)
         if host is None or self.stage is Stage.ended:
-            # What is left of a host that was given up, where another agent may be by now.
+            # An agent of a host that was given up. Another agent may have replaced it.
             self._effects.tell(name, generation, {"end": True, "replaced": host is None})
             return None
         return host
 
     def on_lost(self, name: str, generation: int) -> None:
-        """Its connection has ended; it may come back."""
+        """Note that a connection has ended. The agent may reconnect."""
         host = self.fleet.of_agent(name, generation)
         if host is not None:
             host.connected = False
 
     def on_exit(self, name: str, generation: int, now: float) -> None:
-        """The process by which this driver started an agent has ended.
+        """Note that the process by which this driver started an agent has ended.
 
-        So has the agent, unless it has been silent since before: ssh ends when the link does.
+        The agent has ended, too, unless it was silent before: ssh ends when the link fails.
         """
         host = self.fleet.of_agent(name, generation)
         if host is not None and (host.attempt is None or now - host.heard <= self._settings.silence_s):
             host.exited = True
 
     def on_report(self, name: str, generation: int, message: Mapping[str, Any], now: float) -> None:
-        """An agent's regular message, or its first after a change.
+        """Process an agent's heartbeat.
 
         Raises:
-            ValueError: it has another form.
+            ValueError: the message has another form.
         """
         waited = self.fleet.is_beside(name, generation)
         host = self._accept(name, generation)
@@ -292,7 +292,7 @@ class Job:
         if waited:
             self._answer(name, now)
         said = AgentMessage.from_wire(message)
-        if said.attempt > self.attempt:  # the journal has lost attempts
+        if said.attempt > self.attempt:  # attempts are missing from the journal
             self.attempt = said.attempt
             self._stop("restart", None, now)
         host.connected, host.ready, host.heard = True, said.ready, now
@@ -314,12 +314,12 @@ class Job:
             self._effects.record("good_step", attempt=self.attempt, step=self._detector.step)
             self._replay({"event": "good_step", "at": now})
 
-    # Time
+    # Timers
 
     def tick(self, now: float) -> None:
-        """Look for what has not happened in time; about ten times a second."""
+        """Check all deadlines. To be called about ten times a second."""
         if self._ticked is not None and now - self._ticked > SLEPT_S:
-            self.fleet.attach(now)  # this process was stopped: who was silent meanwhile was not heard
+            self.fleet.attach(now)  # this process was stopped, so it may have missed reports
         self._ticked = now
         if self._asked is not None and now >= self._asked.limit and self.stage is not Stage.ended:
             self._end_stopped("and not every rank has ended in time")
@@ -371,13 +371,13 @@ class Job:
     # Ending early
 
     def stop(self, number: int, deadline_s: float, now: float, *, memory: bool) -> None:
-        """Have every rank end after its step with a checkpoint, and the run with them.
+        """Let every rank end after its step with a checkpoint, and then end the run.
 
         Args:
-            number: of the signal that asks for it.
+            number: of the signal that requests it.
             deadline_s: seconds after which the run ends in any case.
-            memory: whether memory checkpoints may hold steps that storage lacks, for which a run between two
-                attempts begins another.
+            memory: whether memory checkpoints may hold steps that storage lacks. A run between two attempts then
+                starts another attempt to save them.
         """
         self._effects.record("stop", signal=number, memory=memory)
         self._asked = StopRequest(number, now + deadline_s, memory)
@@ -388,7 +388,7 @@ class Job:
         self._resume_at = min(self._resume_at, now)
 
     def _take_stop(self, now: float) -> None:
-        """Every rank has ended because a signal asked it to."""
+        """Handle that every rank has ended because of a signal."""
         leaving = [name for name in self._layout.slots if self.fleet.hosts[name].leaving]
         if self._asked is None and (len(leaving) == len(self._layout.slots) or self._settings.enabled is False):
             self._asked = StopRequest(SIGTERM, inf, False)
@@ -406,7 +406,7 @@ class Job:
         where = f"`weft launch` with the same settings resumes from {newest}" if newest else "there is no checkpoint"
         self.end(128 + number, f"{f'stopped by {Signals(number).name} {text}'.strip()}; {where}")
 
-    # Faults, and hosts that come and go
+    # Faults, and changes of hosts
 
     def _take_fault(self, fault: Fault, now: float) -> None:
         self._effects.record(
@@ -434,20 +434,20 @@ class Job:
             self.fleet.lose_site(fault.culprit["host"], self._layout.slots, self._settings.silence_s, now)
         if fault.kind in ("agent", "host") and fault.culprit["host"] not in self.fleet.away:
             self.fleet.give_up(fault.culprit["host"])
-        # Where starting again in the same processes has not led to a good step, new ones may.
+        # If a restart in the same processes has not led to a good step, new processes may.
         keeps = self._settings.in_process and self._budget.fruitless == 1
         self._stop(
             "restart", [fault.culprit["rank"]] if keeps and "rank" in fault.culprit else [] if keeps else None, now
         )
 
     def _stop(self, reason: str, drop: list[int] | None, now: float) -> None:
-        """Have the attempt end, for another that begins for ``reason``, without processes of ranks to drop, or any."""
+        """End the attempt and restart for ``reason``. Processes of ranks in ``drop`` end, or all if it is None."""
         self.stage, self._reason, self._drop = Stage.stopping, reason, drop
         self.fleet.start_missing(self._layout.slots, now)
         self._assign_all()
 
     def _follow_hosts(self, now: float) -> None:
-        """Grow back when hosts have returned, as soon as there is a checkpoint since, in storage or in memory."""
+        """Restart with returned hosts, as soon as there is a newer checkpoint in storage or in memory."""
         self._hosts_at = now
         self.fleet.follow(self._effects.denied(), now)
         if self.stage is not Stage.running or self._layout.num_ranks >= self._most_ranks:
@@ -462,7 +462,7 @@ class Job:
             self._stop("grow", [] if self._settings.in_process else None, now)
 
     def end(self, code: int, reason: str, *, reported: bool = False) -> None:
-        """End the run: every agent ends its ranks and itself.
+        """End the run. Every agent ends its ranks and itself.
 
         Args:
             reported: whether the reason has been printed.

@@ -1,4 +1,4 @@
-"""The driver's journal: what happened to a run, one JSON object a line, on disk before anyone acts on it."""
+"""The driver's journal: the events of a run, one JSON object a line, written to disk before they take effect."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any
 from weft.conf.private import make_run_folder, write_private
 
 NAME = Path("supervisor", "journal.jsonl")
-"""Where a run's folder has it."""
+"""Path of the journal in a run's folder."""
 PATIENCE_S = 1.0
-"""Seconds that a driver waits for the disk: agents give up a driver that does not answer for several."""
+"""Timeout for a write in seconds. It is short, because agents give up a driver that does not answer."""
 
 
 class Journal:
-    """Appends events and waits for the disk; a disk that is full or hangs delays lines and does not stop the run.
+    """Appends events durably. A disk that is full or hangs delays lines, but does not stop the run.
 
-    Lines that a crash of the machine has damaged are left out, because the others suffice for a driver to go on.
+    Lines that a crash of the machine has damaged are skipped, because the others suffice for a driver to continue.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open ``path`` to append, and cut off a last line that a crash has left unfinished.
+        """Open ``path`` to append, and remove a last line that a crash has left unfinished.
 
         Raises:
-            ValueError: too much of it is damaged to go on from.
+            ValueError: too many lines are damaged.
             OSError: the file cannot be opened.
         """
         make_run_folder(path.parent)
@@ -50,13 +50,13 @@ class Journal:
         self._writing: Future[int] | None = None
 
     def record(self, event: str, **fields: Any) -> None:
-        """Append an event with the time of day; when this returns it is on disk, or waits for a disk that is late."""
+        """Append an event with the time of day. On return it is on disk, or queued for a slow disk."""
         line = json.dumps({"at": round(self._clock(), 3), "event": event, **fields}) + "\n"
         self._waiting += line.encode()
         self.flush()
 
     def flush(self) -> None:
-        """Write what is not on disk yet; wait for a write at most `PATIENCE_S`, and not again while it hangs."""
+        """Write queued events. Wait for a write at most `PATIENCE_S`, and not again while it hangs."""
         while self._waiting:
             if self._writing is None:
                 self._writing = self._thread.submit(self._write, self._waiting, self._size)
@@ -89,7 +89,7 @@ class Journal:
         self._is_late = True
 
     def close(self) -> None:
-        """Write what waits, however long the disk takes, and close the file."""
+        """Write queued events without a timeout, and close the file."""
         if self._writing is not None:
             wait([self._writing])
         self.flush()
@@ -98,10 +98,10 @@ class Journal:
 
 
 def read_journal(path: Path, damaged: list[str] | None = None) -> list[dict[str, Any]]:
-    """The events of a journal, oldest first; none where there is no file. An unfinished last line is left out.
+    """Return the events of a journal, oldest first, or none if there is no file. An unfinished last line is skipped.
 
     Args:
-        damaged: gets what is wrong with lines before the last; None makes that an error.
+        damaged: receives descriptions of damaged lines before the last. None makes them an error.
 
     Raises:
         ValueError: a line before the last is no JSON object.
@@ -126,7 +126,7 @@ def read_journal(path: Path, damaged: list[str] | None = None) -> list[dict[str,
 
 
 def _set_aside(path: Path, events: list[dict[str, Any]], problem: str) -> None:
-    """Keep a damaged journal alongside one of its sound lines."""
+    """Replace a damaged journal by one of its valid lines, and store the damaged file under another name."""
     aside = path.with_suffix(".damaged")
     os.replace(path, aside)
     write_private(path, "".join(json.dumps(event) + "\n" for event in events))
@@ -134,5 +134,5 @@ def _set_aside(path: Path, events: list[dict[str, Any]], problem: str) -> None:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Length of the file up to its last whole line."""
+    """Return the length of the file up to its last complete line."""
     return path.read_bytes().rfind(b"\n") + 1

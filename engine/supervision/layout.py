@@ -1,4 +1,4 @@
-"""Which host has which ranks in an attempt."""
+"""The layout of an attempt: the ranks of each host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Layout:
 
     Attributes:
         slots: ranks by host, in the order of their numbers.
-        master: address and port at which the ranks meet.
+        master: address and port of the ranks' rendezvous.
         arguments: of each rank.
     """
 
@@ -29,11 +29,11 @@ class Layout:
 
     @cached_property
     def ranks(self) -> Mapping[str, list[int]]:
-        """Global ranks by host."""
+        """Return the global ranks by host."""
         ends = accumulate(self.slots.values())
         pairs = zip(self.slots.items(), ends, strict=True)
         return {host: list(range(end - count, end)) for (host, count), end in pairs}
 
     def host_of(self, rank: int) -> str:
-        """The host of a rank."""
+        """Return the host of a rank."""
         return next(host for host, ranks in self.ranks.items() if rank in ranks)

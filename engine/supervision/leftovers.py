@@ -20,22 +20,22 @@ from weft.engine.supervision.places import make_page, owner
 
 PREFIX = "places-"
 GONE_S = 5.0
-"""Seconds in which a killed agent is waited for."""
+"""Timeout for a killed agent to end, in seconds."""
 OLD_S = 1800.0
-"""Seconds after which what nobody owns is removed: a run whose agent has ended may start another until then."""
+"""Age in seconds from which resources without an owner are removed. Until then their run may start another agent."""
 
 
 def page_path(run_folder: Path, host: str) -> Path:
-    """Where the places of a host's ranks lie, in shared memory of this user alone; what goes with them begins so."""
+    """Return the path of a host's progress page, in shared memory of this user. It is a prefix of related files."""
     name = hashlib.sha256(f"{run_folder.absolute()} {host}".encode()).hexdigest()[:16]
     return shared_memory_folder(os.getuid()) / f"{PREFIX}{name}"
 
 
 def take_page(page: Path, num_ranks: int) -> Path:
-    """Make a host's page, in shared memory or, where that has no space or is not to be had, in the temporary folder.
+    """Create a host's page in shared memory or, if that has no space or does not exist, in the temporary folder.
 
-    An agent that had the page ends with its ranks: it is stopped, or the way to it was cut, and its ranks hold what
-    others are about to need.
+    An agent that owned the page is killed with its ranks. It was stopped or unreachable, and its ranks use resources
+    such as GPUs and ports that their successors need.
 
     Raises:
         OSError, ValueError: there is no space in either.
@@ -53,11 +53,11 @@ def take_page(page: Path, num_ranks: int) -> Path:
 
 
 def _end(pid: int, started: int) -> None:
-    """Kill another agent, if it is the process that began then, and wait until it has gone."""
+    """Kill another agent and wait until it has ended. The start time must match, because pids are reused."""
     state = process_state(pid)
     if pid == os.getpid() or state is None or state.started != started:
         return
-    with suppress(OSError):  # it has ended since
+    with suppress(OSError):  # it has ended in the meantime
         if f"{__package__}.agent".encode() not in Path(f"/proc/{pid}/cmdline").read_bytes():
             return
         ended = os.pidfd_open(pid)
@@ -67,35 +67,35 @@ def _end(pid: int, started: int) -> None:
 
 
 class Ownership:
-    """An agent's hold on its page; the kernel lets go however the agent ends."""
+    """An agent's lock on its page. The kernel releases it when the agent ends."""
 
     def __init__(self, page: Path) -> None:
-        """Take a page that is there; another agent of the same host may have it still."""
+        """Lock an existing page, unless another agent of the same host still has the lock."""
         self._page = page
         self._file = os.open(page, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         with suppress(BlockingIOError):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def renew(self) -> None:
-        """Say that the page is in use; to be called now and then."""
+        """Update the page's time of use. To be called regularly."""
         with suppress(OSError):
             os.utime(self._page)
 
     def release(self) -> None:
-        """Let go."""
+        """Release the lock."""
         os.close(self._file)
 
 
 def remove_leftovers(folder: Path, own: str, *, now: float | None = None) -> list[str]:
-    """Remove what runs have left whose agents were killed, and that nobody has used for `OLD_S`.
+    """Remove resources of runs whose agents were killed, if they have not been used for `OLD_S`.
 
     Args:
         folder: of this user, in shared memory.
-        own: name of the page that is not looked at.
+        own: name of the page to ignore.
         now: time of day.
 
     Returns:
-        The names of the pages that went, with all that begins as they do.
+        The names of the removed pages. Files whose names start with these are removed, too.
     """
     limit, gone = (time() if now is None else now) - OLD_S, []
     for name in sorted({path.name.partition(".")[0] for path in folder.glob(f"{PREFIX}*")} - {own}):
@@ -112,7 +112,7 @@ def is_owned(page: Path) -> bool:
     """True if an agent holds a page.
 
     Raises:
-        OSError: it cannot be opened, for another reason than that it is missing.
+        OSError: the page exists, and cannot be opened.
     """
     try:
         file = os.open(page, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,31 +1,31 @@
-"""How fast a link is in the steps of a run, and whether it has become slow."""
+"""Detection of links whose speed has dropped in the course of a run."""
 
 from __future__ import annotations
 
 SLOW_SHARE = 0.5
 """Share of its usual speed below which a link is slow."""
 SLOW_READINGS = 4
-"""Readings in a row that are slow, before a link is; with the seconds over which each takes the fastest moment, a
-link has to be slow for about six seconds, or for as long as so many steps where they are longer."""
+"""Consecutive slow readings after which a link counts as slow. Each reading covers some seconds, so this takes about
+six seconds, or that number of steps if these are longer."""
 KNOWN_READINGS = 4
-"""Readings before which nothing is usual yet."""
+"""Readings needed before a usual speed is known."""
 REMEMBERED = 32
-"""Readings, and steps, after which those of before count for a third of what is usual: a change for good becomes so."""
+"""Readings, and steps, after which earlier ones weigh a third in the usual speed, so that it follows changes."""
 
 
 class LinkSpeed:
-    """The readings of a link: one for each report of a rank or, where steps are longer, as many as a step takes.
+    """Speed readings of a link: one for each report of a rank or, if steps are longer, one for each step.
 
-    Transfers of all steps are alike, those within a step are not. So what is read is the fastest moment of a whole
-    step, which ends with the step, or when it has taken as long as steps do: on a slow link they take longer.
+    Transfers differ within a step, but not between steps. So a reading is the peak speed within a whole step. It ends
+    with the step, or after the usual duration of a step, because steps take longer on a slow link.
 
     Attributes:
-        usual_bps: bits in a second at the fastest moment of a reading, as it has been.
-        fastest_bps: the same of the slow readings since the last one that was not.
+        usual_bps: usual peak of a reading, in bit/s.
+        fastest_bps: highest peak of the current series of slow readings, in bit/s.
     """
 
     def __init__(self) -> None:
-        """Create the speed of a link without readings."""
+        """Start without readings."""
         self.usual_bps = 0.0
         self.fastest_bps = 0.0
         self._sent_bytes = 0
@@ -37,17 +37,17 @@ class LinkSpeed:
 
     @property
     def is_slow(self) -> bool:
-        """True if the last readings were far below what is usual."""
+        """True if the last readings were far below the usual speed."""
         return self._slow >= SLOW_READINGS
 
     def read(self, step: int, sent_bytes: int, peak_bps: int, *, trains: bool = True) -> None:
-        """Take a report of the rank that sends.
+        """Process a report of the sending rank.
 
         Args:
-            step: that it is in.
-            sent_bytes: that have gone over the link.
-            peak_bps: bits in a second at the fastest moment of late.
-            trains: it does nothing else within the step, such as an evaluation, whose transfers are others.
+            step: its current step.
+            sent_bytes: total bytes sent over the link.
+            peak_bps: recent peak speed, in bit/s.
+            trains: whether the rank is training. Other phases, such as evaluation, have other transfers.
         """
         is_used = sent_bytes > self._sent_bytes > 0 and peak_bps > 0
         self._sent_bytes = max(self._sent_bytes, sent_bytes)

@@ -12,18 +12,17 @@ from weft.engine.supervision.report import HostReport, check_lengths
 
 
 class AgentMessage(msgspec.Struct, frozen=True):
-    """A host, as its agent sees it.
+    """The state of a host, reported by its agent.
 
     Attributes:
-        attempt: whose ranks it has; 0 before the first.
-        ready: whether ranks can start at once, because what they import is imported.
-        report: where they are.
-        ends: of those that have ended badly.
-        parked: why ranks have left the attempt and keep their process.
-        lines: what ranks that have ended badly printed last.
-        examined: the attempt after which the host has been examined last; 0 before the first time.
-        failed: what was wrong with it then.
-        leaving: whether a signal has asked the agent itself to end, because its host goes away.
+        attempt: whose ranks it has, or 0 before the first.
+        ready: whether ranks can start at once, because the imports are done.
+        report: the ranks' progress.
+        ends: failures, by rank.
+        lines: last output of ranks that have failed.
+        examined: the attempt after which the host was last examined, or 0 before the first examination.
+        failed: the checks that failed then.
+        leaving: whether the agent has received a signal to end, because its host shuts down.
     """
 
     attempt: int
@@ -31,13 +30,14 @@ class AgentMessage(msgspec.Struct, frozen=True):
     report: HostReport
     ends: Mapping[int, RankEnd]
     parked: Mapping[int, str]
+    """Ranks on standby, with the reason for which they left the attempt."""
     lines: Mapping[int, list[str]]
     examined: int
     failed: Sequence[str]
     leaving: bool = False
 
     def to_wire(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the message as JSON values."""
         return msgspec.to_builtins(self, str_keys=True)
 
     @classmethod

@@ -12,20 +12,20 @@ class AgentOrder:
 
     Attributes:
         host: name of its host.
-        generation: number of this agent; the driver hears one of a host.
-        address: where the driver listens.
+        generation: number of this agent. The driver accepts one agent of a host.
+        address: the driver's.
         run_folder: of the run.
         slots: most ranks of this host.
         preload: modules for the forkserver.
         environment: variables to set, some of them secret.
         heartbeat_s: seconds between reports.
         orphan_s: seconds without a driver after which it ends its ranks and itself.
-        stop_s: seconds that ranks have to end after a signal that asks this agent to.
-        launch: number of this start of the run; memory that an earlier one has left is given back.
-        parent: process with which this agent and its ranks end; 0 if the run outlives it.
-        driver: command that starts the driver again; empty if another agent does.
-        yields_s: seconds that another of this host, which has everything imported, has to come back first if it is
-            alive; 0 if there is none.
+        stop_s: seconds in which ranks must end after a signal to this agent.
+        launch: number of this start of the run. Memory checkpoints of earlier starts are removed.
+        parent: process with which this agent and its ranks end, or 0 if the run outlives it.
+        driver: command that starts the driver again, or empty if another agent does.
+        yields_s: seconds that another agent of this host, which has done its imports, has to reconnect first if it
+            is alive, or 0 if there is no other.
     """
 
     host: str
@@ -45,7 +45,7 @@ class AgentOrder:
 
     @classmethod
     def read(cls, line: str) -> AgentOrder:
-        """The order in a line of JSON."""
+        """Parse a command from a line of JSON."""
         fields = json.loads(line)
         if not isinstance(fields["address"], str):
             fields["address"] = tuple(fields["address"])

@@ -1,4 +1,4 @@
-"""Output of processes: a rank's is forwarded to the terminal and stored in a file, with its last lines for reports."""
+"""Output of processes: forwarded to the terminal, stored in a file, with the last lines for reports."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _MOST_OF_A_LINE = 500
 _MOST_OF_AN_ANSWER = 1 << 22
 _PIECE = 1 << 16
 REPEATED_S = 30.0
-"""Seconds in which a message of one process is not shown again for another."""
+"""Seconds in which a message of one process is not shown for another one."""
 _LEAST_OF_A_MESSAGE = 20
 _MOST_REMEMBERED = 500
 _MOST_AT_THE_END = 1 << 22
 _MOST_LINES = 2000
-"""Lines of a rank that are looked at in a second: a rank that prints 100 MB/s must not hold up the heartbeat."""
+"""Most lines of a rank that are searched in a second: a rank that prints 100 MB/s must not delay the heartbeat."""
 _MOST_WAITING = 1024
 
 
 class Writer:
-    """A thread that opens files and writes to them and to terminals: neither a paused terminal nor a file system that
-    hangs holds an agent up.
+    """A thread that writes to files and terminals, so that a paused terminal or a file system that hangs does not block
+    the agent.
 
-    What they do not take in time is dropped, the oldest first.
+    Data that they do not take in time is dropped, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Writer:
         self._thread.start()
 
     def write(self, target: int | Path, data: bytes) -> None:
-        """Have ``data`` written to a descriptor, or added to a file; empty data closes the file."""
+        """Queue ``data`` for a descriptor or the end of a file. Empty data closes the file."""
         while True:
             try:
                 self._waiting.put_nowait((target, data))
@@ -55,7 +55,7 @@ class Writer:
                         self._closing.put(dropped[0])
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Wait until everything is written, or ``timeout_s``."""
+        """Wait until everything is written, for at most ``timeout_s``."""
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout_s)
@@ -65,7 +65,7 @@ class Writer:
             target, data = item
             while not self._closing.empty():
                 self._close(self._closing.get())
-            with suppress(OSError):  # the terminal has gone, or the disk is full: training goes on
+            with suppress(OSError):  # the terminal is closed, or the disk is full: training continues
                 if not data and isinstance(target, Path):
                     self._close(target)
                 descriptor = self._opened(target) if isinstance(target, Path) and data else target
@@ -85,17 +85,17 @@ class Writer:
 
 
 class Repeats:
-    """Messages that several processes of a host print alike, which the terminal gets once."""
+    """Filter of messages that several processes of a host print, so that the terminal shows them once."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        """Start with none."""
+        """Start without messages."""
         self._clock = clock
         self._first: dict[bytes, tuple[object, float]] = {}
 
     def without(self, data: bytes, process: object) -> bytes:
-        """Leave out of ``data`` whole lines that another process has printed a moment ago.
+        """Return ``data`` without complete lines that another process has printed a moment ago.
 
-        Indented lines stay, because they belong to what is above them, and so do redrawn ones.
+        Indented lines stay, because they belong to the line above, and so do redrawn lines.
         """
         now = self._clock()
         self._first = {line: seen for line, seen in self._first.items() if now - seen[1] <= REPEATED_S}
@@ -104,7 +104,7 @@ class Repeats:
     def _is_repeated(self, line: bytes, process: object, now: float) -> bool:
         if len(line) < _LEAST_OF_A_MESSAGE or not line.endswith(b"\n") or line[:1].isspace() or b"\r" in line:
             return False
-        if len(self._first) >= _MOST_REMEMBERED and line not in self._first:  # of a process that prints without end
+        if len(self._first) >= _MOST_REMEMBERED and line not in self._first:  # for processes that print without end
             return False
         return self._first.setdefault(line, (process, now))[0] is not process
 
@@ -119,21 +119,21 @@ class Output:
         on_lines: Callable[[list[str]], None] = lambda lines: None,
         repeats: Repeats | None = None,
     ) -> None:
-        """Keep what is printed in ``path``, and hand over whole lines as they come.
+        """Store output in ``path``, and call ``on_lines`` with complete lines.
 
         Args:
-            repeats: what the terminal has of other processes.
+            repeats: the filter that the processes of a host share.
         """
         self._path, self._repeats = path, repeats or Repeats()
         self._writer = writer
         self._on_lines = on_lines
-        self._looked_at = [0, 0]  # the second of the clock, and the lines of it that were handed over
-        self._reading: dict[int, int] = {}  # descriptor to read, and whether stdout or stderr gets it
+        self._looked_at = [0, 0]  # the current second, and the number of lines passed on in it
+        self._reading: dict[int, int] = {}  # descriptor to read, and that of stdout or stderr to write to
         self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._unfinished = b""
 
     def open(self) -> tuple[int, int]:
-        """Begin to read; returns the ends for the process to write to, which the caller closes."""
+        """Begin to read, and return the ends for the process to write to, which the caller closes."""
         ends = []
         for target in (sys.stdout, sys.stderr):
             reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -144,13 +144,13 @@ class Output:
         return ends[0], ends[1]
 
     def go_on_in(self, path: Path) -> None:
-        """Keep what is printed from now on in another file."""
+        """Store later output in another file."""
         self._writer.write(self._path, b"")
         self._path = path
         self._lines.clear()
 
     def last_lines(self) -> list[str]:
-        """The last lines printed, oldest first."""
+        """Return the last lines printed, oldest first."""
         return [line.decode(errors="replace") for line in (*self._lines, self._unfinished) if line.strip()]
 
     def drain(self) -> None:
@@ -193,10 +193,10 @@ class Output:
 
 
 class Answer:
-    """The output of one process that answers a question: all of its standard output; standard error is discarded."""
+    """The standard output of one process. Standard error is discarded."""
 
     def __init__(self) -> None:
-        """Nothing has been said."""
+        """Start without output."""
         self._said = bytearray()
         self._reading = -1
 
@@ -206,7 +206,7 @@ class Answer:
         return self._said.decode(errors="replace")
 
     def open(self) -> tuple[int, int]:
-        """Begin to read; returns the ends for the process to write to, which the caller closes."""
+        """Begin to read, and return the ends for the process to write to, which the caller closes."""
         self._reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._reading, False)
         asyncio.get_running_loop().add_reader(self._reading, self._read)

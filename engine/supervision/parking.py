@@ -1,8 +1,8 @@
-"""Parking: a rank that survives a fault keeps its process, and waits at its agent for its place in the next attempt.
+"""Standby: a rank that survives a fault keeps its process, and waits for its assignment in the next attempt.
 
-One Unix socket per rank carries one JSON message per packet. The agent asks a rank to leave its attempt; the rank says
-that it has left, by itself or because it was asked; the agent gives it its next environment and arguments, or closes
-the socket, which ends it. No torch here: both sides import it.
+One Unix socket per rank carries one JSON message per packet. The agent requests that a rank leave its attempt. The
+rank reports that it has left, on request or by itself. Then the agent sends its next environment and arguments, or
+closes the socket, which ends the rank. Both sides import this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 AGENT = "WEFT_AGENT"
 """Environment variable of a rank: path of its agent's socket."""
 MOST_BYTES = 1 << 17
-"""Length of a message."""
+"""Largest size of a message."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A rank's place in the next attempt.
+    """A rank's assignment in the next attempt.
 
     Attributes:
-        environment: variables that differ from those that the process was started with.
-        arguments: as of the command line.
+        environment: variables that differ from those at the start of the process.
+        arguments: of the command line.
     """
 
     environment: Mapping[str, str]
@@ -46,8 +46,8 @@ class AgentLink:
         """Connect.
 
         Raises:
-            OSError: nobody listens there.
-            ValueError: it is another user's.
+            OSError: no process listens there.
+            ValueError: the listener is another user's.
         """
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(str(path))
@@ -61,32 +61,32 @@ class AgentLink:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> AgentLink | None:
-        """The one that ``WEFT_AGENT`` names; None where no agent would start this rank again in its process."""
+        """Connect to the agent that ``WEFT_AGENT`` names, or return None if restarts in this process are off."""
         path = environment.get(AGENT)
         return cls(Path(path)) if path else None
 
     @property
     def leaving(self) -> bool:
-        """True if the agent has asked this rank to leave the attempt that it is in."""
+        """True if the agent has requested that this rank leave its attempt."""
         return self._leaving
 
     def begin(self, attempt: int, on_leave: Callable[[], None]) -> None:
-        """Take part in an attempt.
+        """Report that this rank takes part in an attempt.
 
         Args:
-            on_leave: called on a thread, at most once, when the agent asks to leave it.
+            on_leave: called on a thread, at most once, when the agent requests to leave it.
         """
         with self._changing:
             self._leaving, self._on_leave = False, on_leave
         self._send(joined=attempt)
 
     def tell_leaving(self) -> None:
-        """Say that this rank gives back what it holds of its attempt, which may take a moment."""
-        with suppress(OSError):  # `park` will notice
+        """Report that this rank is releasing its attempt's resources, which may take a moment."""
+        with suppress(OSError):  # `park` handles it
             self._send(leaving=True)
 
     def park(self, reason: str) -> Assignment | None:
-        """Say that this rank has left its attempt, and wait; None if the process shall end."""
+        """Report that this rank has left its attempt, and wait for another. Return None if the process must end."""
         with self._changing:
             self._on_leave = None
         try:
@@ -122,9 +122,9 @@ class Parked:
     """An agent's state of a rank's process.
 
     Attributes:
-        attempt: that it has taken part in last; None before its first.
-        reason: why it has left that attempt; None while it takes part.
-        leaving: whether it is giving back what it holds of it.
+        attempt: its latest, or None before its first.
+        reason: why it has left that attempt, or None while it takes part.
+        leaving: whether it is releasing the attempt's resources.
     """
 
     link: socket.socket
@@ -139,8 +139,8 @@ class Parking:
 
     Attributes:
         path: of the socket, in a folder of this user alone.
-        on_change: called when a rank has joined, parked or gone.
-        processes: of ranks, by the number of their process, as the kernel tells it.
+        on_change: called when a rank has joined an attempt, left it or ended.
+        processes: states of ranks by pid, which the kernel reports for the socket.
     """
 
     path: Path
@@ -161,35 +161,35 @@ class Parking:
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def leave(self, pid: int) -> None:
-        """Ask a rank to leave its attempt; nothing happens if it has, or is not connected."""
+        """Request that a rank leave its attempt. Without effect if it has left or is not connected."""
         known = self.processes.get(pid)
         if known is not None and known.reason is None:
             self._send(pid, leave=True)
 
     def assign(self, pid: int, assignment: Assignment) -> None:
-        """Give a parked rank its place in the next attempt."""
+        """Assign a rank on standby to the next attempt."""
         self.processes[pid].reason = None
         self._send(pid, environment=dict(assignment.environment), arguments=list(assignment.arguments))
 
     def parked(self, pid: int) -> str | None:
-        """Why a rank has left its attempt; None if it has not."""
+        """Return why a rank has left its attempt, or None if it has not."""
         known = self.processes.get(pid)
         return None if known is None else known.reason
 
     def is_leaving(self, pid: int) -> bool:
-        """True if a rank has said that it is on its way out of its attempt."""
+        """True if a rank has reported that it is leaving its attempt."""
         known = self.processes.get(pid)
         return known is not None and known.leaving
 
     def close(self) -> None:
-        """End every parked rank, and listen no more."""
+        """End every rank on standby, and stop listening."""
         self.close_listener()
         for pid in list(self.processes):
             self._drop(pid)
         self.path.unlink(missing_ok=True)
 
     def close_listener(self) -> None:
-        """Listen no more; ranks that are connected stay."""
+        """Stop listening. Connections stay open."""
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
 
@@ -234,6 +234,6 @@ class Parking:
 
 
 def _peer(end: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+    """Return pid and user at the other end, from the kernel."""
     pid, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, user

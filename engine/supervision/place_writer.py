@@ -1,4 +1,4 @@
-"""A rank tells where it is: its record on the page of its host, a mark per slot, and a thread that ticks."""
+"""A rank publishes its progress: its record on the host's page, a mark per slot, and ticks of a thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.pipeline.action import COMPUTE, Op, Slot
 TICK_S = 0.1
 """Seconds between ticks of a rank's background thread."""
 PEAK_TICKS = 20
-"""Ticks whose rates the fastest of a link is taken from."""
+"""Number of recent ticks from which a link's peak speed is taken."""
 _PLACE, _MOVED = int(Word.PLACE), int(Word.MOVED)
 
 
@@ -43,13 +43,13 @@ class PlaceWriter:
     """
 
     def __init__(self, path: Path, *, local_rank: int, rank: int, attempt: int) -> None:
-        """Take the record of ``local_rank``, whoever had it before; the phase is set-up.
+        """Take over the record of ``local_rank``, in the phase set-up.
 
         Args:
             rank: global rank.
 
         Raises:
-            ValueError: there is no such page, or it has no space for this rank.
+            ValueError: there is no such page, or it has no record for this rank.
         """
         page = map_page(path)
         if not 0 <= local_rank < page[Header.RANKS]:
@@ -66,7 +66,7 @@ class PlaceWriter:
         self._thread.start()
 
     def begin_attempt(self, attempt: int, *, rank: int) -> None:
-        """The same process takes part in another attempt, perhaps as another rank."""
+        """Reset the record, because the process takes part in another attempt, perhaps as another rank."""
         words = self._words
         words[Word.GENERATION] |= 1
         words[Word.ATTEMPT], words[Word.RANK] = attempt, rank
@@ -79,44 +79,44 @@ class PlaceWriter:
         words[Word.GENERATION] += 1
 
     def enter(self, phase: Phase) -> None:
-        """A phase begins; after a first step, the place shows that, too."""
+        """Begin a phase. After the first step this also changes the progress word."""
         self._words[Word.PHASE] = phase
         if self._words[Word.PLACE]:
             self._mark(2)
         self._words[Word.MOVED] = monotonic_ns()
 
     def measure_device(self) -> None:
-        """From now on the host's time tells nothing of computations; `add_busy` is told of the device's."""
+        """Stop timing computations on the host. Times of the device come by `add_busy`."""
         self._own = frozenset()
 
     def keep(self, step: int) -> None:
-        """A memory checkpoint of ``step`` is whole on all hosts."""
+        """Record that a memory checkpoint of ``step`` is complete on all hosts."""
         self._words[Word.KEPT] = step
 
     def add_busy(self, seconds: float) -> None:
-        """A whole step has taken so long in computations."""
+        """Record the computation time of one step."""
         self._busy_ns += round(seconds * 1e9)
         self._words[Word.BUSY] = self._busy_ns
         self._words[Word.MEASURED] += 1
 
     def begin_step(self, step: int, num_microbatches: int) -> None:
-        """A step begins; steps count from 1."""
+        """Begin a step, counted from 1."""
         words = self._words
         words[Word.KIND] = num_microbatches
-        if self._own and self._ended >= STEP:  # one has gone before
+        if self._own and self._ended >= STEP:  # not the first step
             words[Word.BUSY] = self._busy_ns
             words[Word.MEASURED] += 1
         self._ended = words[Word.PLACE] = (step & MOST_STEP) * STEP
         words[Word.MOVED] = words[Word.BEGAN] = monotonic_ns()
 
     def slot_begins(self, slot: Slot) -> None:
-        """The next slot of the row begins."""
+        """Mark the beginning of the row's next slot."""
         words = self._words
         words[_PLACE] = self._ended | BEGUN
         words[_MOVED] = self._moved = monotonic_ns()
 
     def slot_ends(self, slot: Slot) -> None:
-        """It has ended."""
+        """Mark the end of the slot."""
         words = self._words
         self._ended = words[_PLACE] = self._ended + DONE
         words[_MOVED] = now = monotonic_ns()
@@ -124,7 +124,7 @@ class PlaceWriter:
             self._busy_ns += now - self._moved
 
     def begin_wait(self) -> None:
-        """From here on the rank waits for others; waits may be nested, and the outermost counts."""
+        """Mark that the rank waits for others. Waits may be nested, and the outermost counts."""
         self._depth += 1
         if self._depth == 1:
             self._mark(1)
@@ -137,12 +137,12 @@ class PlaceWriter:
 
     def _mark(self, marks: int) -> None:
         word = self._words[Word.PLACE]
-        # Once there is no space to count further, odd and even still tell waiting from work.
+        # At the end of the counter's range, odd and even still distinguish waiting from work.
         self._words[Word.PLACE] = word + marks if word & MOST_WAITS < MOST_WAITS - 2 else word ^ (marks & 1)
         self._words[Word.MOVED] = monotonic_ns()
 
     def gauge_device(self, allocated_bytes: Callable[[], int]) -> None:
-        """Let the background thread ask for the memory of the device."""
+        """Let the background thread read the device's allocated memory."""
 
         def read() -> None:
             self._words[Word.DEVICE] = allocated_bytes()
@@ -151,7 +151,7 @@ class PlaceWriter:
             self._gauges.append(read)
 
     def gauge_links(self, counters: Callable[[], Sequence[LinkReading]]) -> None:
-        """Let the background thread ask for the counters of at most `MOST_LINKS` links, and see how fast they are."""
+        """Let the background thread read the counters of at most `MOST_LINKS` links, and measure their speed."""
         rates: dict[int, deque[float]] = {}
         before: dict[int, tuple[int, int]] = {}
 
@@ -171,7 +171,7 @@ class PlaceWriter:
             self._gauges.append(read)
 
     def drop_gauges(self) -> None:
-        """Ask no more: what the gauges read is going away."""
+        """Remove all gauges, because their sources are about to be closed."""
         with self._gauging:
             self._gauges.clear()
 
@@ -184,13 +184,13 @@ class PlaceWriter:
                 self._gauges[:] = [read for read in self._gauges if _succeeds(read)]
 
     def close(self) -> None:
-        """Stop ticking; the record stays as it is, for the agent to read how it ended."""
+        """Stop the thread. The record stays, for the agent to read how the rank ended."""
         self._closing.set()
         self._thread.join()
 
 
 def _succeeds(read: Callable[[], None]) -> bool:
-    """Read a gauge; one that fails, because what it read has gone, must not end the ticks."""
+    """Read a gauge. One that fails because its source is closed must not end the ticks."""
     try:
         read()
     except (RuntimeError, OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Where each rank of a host is in its step: a page of shared memory that ranks write and their agent reads.
+"""The progress of a host's ranks: a page of shared memory that ranks write and their agent reads.
 
-A page is a header and a record per local rank, in 64-bit words in native order. A place is one
-word, so a reader never sees half of one, and a mark is two stores. Nothing here waits for a reader.
+A page is a header and a record per local rank, in 64-bit words in native byte order. A rank's progress is one word,
+so that reads are atomic, and a mark is two stores. Writers never wait for a reader.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAGIC = int.from_bytes(b"weftplac", "little")
 VERSION = 2
 WORD_BYTES = 8
 ATTEMPTS = 100
-"""Readings of a record that is being handed to another attempt, before it counts as empty."""
+"""Number of reads of a record under change, after which it counts as empty."""
 
 HEADER = 8
 """Words before the first record."""
 RECORD = 88
-"""Words of a record: its own, then those of its links."""
+"""Words of a record, including those of its links."""
 FIRST_LINK = 24
 MOST_LINKS = 8
-"""Links between sites of one rank whose counters have space."""
+"""Most links between sites of one rank whose counters fit into its record."""
 LINK = 8
 
 
@@ -40,7 +40,7 @@ class Header(IntEnum):
 
 
 class Word(IntEnum):
-    """Indices of a record's words. The generation is odd while the record is handed to another attempt."""
+    """Indices of a record's words. The generation is odd while the record is reset for another attempt."""
 
     (
         GENERATION,
@@ -63,7 +63,7 @@ class Word(IntEnum):
 
 
 class Phase(IntEnum):
-    """The phase of a rank; its deadline depends on it."""
+    """The phase of a rank, on which its deadline depends."""
 
     imports = 0
     setup = 1
@@ -75,7 +75,7 @@ class Phase(IntEnum):
     parked = 7
 
 
-# A place in one word: step, slots that have ended, whether the next has begun, waits in it entered and left.
+# Progress in one word: step, slots that have ended, whether the next has begun, number of wait marks in it.
 _WAITS_BITS, _DONE_BITS, _STEP_BITS = 12, 21, 30
 MOST_WAITS = (1 << _WAITS_BITS) - 1
 BEGUN = 1 << _WAITS_BITS
@@ -85,18 +85,18 @@ MOST_DONE, MOST_STEP = (1 << _DONE_BITS) - 1, (1 << _STEP_BITS) - 1
 
 
 def place_of(word: int) -> Place:
-    """The place that a word stands for."""
+    """Decode the progress in a word."""
     return Place(word // STEP & MOST_STEP, word // DONE & MOST_DONE, bool(word & BEGUN), word & MOST_WAITS)
 
 
 class LinkReading(NamedTuple):
-    """Counters of a link to a rank at another site, since it was opened; see `weft.comm.wan.transport.LinkCounters`.
+    """Counters of a link to a rank at another site, since it was opened. See `weft.comm.wan.transport.LinkCounters`.
 
     Attributes:
         peer: global rank at the other end.
         ready: connections in use.
-        rtt_s: shortest round trip; 0 before the first.
-        peak_bps: bits that the peer acknowledged in a second, at their fastest in the last seconds.
+        rtt_s: shortest round trip, or 0 before the first.
+        peak_bps: highest rate of acknowledged bits per second in the last seconds.
     """
 
     peer: int
@@ -116,16 +116,16 @@ class Reading(NamedTuple):
         attempt: number of the attempt that the rank takes part in.
         rank: its global rank.
         pid: its process.
-        started: when that began, in clock ticks since boot; names it for good together with the id.
-        place: where it is in its row.
-        moved_ns: when it came there, by `time.monotonic_ns` of its host.
-        num_microbatches: of the step; they tell which schedule it runs.
-        tick: of the background thread; stands still while something holds the interpreter's lock.
+        started: start time of the process, in clock ticks since boot. Unique together with the pid.
+        place: its progress in its row.
+        moved_ns: when it got there, by `time.monotonic_ns` of its host.
+        num_microbatches: of the step. They identify the schedule.
+        tick: of the background thread. Does not change while another thread holds the interpreter's lock.
         busy_ns: time of the rank's own computations, over `measured_steps`.
         measured_steps: steps whose computations have been measured.
-        began_ns: when the step began; 0 before the first.
+        began_ns: when the step began, or 0 before the first.
         device_bytes: memory that the process has allocated on its device.
-        kept_step: of the newest memory checkpoint that is whole on all hosts; 0 before the first.
+        kept_step: of the newest memory checkpoint that is complete on all hosts, or 0 before the first.
         links: to ranks at other sites.
     """
 
@@ -147,7 +147,7 @@ class Reading(NamedTuple):
 
 
 def make_page(path: Path, num_ranks: int) -> None:
-    """Make an empty page in a folder of this user alone; one that was there before is replaced.
+    """Create an empty page in a folder of this user alone. It replaces an existing one.
 
     Raises:
         ValueError: the folder belongs to someone else or is open to others.
@@ -168,20 +168,20 @@ def make_page(path: Path, num_ranks: int) -> None:
 
 
 def owner(path: Path) -> tuple[int, int]:
-    """The process that made a page, and when it began.
+    """Return the pid of the process that created a page, and its start time.
 
     Raises:
-        ValueError: as of `map_page`.
+        ValueError: see `map_page`.
     """
     words = map_page(path)
     return words[Header.OWNER], words[Header.STARTED]
 
 
 def map_page(path: Path) -> memoryview:
-    """The words of a page.
+    """Map a page and return its words.
 
     Raises:
-        ValueError: there is none, it is not this user's alone, or it is of another version.
+        ValueError: there is none, others have access to it, or it has another version.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -204,22 +204,22 @@ def map_page(path: Path) -> memoryview:
 
 
 class PlaceReader:
-    """A host's page, as its agent reads it."""
+    """The agent's read access to its host's page."""
 
     def __init__(self, path: Path) -> None:
         """Open a page that `make_page` made.
 
         Raises:
-            ValueError: there is none, or it is not this user's alone.
+            ValueError: there is none, or others have access to it.
         """
         self._words = map_page(path)
 
     def __len__(self) -> int:
-        """Records of the page."""
+        """Number of records on the page."""
         return self._words[Header.RANKS]
 
     def read(self, local_rank: int) -> Reading | None:
-        """Return the record of a local rank; None if nothing has been written to it yet."""
+        """Return the record of a local rank, or None if nothing has been written to it yet."""
         first = HEADER + local_rank * RECORD
         words = self._words[first : first + RECORD]
         for _ in range(ATTEMPTS):

@@ -1,7 +1,7 @@
 """The program of each pod of a JobSet: the agent that the driver's command in the run's folder describes.
 
-Kubernetes starts pods, so that the driver cannot. It writes an order for a host instead, into the folder
-that all pods share, and this process starts that agent, and the next when there is a newer order.
+Kubernetes starts the pods, so the driver cannot. Instead it writes the agent's command into the folder that all pods
+share. This process starts that agent, and another one for each newer command.
 """
 
 from __future__ import annotations
@@ -18,44 +18,44 @@ from weft.conf.private import write_private
 from weft.engine.supervision import agent
 
 ALIVE = Path("/tmp/weft-pod-alive")
-"""File that is touched all the time, for probes."""
+"""File that is touched regularly, for liveness probes."""
 _LOOK_S = 0.5
 _END_S = 10.0
 
 
 @dataclass(frozen=True)
 class PodProcess:
-    """An agent in a pod, as far as the driver has to do with it: an order, which it can withdraw."""
+    """The driver's handle of an agent in a pod: a command file, which it can remove."""
 
     order: Path
 
     def poll(self) -> int | None:
-        """Nothing tells this driver that it has ended but its silence."""
+        """Return 0 once the command is removed. The end of the agent itself shows only by missing reports."""
         return None if self.order.exists() else 0
 
     def kill(self) -> None:
-        """Withdraw the order; the pod ends the agent."""
+        """Remove the command, whereupon the pod ends the agent."""
         self.order.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class PodStarter:
-    """Hosts are pods that wait for orders."""
+    """Starts agents on hosts that are pods and wait for commands."""
 
     def start(self, host: str, order: str) -> PodProcess:
-        """Leave an order for a pod, in the place of the one before."""
+        """Write a pod's command, which replaces the previous one."""
         file = order_file(Path(json.loads(order)["run_folder"]), host)
         write_private(file, order)
         return PodProcess(file)
 
 
 def order_file(run_folder: Path, host: str) -> Path:
-    """Where a pod finds its order; it holds keys."""
+    """Return the path of a pod's command, which contains keys."""
     return run_folder / "supervisor" / "orders" / f"{host}.json"
 
 
 def main(argv: list[str]) -> int:
-    """Run ``RUN_FOLDER HOST``: start agents by their orders, until this process is ended."""
+    """Run ``RUN_FOLDER HOST``: start agents by their commands, until this process is ended."""
     folder, host = argv
     file = order_file(Path(folder), host)
     running: subprocess.Popen[bytes] | None = None
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 def _read(file: Path) -> Mapping[str, object]:
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError):  # not there yet, or the shared folder is away
+    except (OSError, ValueError):  # not written yet, or the shared folder is unavailable
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,4 +1,4 @@
-"""How far an attempt has come, by what its hosts report; each report is looked at once."""
+"""The progress of an attempt, updated by each report of a host."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _BEFORE_A_STEP = (*_BEFORE_TRAINING, Phase.first_step)
 
 
 class Progress:
-    """Which hosts are still to end their imports, to come to a step, and which to their end.
+    """The hosts that have not yet done their imports, their first step, or all of their work.
 
     Attributes:
-        has_plan: whether a rank has begun to train, before which ranks leave their plan in the run's folder.
+        has_plan: whether a rank has begun to train. Ranks write their plan into the run's folder before that.
     """
 
     def __init__(self, layout: Layout) -> None:
-        """All of them."""
+        """Start with all hosts."""
         self._layout = layout
         self._importing, self._without_step, self._unfinished = (set(layout.slots) for _ in range(3))
         self.has_plan = False
 
     def observe(self, report: HostReport) -> None:
-        """Take a host's report of this attempt."""
+        """Process a host's report of this attempt."""
         host = report.host
         complete = len(report.ranks) == self._layout.slots.get(host)
         if host in self._without_step:
@@ -52,11 +52,11 @@ class Progress:
 
     @property
     def has_finished(self) -> bool:
-        """True if every rank has ended well."""
+        """True if every rank has succeeded."""
         return not self._unfinished
 
 
 def step_under_way(watch: Watch) -> int | None:
-    """The step of the rank that is least far, from 1; None before training."""
+    """Return the step of the slowest rank, from 1, or None before training."""
     steps: Iterable[int] = (seen.report.place.step for seen in watch.ranks.values())
     return min(steps, default=0) or None

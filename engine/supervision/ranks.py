@@ -1,4 +1,4 @@
-"""The processes of one host as its agent holds them: forked by a forkserver, their output read, their ends noticed."""
+"""The processes of one host: the agent forks them by a forkserver, reads their output and detects their ends."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weft.engine.supervision.forkserver import ForkServer
 from weft.engine.supervision.output import Answer, Output
 
 TERM_S = 0.2
-"""Seconds between asking a rank to end and killing it."""
+"""Seconds between SIGTERM and SIGKILL to a rank."""
 _POLL_S = 0.01
 
 
 class _Streams(Protocol):
-    """Where what a process prints goes; as `Output`."""
+    """The sink of a process's output, such as `Output`."""
 
     def open(self) -> tuple[int, int]: ...
 
@@ -32,13 +32,13 @@ class _Streams(Protocol):
 
 @dataclass
 class Process:
-    """A process that the forkserver has forked, or will.
+    """A process that the forkserver has forked, or will fork.
 
     Attributes:
-        name: what agent and forkserver call it, as long as it lives.
-        output: what it prints.
-        pid: its number; 0 until it runs.
-        code: its exit code, negative for a signal; None while it runs.
+        name: unique while it lives, between agent and forkserver.
+        output: sink of its output.
+        pid: its pid, or 0 until it runs.
+        code: its exit code, negative for a signal, or None while it runs.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Rank(Process):
     """A process of a rank.
 
     Attributes:
-        rank: its global number in the attempt that it takes part in.
+        rank: its global rank in the current attempt.
     """
 
     output: Output
@@ -62,13 +62,13 @@ class Rank(Process):
 
 @dataclass
 class Ranks:
-    """The forkserver of a host, and what it has forked: ranks, and a doctor at times.
+    """The forkserver of a host and its forked processes: ranks, and sometimes a doctor.
 
     Attributes:
         preload: modules that the forkserver imports.
         on_change: called when a process has ended.
         server: the forkserver, if it was started before.
-        failed: set when the imports have failed; the forkserver has printed why.
+        failed: set when the imports have failed, after the forkserver has printed why.
     """
 
     preload: Sequence[str]
@@ -93,7 +93,7 @@ class Ranks:
         arguments: Sequence[str],
         environment: Mapping[str, str],
     ) -> None:
-        """Start a process as soon as the forkserver is ready; `Process.pid` says when it runs."""
+        """Start a process as soon as the forkserver is ready. `Process.pid` is 0 until then."""
         await self._ready.wait()
         order = {
             "name": process.name,
@@ -108,10 +108,10 @@ class Ranks:
             os.close(end)
 
     async def ask(self, name: str, target: str, arguments: Sequence[str], limit_s: float) -> tuple[str, int | None]:
-        """Return the output of a process that runs ``target``, and its exit code; None if it has not ended in time.
+        """Return the output of a process that runs ``target``, and its exit code, or None if it has not ended in time.
 
         Args:
-            limit_s: seconds after which it is killed, with all that it has started.
+            limit_s: seconds after which it is killed, with its subprocesses.
         """
         answer = Answer()
         process = Process(name, answer)
@@ -126,9 +126,9 @@ class Ranks:
         return answer.text, None
 
     async def stop(self, ranks: Sequence[Rank]) -> None:
-        """End ranks: SIGTERM, `TERM_S` later SIGKILL; stopped ranks get SIGKILL at once, as they ignore SIGTERM."""
+        """End ranks: SIGTERM, and SIGKILL after `TERM_S`. Stopped ranks get SIGKILL at once, as they do not react."""
         for rank in ranks:
-            if rank.name not in self.running:  # it was still to be started
+            if rank.name not in self.running:  # it was not started yet
                 rank.code = -signal.SIGKILL
             state = process_state(rank.pid)
             stopped = state is not None and state.state in STOPPED
@@ -142,13 +142,13 @@ class Ranks:
                     self.send_signal(rank, signal.SIGKILL)
 
     def send_signal(self, process: Process, number: signal.Signals) -> None:
-        """Send a signal to a process that has not ended; the forkserver knows, so no other can get it."""
+        """Send a signal to a live process, by the forkserver, so that no process with a reused pid can receive it."""
         if process.code is None and process.name in self.running:
-            with suppress(OSError):  # the forkserver has ended, and what it has forked with it
+            with suppress(OSError):  # the forkserver has ended with all of its forked processes
                 self._server.socket.send(json.dumps({"name": process.name, "signal": int(number)}).encode())
 
     def resume_stopped(self) -> None:
-        """Let a forkserver that a signal has stopped go on, because nothing starts or ends without it."""
+        """Continue a forkserver that a signal has stopped, because no process starts or ends without it."""
         pid = self._server.process.pid
         state = process_state(pid)
         if state is not None and state.state in STOPPED:
@@ -158,7 +158,7 @@ class Ranks:
             os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End the forkserver, and with it every rank."""
+        """End the forkserver and every rank."""
         asyncio.get_running_loop().remove_reader(self._server.socket)
         self._server.close()
 
@@ -187,7 +187,7 @@ class Ranks:
                 self._end(process, message["code"])
 
     def _restart_server(self) -> None:
-        """The forkserver has ended, and the kernel has killed what it had forked."""
+        """Handle the end of the forkserver, whose forked processes the kernel has killed."""
         if not self.ready:
             self.failed.set()
             return

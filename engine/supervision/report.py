@@ -1,4 +1,4 @@
-"""An agent's report of its host's ranks in every heartbeat; JSON on the wire, a list per rank."""
+"""An agent's report of its host's ranks in every heartbeat. On the wire it is JSON with a list per rank."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from weft.engine.supervision.places import LinkReading, Phase, Reading
 from weft.pipeline.culprit import Place
 
 GONE = ""
-"""State of a process that is not there any more."""
+"""State of a process that does not exist any more."""
 
 
 class RankReport(NamedTuple):
-    """A rank, as its agent sees it from outside.
+    """The state of a rank, from its record and its process.
 
     Attributes:
         rank: global rank.
         attempt: that it was started for, or has joined since.
-        phase: imports until it has written its first place.
-        place: where it is in its row.
+        phase: ``imports`` until it has written its first record.
+        place: its progress in its row.
         num_microbatches: of its step.
-        still_s: seconds since it came there; 0 before it has written a place.
-        tick: of its background thread; stands still while something holds the interpreter's lock.
+        still_s: seconds since its last progress, or 0 before any.
+        tick: of its background thread. Does not change while another thread holds the interpreter's lock.
         busy_s: seconds of its own computations, over `measured_steps`.
         measured_steps: steps of the attempt whose computations have been measured.
         state: the process's letter in /proc; `GONE` once it has ended.
-        cpu_s: processor time that it has taken.
-        exit_code: how it ended, negative for a signal; None while it lives.
+        cpu_s: processor time that it has used.
+        exit_code: negative for a signal, or None while it lives.
         resident_bytes: memory of the process.
         device_bytes: memory that it has allocated on its device.
-        kept_step: of the attempt's newest memory checkpoint that is whole on all hosts; 0 before the first.
+        kept_step: of the attempt's newest memory checkpoint that is complete on all hosts, or 0 before the first.
         links: to ranks at other sites.
     """
 
@@ -67,11 +67,11 @@ def rank_report(
     """Return the report of a rank.
 
     Args:
-        attempt: that the agent has started it for, or told it to join.
-        reading: its record on the page; what an earlier attempt left there is ignored.
+        attempt: that the agent has assigned it to.
+        reading: its record on the page. A record of an earlier attempt is ignored.
         process: None if it has ended.
         now_ns: `time.monotonic_ns` of this host.
-        exit_code: how it ended.
+        exit_code: of the rank.
     """
     report = RankReport(rank, attempt, state=GONE, exit_code=exit_code)
     if process is not None:
@@ -99,8 +99,8 @@ class HostReport(msgspec.Struct, frozen=True):
 
     Attributes:
         host: its name.
-        ranks: a report per rank that it runs.
-        vitals: of the host itself; see `weft.engine.supervision.vitals`.
+        ranks: a report for each of its ranks.
+        vitals: of the host itself. See `weft.engine.supervision.vitals`.
     """
 
     host: str
@@ -112,10 +112,10 @@ _PLACE, _LINKS = RankReport._fields.index("place"), RankReport._fields.index("li
 
 
 def check_lengths(report: Any) -> None:
-    """Check a `HostReport` on its way from JSON: msgspec takes defaults for what lists have too few of.
+    """Check the lengths of a `HostReport`'s lists in JSON, because msgspec fills missing fields with defaults.
 
     Raises:
-        ValueError: it is of another Weft.
+        ValueError: the report is of another version of Weft.
     """
     try:
         whole = all(map(_is_whole, report["ranks"]))

@@ -1,4 +1,4 @@
-"""Memory headroom of a run with fewer replicas: a bound from its plan, without torch."""
+"""Memory headroom of a run with fewer replicas: a bound from its plan. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 
 
 def shortage(plan: str, replicas: int, *, zero_stage: int) -> str:
-    """Why so many replicas cannot fit into the devices' memory, for people; empty if they may.
+    """Return why a number of replicas cannot fit into the devices' memory, or empty if it may.
 
-    What ZeRO shares out over replicas is more for each of fewer; the rest is taken to stay. So a run that is
-    refused would not fit, and one that is not may still run out of memory.
+    With fewer replicas, each holds a larger shard of the optimiser's state. Other memory is assumed to be unchanged.
+    This is a lower bound, so a run that passes may still run out of memory.
 
     Args:
-        plan: text of the ``plan.json`` of the attempt before; one that cannot be read refuses nothing.
+        plan: text of the previous attempt's ``plan.json``. Without a readable plan the result is empty.
         zero_stage: of the run.
     """
     try:
@@ -28,6 +28,6 @@ def shortage(plan: str, replicas: int, *, zero_stage: int) -> str:
 
 
 def _bytes(rank: dict[str, float], times: float, zero_stage: int) -> float:
-    """At least what a pipeline rank takes when each replica has so many times the share that it had."""
+    """Return the least bytes of a pipeline rank if its shards of optimiser state grow by a factor."""
     whole = sum(map(float, rank.values()))
     return whole - rank["buffers"] + (times - 1) * (rank["optimizer"] if zero_stage else 0.0)

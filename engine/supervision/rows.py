@@ -1,4 +1,4 @@
-"""Rows of a job's ranks, read from the plan in the run's folder; without torch."""
+"""Rows of a job's ranks, read from the plan in the run's folder. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COMPUTED = ("forward_s", "input_s", "weight_s")
 
 
 def read_rows(text: str) -> JobRows:
-    """The rows in the text of a ``plan.json``; see `weft.engine.planning.plan_file`.
+    """Parse the rows in the text of a ``plan.json``. See `weft.engine.planning.plan_file`.
 
     Raises:
-        ValueError: it is no plan, or one of another version of Weft.
+        ValueError: it is not a plan of this version of Weft.
     """
     try:
         tree = json.loads(text)
@@ -48,12 +48,12 @@ def read_rows(text: str) -> JobRows:
 
 
 def _at_sites(schedule: Schedule, sites: tuple[int, ...]) -> Schedule:
-    """A line's schedule where its ranks lie."""
+    """Return the schedule of a pipeline replica, with the sites of its ranks."""
     return replace(schedule, placement=replace(schedule.placement, sites=sites))
 
 
 def _busy_s(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:
-    """Seconds that the computations of each row take by the plan's costs."""
+    """Return the computation seconds of each row, by the plan's costs."""
     actions = [[action for slot in row for action in slot if action.op in COMPUTE] for row in schedule.rows]
     return tuple(sum(costs[action.stage].seconds(action.op) for action in row) for row in actions)
 

@@ -1,4 +1,4 @@
-"""How an agent gets onto its host: as a process of this machine, by ssh, or as a step of a job of Slurm."""
+"""Starters of agents: as a process of this machine, by ssh, or as a step of a Slurm job."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ FORWARDED = (
     *("DS_", "FI_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TORCHINDUCTOR_"),
     *("TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "WEFT_"),
 )
-"""Beginnings of the names of variables that ranks on other hosts need, beyond what an own environment file names."""
+"""Prefixes of environment variables that ranks on other hosts need, besides those of a user's environment file."""
 _WHOLE = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"})
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
-"""Names of such variables; proxies in capitals, too."""
+"""Names of such variables. Proxies count in capitals, too."""
 _OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
 
 
@@ -33,47 +33,47 @@ class AgentProcess(Protocol):
     """The driver's handle of an agent that it has started."""
 
     def poll(self) -> int | None:
-        """Exit code, once it is known to have ended."""
+        """Return the exit code, or None while the process is not known to have ended."""
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         ...
 
 
 class Starter(Protocol):
-    """Starts agents; what they print comes to this process's terminal."""
+    """Starts agents, whose output appears on this process's terminal."""
 
     def start(self, host: str, order: str) -> AgentProcess:
-        """Start an agent, which outlives this process, with ``order`` on its standard input.
+        """Start an agent, which outlives this process, with its command ``order`` on standard input.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         ...
 
 
 @dataclass(frozen=True)
 class LocalStarter:
-    """Every host is this machine."""
+    """Starts the agents of all hosts on this machine."""
 
     def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
-        """Start a process here."""
+        """Start a process on this machine."""
         return _start([sys.executable, "-m", agent.__name__], order)
 
 
 @dataclass(frozen=True)
 class SshStarter:
-    """Hosts are reached by ssh, without a password; this machine needs none.
+    """Starts agents by ssh without a password, or directly on this machine.
 
     Attributes:
-        port: of ssh; 0 leaves it to ssh's own configuration.
+        port: of ssh. 0 leaves it to ssh's own configuration.
     """
 
     port: int = 0
 
     def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
-        """Start a process there, in the same folder and by the same Python; keys go by its standard input."""
+        """Start a process there, in the same folder and with the same Python. Keys are sent by standard input."""
         if is_loopback(host) or host == socket.gethostname():
             return LocalStarter().start(host, order)
         port = ["-p", str(self.port)] if self.port else []
@@ -85,27 +85,27 @@ class SshStarter:
 
 @dataclass(frozen=True)
 class SlurmStarter:
-    """Hosts are nodes of the allocation that this process is in; each agent is a step of its own.
+    """Starts each agent as a Slurm step of its own, on the nodes of this process's allocation.
 
-    A step per host can be started again alone. It shares the node with the batch script and with
-    what is left of an earlier agent, and the failure of a node ends no other host's step.
+    A step per host can be restarted alone, and survives failures of other nodes. It may overlap on its node with the
+    batch script and with remains of an earlier agent.
 
     Attributes:
-        environment: that of this process, which describes the allocation.
+        environment: this process's, which describes the allocation.
     """
 
     environment: Mapping[str, str]
 
     def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
-        """Start a step; keys go by its standard input."""
+        """Start a step. Keys are sent by standard input."""
         command = ["srun", f"--jobid={self._job_of(host)}", f"--nodelist={host}", "--nodes=1", "--ntasks=1"]
         command += ["--overlap", "--no-kill", "--mem=0", "--cpu-bind=none", "--mpi=none", f"--chdir={os.getcwd()}"]
-        # What the batch script was told of its own tasks is not for a step of one task.
+        # Variables about the batch script's own tasks do not apply to a step of one task.
         kept = {name: value for name, value in self.environment.items() if name not in _OF_THE_BATCH}
         return _start([*command, sys.executable, "-m", agent.__name__], order, kept)
 
     def _job_of(self, host: str) -> str:
-        """Number of the job's part that a node is in."""
+        """Return the number of the heterogeneous job's component that has a node."""
         for number in range(int(self.environment.get("SLURM_HET_SIZE", "0"))):
             names = self.environment[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]
             listed = subprocess.run(
@@ -120,7 +120,7 @@ def starter_for(manager: ClusterManager, ssh_port: int = 0) -> Starter:
     """Return the starter of agents under a cluster's manager.
 
     Raises:
-        ValueError: the manager is Slurm, and this process is in no job of it.
+        ValueError: the manager is Slurm, and this process is not in a Slurm job.
     """
     match manager:
         case ClusterManager.local:
@@ -136,7 +136,7 @@ def starter_for(manager: ClusterManager, ssh_port: int = 0) -> Starter:
 
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that an agent on another host gets."""
+    """Return the environment variables of an agent on another host."""
     return {
         name: value
         for name, value in environment.items()
@@ -147,6 +147,6 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 def _start(command: list[str], order: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as inlet:  # it has ended at once, which is noticed later
+    with suppress(BrokenPipeError), process.stdin as inlet:  # it has ended at once, which is detected later
         inlet.write(order.encode() + b"\n")
     return process

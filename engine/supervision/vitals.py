@@ -1,4 +1,4 @@
-"""Vital signs of a host in an agent's report: memory, disk, resent segments, and telling lines of logs."""
+"""Vital signs of a host in an agent's report: memory, disk, TCP retransmissions, and matched log lines."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ PATTERNS: Mapping[str, re.Pattern[str]] = {
         "crash": r"Segmentation fault|core dumped|Fatal Python error|terminate called|stack smashing",
     }.items()
 }
-"""The searched patterns of log lines, by the name under which they are reported; the first match counts."""
+"""Patterns of log lines, by the name under which they are reported. The first match counts."""
 LONGEST_LINE = 400
 """Characters of a line that are searched and reported."""
 MOST_MATCHES = 20
-"""Lines that matched and are reported with one heartbeat; of more, the last."""
+"""Most matched lines in one report. If there are more, the last ones are reported."""
 
 
 def pattern_of(line: str) -> str | None:
-    """The name of what a line of a log warns of; None if it says nothing of that kind."""
+    """Return the name of the pattern that a log line matches, or None."""
     line = line[:LONGEST_LINE]
     return next((name for name, pattern in PATTERNS.items() if pattern.search(line)), None)
 
 
 class LogMatches:
-    """Lines of ranks' logs that matched, until they are reported."""
+    """Matched lines of ranks' logs that are not reported yet."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Start without matches."""
         self._found: deque[tuple[int, str, str]] = deque(maxlen=MOST_MATCHES)
 
     def take(self, rank: int, lines: Iterable[str]) -> None:
-        """Look at lines that a rank has printed."""
+        """Search lines that a rank has printed."""
         for line in lines:
             if (name := pattern_of(line)) is not None:
                 self._found.append((rank, name, line[:LONGEST_LINE].strip()))
@@ -61,11 +61,11 @@ class LogMatches:
 
 
 def host_vitals(run_folder: Path, matches: LogMatches) -> dict[str, Any]:
-    """Return the vital signs of a host, as JSON can hold them; unavailable ones are omitted.
+    """Return the vital signs of a host as JSON values, without unavailable ones.
 
-    ``disk_free_bytes`` and ``disk_bytes`` of the run's folder, ``memory_free_bytes`` and ``memory_bytes`` of the
-    host, ``load``: processes that run or wait to, ``tcp_resent``: segments that TCP has sent again since the host
-    began, and ``patterns``: lines that matched.
+    ``disk_free_bytes`` and ``disk_bytes`` are of the run's folder, ``memory_free_bytes`` and ``memory_bytes`` of the
+    host. ``load`` is the load average, ``tcp_resent`` the number of TCP retransmissions since boot, and ``patterns``
+    the matched log lines.
     """
     return {**_disk(run_folder), **_memory(), **_network(), "load": os.getloadavg()[0], "patterns": matches.drain()}
 

@@ -1,6 +1,6 @@
-"""Diagnosis of an attempt whose ranks live: from their reports and a clock, without I/O.
+"""Diagnosis of an attempt whose ranks are alive, from their reports and a clock, without I/O.
 
-How ranks end, and hosts that fall silent, are not judged here.
+Ends of ranks and silent hosts are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from weft.engine.supervision.report import HostReport, RankReport
 from weft.pipeline.culprit import JobRows, Place, Suspect, find_culprits
 
 STOPPED_S = 1.0
-"""Seconds between two reports in which a process is stopped, and has not run in between, after which it counts."""
+"""Least seconds between two reports of a stopped process, without running in between, for a diagnosis."""
 SILENT_S = 1.0
-"""Seconds beyond two heartbeats without a tick after which a rank gives no sign of life."""
+"""Seconds without a tick, beyond two heartbeats, after which a rank counts as silent."""
 BUSY = 0.5
-"""Share of a processor that a process takes which holds the interpreter's lock and computes."""
+"""Share of a processor from which a process that holds the interpreter's lock counts as computing."""
 LINES_KEPT = 200
-"""Lines of logs that wait to be reported."""
+"""Most matched log lines that are stored until they are reported."""
 MOST_NAMED = 8
-"""Ranks that are named in a text."""
+"""Most ranks that are named in a text."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A fault of ranks that live.
+    """A fault of live ranks.
 
     Attributes:
-        kind: stopped (by a signal), lock_held (a thread has the interpreter's lock and computes), blocked (it has
-            it and waits), hung (a rank does not run what it could), link (a transfer does not arrive).
-        culprit: rank and host, or link: a pair of ranks; empty if nobody can be distinguished.
+        kind: stopped (by a signal), lock_held (a thread has the interpreter's lock and computes), blocked (a thread
+            has it and waits), hung (a rank does not run what it could), link (a transfer does not arrive).
+        culprit: rank and host, or link (a pair of ranks). Empty if the culprit is unknown.
         evidence: one line.
-        step: the last rank's; None before training.
-        seconds: since the last good sign.
+        step: the slowest rank's, or None before training.
+        seconds: since the last progress.
     """
 
     kind: str
@@ -56,13 +56,13 @@ class Observed:
     Attributes:
         report: the last one.
         host: that sent it.
-        heard_at: when it came, as all times by the driver's clock.
-        moved_at: when the rank came to its place.
-        phase_at: when it was first seen in its phase.
-        tick_at: when its background thread was last seen to have ticked.
-        tick_cpu_s: processor time that it had taken then.
-        stopped_at: since when its process is stopped; None while it runs.
-        pauses: times that it was stopped and ran again.
+        heard_at: when it arrived. All times are by the driver's clock.
+        moved_at: when the rank last made progress.
+        phase_at: when its phase was first reported.
+        tick_at: when a new tick was last reported.
+        tick_cpu_s: processor time that it had used then.
+        stopped_at: since when its process is stopped, or None while it runs.
+        pauses: how often it was stopped and continued.
     """
 
     report: RankReport
@@ -77,7 +77,7 @@ class Observed:
 
     @property
     def silent_s(self) -> float:
-        """Seconds without a tick, when it was last heard of."""
+        """Seconds without a tick at its last report."""
         return self.heard_at - self.tick_at
 
 
@@ -94,13 +94,13 @@ class Watch:
         link_deadline_s: float,
         now: float,
     ) -> None:
-        """Begin with an attempt.
+        """Start with an attempt.
 
         Args:
-            deadlines: of the run; what is learned goes into it.
+            deadlines: of the run, which learns durations here.
             heartbeat_s: seconds between reports.
-            link_deadline_s: seconds that a transfer between sites may stand still: links heal by themselves.
-            now: any clock that goes on, in seconds, as in the other calls.
+            link_deadline_s: seconds that a transfer between sites may stand still, because links may heal.
+            now: time of a monotonic clock in seconds, as in the other calls.
         """
         self._attempt, self._num_ranks = attempt, num_ranks
         self._deadlines, self._heartbeat_s = deadlines, heartbeat_s
@@ -112,16 +112,16 @@ class Watch:
         self.vitals: dict[str, Mapping[str, Any]] = {}
         """Latest vital signs of each host."""
         self.lines: deque[tuple[str, Any]] = deque(maxlen=LINES_KEPT)
-        """Hosts, with lines of logs that matched there, until somebody takes them."""
+        """Hosts with their matched log lines that the alerts have not processed yet."""
         self._moved_at = now
         self._step, self._step_at = 0, now
         self._stopped: set[int] = set()
         self._found: tuple[tuple[float, float, bool], Sequence[Suspect]] | None = None
 
-    # -- observing ---------------------------------------------------------------------------------
+    # -- observation -------------------------------------------------------------------------------
 
     def observe(self, report: HostReport, now: float) -> None:
-        """Take a host's report."""
+        """Process a host's report."""
         self.vitals[report.host] = report.vitals
         self.lines.extend((report.host, line) for line in report.vitals.get("patterns", ()))
         for rank in report.ranks:
@@ -146,7 +146,7 @@ class Watch:
                 seen.stopped_at = now
                 self._stopped.add(rank.rank)
             elif (rank.tick, rank.place, rank.cpu_s) != (before.tick, before.place, before.cpu_s):
-                seen.stopped_at = now  # it ran in between
+                seen.stopped_at = now  # it has run in between
                 seen.pauses += 1
         elif seen.stopped_at is not None:
             seen.stopped_at = None
@@ -167,15 +167,15 @@ class Watch:
                 self._deadlines.saw_step((now - self._step_at) / (step - self._step))
             self._step, self._step_at = step, now
 
-    # -- judging -----------------------------------------------------------------------------------
+    # -- diagnosis ---------------------------------------------------------------------------------
 
     @property
     def still_since(self) -> float:
-        """When a rank last moved."""
+        """Time of the last progress of any rank."""
         return self._moved_at
 
     def verdict(self, now: float) -> Verdict | None:
-        """Return the diagnosis; None if nothing is wrong, or it is too early to tell."""
+        """Return the diagnosis, or None if nothing is wrong, or it is too early to tell."""
         for rank in sorted(self._stopped):
             seen = self.ranks[rank]
             if seen.stopped_at is not None and seen.heard_at - seen.stopped_at >= STOPPED_S:
@@ -192,7 +192,7 @@ class Watch:
         return self._judged(suspects, still_s, now)
 
     def _are_due(self, suspects: Sequence[Suspect], now: float) -> bool:
-        """True if they have stood still for longer than they may, or given no sign of life meanwhile for too long."""
+        """True if the suspects have exceeded the deadline for progress, or meanwhile the one for ticks."""
         phases, still_s = self._phases(suspects), now - self._moved_at
         if still_s >= self._deadlines.deadline_s(phases):
             return True
@@ -200,15 +200,15 @@ class Watch:
         return min([still_s, *silent_s]) >= self._deadlines.silent_s(phases)
 
     def _phases(self, suspects: Sequence[Suspect]) -> set[Phase]:
-        """Return the phases of the suspects; for a link, those at its ends."""
+        """Return the phases of the suspects. A link counts with the ranks at its ends."""
         ranks = {suspect.rank for suspect in suspects if suspect.rank is not None}
         ranks |= {rank for suspect in suspects for link in suspect.links for rank in link}
         return {self.ranks[rank].report.phase if rank in self.ranks else Phase.imports for rank in ranks}
 
     def suspects(self, now: float) -> Sequence[Suspect]:
-        """Who holds the others up, as things stand; several where they cannot be distinguished."""
+        """Return the ranks or links that the others wait for: several if they cannot be distinguished."""
         key = self._moved_at, now // (self._heartbeat_s / 2), self._links_are_due(now)
-        if self._found is None or self._found[0] != key:  # thousands of ranks are not judged twenty times a second
+        if self._found is None or self._found[0] != key:  # too slow to repeat at every call with thousands of ranks
             self._found = key, self._find(now)
         return self._found[1]
 
@@ -216,7 +216,7 @@ class Watch:
         return self._judge(now, [rank for rank, seen in self.ranks.items() if self._is_silent(seen, now)])
 
     def awaited(self, ended: Collection[int], now: float) -> Sequence[Suspect]:
-        """Who held the others up when ranks of ``ended`` had lost a peer and left, which says nothing against them."""
+        """Return the suspects when ranks of ``ended`` had lost a peer and left, which are no suspects for that."""
         left = {rank: seen for rank, seen in self.ranks.items() if rank not in ended}
         return self._judge(now, [rank for rank, seen in left.items() if self._is_silent(seen, now)])
 
@@ -229,7 +229,7 @@ class Watch:
         return [Suspect(rank, doing=self._phase_text(rank)) for rank in sorted(silent or self._last(places))]
 
     def stalled_link(self, now: float) -> Suspect | None:
-        """A link between sites over which nothing moves though nobody has reached the deadline for links."""
+        """Return a link between sites without progress that has not reached the deadline for links."""
         if now - self._moved_at < self._deadlines.steady_s() or not self._is_heard(now):
             return None
         suspects = self.suspects(now)
@@ -261,16 +261,16 @@ class Watch:
         return Verdict(kind, self._named(rank), f"rank {rank}: {evidence}", self._step_now(), seconds)
 
     def _named(self, rank: int) -> dict[str, Any]:
-        """The rank, and its host if that has reported it."""
+        """Return the rank, and its host if that has reported it."""
         return {"rank": rank, "host": self.ranks[rank].host} if rank in self.ranks else {"rank": rank}
 
     def _step_now(self) -> int | None:
         return min((seen.report.place.step for seen in self.ranks.values()), default=0) or None
 
     def _kind(self, rank: int, now: float) -> str:
-        """How a rank fails to go on, by what its process does."""
+        """Return the kind of fault of a rank without progress, from the state of its process."""
         seen = self.ranks.get(rank)
-        if seen is None:  # its agent has not started it yet
+        if seen is None:  # not started yet
             return "hung"
         if seen.report.state in STOPPED:
             return "stopped"
@@ -280,25 +280,25 @@ class Watch:
         return "lock_held" if computed_s > BUSY * max(seen.silent_s, 1e-9) else "blocked"
 
     def _is_silent(self, seen: Observed, now: float) -> bool:
-        """True if a rank that has begun to tick does so no more."""
+        """True if a rank has ended or, after its imports, does not tick any more."""
         if seen.report.exit_code is not None:
             return True
         return seen.report.phase is not Phase.imports and seen.silent_s > 2 * self._heartbeat_s + SILENT_S
 
     def _is_heard(self, now: float) -> bool:
-        """True if reports are coming in: what stands still in them stands still."""
+        """True if reports of all ranks are recent, so that missing progress in them is real."""
         limit = now - 3 * self._heartbeat_s
         return all(seen.heard_at >= limit for seen in self.ranks.values())
 
     def _knows_rows(self, places: Mapping[int, Place]) -> bool:
-        """True if the rows are known of the step that all ranks are in."""
+        """True if all ranks are in a step whose schedule rows are known."""
         if self.rows is None or len(places) < len(self.rows.seats) or not all(place.step for place in places.values()):
             return False
         kinds = {seen.report.num_microbatches for seen in self.ranks.values()}
         return kinds == {replica.schedule.num_microbatches for replica in self.rows.replicas}
 
     def _last(self, places: Mapping[int, Place]) -> list[int]:
-        """The ranks that are least far, as far as phases and steps tell."""
+        """Return the slowest ranks, by phase and step."""
         missing = [rank for rank in range(self._num_ranks) if rank not in places]
         if missing or not places:
             return missing
@@ -314,14 +314,14 @@ class Watch:
         return f"{text} of step {seen.report.place.step}" if seen.report.place.step else text
 
     def _broken(self) -> list[tuple[int, int]]:
-        """Links without a connection, as either end says."""
+        """Return links without a connection, as reported by either end."""
         return [(rank, link.peer) for rank, seen in self.ranks.items() for link in seen.report.links if not link.ready]
 
     def _sound(self, now: float) -> Iterator[tuple[int, int]]:
-        """Links that cannot be what holds up a transfer: memory that two ranks of a host share, and connections.
+        """Yield links that cannot be the cause of a stalled transfer: shared memory of a host, and connected links.
 
-        One between sites that carries nothing any more loses its connections only after a while, so they
-        count from the deadline for links on.
+        A failed link between sites loses its connections only after a while. So connections count only after the
+        deadline for links.
         """
         assert self.rows is not None
         for replica in self.rows.replicas:
@@ -356,4 +356,4 @@ _ORDER: Mapping[Phase, int] = {
     Phase.checkpoint: 4,
     Phase.finishing: 5,
 }
-"""How far phases are, where places do not tell."""
+"""Order of phases, for ranks without comparable progress in a step."""

@@ -34,7 +34,7 @@ class Fragment:
             parameter's shape if it is the whole parameter, flat otherwise.
         trained: whether the optimiser steps it.
         shared: whether every replica holds this part.
-        cut: which part of the named parameter ``parameter`` is; None is all of it.
+        cut: which part of the named parameter ``parameter`` is. None is all of it.
     """
 
     name: str
@@ -266,7 +266,7 @@ class Bucket:
         return self._master is not self._shard
 
     def whole_master(self) -> Tensor:
-        """Return the weights in the precision that they are stepped in, flat; a collective call over the replicas."""
+        """Return the weights in the precision that they are stepped in, flat. Collective call over the replicas."""
         if self._master.numel() == self.length:
             return self._master
         whole = self._master.new_empty(self.length)

@@ -27,7 +27,7 @@ Choose = Callable[[Collective], Rewrite]
 
 
 class Waits(Protocol):
-    """Told when this rank waits for its replicas; see `weft.engine.supervision.place_writer.PlaceWriter`."""
+    """Told when this rank waits for its replicas. See `weft.engine.supervision.place_writer.PlaceWriter`."""
 
     def begin_wait(self) -> None:
         """From here on it waits."""
@@ -82,7 +82,7 @@ class Collectives:
 
     Attributes:
         replica, num_replicas: this rank among those that hold the same weights.
-        gradients, weights: None on a single replica, as without arguments; see `open`.
+        gradients, weights: None on a single replica, as without arguments. See `open`.
         choose: how a collective is carried out.
         costs: measured costs over this rank's replicas, if any.
         source: origin of the costs.
@@ -105,13 +105,13 @@ class Collectives:
     """Group for parameters that all ranks of a stage hold in full, where they share matrices: each has a part of the
     sum. None: as the others."""
     expert: Collectives | None = None
-    """Group of ranks with the same experts; None means the same group as other parameters."""
+    """Group of ranks with the same experts. None means the same group as other parameters."""
 
     @classmethod
     def open(
         cls, layout: RankLayout, device: torch.device, zero: ZeroConfig, *, cache_dir: str, timeout_s: float
     ) -> Collectives:
-        """Open the collectives of this rank's data group and of others that it needs; a collective call.
+        """Open the collectives of this rank's data group and of others that it needs. Collective call.
 
         Args:
             cache_dir: folder with the costs of collectives, which are measured and stored there if they are missing.

@@ -41,7 +41,7 @@ class _Difference:
     """A difference that a rank has detected among its replicas.
 
     Attributes:
-        text: for people; empty if they agree.
+        text: for people, or empty if they agree.
         ranks: as of `ReplicasDiffer`.
     """
 
@@ -115,7 +115,7 @@ class Comparison:
     # -- in a step -------------------------------------------------------------------------------
 
     def before_update(self, step: int) -> None:
-        """Do what is due before the update of a step, counted from 1; a collective call that waits for no rank."""
+        """Do what is due before the update of a step, counted from 1. Collective call that waits for no rank."""
         if not self._every:
             return
         if step != self._next_step:
@@ -180,7 +180,7 @@ class Comparison:
         )
 
     def now(self, step: int) -> None:
-        """Compare between two steps, after ``step`` steps, and wait for the answer; a collective call.
+        """Compare between two steps, after ``step`` steps, and wait for the answer. Collective call.
 
         Raises:
             ReplicasDiffer: on every rank.
@@ -273,7 +273,7 @@ def differing(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Start to reduce ``tensor``; returns what waits for it."""
+    """Start to reduce ``tensor``, and return what waits for it."""
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
 
     def wait() -> Tensor:

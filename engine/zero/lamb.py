@@ -16,7 +16,7 @@ class Lamb(Optimizer):
     """LAMB on whole parameters, or on their fragments after `join`.
 
     The trust ratio of a parameter is the norm of its weights over that of its update, clamped to
-    ``min_coeff`` and ``max_coeff`` as in DeepSpeed; 1 if either norm is 0. MegaScale (section 3.1)
+    ``min_coeff`` and ``max_coeff`` as in DeepSpeed, or 1 if either norm is 0. MegaScale (section 3.1)
     uses LAMB for batches four times as large.
     """
 
@@ -43,14 +43,14 @@ class Lamb(Optimizer):
         Args:
             places: index of the parameter that each fragment is part of.
             count: total number of parameters, equal on all ranks that share them.
-            add_up: sums a tensor over those ranks in place; a collective call.
+            add_up: sums a tensor over those ranks in place. Collective call.
             device: device of the sums.
         """
         self._places, self._count, self._sum, self._device = places, count, add_up, device
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient; a collective call after `join`."""
+        """Update every parameter that has a gradient. Collective call after `join`."""
         taken = [(group, *self._directions(group)) for group in self.param_groups]
         if not any(group["lr"] for group, *_ in taken):
             return  # nothing to update

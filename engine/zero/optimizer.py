@@ -54,17 +54,17 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         Args:
             optimizer: created for the model's parameters, and not stepped yet.
             loss_scaler: the loss scaler of fp16; otherwise a constant one.
-            clip: returns the largest gradient norm; 0 disables clipping.
+            clip: returns the largest gradient norm. 0 disables clipping.
             check_overflow: skip steps whose gradients are not finite, for which the host waits in
                 every step. Otherwise such gradients are an error, which is detected one step later
                 unless the norm is known anyway.
             skips: which steps to skip besides those that overflow, for which the host waits in every
-                step, too; None skips none.
+                step, too. None skips none.
             steps_done: returns the number of steps before this one, for messages.
             stops: returns whether this rank was asked to stop, which travels with the norm.
             waiting: context that is entered while waiting for other ranks.
-            replicas: group of this rank and its replicas; None means this rank alone.
-            pipeline: group of this rank's pipeline; None means this rank alone.
+            replicas: group of this rank and its replicas. None means this rank alone.
+            pipeline: group of this rank's pipeline. None means this rank alone.
         """
         self.optimizer = optimizer
         self.sharding = sharding
@@ -88,7 +88,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         scale."""
         self._presence: Presence | None = None
         self._origin: Callable[[], Source] = Source
-        """Returns where numbers of the last step that are not finite come from; a collective call."""
+        """Returns where numbers of the last step that are not finite come from. Collective call."""
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
         for fragment in held:
@@ -117,7 +117,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def reduce(self, loss: Tensor | None = None, hidden: Extremes = ()) -> None:
-        """Wait for the gradients of all replicas, and judge their norm; a collective call.
+        """Wait for the gradients of all replicas, and judge their norm. Collective call.
 
         Args:
             loss: this rank's part of the step's loss, a scalar, where it has one. It is judged with the
@@ -155,7 +155,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step on clipped gradients, start to gather the new weights, and adapt the loss scale; a collective call.
+        """Step on clipped gradients, start to gather the new weights, and adapt the loss scale. Collective call.
 
         A step that is skipped (``overflow``) only drops the gradients and adapts the loss scale.
         """
@@ -205,7 +205,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return self._check_overflow and scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
     def check_finite(self) -> None:
-        """Check that weights and optimiser state may be saved; a collective call that synchronises the device.
+        """Check that weights and optimiser state may be saved. Collective call that synchronises the device.
 
         Raises:
             NonFiniteError: on every rank, if the last gradient, a weight or optimiser state is not finite.
@@ -235,7 +235,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @property
     def gradient_norm(self) -> Tensor | None:
-        """2-norm of the whole model's gradient in the last step; None before the first.
+        """2-norm of the whole model's gradient in the last step, or None before the first.
 
         Blocks until it has been summed over all ranks, unless the step itself needed it.
         """

@@ -26,8 +26,8 @@ class Source(NamedTuple):
     """Where NaN or infinity first appeared.
 
     Attributes:
-        ranks: those that made it; empty if the data or the training did.
-        forward: virtual stage in whose forward it appeared; -1 if that was in a backward.
+        ranks: those that made it, or empty if the data or the training did.
+        forward: virtual stage in whose forward it appeared, or -1 if that was in a backward.
     """
 
     ranks: tuple[int, ...] = ()
@@ -40,9 +40,9 @@ class Sighting:
 
     Attributes:
         pipeline: first rank of its pipeline.
-        stage: the last of its stages whose own gradients are not finite; -1 if all are finite.
+        stage: the last of its stages whose own gradients are not finite, or -1 if all are finite.
         in_loss: whether its part of the loss is not finite.
-        forward: the first of its stages whose hidden states are not finite; -1 if all are finite.
+        forward: the first of its stages whose hidden states are not finite, or -1 if all are finite.
     """
 
     pipeline: int
@@ -57,8 +57,8 @@ class OwnNumbers:
 
     Attributes:
         extremes: of gradients before their reduction, each with the first stage of its bucket.
-        loss: this rank's part; None where it computes none.
-        pipeline: group of this rank's pipeline; None is this rank alone.
+        loss: this rank's part, or None where it computes none.
+        pipeline: group of this rank's pipeline. None is this rank alone.
         hidden: extremes of the hidden states that its stages have computed, each with its stage.
     """
 
@@ -79,7 +79,7 @@ class OwnNumbers:
         return cls([(min(b.stages), value) for b in buckets for value in b.extremes], loss, pipeline, hidden)
 
     def origin(self) -> Source:
-        """Return `origins` of the whole job; a collective call."""
+        """Return `origins` of the whole job. Collective call."""
         if not dist.is_initialized():
             return Source()
         ranks = [dist.get_rank()] if self.pipeline is None else dist.get_process_group_ranks(self.pipeline)

@@ -16,7 +16,7 @@ from weft.engine.zero.bucket import Bucket
 
 
 class Presence:
-    """The parameters of a rank's buckets that have a gradient in this step; a collective call over their holders."""
+    """The parameters of a rank's buckets that have a gradient in this step. Collective call over their holders."""
 
     def __init__(
         self, buckets: Iterable[Bucket], start_sum: Callable[[Tensor], ReplicaSum], device: torch.device

@@ -40,9 +40,9 @@ class Sharding:
         """Move the parameters of ``stages`` into buckets.
 
         Args:
-            collectives: collectives over this rank's replicas; None means a single replica.
+            collectives: collectives over this rank's replicas. None means a single replica.
             tied: parameters that other pipeline ranks also hold, with the group of their holders.
-            bucket_ends: where buckets end; see `divide`.
+            bucket_ends: where buckets end. See `divide`.
         """
         stages = sorted(stages, key=lambda stage: stage.index)
         self.collectives = collectives or Collectives()
@@ -125,7 +125,7 @@ class Sharding:
         A forward and a backward may run alternately.
 
         Args:
-            coming: returns how many gradients of each parameter arrive within; None is one of each.
+            coming: returns how many gradients of each parameter arrive within. None is one of each.
         """
         weights, backward = self._weights[action.stage], action.op in BACKWARD
         if action.op is not Op.W:
@@ -208,7 +208,7 @@ class Sharding:
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Context in which every parameter has its full value; a collective call over the replicas."""
+        """Context in which every parameter has its full value. Collective call over the replicas."""
         for bucket in self.buckets:
             bucket.wait()
         yield

@@ -60,7 +60,7 @@ class Skips:
         """Set the rule.
 
         Args:
-            most: bad steps in a row; 0 skips none.
+            most: bad steps in a row. 0 skips none.
             spike: a norm of a good step is at most this many times the median of the last `WINDOW`; 0
                 lets any finite norm pass.
         """

@@ -123,7 +123,7 @@ class StageWeights:
 
 
 class _Direction(threading.local):
-    """The direction of this thread's latest computation: True for a backward; None before the first."""
+    """The direction of this thread's latest computation: True for a backward, or None before the first."""
 
     backward: bool | None = None
 

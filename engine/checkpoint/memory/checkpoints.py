@@ -1,4 +1,4 @@
-"""Memory checkpoints of a rank: copied while training goes on, kept by a partner too, restored from either."""
+"""Memory checkpoints of a rank: copied while training continues, replicated at a partner, restored from either."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from weft.engine.checkpoint.trained import Trained
 from weft.engine.distributed import attempt_number
 
 COPIES = 2
-"""Memory checkpoints of a rank that a host holds: a whole one, and one that is being written."""
+"""Memory checkpoints per rank and host: a complete one, and one that is being written."""
 WAIT_S = 1.0
-"""Longest that training waits every time for partners to have the last one; else there are fewer of them."""
+"""Duration of a memory checkpoint in seconds, from which their interval may grow, so that training does not wait."""
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +55,11 @@ class _Taken:
 class MemoryCheckpoints:
     """Takes memory checkpoints of an engine, by all ranks after the same steps.
 
-    Two stages (MegaScale section 4.4): while the forwards and backwards of the next step run, which
-    leave weights and optimiser state alone, a thread copies them to host memory; then it hashes what
-    it has copied, sends it to the partner, and learns whether all ranks have got so far. Only then may
-    the memory checkpoint before this one be overwritten. The step waits if the optimiser is about to
-    change what is not copied yet, and when a checkpoint is due before the last one is whole everywhere;
-    once that has happened, so many steps lie between two that copies are under way for a share of the time.
+    There are two stages (MegaScale section 4.4). While the next step's forwards and backwards run, which do not
+    change weights and optimiser state, a thread copies these to host memory. Then it hashes the copy, sends it to
+    the partner, and waits for the results of all ranks. After that the previous memory checkpoint may be overwritten.
+    Training waits before an optimiser step until the copy is done, and before a checkpoint until the previous one is
+    complete everywhere. If checkpoints take long, the interval between them grows.
     """
 
     def __init__(
@@ -76,29 +75,29 @@ class MemoryCheckpoints:
         share: float,
         whole: Callable[[int], object],
     ) -> None:
-        """Made by `open`.
+        """Store the settings. Use `open` instead.
 
         Args:
-            group: of all ranks, in host memory; nothing else may use it.
-            lineage, token: as of `Commit`.
-            share, whole: as of `open`.
+            group: of all ranks, in host memory, for this object alone.
+            lineage, token: see `Commit`.
+            share, whole: see `open`.
         """
         self.memory, self.hosts, self.group = memory, hosts, group
         self.stalled_s = 0.0
         """Seconds that training has waited for memory checkpoints."""
         self.num_whole = 0
-        """Memory checkpoints of this attempt that became whole on all hosts."""
+        """Number of memory checkpoints of this attempt that were completed on all hosts."""
         self._engine, self._portion = engine, portion
         self._lineage, self._token = lineage, token
         self._share, self._whole = share, whole
         self._held = fragments(engine)
         self._slots: dict[tuple[int, int], Slot] = {}
-        self._last = 1  # the index of the last whole one, so that the first takes the other
+        self._last = 1  # the index of the last complete one, so that the first uses the other
         self._copied = threading.Event()
         self._copied.set()
         self._work: Future[tuple[int, bool]] | None = None
-        self._step_s = 0.0  # of the steps before the last checkpoint that was due
-        self._gone_on: tuple[int, float] | None = None  # the step after which training last went on, and when
+        self._step_s = 0.0  # average of the steps before the last due checkpoint
+        self._gone_on: tuple[int, float] | None = None  # the step after which training last continued, and the time
         self._not_before = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-memory")
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
@@ -114,13 +113,13 @@ class MemoryCheckpoints:
         share: float = 1.0,
         whole: Callable[[int], object] = lambda step: None,
     ) -> MemoryCheckpoints:
-        """Find out which ranks share a host, and whether their memory checkpoints fit; a collective call.
+        """Find out which ranks share a host, and whether their memory checkpoints fit. Collective call.
 
         Args:
             sites: the site of each rank.
             timeout_s: seconds after which a rank that does not answer counts as lost.
-            share: of the time that copies which take long may be under way.
-            whole: called, on a thread, with the step of each that has become whole on all hosts.
+            share: largest share of the time that slow copies may take.
+            whole: called, on a thread, with the step of each memory checkpoint that is complete on all hosts.
 
         Raises:
             CheckpointError: on every rank: a host has too little memory for two memory checkpoints.
@@ -133,7 +132,7 @@ class MemoryCheckpoints:
         store = store_of(stores, ranks.rank)
         needed = COPIES * sum(sizes[rank] for rank in hosts.kept_by(store))
         ranks.together(memory.root, lambda: memory.check_room(needed) if ranks.rank == store.leader else None)
-        # More than any lineage before it, and than those of hosts that are away.
+        # Higher than any earlier lineage, including those of hosts that are away.
         last = max([commit.lineage for _, commit in memory.whole()] + [attempt_number()])
         told = ranks.gather((last, secrets.token_hex(8)))
         lineage, token = 1 + max(number for number, _ in told), told[0][1]
@@ -143,10 +142,10 @@ class MemoryCheckpoints:
     # -- between steps ---------------------------------------------------------------------------
 
     def take(self, client_state: Mapping[str, Any]) -> None:
-        """Begin a memory checkpoint of the step that has just ended, by all ranks after the same step.
+        """Start a memory checkpoint of the step that has just ended, by all ranks after the same step.
 
         Args:
-            client_state: as of `save_engine`.
+            client_state: see `save_engine`.
 
         Raises:
             RuntimeError: another rank was lost while the last one was sent.
@@ -173,7 +172,7 @@ class MemoryCheckpoints:
         self.stalled_s += self._gone_on[1] - begun
 
     def before_step(self) -> None:
-        """Wait until the state has been copied that the optimiser is about to change."""
+        """Wait until the state that the optimiser is about to change has been copied."""
         if not self._copied.is_set():
             begun = perf_counter()
             self._copied.wait()
@@ -182,7 +181,7 @@ class MemoryCheckpoints:
             torch.cuda.current_stream(self._engine.device).wait_stream(self._stream)
 
     def finish(self) -> None:
-        """Wait until the last memory checkpoint is whole on all hosts, or is known not to be; errors as of `take`."""
+        """Wait until the last memory checkpoint has completed on all hosts or failed. Errors as in `take`."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -192,31 +191,31 @@ class MemoryCheckpoints:
             self.num_whole += 1
 
     def recover(self, *, least_step: int = 0) -> tuple[int, dict[str, Any]] | None:
-        """Restore the newest memory checkpoint that is whole among all hosts; a collective call.
+        """Restore the newest memory checkpoint that is complete over all hosts. Collective call.
 
         Args:
-            least_step: of older ones something newer is in storage.
+            least_step: older ones are ignored, because storage has a newer checkpoint.
 
         Returns:
-            Its step and the caller's state; None if there is none.
+            Its step and the caller's state, or None if there is none.
         """
         return recover(self._engine, self.memory, self.hosts, self.group, least_step=least_step)
 
     def forget(self) -> None:
-        """Remove what all hosts remember, because its steps are taken back; a collective call."""
+        """Remove the memory checkpoints of all hosts, because their steps are rolled back. Collective call."""
         self.finish()
         self._give_back()
         gather(None)
         if self._engine.global_rank in self.hosts.leaders:
             self.memory.forget()
-        gather(None)  # nobody writes anew before all is gone
+        gather(None)  # no rank writes again before everything is removed
 
     def abandon(self) -> None:
-        """Begin nothing more; a copy that is under way ends with its process group, which has to follow."""
+        """Start no more copies. One in progress ends with its process group, which the caller must end next."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """End the thread and give the mappings back; what is whole stays."""
+        """End the thread and unmap the memory. Complete checkpoints stay."""
         self._worker.shutdown()
         self._give_back()
 
@@ -228,9 +227,10 @@ class MemoryCheckpoints:
     # -- on the thread -----------------------------------------------------------------------------
 
     def _store(self, taken: _Taken, index: int) -> tuple[int, bool]:
-        """Copy, commit, send to the partner; returns when the next may follow, and whether all ranks have come so far.
+        """Copy, commit, and send to the partner. Return the least step of the next one, and if all ranks succeeded.
 
-        Where that takes long, the next follows after so many steps that it takes its share, by what all ranks tell.
+        If this takes longer than `WAIT_S`, the interval grows until copies take ``share`` of the time, by the slowest
+        rank.
         """
         rank, problem, text, begun = self._engine.global_rank, "", b"", perf_counter()
         slot = None
@@ -261,13 +261,13 @@ class MemoryCheckpoints:
         return not_before, not problems
 
     def _copy(self, taken: _Taken, slot: Slot) -> bytes:
-        """Copy the state, and let the optimiser change it; returns the text of the commit."""
+        """Copy the state, release it for the optimiser, and return the text of the commit."""
         pieces = self._portion.pieces(self._engine, self._held, taken.moment)
         if self._engine.global_rank in self.hosts.leaders:
             pieces += [Piece.whole(name, tensor) for name, tensor in taken.tensors.items()]
         pieces = in_order(pieces)
         places = slot.places(pieces)
-        with torch.cuda.stream(self._stream):  # does nothing without a GPU
+        with torch.cuda.stream(self._stream):  # without effect on a CPU
             for place, piece in zip(places, pieces, strict=True):
                 place.copy_(piece.data, non_blocking=True)
         meta = engine_state.meta(self._engine, self._held, taken.moment, taken.tree)
@@ -285,7 +285,7 @@ class MemoryCheckpoints:
 
     def _slot(self, index: int, rank: int) -> Slot:
         slot = self._slots.get((index, rank))
-        if slot is not None and slot.bytes.numel() and not slot.path.exists():  # somebody has removed the folder
+        if slot is not None and slot.bytes.numel() and not slot.path.exists():  # the folder was removed
             self._slots.pop((index, rank)).close()
             slot = None
         if slot is None:

@@ -1,4 +1,4 @@
-"""Slots sent from host to host: what a rank's partner keeps, and what a host lacks when it restores."""
+"""Slots sent between hosts: copies for a rank's partner, and slots that a host lacks when it restores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from weft.engine.checkpoint.memory.slot import Slot
 
 Transfer = tuple[int, int]
-"""The rank that sends, and the one that receives."""
+"""Source rank and destination rank."""
 
 
 def send_copy(group: dist.ProcessGroup, slot: Slot | None, text: bytes, partner: int | None) -> list[dist.Work]:
-    """Begin to send a slot; nothing but its size if ``text``, its commit, is empty.
+    """Start to send a slot with its commit ``text``. If that is empty, send a size of zero only.
 
     Returns:
-        What to wait for. The slot must not change until then.
+        Operations to wait for. The slot must not change until then.
     """
     if partner is None:
         return []
@@ -34,7 +34,7 @@ def receive_copies(
     """Receive the slots of ``guests``, and commit them here.
 
     Returns:
-        The guests of whose slots there is no copy, because this host has no space left.
+        The ranks in ``guests`` whose slots could not be stored, because this host has no memory left.
     """
     failed: list[tuple[int, Exception]] = []
     for guest in guests:
@@ -50,7 +50,7 @@ def receive_copies(
             target = slot.bytes
         except (OSError, ValueError) as error:
             failed.append((guest, error))
-            slot, target = None, torch.empty(int(sizes[1]), dtype=torch.uint8)  # what was sent has to be taken
+            slot, target = None, torch.empty(int(sizes[1]), dtype=torch.uint8)  # the peer sends anyway
         dist.recv(text, guest, group=group)
         dist.recv(target, guest, group=group)
         if slot is not None:

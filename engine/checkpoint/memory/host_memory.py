@@ -14,33 +14,33 @@ from weft.engine.checkpoint.memory.slot import COMMIT, Commit, read_commit
 from weft.engine.checkpoint.shard_file import FILES
 
 VARIABLE = "WEFT_MEMORY"
-"""Names the folder to a rank; whoever starts ranks makes the folder, and removes it when the job ends."""
+"""Environment variable of a rank: the folder, which the ranks' parent creates, and removes at the end of the job."""
 _NAME = re.compile(r"memory-\d{6,}-[ab]")
 
 
 class HostMemory:
-    """The folder as the ranks of one host share it."""
+    """The folder that the ranks of one host share."""
 
     def __init__(self, root: Path) -> None:
-        """Take the folder, or make it.
+        """Open the folder, or create it.
 
         Raises:
-            ValueError: others could read or replace it.
+            ValueError: other users could read or replace it.
         """
         self.root = private_folder(root)
 
     @classmethod
     def of_environment(cls) -> HostMemory | None:
-        """The one that ``WEFT_MEMORY`` names; None if nobody keeps any."""
+        """Return the folder that ``WEFT_MEMORY`` names, or None if it is unset."""
         named = os.environ.get(VARIABLE)
         return cls(Path(named)) if named else None
 
     def folder(self, lineage: int, index: int) -> Path:
-        """Where slots of one memory checkpoint lie: each lineage has two, 0 and 1, that take turns."""
+        """Return the folder of one memory checkpoint's slots. Each lineage alternates between two: 0 and 1."""
         return self.root / f"memory-{lineage:06d}-{'ab'[index]}"
 
     def whole(self) -> Iterator[tuple[Path, Commit]]:
-        """The file and the commit of every slot that is whole; checksums of pieces are not looked at."""
+        """Return file and commit of every complete slot. Checksums of pieces are not verified."""
         for folder in self._folders():
             for path in sorted(folder.glob(FILES)):
                 commit = read_commit(path.with_suffix(COMMIT))
@@ -54,7 +54,7 @@ class HostMemory:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def check_room(self, num_bytes: int) -> None:
-        """Check that there is memory for ``num_bytes`` alongside what is held already.
+        """Check that there is memory for ``num_bytes``, including existing slots.
 
         Raises:
             CheckpointError: there is not.

@@ -1,4 +1,4 @@
-"""The hosts of a job, as memory checkpoints see them: who shares memory, and who keeps whose copies."""
+"""The hosts of a job: ranks that share memory, and partners for copies of memory checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.engine.checkpoint.stores import Store
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of a job are.
+    """The ranks of each host and their partners.
 
     Attributes:
         stores: the ranks of each host.
-        keepers: for each rank the one on another host that keeps its copy; None on a single host.
+        keepers: for each rank its partner, which stores its copy on another host, or None on a single host.
     """
 
     stores: tuple[Store, ...]
@@ -23,21 +23,21 @@ class Hosts:
 
     @classmethod
     def of(cls, stores: tuple[Store, ...], sites: Sequence[int]) -> Hosts:
-        """Hosts with their partners; ``sites`` is that of each rank."""
+        """Assign partners. ``sites`` has the site of each rank."""
         numbers = [next(number for number, each in enumerate(stores) if rank in each.members) for rank in _all(stores)]
         return cls(stores, partners(numbers, sites))
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The rank of each host that looks after its memory."""
+        """Return the rank of each host that manages its memory checkpoints."""
         return tuple(store.leader for store in self.stores)
 
     def guests(self, rank: int) -> tuple[int, ...]:
-        """The ranks whose copies ``rank`` keeps."""
+        """Return the ranks whose copies ``rank`` stores."""
         return tuple(guest for guest, keeper in enumerate(self.keepers) if keeper == rank)
 
     def kept_by(self, store: Store) -> list[int]:
-        """The ranks whose memory checkpoints a host holds: its own, and its guests."""
+        """Return the ranks whose memory checkpoints a host stores: its own, and those of partners."""
         return [rank for member in store.members for rank in (member, *self.guests(member))]
 
 

@@ -1,4 +1,4 @@
-"""Partners: which rank, on another host, keeps a copy of a rank's memory checkpoint."""
+"""Choice of partners: the rank on another host that stores a copy of a rank's memory checkpoint."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 
 def partners(hosts: Sequence[int], sites: Sequence[int]) -> tuple[int | None, ...]:
-    """Return for each rank the one that keeps its copy; None where all ranks are on one host.
+    """Return the partner of each rank, or None if all ranks are on one host.
 
-    Each host keeps the copies of one other host, so that every host may be lost alone. It is one of
-    the same site if there is one: the links between sites belong to training.
+    Each host stores the copies of one other host, so that any single host may be lost. Partners are at the same site
+    if possible, because links between sites are needed for training.
 
     Args:
         hosts: the host of each rank.
-        sites: the site of each rank; ranks of a host may belong to several.
+        sites: the site of each rank. Ranks of a host may belong to several.
     """
     members = {host: [rank for rank, of_rank in enumerate(hosts) if of_rank == host] for host in sorted(set(hosts))}
     site_of = {host: sites[ranks[0]] for host, ranks in members.items()}
@@ -26,7 +26,7 @@ def partners(hosts: Sequence[int], sites: Sequence[int]) -> tuple[int | None, ..
 
 
 def _next(host: int, site_of: dict[int, int]) -> int | None:
-    """The host after ``host``, in a ring of its site's hosts; of all hosts if its site has no other."""
+    """Return the next host in a ring of the site's hosts, or of all hosts if the site has no other."""
     near = [other for other, site in site_of.items() if site == site_of[host]]
     ring = near if len(near) > 1 else list(site_of)
     after = ring[(ring.index(host) + 1) % len(ring)]

@@ -1,4 +1,4 @@
-"""Recovery: the newest memory checkpoint that all hosts hold together, and each piece from the nearest copy."""
+"""Recovery of the newest memory checkpoint that is complete over all hosts, with each piece from the nearest copy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """A rank's part of a memory checkpoint, as some host holds it; the newest memory checkpoint is the highest.
+    """A rank's part of a memory checkpoint on some host. Parts sort by age, with the newest last.
 
     Attributes:
-        lineage, step, token: as of `Commit`.
+        lineage, step, token: see `Commit`.
         folder: name of the folder, the same on all hosts.
-        rank, num_ranks: as of `Commit`.
+        rank, num_ranks: see `Commit`.
     """
 
     lineage: int
@@ -60,11 +60,11 @@ class Part:
 
 
 def newest_whole(held: Sequence[Iterable[Part]], least_step: int = 0) -> dict[Part, list[int]]:
-    """The parts of the newest memory checkpoint of which all are there, each with the hosts that hold it.
+    """Return the parts of the newest complete memory checkpoint, each with the hosts that have it.
 
     Args:
-        held: what each host holds.
-        least_step: older ones do not count.
+        held: the parts on each host.
+        least_step: older ones are ignored.
 
     Returns:
         Empty if there is none.
@@ -83,15 +83,15 @@ def newest_whole(held: Sequence[Iterable[Part]], least_step: int = 0) -> dict[Pa
 def recover(
     engine: Trained, memory: HostMemory, hosts: Hosts, group: dist.ProcessGroup, *, least_step: int
 ) -> tuple[int, dict[str, Any]] | None:
-    """Restore the newest memory checkpoint that is whole among all hosts; a collective call.
+    """Restore the newest memory checkpoint that is complete over all hosts. Collective call.
 
-    One that turns out to be damaged is restored from other copies of what is damaged, or not at all.
+    Damaged parts are replaced by other copies. Without such copies, the memory checkpoint is not restored.
 
     Args:
         group: of all ranks, in host memory.
 
     Returns:
-        Its step and the caller's state; None if there is none.
+        Its step and the caller's state, or None if there is none.
     """
     ranks = Ranks(dist.get_rank(), partial(gather, kinds=(ShardEntry, Part)))
     leads = ranks.rank in hosts.leaders
@@ -111,7 +111,7 @@ def recover(
 
 
 class _Recovery:
-    """One attempt to restore one memory checkpoint; its methods are collective calls."""
+    """One attempt to restore one memory checkpoint. Its methods are collective calls."""
 
     def __init__(
         self,
@@ -131,11 +131,11 @@ class _Recovery:
         self._host = next(number for number, store in enumerate(hosts.stores) if ranks.rank in store.members)
 
     def run(self) -> dict[str, Any]:
-        """Restore it; returns the caller's state.
+        """Restore the memory checkpoint, and return the caller's state.
 
         Raises:
-            CheckpointError: on every rank: a part is damaged, or is of another model.
-            NonFiniteError: on every rank: it holds NaNs or infinities.
+            CheckpointError: on every rank, if a part is damaged or of another model.
+            NonFiniteError: on every rank, if there are NaNs or infinities.
         """
         self._ranks.together(self._folder, self._clear)
         told = self._ranks.collect(self._folder, self._entries)
@@ -149,23 +149,23 @@ class _Recovery:
         state = restore(self._engine, checkpoint, self._ranks)
         self._engine.check_finite()
         if self._leads:
-            self._memory.forget({self._folder})  # the rest is of steps that are taken back
+            self._memory.forget({self._folder})  # newer ones are of steps that are rolled back
         return state
 
     def drop_damaged(self) -> None:
-        """Remove the parts that are damaged; if none is, it cannot be restored, and all of them go."""
+        """Remove damaged parts, or all of them if none is damaged, because the memory checkpoint cannot be restored."""
         damaged = [path for path in self._own() if not _is_intact(path)] if self._leads else []
         none = not any(self._ranks.gather(len(damaged)))
         for path in self._own() if none and self._leads else damaged:
             path.with_suffix(COMMIT).unlink(missing_ok=True)
-        self._ranks.gather(None)  # nobody looks before all have removed theirs
+        self._ranks.gather(None)  # no rank searches again before all have removed theirs
 
     def _own(self) -> list[Path]:
-        """The files of the parts that this host holds."""
+        """Return the files of the parts on this host."""
         return [self._folder / file_name(part.rank) for part, held in self._where.items() if self._host in held]
 
     def _clear(self) -> None:
-        """Make the folder where it is missing, and remove from it what is not whole, or of another step."""
+        """Create the folder if it is missing, and remove incomplete slots and those of other steps from it."""
         if not self._leads:
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -186,13 +186,13 @@ class _Recovery:
         return found
 
     def _fetch(self, needed: set[str]) -> None:
-        """Copy to this host what its ranks need and it does not hold, from one that does."""
+        """Copy missing parts that this host's ranks need from hosts that have them."""
         lacks = self._ranks.gather(sorted(name for name in needed if not (self._folder / name).exists()))
         for part, held in sorted(self._where.items()):
             for store in self._hosts.stores:
                 if any(file_name(part.rank) in lacks[rank] for rank in store.members):
                     self._copy(part, self._hosts.leaders[held[0]], store.leader)
-        self._ranks.gather(None)  # the leaders have what they fetched
+        self._ranks.gather(None)  # the leaders have fetched the parts
 
     def _copy(self, part: Part, source: int, target: int) -> None:
         path = self._folder / file_name(part.rank)

@@ -1,4 +1,4 @@
-"""The slot: one rank's part of a memory checkpoint, a mapped file that is whole only once it is committed."""
+"""The slot: one rank's part of a memory checkpoint, a mapped file that is valid only once it is committed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from weft.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor, chec
 from weft.engine.checkpoint.shard_file import DTYPES, TYPES, ShardEntry, StoredFile, check_size, file_name, header_of
 
 COMMIT = ".commit"
-"""Suffix of the file that says that a slot is whole, and what is in it."""
+"""Suffix of the commit file, which marks a slot as complete and describes its contents."""
 _WHOLES = "wholes"
 """Entry of the header's metadata: the name, shape and first element of each piece."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The contents of a slot.
+    """The description of a complete slot.
 
     Attributes:
-        lineage: counts the attempts at training that took memory checkpoints, with ``token``, which no two share.
+        lineage: counts the attempts that took memory checkpoints. ``token`` is unique to each.
         step: optimiser steps done.
         rank, num_ranks: of the job that wrote it.
-        num_bytes, header_bytes, header_checksum: as of `StoredFile`.
+        num_bytes, header_bytes, header_checksum: see `StoredFile`.
         checksums: of the pieces, in the order of the header.
         meta: JSON values that do not belong to a tensor.
     """
@@ -49,13 +49,13 @@ class Commit:
     meta: Mapping[str, Any]
 
     def text(self) -> bytes:
-        """The contents of the commit file: a checksum, then JSON."""
+        """Return the contents of the commit file: a checksum, then JSON."""
         body = json.dumps(asdict(self), separators=(",", ":")).encode()
         return checksum(body).encode() + b"\n" + body
 
     @classmethod
     def parse(cls, text: bytes) -> Commit | None:
-        """The opposite of `text`; None if it is torn or damaged."""
+        """Parse the output of `text`. Return None if it is incomplete or damaged."""
         digest, _, body = text.partition(b"\n")
         if checksum(body).encode() != digest:
             return None
@@ -65,18 +65,18 @@ class Commit:
 
     @property
     def of(self) -> tuple[int, str, int]:
-        """The memory checkpoint that it is a part of; the highest is the newest."""
+        """Identity of the memory checkpoint that it is a part of. The highest is the newest."""
         return self.lineage, self.token, self.step
 
 
 class Slot:
-    """A rank's file and its commit in a folder of host memory; written anew again and again."""
+    """A rank's file and its commit in a folder of host memory, which are overwritten repeatedly."""
 
     def __init__(self, folder: Path, rank: int, *, pinned: bool = False) -> None:
-        """Take the place of ``rank`` in a folder that is there; nothing is written yet.
+        """Use the paths of ``rank`` in an existing folder, without writing yet.
 
         Args:
-            pinned: let a GPU copy into the memory by itself.
+            pinned: register the memory with CUDA, for asynchronous copies.
         """
         self._pinned = pinned
         self.path = folder / file_name(rank)
@@ -87,10 +87,10 @@ class Slot:
         """The whole file, mapped, shape [n]."""
 
     def open(self, num_bytes: int) -> None:
-        """Withdraw the commit, and make room for ``num_bytes``.
+        """Remove the commit, and allocate ``num_bytes``.
 
         Raises:
-            OSError: the host has not so much memory left.
+            OSError: the host does not have enough memory.
         """
         self._commit.unlink(missing_ok=True)
         if self.bytes.numel() == num_bytes:
@@ -98,16 +98,16 @@ class Slot:
         self.close()
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
-            os.posix_fallocate(file, 0, num_bytes)  # writing to a hole that cannot be filled would be a SIGBUS
+            os.posix_fallocate(file, 0, num_bytes)  # writing to a hole without memory for it would raise SIGBUS
         finally:
             os.close(file)
         self.map()
 
     def map(self) -> None:
-        """Map the file that is there.
+        """Map the existing file.
 
         Raises:
-            OSError: there is none.
+            OSError: it is missing.
         """
         with open(self.path, "r+b") as file:
             self.bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -115,10 +115,10 @@ class Slot:
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0))
 
     def places(self, pieces: Sequence[Piece]) -> list[Tensor]:
-        """Where the elements of each piece go; withdraws the commit.
+        """Remove the commit, and return a view of the mapped memory for each piece.
 
         Args:
-            pieces: ordered so that each is aligned to its elements: the wider types first.
+            pieces: in the order of `in_order`, so that each is aligned to its element size.
         """
         wholes = json.dumps([(piece.name, piece.shape, piece.start) for piece in pieces], separators=(",", ":"))
         header = header_of(pieces, **{_WHOLES: wholes})
@@ -134,7 +134,7 @@ class Slot:
         return self._places
 
     def sealed(self, **given: Any) -> Commit:
-        """The commit over what lies in the places; ``given`` are its fields that the slot does not know."""
+        """Return the commit for the slot's current contents. ``given`` are the fields that the caller supplies."""
         return Commit(
             num_bytes=self.bytes.numel(),
             header_bytes=len(self._header),
@@ -144,20 +144,20 @@ class Slot:
         )
 
     def commit(self, text: bytes) -> None:
-        """Declare the slot whole: ``text`` is that of a `Commit`."""
+        """Mark the slot as complete by the text of its `Commit`."""
         temporary = self._commit.with_suffix(".tmp")
         temporary.write_bytes(text)
         os.rename(temporary, self._commit)
 
     def close(self) -> None:
-        """Give the mapping back; the file stays."""
+        """Unmap the file, which stays."""
         if self._pinned and self.bytes.numel():
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
         self._header, self._places, self.bytes = b"", [], torch.empty(0, dtype=torch.uint8)
 
 
 def read_commit(path: Path) -> Commit | None:
-    """Return the contents of a commit file's slot; None if it is incomplete."""
+    """Return the contents of a commit file's slot, or None if it is incomplete."""
     try:
         commit = Commit.parse(path.read_bytes())
         if commit is not None:
@@ -194,10 +194,10 @@ def _file(commit: Commit) -> StoredFile:
 
 
 def in_order(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces in an order in which each is aligned to its elements.
+    """Sort pieces by descending element size, so that each is aligned.
 
     Raises:
-        KeyError: a type that checkpoints do not hold.
+        KeyError: a type that checkpoints do not support.
     """
     assert all(piece.data.dtype in DTYPES for piece in pieces)
     return sorted(pieces, key=lambda piece: -piece.data.element_size())
