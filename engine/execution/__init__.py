@@ -1,1 +1,1 @@
-"""One step on one rank: batches in, a schedule's row executed, sums out."""
+"""Execution of one step on one rank: prepares batches, executes a schedule's row, sums losses and counts."""

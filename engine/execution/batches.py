@@ -1,4 +1,4 @@
-"""One micro-batch as the stages want it, from what a data loader yields."""
+"""Conversion of a data loader's micro-batch to the form that stages take."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def prepare_batch(
     *,
     keep_whole: bool = False,
 ) -> dict[str, Tensor]:
-    """Check a micro-batch, add position ids where there are none, move it to ``device``.
+    """Check a micro-batch, add position ids if it has none, and move it to ``device``.
 
     Args:
         batch: ``input_ids`` [B, S]; ``labels`` [B, S] with -100 for ignored tokens; optional
             ``position_ids`` [B, S] and ``attention_mask`` [B, S].
-        context: ranks that share its sequences, of which only this rank's part is kept.
-        keep_whole: keep the whole as well, for an objective.
+        context: ranks that share its sequences. Only this rank's part is kept.
+        keep_whole: also keep the whole micro-batch, for an objective.
 
     Raises:
-        ValueError: the form is another.
+        ValueError: it has another form.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch or "labels" not in batch:
         found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -42,7 +42,7 @@ def prepare_batch(
     if "position_ids" not in given:
         given["position_ids"] = _positions(given)
     mask = given.get("attention_mask")
-    # Kernels without a mask are faster; but one that is on the device already is not waited for.
+    # Kernels without a mask are faster, but examining a mask on the device would synchronise.
     needless = mask is not None and mask.device.type == "cpu" and bool(mask.all())
     positions, cut = given["position_ids"], context.size > 1
     given = part_of(given, context, keep_whole=keep_whole)
@@ -52,11 +52,11 @@ def prepare_batch(
     if needless:
         whole = {} if cut or not keep_whole else {WHOLE + name: value for name, value in moved.items()}
         del moved["attention_mask"]
-        moved |= whole  # an objective gets the batch as the loader made it
+        moved |= whole  # an objective receives the batch in the loader's form
     return moved
 
 
 def _positions(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Position of each token among the tokens that are not padding."""
+    """Return the position of each token among the tokens that are not padding."""
     mask = tensors.get("attention_mask", torch.ones_like(tensors["input_ids"]))
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -19,13 +19,13 @@ from weft.pipeline.placement import Placement
 
 @dataclass(kw_only=True, eq=False)
 class Compute:
-    """Runs F, B, I and W; a hop between two stages of one rank is a dictionary entry.
+    """Runs F, B, I and W. Between two stages of one rank, tensors are passed in a dictionary.
 
     Attributes:
         stages: this rank's, by number.
-        seed_gradient: the gradient that a loss's backward starts from (loss scale).
-        around: entered while an action computes; it has the stage's weights there.
-        random: entered while a training forward runs; it has the random numbers of its micro-batch.
+        seed_gradient: returns the gradient of a loss, which is the loss scale.
+        around: context of an action's computation, in which the stage's weights are complete.
+        random: context of a training forward, with the random states of its micro-batch.
     """
 
     stages: Mapping[int, Stage]
@@ -41,11 +41,11 @@ class Compute:
         """The step in which the last stage runs."""
         if self._last in self.stages:
             last = self.stages[self._last]
-            # The count is waited for where the loss begins, so that the layers before hide its way.
+            # Wait for the count only before the last block, so that earlier layers hide its transfer.
             (last.blocks() or [last])[-1].register_forward_pre_hook(self._before_last_block)
 
     def forward(self, state: StepState, action: Action) -> None:
-        """``F``: consume an input, leave an output or a loss."""
+        """Run ``F``: consume an input, and store an output or a loss."""
         stage, microbatch = key(action)
         batch = state.batches[microbatch]
         hidden = state.inputs.pop((stage, microbatch)) if stage else None
@@ -81,7 +81,7 @@ class Compute:
             state.losses[microbatch] = module(hidden, batch, **self._counting_of(state, microbatch))
 
     def _counting_of(self, state: StepState, microbatch: int) -> dict[str, Any]:
-        """Where the step's count of labels will be when the last block has begun, and whether any is here."""
+        """Return the tensor that will have the step's number of items, and whether this micro-batch has any."""
         self._last_state = state
         items = state.num_items.items if state.num_items is not None else None
         return {"num_items": items} | ({"counts": False} if microbatch in state.empty else {})
@@ -98,13 +98,13 @@ class Compute:
         (state.inputs if local else state.outputs)[stage + local, microbatch] = output
 
     def backward(self, state: StepState, action: Action) -> None:
-        """``B`` or ``I``: both gradients at once, or that for the stage before, with what ``W`` needs kept."""
+        """Run ``B`` or ``I``: both gradients, or that of the input, while keeping the inputs of ``W``."""
         with self.around_backward(state, action):
             self.begin_backward(state, action)
             self.end_backward(state, action)
 
     def around_backward(self, state: StepState, action: Action) -> AbstractContextManager[None]:
-        """Context of a backward, which counts the gradients that are to come."""
+        """Return the context of a backward, which counts its gradients."""
         return self.around(action, state.saved[key(action)].coming)
 
     def begin_backward(self, state: StepState, action: Action) -> None:
@@ -120,7 +120,7 @@ class Compute:
             state.note_peak()
 
     def weight_backward(self, state: StepState, action: Action) -> None:
-        """``W``: the weight gradients that ``I`` has left."""
+        """Run ``W``: the weight gradients that ``I`` has deferred."""
         with self.around_backward(state, action):
             self._backward[action.stage].weight_backward(state.saved.pop(key(action)))
 

@@ -1,4 +1,4 @@
-"""Drawing the micro-batches of a step from the caller's iterator."""
+"""Reads the micro-batches of a step from the caller's iterator."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor
 
 
 class DataEnded(ValueError, StopIteration):
-    """The data of a step ended before the step had all of it: bad input, and what DeepSpeed lets through."""
+    """The data ended within a step. It is a bad input, and an error class that DeepSpeed passes on."""
 
 
 def draw(
     batches: Iterator | None, count: int, prepare: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], *, what: str
 ) -> Sequence[dict[str, Tensor]]:
-    """The next ``count`` micro-batches, prepared.
+    """Read and prepare the next ``count`` micro-batches.
 
     Args:
-        what: the call and the step that they are for, in messages: ``"train_batch, step 5"``.
+        what: call and step for messages, such as ``"train_batch, step 5"``.
 
     Raises:
         DataEnded: there are fewer.
-        ValueError: what was passed is no iterator: of a list or a loader every call would read the beginning.
+        ValueError: the argument is no iterator. With a list or a loader every call would read the beginning.
     """
     if batches is None or not hasattr(batches, "__next__"):
         given = "nothing" if batches is None else f"a {type(batches).__name__}"

@@ -1,4 +1,4 @@
-"""The executor: runs one rank's row of a schedule, transfers and compute alike."""
+"""The executor: runs the transfers and the computations of one rank's row of a schedule."""
 
 from __future__ import annotations
 
@@ -32,16 +32,15 @@ def _await_sends(state: StepState) -> None:
 class Executor:
     """Executes rows of lowered schedules on one rank.
 
-    Sends start as soon as their tensor exists, and are waited for when the row has ended, if
-    they have not ended before; receives are posted ahead of need. So neither stands between
-    two computations that do not depend on it (MegaScale section 3.2).
+    Sends start as soon as their tensor exists, and are waited for at the end of the row. Receives are posted
+    in advance. So neither delays computations that do not depend on it (MegaScale section 3.2).
 
     Attributes:
         rank: this pipeline rank, as in the schedule's rows.
         send_to: channels to neighbouring pipeline ranks.
         receive_from: channels from neighbouring pipeline ranks.
-        receive_ahead: receives posted ahead of need, per neighbour.
-        stage_wide: what to do for ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``.
+        receive_ahead: receives posted in advance, per neighbour.
+        stage_wide: implementations of ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``.
         debug: assert before each action that its dependencies on this rank have ended.
         pairs: runs strand pairs interleaved. None runs their halves one after the other.
     """
@@ -70,11 +69,11 @@ class Executor:
         }
 
     def run(self, schedule: Schedule, state: StepState) -> None:
-        """Execute this rank's row in its order, up to ``STEP``: `stepping` is that slot.
+        """Execute this rank's row in order, up to ``STEP``, which is `stepping`.
 
         Args:
             schedule: lowered and valid.
-            state: the step's batches and observers; holds losses and peaks afterwards.
+            state: the step's batches and observers. Receives losses and peaks.
 
         Raises:
             ChannelError: a neighbour did not deliver in time.
@@ -95,7 +94,7 @@ class Executor:
 
     @contextmanager
     def stepping(self, schedule: Schedule, state: StepState) -> Iterator[None]:
-        """The slot ``STEP``, which ends a row: the optimiser steps within. Every send has ended afterwards."""
+        """Context of the slot ``STEP``, in which the optimiser steps. At its end every send has completed."""
         slot = schedule.rows[self.rank][-1]
         assert slot[0].op is Op.STEP, f"a row that ends with {slot[0]} trains nothing"
         with self._observed(schedule, state, slot):
@@ -116,10 +115,10 @@ class Executor:
             observer.slot_ends(slot)
 
     def _run_slot(self, schedule: Schedule, state: StepState, slot: Slot) -> None:
-        """One action, or the two halves of a strand pair.
+        """Run one action, or the two halves of a strand pair.
 
-        The inputs of both halves are there, and their transfers stand before and after the slot.
-        Where they are not interleaved the backward goes first, because it frees what the forward will save.
+        The inputs of both halves are available, because their transfers are separate slots. If the halves are not
+        interleaved, the backward runs first, because it frees memory for the forward.
         """
         if self.pairs is not None and is_pair(slot):
             self.pairs.run(self.compute, state, slot)
@@ -149,7 +148,7 @@ class Executor:
         receive = receive_of(action)
         tensors = state.outputs if action.op is Op.SEND_F else state.input_gradients
         channel = self.send_to[schedule.placement.stage_ranks[receive.stage]]
-        while state.sends and state.sends[0].ended():  # its tensor is held no longer
+        while state.sends and state.sends[0].ended():  # frees its tensor
             state.sends.popleft().wait()
         state.sends.append(channel.send(str(receive), tensors.pop(key(action))))
 

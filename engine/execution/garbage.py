@@ -1,4 +1,4 @@
-"""Leaving objects that live as long as the engine out of Python's garbage collections."""
+"""Excludes objects that live as long as the engine from Python's garbage collections."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from functools import cache
 
 @cache
 def _program_freezes() -> bool:
-    """True if this program had frozen what it holds by its first engine's first step; counting that takes 60 ms."""
+    """True if the program had frozen objects by its first engine's first step. Cached, as counting takes 60 ms."""
     return gc.get_freeze_count() > 0
 
 
 class LongLived:
-    """Objects that outlive a step, which collections during later steps need not examine.
+    """Objects that outlive a step, which later collections need not examine.
 
-    That took a quarter of a second now and then (MegaScale section 6.3).
+    Without this, a collection occasionally takes a quarter of a second (MegaScale section 6.3).
     """
 
     def __init__(self) -> None:
-        """Nothing is left out yet."""
+        """Start without frozen objects."""
         self._frozen = False
 
     def freeze(self) -> None:
-        """Leave out all that lives now, unless the program has frozen objects itself."""
+        """Freeze all current objects, unless the program has frozen objects itself."""
         if not _program_freezes() and not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
             self._frozen = True
 
     def release(self) -> None:
-        """Have collections look at everything again."""
+        """Let collections examine all objects again."""
         if self._frozen:
             gc.unfreeze()

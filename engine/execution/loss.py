@@ -1,4 +1,4 @@
-"""The loss of a step: what it is averaged over, and its sum over micro-batches, replicas and the pipeline."""
+"""The loss of a step: the number of items to average over, and the sum over micro-batches, replicas and pipeline."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from weft.engine.stages.objective import Minimised, tell_items, told_items
 
 @dataclass(kw_only=True, eq=False)
 class StepLoss:
-    """Counts and sums for a rank. Ranks of the last stage hold losses; the others receive them.
+    """Counts and sums of a rank. Ranks of the last stage compute losses, and the others receive them.
 
-    Token losses are divided by the number of items of the whole step, so micro-batches and
-    replicas are summed, never averaged.
+    Token losses are divided by the number of items of the whole step. So losses of micro-batches and replicas are
+    added, never averaged.
 
     Attributes:
-        minimised: the objective, where it is not the model's own loss.
+        minimised: the objective, if it is not the model's own loss.
         holds: whether this rank holds the last stage.
         source: global rank that does, in this rank's pipeline.
         replicas: ranks that hold the same stages. None is this rank alone.
         pipeline: ranks that hold a model together. None is this rank alone.
-        counts: whether this rank counts an objective's items; of ranks that share a micro-batch one does.
+        counts: whether this rank counts an objective's items, as one of the ranks that share a micro-batch does.
     """
 
     minimised: Minimised | None
@@ -46,7 +46,7 @@ class StepLoss:
         self._counted: LabelCount | None = None
 
     def tell(self, prepared: dict[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-        """Note on a prepared micro-batch how many items an objective counts in it, as it was in host memory."""
+        """Attach an objective's number of items in ``batch``, in host memory, to the prepared micro-batch."""
         if self.minimised is not None and self.holds:
             tell_items(prepared, self.minimised.items(batch))
 
@@ -55,7 +55,7 @@ class StepLoss:
         return count_label_tokens(batch) if self.minimised is None else self.minimised.items(batch)
 
     def count(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
-        """Start to count what the loss is averaged over, on ranks that compute it; fields of `StepState`."""
+        """Start to count the items, on ranks that compute the loss, and return fields of `StepState`."""
         if not self.holds:
             return {"num_items": None}
         if self.minimised is None:
@@ -67,27 +67,27 @@ class StepLoss:
         return {"num_items": LabelCount(counted, self.replicas), "empty": empty}
 
     def check(self, count: LabelCount | None) -> None:
-        """Refuse a step without labels; on a GPU in the step after it, whose host need not wait for it.
+        """Raise an error for a step without labels. On a GPU this happens one step later, to avoid a synchronisation.
 
         Raises:
-            ValueError: there was no label.
+            ValueError: the step had no labels.
         """
         earlier, self._counted = self._counted, count
         if earlier is not None:
             earlier.check()
 
     def check_objective(self) -> None:
-        """After the first step: refuse an objective that is not divided by the items. Collective call, once.
+        """Check after the first step that an objective is divided by the items. Collective call, once.
 
         Raises:
-            ValueError: on every rank: it is not.
+            ValueError: on every rank, if it is not.
         """
         if self.minimised is not None and not self._looked_at:
             self._looked_at = True
             together(self.minimised.require_sums)
 
     def held(self, state: StepState) -> Tensor | None:
-        """The loss of this rank's micro-batches, fp32, or None on ranks that compute none."""
+        """Return the loss of this rank's micro-batches, fp32, or None on ranks that compute none."""
         return torch.stack([loss.float() for loss in state.losses.values()]).sum() if state.losses else None
 
     def sum(self, state: StepState) -> ReplicaSum | None:
@@ -96,7 +96,7 @@ class StepLoss:
         return None if loss is None else ReplicaSum(loss, self.replicas)
 
     def share(self, loss: ReplicaSum | None) -> Tensor:
-        """The loss of the whole step on every rank of the pipeline, from the one that holds the last stage."""
+        """Broadcast the loss of the whole step from the last stage's rank to all ranks of the pipeline."""
         shared = torch.zeros((), device=self.device) if loss is None else loss.wait()
         if self.pipeline is not None:
             dist.broadcast(shared, src=self.source, group=self.pipeline)

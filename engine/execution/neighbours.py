@@ -1,4 +1,4 @@
-"""A rank's channels to the pipeline ranks next to it, whatever lies between: memory, a site's network, the WAN."""
+"""A rank's channels to neighbouring pipeline ranks, over memory, a site's network or the WAN."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def open_wan(
     *,
     known: Mapping[Hop, LinkProfile] | None = None,
 ) -> WanNetwork | None:
-    """The job's links between sites, or None where no stage follows another at a different site.
+    """Open the job's links between sites. Return None if no consecutive stages are at different sites.
 
-    A collective call.
+    Collective call.
 
     Args:
-        known: as of `WanNetwork.join`.
+        known: see `WanNetwork.join`.
     """
     crossing = cells(placement, layout, comm.cell)
     if not crossing:
@@ -56,8 +56,8 @@ class Neighbours:
 
     Attributes:
         send_to: by pipeline rank of this replica.
-        receive_from: the same, the other way.
-        lifeline: between the hosts of devices; between CPUs the connections say who has ended.
+        receive_from: the same for the other direction.
+        lifeline: detects lost ranks of GPU jobs. Between CPUs, the channels' connections do.
     """
 
     send_to: Mapping[int, Sender]
@@ -72,7 +72,7 @@ class Neighbours:
         """Open the channels. Collective call over the whole world.
 
         Args:
-            wan: holds those to other sites, where there are any; it closes them.
+            wan: has the channels to other sites, if any, and closes them.
         """
         inside, between = hops(placement, layout)
         assert not between or wan is not None, "stages at several sites need `open_wan`"
@@ -94,7 +94,7 @@ class Neighbours:
         return joined
 
     def watching(self) -> AbstractContextManager[None]:
-        """While this rank exchanges data with others: an error that another rank's death has caused names that rank.
+        """Context of transfers, in which an error that a lost rank has caused names that rank.
 
         Raises:
             ChannelError: a rank is lost.
@@ -102,7 +102,7 @@ class Neighbours:
         return nullcontext() if self.lifeline is None else self.lifeline.watching()
 
     def interrupt(self, why: ChannelError | None = None) -> None:
-        """Have waits for ranks of this site fail, from any thread; the channels are of no use afterwards."""
+        """Make all waits for ranks of this site fail, from any thread. The channels cannot be used afterwards."""
         for end in self._own:
             if isinstance(end, SharedSender | SharedReceiver):
                 end.interrupt()
@@ -110,10 +110,10 @@ class Neighbours:
                 end.interrupt(why or ChannelError("this rank leaves"))
 
     def close(self, *, leaving: bool = False) -> None:
-        """Give back what these channels hold; process groups end with the job.
+        """Release the channels' resources. Process groups end with the job.
 
         Args:
-            leaving: other ranks may not close theirs, or have ended.
+            leaving: whether other ranks may have ended or keep their channels open.
         """
         for end in self._own:
             if leaving and isinstance(end, RtsSender):

@@ -22,19 +22,19 @@ from weft.pipeline.strands.plan import SegmentPlan, Step
 from weft.pipeline.strands.scheduled import is_pair, pair_name, plans_for
 
 BY_TURNS = SegmentPlan(())
-"""Without a plan, strands alternate."""
+"""An empty plan, with which strands alternate."""
 
 
 @dataclass(kw_only=True, eq=False)
 class StrandPairs:
     """Runs pairs on one rank, each by the plan for its two virtual stages.
 
-    The weight gradients of a full backward move if its plan moves them: that is a backward in two parts,
-    whose second the plan plays parameter by parameter, wherever the other strand has space.
+    A plan may defer the weight gradients of a full backward. The backward then has two parts, and the plan computes
+    the second one parameter by parameter, while the other strand communicates.
 
     Attributes:
-        costs: what is known of layers' insides, or None where nothing is, so that strands alternate.
-        plans: by `pair_name`; the same on all ranks.
+        costs: of the segments of layers, or None if they are unknown, in which case strands alternate.
+        plans: by `pair_name`, the same on all ranks.
     """
 
     runner: PairRunner
@@ -43,11 +43,11 @@ class StrandPairs:
 
     @classmethod
     def open(cls, device: torch.device, turns: Turns, costs: PairCosts | None, *, strict: bool) -> StrandPairs:
-        """With a thread of their own. See `PairRunner`."""
+        """Start the thread of backwards. See `PairRunner`."""
         return cls(runner=PairRunner(StrandThread(device), turns, strict=strict), costs=costs)
 
     def agree(self, schedules: Collection[Schedule], num_stages: int) -> None:
-        """Take over rank 0's plans for the pairs of these schedules. Collective call if there are any.
+        """Broadcast rank 0's plans for the pairs of these schedules. Collective call if there are any.
 
         Args:
             schedules: of all DP-cells, the same on every rank.
@@ -66,7 +66,7 @@ class StrandPairs:
         self.runner.thread.close()
 
     def split(self, row: Iterable[Slot]) -> set[Key]:
-        """Forwards of a row whose full backward the plan of its pair divides."""
+        """Return the forwards of a row whose full backward is divided by the plan of its pair."""
         backwards = ((slot[1], self._plan(slot)) for slot in row if is_pair(slot))
         return {key(action) for action, plan in backwards if action.op is Op.B and Step.weight in plan.steps}
 
@@ -74,7 +74,7 @@ class StrandPairs:
         """Run both halves of a slot.
 
         Raises:
-            Exception: the first error of either; both have ended.
+            Exception: the first error of either, after both have ended.
         """
         forward, backward = pair
         saved = state.saved[key(backward)]

@@ -1,4 +1,4 @@
-"""Receives posted ahead of need: a window over the messages that one neighbour will send."""
+"""Receives posted in advance: a window over the messages that one neighbour will send."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from weft.pipeline.action import Action
 class ReceiveQueue:
     """The receives of one step from one neighbour, in the order in which it sends.
 
-    A transport such as gloo moves nothing before the receive is posted, and NCCL matches
-    messages by order: so receives are posted in the sender's order, ``ahead`` of them at any
-    time, and further when a later one is needed first.
+    A transport such as gloo transfers nothing before the receive is posted, and NCCL matches messages by
+    order. So receives are posted in the sender's order. There are ``ahead`` of them at any time, and more if a
+    later one is needed first.
     """
 
     def __init__(self, channel: Receiver, messages: Sequence[tuple[Action, TensorSpec]], *, ahead: int) -> None:
@@ -28,7 +28,7 @@ class ReceiveQueue:
         self._fill()
 
     def wait(self, action: Action) -> Tensor:
-        """The tensor of receive ``action``; blocks until it is here.
+        """Return the tensor of receive ``action``. Blocks until it has arrived.
 
         Raises:
             ChannelError: the deadline passed, or the link broke.

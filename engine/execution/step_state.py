@@ -28,18 +28,18 @@ def key(action: Action) -> Key:
 
 @dataclass(kw_only=True)
 class StepState:
-    """Tensors in flight; every dictionary is empty again when the step has ended."""
+    """Tensors in flight. Every dictionary is empty again at the end of the step."""
 
     batches: Sequence[Batch]
     """Micro-batches, on the device."""
     num_items: LabelCount | None
-    """Tokens that the loss is averaged over; still being counted when the step begins."""
+    """Tokens that the loss is averaged over. They are still being counted when the step begins."""
     empty: Set[int] = frozenset()
-    """Micro-batches of which nothing counts in the loss."""
+    """Micro-batches without items of the loss."""
     training: bool
-    """True if forwards keep what a backward needs."""
+    """True if forwards save tensors for a backward."""
     split: Set[Key] = frozenset()
-    """Forwards whose backward comes in two parts."""
+    """Forwards whose backward has two parts."""
     observers: Sequence[SlotObserver] = ()
     """Notified of the step's begin and of every slot."""
     keep_logits: bool = False
@@ -59,7 +59,7 @@ class StepState:
     logits: dict[int, Tensor] = field(default_factory=dict)
     """Logits of each micro-batch, if kept."""
     sends: deque[SendHandle] = field(default_factory=deque)
-    """Transfers under way, oldest first."""
+    """Sends in progress, oldest first."""
     receives: dict[int, ReceiveQueue] = field(default_factory=dict)
     """Receives by pipeline rank of the sender."""
     done: set[Action] = field(default_factory=set)
@@ -72,10 +72,10 @@ class StepState:
     """Most chunk activations alive at once."""
 
     def note_hidden(self, stage: int, hidden: Tensor) -> None:
-        """Keep the extremes of hidden states, on their device: NaN and infinity are among them."""
+        """Store the extremes of hidden states on their device, which show NaN and infinity."""
         self.hidden += [(stage, extreme) for extreme in hidden.detach().aminmax()]
 
     def note_peak(self) -> None:
-        """Take the high-water mark of what is saved now."""
+        """Update the peaks from the tensors that are saved now."""
         self.peak_chunks = max(self.peak_chunks, sum(saved.holds_activation for saved in self.saved.values()))
         self.peak_bytes = max(self.peak_bytes, sum(saved.live_bytes for saved in self.saved.values()))

@@ -1,8 +1,7 @@
-"""Sums of a few numbers over replicas, started as soon as it is known and waited for where it is used.
+"""Asynchronous sums of a few numbers over replicas, started early and waited for before use.
 
-A small message that starts while weights are on their way over a slow link waits in the same
-queues. So the step's counts and losses travel while something else is computed, and the loss
-sets out before the weights do.
+A small message queues behind weights that are being sent over a slow link. So counts and losses are sent during
+computations, and the loss is sent before the weights.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ class ReplicaSum:
     """Numbers that are being summed. See `weft.comm.channel.Handle`."""
 
     def __init__(self, number: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Start.
+        """Start the sum.
 
         Args:
-            number: a scalar or a vector; the sum takes its place.
+            number: a scalar or a vector, which is overwritten by the sum.
             group: the replicas. None is a single one.
         """
         self._number = number
         self._work = None if group is None else dist.all_reduce(number, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """The sum; on a GPU the stream that is current waits for it, and not the host."""
+        """Return the sum. On a GPU the current stream waits for it, not the host."""
         if self._work is not None:
-            self._work.wait()  # each time, because the next may ask from another stream
+            self._work.wait()  # at each call, because the current stream may differ
         return self._number
 
 
 def sum_now(number: Tensor, *, replicas: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None) -> Tensor:
-    """The sum over all ranks, for those who cannot go on without it; the same on every rank.
+    """Return the sum over all ranks, the same on every rank. Blocks.
 
-    Replicas add theirs up first. Then each pipeline rank tells every other one directly: an
-    all-reduce over the world would cross the WAN several times, one time after the other.
+    Replicas add their numbers first. Then each pipeline rank sends its sum to every other one directly, because an
+    all-reduce over the world would cross the WAN several times in sequence.
 
     Args:
-        number: a scalar or a vector; it is overwritten.
+        number: a scalar or a vector, which is overwritten.
         replicas: ranks that hold the same stages. None is this rank alone.
         pipeline: ranks that hold a model together. None is this rank alone.
     """
@@ -64,19 +63,19 @@ class LabelCount:
         exact = torch.float64 if count.device.type == "cpu" else torch.float32
         self._sum: ReplicaSum | None = ReplicaSum(count.to(exact), group)
         self.items = torch.zeros((), device=count.device)
-        """The count, fp32, once it was waited for."""
+        """The count, fp32, after `wait`."""
         self._told: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
     def is_known(self) -> bool:
-        """True if it was waited for."""
+        """True after `wait`."""
         return self._sum is None
 
     def wait(self) -> Tensor:
-        """`items`, filled; on a GPU only the current stream waits.
+        """Fill and return `items`. On a GPU only the current stream waits.
 
         Raises:
-            ValueError: there is none; of a GPU's count `check` says so.
+            ValueError: the count is zero. On a GPU, `check` raises this.
         """
         if self._sum is not None:
             self.items.copy_(self._sum.wait())
@@ -88,17 +87,17 @@ class LabelCount:
         return self.items
 
     def _tell(self) -> None:
-        """Send the count to the host, which asks later; a step without labels has a loss and gradients of zero."""
+        """Copy the count to the host for `check`. A step without labels has a loss and gradients of zero."""
         told = torch.empty((), pin_memory=True)
         told.copy_(self.items, non_blocking=True)
         self._told = told, torch.cuda.current_stream(self.items.device).record_event()
         self.items.clamp_(min=1.0)
 
     def check(self) -> None:
-        """Refuse a count of zero, in a later step than the one that waited for it, so that the host waits little.
+        """Raise an error for a count of zero. To be called in a later step than `wait`, so that the host hardly waits.
 
         Raises:
-            ValueError: there was no label.
+            ValueError: the step had no labels.
         """
         if self._told is not None:
             told, event = self._told

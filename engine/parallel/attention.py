@@ -1,10 +1,9 @@
-"""Attention over a sequence of which each member of a context group has a part.
+"""Attention over a sequence that is divided over the members of a context group.
 
-Hugging Face's forward looks up its attention, and the masks for it, by a name in the config. A member
-registers its own under a name of its own. Here it gathers keys and values, and lets the attention that was
-configured before run with this member's queries; `HeadAttention` and `RingAttention` are other ways. Masks are
-made by Hugging Face's own function of the positions, for the rows that this member has: windows, chunks, packed
-documents and padding stay what they are.
+Hugging Face's forward looks up its attention and mask functions by a name in the config. Each member registers its
+own functions under a unique name. Here they gather keys and values, and run the configured attention with this
+member's queries. `HeadAttention` and `RingAttention` are the alternatives. Hugging Face's own mask functions make the
+mask rows of this member's positions, so that windows, chunks, packed documents and padding keep their meaning.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
     """Let a model attend to keys and values of a context group's members, whose parts of the sequence are zigzag.
 
     Raises:
-        UnshareableError: keys and values are to be gathered for an attention that takes no masks.
+        UnshareableError: the configured attention does not support the exchange.
     """
     group = axes.context
     if group.size == 1:
@@ -74,7 +73,7 @@ class ContextAttention:
         attention_mask: Tensor | None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of this member's positions to those of all.
+        """Compute attention of this member's positions to all positions.
 
         Args:
             query: [B, heads, S / members, D].
@@ -82,7 +81,7 @@ class ContextAttention:
             attention_mask: from `mask`.
 
         Returns:
-            [B, S / members, heads, D], and the weights if the configured attention gives them.
+            [B, S / members, heads, D], and the attention weights if the configured attention returns them.
         """
         key, value = self._whole(key, value)
         if attention_mask is None and self._base == "sdpa":
@@ -101,10 +100,10 @@ class ContextAttention:
         device: torch.device | str = "cpu",
         **arguments: Any,
     ) -> Tensor | None:
-        """The mask [B, 1, S / members, S] of this member's rows, or None if it is no more than causal.
+        """Return the mask [B, 1, S / members, S] of this member's rows, or None if it is just causal.
 
         Args:
-            mask_function: of the batch's, the head's, the query's and the key's index in the whole sequence.
+            mask_function: takes the indices of batch, head, query and key in the whole sequence.
             attention_mask: [B, S] of the whole sequence, false where a token is padding.
             local_size: how far back a window reaches.
         """
@@ -128,8 +127,8 @@ class ContextAttention:
         )
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole sequence, by one gather."""
-        both = torch.cat((key, value), -1).permute(2, 0, 1, 3)  # the sequence first: members' parts need no copy
+        """Return keys and values of the whole sequence, by one all-gather."""
+        both = torch.cat((key, value), -1).permute(2, 0, 1, 3)  # members' parts become contiguous
         gathered = zigzag.in_order(self._group.size, functions.gather(self._group, both, 0), 0).permute(1, 2, 0, 3)
         key, value = gathered.split((key.shape[-1], value.shape[-1]), -1)
         return key, value
@@ -147,7 +146,7 @@ class ContextAttention:
         position_bias: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Causal attention, each of the two chunks to what lies before its end: nothing is computed to be masked."""
+        """Compute causal attention of each of the two chunks to the keys up to its end, without masked-out work."""
         if position_bias is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             raise UnshareableError(
                 f"parallel.context={self._group.size}: {type(module).__name__} adds biases of its own to scores, or "
@@ -172,7 +171,7 @@ class ContextAttention:
         return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
     def _configured(self, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        if self._base == "eager":  # each model's file has its own
+        if self._base == "eager":  # each model's module has its own
             return sys.modules[type(module).__module__].eager_attention_forward
         return AttentionInterface()[self._base]
 

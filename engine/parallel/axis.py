@@ -13,20 +13,20 @@ from weft.comm.channel import Handle
 from weft.conf.schema import ContextExchange
 
 AXES = ("tensor", "context", "expert")
-"""Along which the work of a layer is shared."""
+"""The axes along which the work of a layer is shared."""
 
 
 class AxisGroup(Protocol):
     """Ranks with the same position along every axis but one.
 
-    All members start the same operations in the same order. An operation takes a contiguous tensor,
-    starts at once, and ends with its handle's `wait`, which on a GPU only the current stream waits
-    for. Neither end of it may be touched before.
+    All members start the same operations in the same order. An operation takes a contiguous tensor, starts at
+    once, and ends with its handle's `wait`, which on a GPU blocks only the current stream. Input and output must
+    not be used before.
     """
 
     @property
     def axis(self) -> str:
-        """Its name: tensor, context or expert."""
+        """Name of the axis: tensor, context or expert."""
         ...
 
     @property
@@ -40,39 +40,41 @@ class AxisGroup(Protocol):
         ...
 
     def all_gather(self, shard: Tensor) -> Handle:
-        """All members' [n, ...], one behind the other: [size n, ...]."""
+        """Concatenate all members' [n, ...] to [size n, ...]."""
         ...
 
     def reduce_scatter(self, tensor: Tensor) -> Handle:
-        """This member's part [n, ...] of the sum over members of [size n, ...]."""
+        """Return this member's part [n, ...] of the sum over members of [size n, ...]."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """The sum over members, in place."""
+        """Sum over members, in place."""
         ...
 
     def maximum(self, tensor: Tensor) -> Handle:
-        """The largest of the members' values, elementwise, in place."""
+        """Take the elementwise maximum over members, in place."""
         ...
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
-        """Rows of ``tensor`` [sum(send), ...] to the members in order; theirs to this one: [sum(receive), ...]."""
+        """Send rows of ``tensor`` [sum(send), ...] to the members in order, and receive theirs: [sum(receive), ...]."""
         ...
 
     def shift(self, tensor: Tensor) -> Handle:
-        """Return the previous member's tensor, of the same shape; this member's goes to the next, and may be read
-        meanwhile."""
+        """Send the tensor to the next member, and receive the previous one's, of the same shape.
+
+        The sent tensor may be read meanwhile.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Completed:
-    """The handle of an operation that needed nobody."""
+    """The handle of an operation without communication."""
 
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """The result."""
+        """Return the tensor."""
         return self.tensor
 
 
@@ -85,28 +87,28 @@ class Alone:
     index: int = 0
 
     def all_gather(self, shard: Tensor) -> Handle:
-        """The shard."""
+        """See `AxisGroup`."""
         return Completed(shard)
 
     def reduce_scatter(self, tensor: Tensor) -> Handle:
-        """The tensor."""
+        """See `AxisGroup`."""
         return Completed(tensor)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """The tensor."""
+        """See `AxisGroup`."""
         return Completed(tensor)
 
     def maximum(self, tensor: Tensor) -> Handle:
-        """The tensor."""
+        """See `AxisGroup`."""
         return Completed(tensor)
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
-        """The tensor."""
+        """See `AxisGroup`."""
         assert list(send) == list(receive) == [tensor.shape[0]]
         return Completed(tensor)
 
     def shift(self, tensor: Tensor) -> Handle:
-        """The tensor."""
+        """See `AxisGroup`."""
         return Completed(tensor)
 
 
@@ -117,8 +119,8 @@ class AxisGroups:
     Attributes:
         tensor: members hold parts of each layer's matrices, and of the sequence between blocks.
         context: members hold parts of the sequence.
-        expert: members hold different experts; they are replicas of everything else.
-        exchange: how attention sees the whole of sequences that members of ``context`` share: not auto.
+        expert: members hold different experts, and the same other parameters.
+        exchange: implementation of attention over members of ``context``, not auto.
     """
 
     tensor: AxisGroup = field(default_factory=lambda: Alone("tensor"))
@@ -128,17 +130,17 @@ class AxisGroups:
 
     @property
     def by_axis(self) -> dict[str, AxisGroup]:
-        """The groups by their names."""
+        """The groups by axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def with_groups(self, groups: Mapping[str, AxisGroup]) -> AxisGroups:
-        """The same with others along some axes."""
+        """Return a copy with other groups along some axes."""
         fields: dict[str, Any] = dict(groups)
         return replace(self, **fields)
 
 
 def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
-    """All members' shards along ``dim``, in order; no gradient."""
+    """Concatenate all members' shards along ``dim``, without gradient."""
     if group.size == 1:
         return shard
     rows = group.all_gather(shard.contiguous()).wait()
@@ -146,7 +148,7 @@ def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
 
 
 def scatter_sum(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """This member's part along ``dim`` of the sum over members; no gradient."""
+    """Return this member's part along ``dim`` of the sum over members, without gradient."""
     if group.size == 1:
         return tensor
     return group.reduce_scatter(torch.cat(tensor.chunk(group.size, dim)) if dim else tensor.contiguous()).wait()

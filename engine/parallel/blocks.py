@@ -1,8 +1,8 @@
-"""Attention of some queries to one block of keys: what comes of it, and the log-sum-exp by which blocks are merged.
+"""Attention of some queries to one block of keys: its output, and the log-sum-exp by which blocks are merged.
 
-Each implementation is a pair of functions. Backwards take the output and the log-sum-exp of *all* keys that the
-queries attend to, and give the gradients that this block contributes. The fused ones are torch's, called below
-`scaled_dot_product_attention`, which keeps the log-sum-exp to itself.
+Each implementation is a pair of functions. Backwards take output and log-sum-exp over *all* keys that the queries
+attend to, and return the gradients that this block contributes. The fused implementations are torch's internal
+operators, because `scaled_dot_product_attention` does not return the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 
 aten = torch.ops.aten
 FLASH_WIDTH = 256
-"""Largest size of a head that torch's flash attention takes on a GPU."""
+"""Largest head size that torch's flash attention supports on a GPU."""
 _ALIGNED, _ALIGNED_SUMS = 16, 32
-"""Elements that rows of biases, and of log-sum-exps, are padded to for memory-efficient attention."""
+"""Multiple to which rows of biases and log-sum-exps are padded for memory-efficient attention, in elements."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -31,8 +31,8 @@ class Block(NamedTuple):
         key: [B, key and value heads, K, D].
         value: [B, key and value heads, K, Dv].
         scale: of scores.
-        causal: whether a query sees only keys that are not behind it, both counted from the start; Q equals K.
-        bias: [B or 1, 1, Q, K] in the numbers of the query, added to the scaled scores. See `unseen`.
+        causal: whether a query attends only to keys up to its own index, in which case Q equals K.
+        bias: [B or 1, 1, Q, K] in the query's dtype, added to the scaled scores. See `unseen`.
     """
 
     query: Tensor
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
     @property
     def shared_by(self) -> int:
-        """Heads of queries for one of keys and values."""
+        """Number of query heads for each key and value head."""
         return self.query.shape[1] // self.key.shape[1]
 
 
@@ -54,7 +54,7 @@ class Partial(NamedTuple):
     Attributes:
         output: [B, heads, Q, Dv], normalised over this block's keys.
         sums: [B, heads, Q], the log-sum-exp of the scores, in fp32 or better.
-        seeds: what the implementation's backward asks for besides; of no meaning without dropout.
+        seeds: random state for the implementation's backward, without meaning unless there is dropout.
     """
 
     output: Tensor
@@ -66,33 +66,33 @@ class Kernel(Protocol):
     """An implementation."""
 
     def forward(self, block: Block) -> Partial:
-        """Attention to the block's keys."""
+        """Compute attention to the block's keys."""
         ...
 
     def backward(
         self, block: Block, gradient: Tensor, output: Tensor, sums: Tensor, seeds: tuple[Tensor, ...]
     ) -> Gradients:
-        """Gradients of the block's query, key and value.
+        """Return gradients of the block's query, key and value.
 
         Args:
             gradient: of ``output``.
-            output, sums: of all keys that the queries attend to, not of this block's alone.
-            seeds: of the same implementation's forward.
+            output, sums: over all keys that the queries attend to, not only this block's.
+            seeds: from the same implementation's forward.
         """
         ...
 
 
 def unseen(dtype: torch.dtype) -> float:
-    """Return the score of a masked key: so low that its exponential is zero next to any other's.
+    """Return the score of a masked key: so low that its weight is zero next to any other key.
 
-    It is finite, so that a row of which nothing counts has a log-sum-exp, by which it is merged as nothing; and not
-    the lowest number, because implementations multiply scores before they subtract the largest.
+    It is finite, so that a fully masked row has a finite log-sum-exp, with which its weight in the merge is zero. It
+    is not the lowest number, because implementations multiply scores before they subtract the maximum.
     """
     return torch.finfo(dtype).min / 4
 
 
 def kernel_for(query: Tensor, *, masked: bool) -> Kernel:
-    """The fastest implementation for such queries.
+    """Return the fastest implementation for such queries.
 
     Args:
         masked: whether blocks have biases.
@@ -110,7 +110,7 @@ def kernel_for(query: Tensor, *, masked: bool) -> Kernel:
 
 @dataclass(frozen=True)
 class Plain:
-    """The definition, on any device: scores exist as a whole."""
+    """Reference implementation for any device, which materialises the scores."""
 
     def forward(self, block: Block) -> Partial:
         """See `Kernel`."""
@@ -172,7 +172,7 @@ class ProcessorFlash:
 
 @dataclass(frozen=True)
 class GpuFlash:
-    """Torch's flash attention on GPUs, which takes no bias."""
+    """Torch's flash attention on GPUs, which does not support biases."""
 
     def forward(self, block: Block) -> Partial:
         """See `Kernel`."""
@@ -199,7 +199,7 @@ class GpuFlash:
 
 @dataclass(frozen=True)
 class GpuEfficient:
-    """Torch's memory-efficient attention on GPUs, which takes biases, and fp32."""
+    """Torch's memory-efficient attention on GPUs, which supports biases and fp32."""
 
     def forward(self, block: Block) -> Partial:
         """See `Kernel`."""
@@ -230,7 +230,7 @@ class GpuEfficient:
 
 
 def _repeated(part: Tensor, block: Block) -> Tensor:
-    """Keys or values once for each head of queries."""
+    """Repeat keys or values for each query head."""
     return part if block.shared_by == 1 else part.repeat_interleave(block.shared_by, 1)
 
 
@@ -240,7 +240,7 @@ def _added(gradient: Tensor, block: Block) -> Tensor:
 
 
 def _of_one_width(block: Block, multiple: int = 1) -> Block:
-    """With heads of one size, the values' as well; what is added is zero."""
+    """Pad heads of queries, keys and values with zeros to the same size."""
     width = max(block.query.shape[-1], block.value.shape[-1])
     width += -width % multiple
     query, key, value = (_widened(part, width) for part in block[:3])

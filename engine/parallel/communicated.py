@@ -26,16 +26,16 @@ from weft.conf.processes import own_start, process_state
 from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 GONE_S = 1.0
-"""Seconds after a failed operation in which a member's process is expected to have ended, if that is why."""
+"""Seconds to wait after a failed operation for the end of a lost member's process to show."""
 
 
 class Whereabouts(NamedTuple):
     """A member's process.
 
     Attributes:
-        host: of its host and network namespace.
-        pid: its id there.
-        started: when, in clock ticks since boot.
+        host: identity of its host and network namespace.
+        pid: its pid there.
+        started: its start time, in clock ticks since boot.
     """
 
     host: tuple[object, ...]
@@ -49,7 +49,7 @@ class Whereabouts(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """True if the process has ended, as far as this host can tell."""
+        """True if the process has ended on this host. False for processes on other hosts."""
         if self.host != host_identity():
             return False
         state = process_state(self.pid)
@@ -57,7 +57,7 @@ class Whereabouts(NamedTuple):
 
 
 _ALSO = {"expert": (Primitive.all_to_all,), "context": (Primitive.shift,)}
-"""The uses of a group along an axis besides gathers and sums, which have to be connected."""
+"""Further operations of a group along an axis, besides gathers and sums, which need connections."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class MemberHandle:
     others: Mapping[int, Whereabouts]
 
     def wait(self) -> Tensor:
-        """The result.
+        """Return the result.
 
         Raises:
-            ChannelError: a member has not come in time, or has exited.
+            ChannelError: a member has exited or did not take part in time.
         """
         try:
             return self.handle.wait()
@@ -89,9 +89,9 @@ class MemberHandle:
 
 
 def _lost(others: Mapping[int, Whereabouts]) -> list[int]:
-    """Ranks whose processes have ended, or the only other one; none where all are still there, or on other hosts.
+    """Return ranks whose processes have ended, or the only other rank. Processes on other hosts do not count.
 
-    Who fails because another is lost says so in the job's store, and may then go, too.
+    A rank that fails because of a lost one notes this in the job's store, so that its own exit does not count.
     """
     if len(others) == 1:
         return list(others)
@@ -102,17 +102,17 @@ def _lost(others: Mapping[int, Whereabouts]) -> list[int]:
             break
         sleep(GONE_S / 50)
     if dist.get_rank() == 0:
-        sleep(GONE_S)  # the store goes with this process, and others have yet to ask it
+        sleep(GONE_S)  # the store ends with this process, and others must still read it
     return lost
 
 
 def _tell_of_failure() -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # the store may have gone
+    with contextlib.suppress(RuntimeError, ValueError):  # the store may have ended
         _get_default_store().set(f"weft/failed/{dist.get_rank()}", "")
 
 
 def _forget_failure() -> None:
-    """Remove the failure of an earlier attempt, whose store this may be."""
+    """Remove this rank's note of an earlier attempt from the store, which may be the same."""
     with contextlib.suppress(RuntimeError, ValueError):
         _get_default_store().delete_key(f"weft/failed/{dist.get_rank()}")
 
@@ -125,7 +125,7 @@ def _has_told(rank: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class CommunicatedGroup:
-    """Members that are ranks of their own. See `AxisGroup`. A lost one is a `ChannelError` that names axis and rank."""
+    """An `AxisGroup` of ranks. If a member is lost, operations raise a `ChannelError` that names axis and rank."""
 
     axis: str
     communicator: Communicator
@@ -178,10 +178,10 @@ class CommunicatedGroup:
 
 
 def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.device, timeout_s: float) -> AxisGroups:
-    """This rank's groups along the axes that share the work of a layer. Collective call over the world.
+    """Open this rank's groups along the axes that share the work of a layer. Collective call over the world.
 
     Args:
-        groups: ranks of every group, by axis; those of one rank need not be named.
+        groups: ranks of every group, by axis. Groups of one rank may be omitted.
     """
     if not groups:
         return AxisGroups()
@@ -205,11 +205,11 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
 
 
 def close_axes(axes: AxisGroups) -> None:
-    """Stop the threads of the groups; their process groups end with the engine's."""
+    """Stop the threads of the groups. Their process groups end with the engine's."""
     for communicator in communicators_of(axes):
         communicator.close()
 
 
 def communicators_of(axes: AxisGroups) -> list[Communicator]:
-    """The communicators of the groups that are opened."""
+    """Return the communicators of the opened groups."""
     return [group.communicator for group in axes.by_axis.values() if isinstance(group, CommunicatedGroup)]

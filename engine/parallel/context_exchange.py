@@ -1,4 +1,4 @@
-"""How members of a context group let each query meet the keys of the whole sequence: which way costs least."""
+"""Choice of the cheapest implementation of attention over a context group: gather, all-to-all or ring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from weft.conf.schema import ContextExchange
 from weft.engine.parallel.unshareable import UnshareableError
 
 MASKED = ("sdpa", "eager")
-"""Attention that takes any mask, so that keys and values can be gathered for it."""
+"""Attention implementations that support any mask, as gathered keys and values require."""
 BACKWARD_TIMES = 2.5
-"""Attention's backward over its forward: five products where there are two."""
+"""Ratio of attention's backward to its forward, which have five and two matrix products."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 """Names in configs of the dropout probability of attention weights."""
 
@@ -28,18 +28,18 @@ def choose_exchange(
     attention_s: float = 0.0,
     fits: Callable[[ContextExchange], bool] = lambda _: True,
 ) -> tuple[ContextExchange, str]:
-    """One that is not auto, and why it was chosen: what takes least time, or moves least, of what fits in memory.
+    """Return an exchange that is not auto, with the reason: the fastest that fits into memory, or the least traffic.
 
     Args:
-        config: of the model, with the attention that it is to run.
-        context, tensor: members of the groups; of the heads a member of a tensor group has a part.
-        seconds: that a collective takes with so many elements per position of the whole sequence; where that is not
-            known, what moves less is chosen.
-        attention_s: of a member, in the forward of a layer; shifts round the ring are behind it. 0 is not known.
-        fits: whether a rank's memory suffices.
+        config: of the model, with its attention implementation.
+        context, tensor: sizes of the groups. Members of a tensor group share the heads.
+        seconds: returns the time of a collective with a number of elements per position of the whole sequence. Without
+            it, the exchange with the least traffic is chosen.
+        attention_s: time of a member in a layer's forward, which hides the ring's shifts. 0 means unknown.
+        fits: returns whether a rank's memory suffices.
 
     Raises:
-        UnshareableError: what is wanted cannot be done.
+        UnshareableError: the model does not support the ``wanted`` exchange.
     """
     if context == 1:
         return ContextExchange.gather, "sequences are not shared"
@@ -56,7 +56,7 @@ def choose_exchange(
     moved = _moved(heads, of_keys, context)
     why = _listed({exchange: f"{moved[exchange]:.4g}" for exchange in possible}, "heads of a whole sequence")
     if wanted is not ContextExchange.auto:
-        if obstacles[wanted] and wanted is not ContextExchange.gather:  # a gather is refused where it is set up
+        if obstacles[wanted] and wanted is not ContextExchange.gather:  # a gather is checked where it is set up
             remedy = "" if wanted is ContextExchange.ring else "; set it to gather"
             raise UnshareableError(f"parallel.context_exchange={wanted.value}: {obstacles[wanted]}{remedy}")
         return wanted, f"given ({why})"
@@ -79,10 +79,10 @@ def choose_exchange(
 
 
 def ring_obstacle(config: PreTrainedConfig, attention: str) -> str:
-    """Why attention cannot be computed block by block, and what to do, or empty if it can.
+    """Return why attention cannot be computed block by block, with a remedy, or empty if it can.
 
     Args:
-        attention: by which it is looked up.
+        attention: name of the implementation.
     """
     if attention != "sdpa":
         return (
@@ -100,11 +100,11 @@ def ring_obstacle(config: PreTrainedConfig, attention: str) -> str:
 
 
 def _moved(heads: int, of_keys: int, members: int) -> dict[ContextExchange, float]:
-    """Heads of whole sequences that pass by a member, on average over both directions.
+    """Return the traffic of a member in heads of whole sequences, as the average of forward and backward.
 
-    Of S positions a gather brings it the keys and values of all, and an exchange of heads S / members of queries,
-    keys, values and outputs; its own part of either stays where it is, which is left out here. Keys and values go
-    round the ring in both directions, and in the backward their gradients as well, which come home.
+    A gather receives keys and values of all S positions. An exchange of heads transfers queries, keys, values and
+    outputs of S / members positions. Both ignore that a member's own part stays. The ring passes keys and values on
+    in forward and backward, and in the backward also their gradients, which return to their owner.
     """
     return {
         ContextExchange.gather: 2 * of_keys,
@@ -142,25 +142,25 @@ def _listed(of: dict[ContextExchange, str], unit: str) -> str:
 
 
 def key_value_size(config: PreTrainedConfig) -> int:
-    """Elements of a position's keys and values in a layer, or 0 where that is not known."""
+    """Return the elements of a position's keys and values in a layer, or 0 if unknown."""
     text = config.get_text_config()
     heads = _count(text, "num_attention_heads")
-    if of_value := _count(text, "v_head_dim"):  # multi-head latent attention, when it has been unfolded
+    if of_value := _count(text, "v_head_dim"):  # multi-head latent attention, after decompression
         return heads * (_count(text, "qk_nope_head_dim") + _count(text, "qk_rope_head_dim") + of_value)
     of_head = _count(text, "head_dim") or (text.hidden_size // heads if heads else 0)
     return (_count(text, "num_key_value_heads") or heads) * 2 * of_head
 
 
 def _count(config: PreTrainedConfig, name: str) -> int:
-    """0 where there are none, or layers have different numbers."""
+    """Return a count of the config, or 0 if it is missing or differs between layers."""
     count = None
-    with suppress(AttributeError, RuntimeError):  # the second where layers differ, since transformers 5.18
+    with suppress(AttributeError, RuntimeError):  # RuntimeError if layers differ, since transformers 5.18
         count = getattr(config, name)
     return count if isinstance(count, int) else 0
 
 
 def _heads_obstacle(attention: str, heads: int, of_keys: int, members: int) -> str:
-    """Why heads cannot be exchanged, or empty if they can."""
+    """Return why heads cannot be exchanged, or empty if they can."""
     if attention == "eager":
         return "model.attn_implementation=eager has parameters of all heads"
     for what, count in (("heads", heads), ("key and value heads", of_keys)):

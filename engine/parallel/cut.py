@@ -16,10 +16,10 @@ class Cut:
     Attributes:
         shape: of the complete tensor.
         dim: dimension that is divided.
-        index, count: which part this is, of how many.
-        blocks: the dimension consists of so many equal blocks, each of which is divided: 2 where gate
-            and up projections lie behind each other in one matrix.
-        axis: whose members hold the parts: tensor or expert.
+        index, count: number of this part, and of all parts.
+        blocks: number of equal blocks of the dimension, each of which is divided. It is 2 if gate and up projections
+            are concatenated in one matrix.
+        axis: of the group that holds the parts: tensor or expert.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Cut:
     axis: str = "tensor"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be divided evenly."""
+        """Check that the dimension can be divided evenly."""
         if self.shape[self.dim] % (self.count * self.blocks):
             raise ValueError(
                 f"dimension {self.dim} of a tensor {list(self.shape)} "
@@ -44,7 +44,7 @@ class Cut:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Start and stop along the dimension of what is held, in order."""
+        """Return start and stop of the part along the dimension, in each block."""
         block = self.shape[self.dim] // self.blocks
         first = [number * block + self.index * self.length for number in range(self.blocks)]
         return tuple((start, start + self.length) for start in first)
@@ -60,12 +60,12 @@ class Cut:
         return prod(self.held_shape)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The part of a complete tensor, a copy."""
+        """Return a copy of the part of a complete tensor."""
         assert tuple(tensor.shape) == self.shape
         return torch.cat([tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def put(self, part: Tensor, into: Tensor) -> None:
-        """Write the part to its place in a complete tensor."""
+        """Write the part into a complete tensor."""
         at = 0
         for start, stop in self.ranges:
             into.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
@@ -81,6 +81,6 @@ def held_cut(parameter: nn.Parameter) -> Cut | None:
 
 
 def set_held(parameter: nn.Parameter, cut: Cut) -> None:
-    """Tell of a parameter that it holds this part of a tensor."""
+    """Note that a parameter holds this part of a tensor."""
     assert tuple(parameter.shape) == cut.held_shape
     setattr(parameter, _HELD, cut)

@@ -1,9 +1,8 @@
-"""Random numbers of a tensor group: alike where members hold the same activation, their own where they hold parts.
+"""Random numbers of a tensor group: equal for activations that members share, different for parts.
 
-The device's generator is in the same state on all members between layers. Where a member's own numbers
-are wanted, its generator is seeded with a number from there and the member's index; behind it the state
-from before is put back. So all follows from the state in which a layer begins, which is what gradient
-checkpointing restores.
+Between layers the device's generator has the same state on all members. For a member's own numbers, the generator is
+seeded with a number from this state and the member's index, and the state is restored afterwards. So all numbers
+depend only on the state at the beginning of a layer, which gradient checkpointing restores.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from weft.engine.parallel.axis import AxisGroup
 from weft.engine.parallel.tensor_styles import Style, TensorPlan
 
 STEP = 4
-"""Numbers that a draw takes from a CUDA generator, whose offsets are multiples of it."""
+"""Offset of a CUDA generator for one number. Its offsets are multiples of this."""
 
 
 def drops(model: PreTrainedModel) -> bool:
-    """True if training drops anything."""
+    """True if the model has dropout."""
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     fields = model.config.get_text_config().to_dict().items()
     return modules or any(
@@ -32,24 +31,24 @@ def drops(model: PreTrainedModel) -> bool:
 
 
 class DropoutStreams:
-    """Hooks that change between the numbers that members share and those of this member."""
+    """Hooks that switch between the group's random numbers and this member's own."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._index = group.index
-        self._thread = _Saved()  # two strands may be inside of a model at once, each in its thread
+        self._thread = _Saved()  # two strands may run the model at once, each in its thread
 
     def hook_layer(self, layer: nn.Module) -> None:
-        """Between blocks a member has a slice of the sequence."""
+        """Switch to own numbers for the layer, because a member has a slice of the sequence between blocks."""
         layer.register_forward_pre_hook(self._enter_layer)
         layer.register_forward_hook(self._to_shared)
 
     def hook_block(self, block: nn.Module) -> None:
-        """A block's input is the same for all, and so is what becomes of parts of a sum."""
+        """Switch to shared numbers for a block, whose gathered input is the same on all members."""
         block.register_forward_pre_hook(self._to_shared)
         block.register_forward_hook(self._to_own)
 
     def hook_matrix(self, module: nn.Module, style: Style) -> None:
-        """Members have their own features between a column-wise product and a row-wise one."""
+        """Switch to own numbers between column-wise and row-wise products, where members have different features."""
         before, after = self._to_shared, self._to_own
         if style.sums:
             before, after = (before if style is Style.sliced_rows else self._to_own), self._to_shared
@@ -59,7 +58,7 @@ class DropoutStreams:
         module.register_forward_hook(after)
 
     def _enter_layer(self, layer: nn.Module, *_: Any) -> None:
-        self._thread.state = None  # a recomputation may have ended in the middle of a layer
+        self._thread.state = None  # a recomputation may have stopped within a layer
         self._to_own(layer)
 
     def _to_own(self, module: nn.Module, *_: Any) -> None:
@@ -83,7 +82,7 @@ class _Saved(threading.local):
 def hook_dropout(
     model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str, blocks: list[nn.Module]
 ) -> None:
-    """Let members drop the same elements of what they all hold, and of parts each its own.
+    """Make dropout equal on all members for shared activations, and independent for their parts.
 
     Args:
         layers: path of the list of decoder layers.
@@ -111,10 +110,10 @@ def _generator(module: nn.Module) -> torch.Generator | None:
 
 
 def _draw(generator: torch.Generator) -> int:
-    """A number from a generator, which moves on; nobody waits for its device."""
+    """Draw a number from a generator, without synchronising its device."""
     if generator.device.type == "cpu":
         return int(torch.randint(2**62, (), generator=generator))
     offset = generator.get_offset()
     generator.set_offset(offset + STEP)
-    number = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset * 0xD1342543DE82EF95  # odd: all offsets differ
+    number = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset * 0xD1342543DE82EF95  # odd factors
     return number % 2**63

@@ -1,9 +1,9 @@
-"""Experts of which each member of an expert group holds some: tokens travel to them and back.
+"""Expert parallelism: each member of an expert group holds some experts, and tokens are sent to them and back.
 
-Hugging Face's blocks look up how their experts compute by a name in the config. A member registers its
-own way under a name of its own: each token goes to the members that hold its experts, what was
-configured before (grouped products, say) runs there on the experts at hand, and the results come
-back to be weighed. Routers stay whole: they are Hugging Face's, on a member's own tokens.
+Hugging Face's blocks look up the implementation of experts by a name in the config. Each member registers its own
+under a unique name. It sends each token to the members that hold its experts, runs the configured implementation
+(such as grouped products) on its own experts, and sends results back to be weighted. Routers are not divided: Hugging
+Face's code runs them on a member's own tokens.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from weft.engine.parallel.cut import Cut, held_cut
 from weft.engine.parallel.unshareable import UnshareableError
 
 GROUPED_BYTES = 16
-"""Bytes of which torch's grouped matrix products require multiples as rows."""
+"""Alignment of rows in bytes that torch's grouped matrix products require."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold the experts of a layer, each of their parameters all of the layer's experts along dim 0."""
+    """Yield modules with the experts of a layer. Their parameters have the experts along dim 0."""
     for name, module in model.named_modules():
-        if hasattr(module, "_is_expert_parallel"):  # what transformers' `use_experts_implementation` leaves on them
+        if hasattr(module, "_is_expert_parallel"):  # set by transformers' `use_experts_implementation`
             yield name, module
 
 
 def expert_cuts(model: PreTrainedModel, group: AxisGroup) -> dict[str, Cut]:
-    """Which experts this member holds, by parameter names in a model that holds all.
+    """Return this member's parts of the experts' parameters, by names in the whole model.
 
     Raises:
-        UnshareableError: they cannot be divided evenly.
+        UnshareableError: the experts cannot be divided evenly.
     """
     cuts = {}
     for path, module in expert_modules(model) if group.size > 1 else ():
@@ -59,10 +59,10 @@ def expert_cuts(model: PreTrainedModel, group: AxisGroup) -> dict[str, Cut]:
 
 
 def require_experts(model: PreTrainedModel, size: int) -> None:
-    """Refuse a whole model that has no experts to hand out.
+    """Check that a whole model has experts that can be distributed.
 
     Raises:
-        UnshareableError: there are none, or the model runs them in a way of its own.
+        UnshareableError: there are none, or the model does not run them through transformers' interface.
     """
     if size > 1 and not any(True for _ in expert_modules(model)):
         raise UnshareableError(
@@ -72,16 +72,16 @@ def require_experts(model: PreTrainedModel, size: int) -> None:
 
 
 def require_grouped_rows(model: PreTrainedModel, cuts: Mapping[str, Cut], dtype: torch.dtype, tensor: int) -> None:
-    """Refuse experts of which torch's grouped products do not take what a rank holds.
+    """Check that torch's grouped products support a rank's parts of experts.
 
     Args:
-        model: whole; on the meta device, too.
-        cuts: what a rank holds of parameters that it does not hold in full, by name.
+        model: whole, possibly on the meta device.
+        cuts: a rank's parts of divided parameters, by name.
         dtype: that experts compute in.
-        tensor: ranks that share matrices.
+        tensor: size of the tensor group.
 
     Raises:
-        UnshareableError: naming a parameter, and what to do.
+        UnshareableError: rows are not aligned. The message names a parameter and the remedy.
     """
     for path, module in expert_modules(model):
         if module.config._experts_implementation != "grouped_mm":
@@ -118,10 +118,10 @@ def hold_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 
 def dispatch_over(axes: AxisGroups, model: PreTrainedModel, *, summed: bool = False) -> None:
-    """Let a model that holds this member's experts send tokens to those that others hold.
+    """Let a model with this member's experts send tokens to the experts of other members.
 
     Args:
-        summed: whether what members of the tensor group make of experts is added up behind their block.
+        summed: whether the outputs of a tensor group's members are summed after the block.
     """
     modules = [module for _, module in expert_modules(model)]
     if axes.expert.size == 1 or not modules:
@@ -134,9 +134,9 @@ def dispatch_over(axes: AxisGroups, model: PreTrainedModel, *, summed: bool = Fa
 
 
 class ExpertDispatch:
-    """One member's way of running experts.
+    """One member's implementation of experts.
 
-    Members of a tensor group have the same tokens; each sends its part of them.
+    Members of a tensor group have the same tokens, and each sends its part of them.
     """
 
     def __init__(self, axes: AxisGroups, base: str, summed: bool) -> None:
@@ -154,7 +154,7 @@ class ExpertDispatch:
             weights: [T, K].
 
         Returns:
-            [T, H]; where members of the tensor group are summed, this one's tokens only, the others zero.
+            [T, H]. If the outputs of the tensor group's members are summed, all but this member's tokens are zero.
         """
         size, index = self._tensor.size, self._tensor.index
         if size == 1:
@@ -177,14 +177,14 @@ class ExpertDispatch:
         return (each * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _counted(self, chosen: Tensor, held: int) -> tuple[list[int], list[int], Tensor]:
-        """Rows for each member, rows from each, and the number here of the expert that each of the latter is for.
+        """Exchange counts: return rows to each member, rows from each, and the local expert of each received row.
 
-        The host waits for the device: how large a transfer is has to be known to start it.
+        This synchronises the host with the device, because the sizes of transfers must be known.
         """
         size = self._group.size
         counts = chosen.new_zeros(size * held).scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, held)
         theirs = self._group.all_to_all(counts, [1] * size, [1] * size).wait()
-        if counts.is_meta:  # traced without data: all experts have as many tokens
+        if counts.is_meta:  # traced without data: all experts have equally many tokens
             send = receive = [len(chosen) // size] * size
         else:
             send, receive = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
@@ -194,8 +194,8 @@ class ExpertDispatch:
     def _run_own(self, module: nn.Module, rows: Tensor, numbers: Tensor, like: Tensor) -> Tensor:
         """Apply this member's experts to rows [N, H], row n to expert ``numbers[n]``.
 
-        Without rows the first expert gets one that is dropped again, so that its gradients are zero instead of
-        missing, and every member's backward has the same transfers.
+        Without rows the first expert gets a dummy row, so that its gradients are zero instead of missing, and every
+        member's backward has the same transfers.
         """
         count = len(rows)
         if not count:

@@ -1,8 +1,8 @@
 """Autograd functions that move activations between the members of an axis group.
 
-One rule holds for gradients: between a `gather` and the `scatter_sum` behind it, and from `take_slice`
-on, each member's gradients are its part of a sum. So are those of all weights that members hold in
-full: their sum over the axis, taken once per step, is the gradient.
+One rule holds for gradients: between a `gather` and the next `scatter_sum`, and after `take_slice`, each member's
+gradients are its part of a sum. The same applies to all weights that members hold in full. Their gradient is the sum
+over the axis, computed once per step.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from weft.engine.parallel.axis import AxisGroup
 
 
 def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
-    """All members' shards along ``dim``; the gradient is summed over members and scattered."""
+    """Concatenate all members' shards along ``dim``. The gradient is summed over members and scattered."""
     return shard if group.size == 1 else _Gather.apply(shard, group, dim)
 
 
 def scatter_sum(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """This member's part along ``dim`` of the sum over members; the gradient is gathered."""
+    """Return this member's part along ``dim`` of the sum over members. The gradient is gathered."""
     return tensor if group.size == 1 else _ScatterSum.apply(tensor, group, dim)
 
 
 def all_sum(group: AxisGroup, tensor: Tensor) -> Tensor:
-    """The sum over members; the gradient, of which each member has a part, is summed as well."""
+    """Return the sum over members. The gradient, of which each member has a part, is summed as well."""
     return tensor if group.size == 1 else _AllSum.apply(tensor, group)
 
 
 def take_slice(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """This member's slice along ``dim`` of what all members hold; the gradient is zero elsewhere."""
+    """Return this member's slice along ``dim`` of a tensor that all members hold. The gradient is zero elsewhere."""
     return tensor if group.size == 1 else tensor.chunk(group.size, dim)[group.index]
 
 
 def collect(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
-    """All members' shards along ``dim``, for what all compute alike: each takes its part of the gradient."""
+    """Concatenate all members' shards along ``dim`` for a common computation. Each takes its part of the gradient."""
     return shard if group.size == 1 else _Collect.apply(shard, group, dim)
 
 
 def count_once(group: AxisGroup, tensor: Tensor) -> Tensor:
-    """The tensor, which all members hold and compute alike with: of the gradient each takes an equal part."""
+    """Return a tensor that all members hold and use in a common computation. Its gradient is divided by their number."""
     return tensor if group.size == 1 else _CountOnce.apply(tensor, group)
 
 
 def exchange(group: AxisGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Rows to the members in order, theirs to this one (see `AxisGroup.all_to_all`); gradients go back."""
+    """Exchange rows with all members (see `AxisGroup.all_to_all`). Gradients are sent back."""
     return rows if group.size == 1 else _Exchange.apply(rows, group, send, receive)
 
 

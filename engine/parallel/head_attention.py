@@ -1,8 +1,8 @@
-"""Attention of whole sequences by some of the heads, which members of a context group share ("DeepSpeed Ulysses").
+"""Attention of whole sequences with the heads divided over a context group ("DeepSpeed Ulysses").
 
-Queries, keys and values travel to the members that have their heads, and what comes of them travels back: one
-exchange each, in each direction. In between the attention that was configured runs on sequences as they are, so what
-it makes of windows, packed documents and padding stays its own, and flash attention needs no mask.
+One all-to-all sends queries, keys and values to the members that have their heads, and another one returns the
+outputs. In between the configured attention runs on whole sequences. So windows, packed documents and padding work as
+usual, and flash attention needs no mask.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.engine.parallel import functions, zigzag
 from weft.engine.parallel.axis import AxisGroup
 
 _OF_POSITIONS = ("position_ids",)
-"""Arguments that are of this member's part of the sequence; flash attention receives packed rows otherwise."""
+"""Arguments about this member's part of the sequence. Flash attention receives packed rows in another way."""
 _OF_HEADS = ("position_bias", "s_aux")
 """Arguments with an entry for each head."""
 
@@ -26,7 +26,7 @@ class HeadAttention:
 
     def __init__(self, group: AxisGroup, base: str) -> None:
         self._group, self._base = group, base
-        self.name = f"{base}_weft_heads_{id(self)}"  # transformers passes varlen arguments to names with this beginning
+        self.name = f"{base}_weft_heads_{id(self)}"  # transformers passes varlen arguments to names with this prefix
 
     def attend(
         self,
@@ -37,12 +37,12 @@ class HeadAttention:
         attention_mask: Tensor | None,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of this member's positions, by all heads, to the whole sequence.
+        """Compute attention of this member's positions, by all heads, to the whole sequence.
 
         Args:
             query: [B, heads, S / members, D].
             key, value: [B, key and value heads, S / members, D].
-            attention_mask: from `mask`, of whole sequences.
+            attention_mask: from `mask`, for whole sequences.
 
         Returns:
             [B, S / members, heads, D], and no weights.
@@ -61,12 +61,12 @@ class HeadAttention:
         return self._to_positions(output), None
 
     def mask(self, *, q_length: int, kv_length: int, **arguments: Any) -> Tensor | None:
-        """Return the mask of whole sequences in the form that the configured attention takes."""
+        """Return the mask of whole sequences in the configured attention's form."""
         length = q_length * self._group.size
         return AttentionMaskInterface()[self._base](q_length=length, kv_length=length, **arguments)
 
     def _to_heads(self, *parts: Tensor) -> list[Tensor]:
-        """[B, heads / members, S, D] of each [B, heads, S / members, D], by one exchange."""
+        """Return [B, heads / members, S, D] of each [B, heads, S / members, D], by one exchange."""
         size = self._group.size
         rows = [part.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for part in parts]
         widths = [row.shape[-2:] for row in rows]
@@ -75,7 +75,7 @@ class HeadAttention:
         return [part.unflatten(-1, width).permute(1, 2, 0, 3) for part, width in zip(whole, widths, strict=True)]
 
     def _to_positions(self, output: Tensor) -> Tensor:
-        """[B, S / members, heads, D] of [B, S, heads / members, D]."""
+        """Return [B, S / members, heads, D] of [B, S, heads / members, D]."""
         size, width = self._group.size, output.shape[2:]
         rows = zigzag.by_member(size, output.transpose(0, 1).flatten(2), 0)
         of_heads = self._exchange(rows).unflatten(0, (size, -1)).unflatten(-1, width)

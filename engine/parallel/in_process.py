@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class _Meeting:
-    """Where the members of one group exchange what each brings."""
+    """Exchange of tensors between the members of one group."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
@@ -28,7 +28,7 @@ class _Meeting:
         """Return the contributions of all members to the same operation, in order.
 
         Raises:
-            RuntimeError: a member came to another operation.
+            RuntimeError: a member started another operation.
             threading.BrokenBarrierError: a member has failed.
         """
         self._brought[index] = (what, value)
@@ -41,13 +41,13 @@ class _Meeting:
         return [value for _, value in brought]
 
     def abort(self) -> None:
-        """Free the members that wait."""
+        """Release waiting members with an error."""
         self._barrier.abort()
 
 
 @dataclass(frozen=True)
 class InProcessGroup:
-    """One thread's view of its group; sums are in the order of members."""
+    """One thread's view of its group. Sums are in the order of members."""
 
     axis: str
     size: int
@@ -93,10 +93,10 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
             tensor group are in one expert group, whose size is a multiple of theirs.
 
     Returns:
-        What each has returned, in the order of positions.
+        The members' results, in the order of positions.
 
     Raises:
-        Exception: the first that a member has raised; the others are freed.
+        Exception: the first error of a member. The others are released.
     """
     tensor = sizes.get("tensor", 1)
     apart = sizes | {"expert": max(1, sizes.get("expert", 1) // tensor)}
@@ -118,7 +118,7 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     def run(number: int, mine: AxisGroups) -> None:
         try:
             results[number] = member(mine)
-        except BaseException as error:  # whatever it is, the others have to be freed
+        except BaseException as error:  # the others must be released after any error
             errors.append(error)
             for meeting in meetings.values():
                 meeting.abort()

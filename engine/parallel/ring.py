@@ -1,10 +1,10 @@
-"""Attention round a ring: each member's keys and values pass by all others, and a member's queries meet them in turn.
+"""Ring attention: each member's keys and values are passed round the ring, and every member attends to each block.
 
-While attention to one member's block is computed, the next one is on its way. What comes of the blocks is merged by
-their log-sum-exps, so scores never exist as a whole, and of keys and values a member holds its own part, and two
-others for as long as a layer runs. In the backward keys and values go round once more, and their gradients with them,
-a step behind: each member adds its own on the way, and the last step brings them home.
-(Liu et al. 2023, "Ring Attention with Blockwise Transformers"; the merge is that of Rabe and Staats 2021.)
+While attention to one block is computed, the next block is transferred. Outputs of blocks are merged by their
+log-sum-exps, so scores are never materialised as a whole. During a layer a member stores its own keys and values and
+two further blocks. In the backward, keys and values are passed round once more, followed one step later by their
+gradients. Each member adds its contribution, and the last step returns the gradients to the owner.
+(Liu et al. 2023, "Ring Attention with Blockwise Transformers", with the merge of Rabe and Staats 2021.)
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from weft.engine.parallel.blocks import Block
 
 @dataclass(frozen=True)
 class Seen:
-    """Which of the positions of a sequence a query sees, where that is more than "those before it".
+    """A mask that is not just causal.
 
     Attributes:
-        of: rows [Q] and columns [K], positions in the whole sequence, to booleans [B or 1, 1, Q, K].
-        only_earlier: whether no query sees what comes behind it, so that later chunks need not be looked at.
-        reach: how far back a query sees, itself included. None is as far as the sequence goes.
+        of: returns the mask [B or 1, 1, Q, K] of rows [Q] and columns [K], which are positions in the whole sequence.
+        only_earlier: whether no query attends to later positions, so that later chunks can be skipped.
+        reach: number of positions back that a query attends to, including itself. None means all.
     """
 
     of: Callable[[Tensor, Tensor], Tensor]
@@ -37,11 +37,11 @@ class Seen:
 
 
 class Part(NamedTuple):
-    """Some queries of a member, and what they see of a block.
+    """Some queries of a member, and the keys of a block that they attend to.
 
     Attributes:
-        rows, columns: places in the member's, and in the block's part of the sequence.
-        causal: whether a query sees what is not behind it; all of ``columns`` otherwise.
+        rows, columns: indices of queries and keys in the member's and in the block's part of the sequence.
+        causal: whether a query attends to keys up to its own index. Otherwise it attends to all ``columns``.
     """
 
     rows: slice
@@ -56,7 +56,7 @@ class Ring:
     Attributes:
         group: a context group, whose members' parts of the sequence are zigzag.
         scale: of scores.
-        seen: None is "those before it".
+        seen: the mask. None is just causal.
     """
 
     group: AxisGroup
@@ -64,7 +64,7 @@ class Ring:
     seen: Seen | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of this member's queries to the keys of all.
+        """Compute attention of this member's queries to the keys of all members.
 
         Args:
             query: [B, heads, S / members, D].
@@ -77,12 +77,11 @@ class Ring:
         return _Attention.apply(query, key, value, self)
 
     def parts(self, owner: int, length: int) -> list[Part]:
-        """Return the parts of another member's block that this member's queries attend to, by chunks; the rest is
-        skipped.
+        """Return the parts of a member's block that this member's queries attend to, in whole chunks.
 
         Args:
-            owner: whose block it is.
-            length: positions of a member.
+            owner: index of the member whose block it is.
+            length: number of a member's positions.
         """
         chunk, size = length // 2, self.group.size
         mine, theirs = (zigzag.chunks_of(size, index) for index in (self.group.index, owner))
@@ -96,15 +95,15 @@ class Ring:
         return [Part(half, columns) for half, columns in zip(rows, halves, strict=True) if columns is not None]
 
     def _sees(self, query: int, key: int, chunk: int) -> bool:
-        """True if any query of a chunk may see a key of another, or of the same."""
+        """True if any query of one chunk may attend to a key of another or the same chunk."""
         seen = self.seen or Seen(lambda *_: NotImplemented, only_earlier=True, reach=None)
         if seen.only_earlier and key > query:
             return False
-        nearest = (query - key - 1) * chunk + 1  # from the first query to the last key, where they are apart
+        nearest = (query - key - 1) * chunk + 1  # from the first query to the last key, of different chunks
         return seen.reach is None or nearest < seen.reach
 
     def block(self, query: Tensor, key: Tensor, value: Tensor, part: Part, owner: int) -> Block:
-        """A part's queries, keys and values, with the bias of its mask."""
+        """Return a part's queries, keys and values, with its mask as bias."""
         bias = None
         if self.seen is not None:
             length, device = query.shape[2], query.device
@@ -116,7 +115,7 @@ class Ring:
         return Block(query[:, :, part.rows], keys, values, self.scale, part.causal, bias)
 
     def owners(self) -> Iterator[int]:
-        """Whose blocks come by, this member's own first."""
+        """Return the owners of the blocks in the order of arrival, this member first."""
         return ((self.group.index - step) % self.group.size for step in range(self.group.size))
 
     def _positions(self, index: int, length: int, device: torch.device) -> Tensor:
@@ -195,7 +194,7 @@ class _Merged:
         self._sums: Tensor | None = None
 
     def add(self, partial: blocks.Partial, rows: slice, length: int) -> None:
-        """Weigh what there is and what comes by their log-sum-exps."""
+        """Merge another block, weighted by the log-sum-exps."""
         output, sums = partial.output.to(partial.sums.dtype), partial.sums
         if self._output is None or self._sums is None:
             if rows == slice(0, length):
@@ -210,7 +209,7 @@ class _Merged:
         before.copy_(total)
 
     def settled(self, dtype: torch.dtype, *, masked: bool) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sum-exps for the backward; a query that sees nothing gets zero, and gives none."""
+        """Return output and log-sum-exps for the backward. A fully masked query has output and gradients of zero."""
         output, sums = self._output, self._sums
         assert output is not None and sums is not None, "a query sees its own block"
         if masked:
@@ -221,7 +220,7 @@ class _Merged:
 
 
 def _covered(visible: list[bool], chunk: int) -> slice | None:
-    """The places of the chunks of a block that are seen."""
+    """Return the slice of a block's visible chunks, or None if there are none."""
     if not any(visible):
         return None
     return slice(0 if visible[0] else chunk, 2 * chunk if visible[1] else chunk)

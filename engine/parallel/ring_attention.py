@@ -1,7 +1,7 @@
-"""Attention round a ring, as Hugging Face's forward looks it up: for whole rows, and for masks of any form.
+"""Ring attention as an implementation for Hugging Face's forward, with any mask.
 
-A mask is never made as a whole, but for the chunks that meet, by Hugging Face's own function of the positions: so
-windows, chunked attention, packed documents and padding stay what they are, and take memory of one step of the ring.
+Masks are made for one pair of chunks at a time, by Hugging Face's own mask functions. So windows, chunked attention,
+packed documents and padding keep their meaning, and take memory for one step of the ring only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weft.engine.parallel.ring import Ring, Seen
 from weft.engine.parallel.unshareable import UnshareableError
 
 _OF_SCORES = ("position_bias", "s_aux")
-"""Arguments that change scores, or what they are divided by."""
+"""Arguments that change scores or their normalisation."""
 
 
 class RingAttention:
@@ -48,7 +48,7 @@ class RingAttention:
         is_causal: bool | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of this member's positions to those of all.
+        """Compute attention of this member's positions to all positions.
 
         Args:
             query: [B, heads, S / members, D].
@@ -59,7 +59,7 @@ class RingAttention:
             [B, S / members, heads, D], and no weights.
 
         Raises:
-            UnshareableError: the module asks for what cannot be computed block by block.
+            UnshareableError: an argument of the module is not supported block by block.
         """
         self._require(dropout == 0.0, module, "drops weights of its attention (set its attention_dropout to 0)")
         given = [name for name in _OF_SCORES if arguments.get(name) is not None]
@@ -85,10 +85,10 @@ class RingAttention:
         device: torch.device | str = "cpu",
         **arguments: Any,
     ) -> Seen | None:
-        """Which positions are seen, or None if it is no more than causal.
+        """Return the mask, or None if it is just causal.
 
         Args:
-            mask_function: of the batch's, the head's, the query's and the key's index in the whole sequence.
+            mask_function: takes the indices of batch, head, query and key in the whole sequence.
             attention_mask: [B, S] of the whole sequence, false where a token is padding.
             local_size: how far back a window reaches.
         """
@@ -119,9 +119,9 @@ class RingAttention:
 
 
 def only_earlier(function: Callable[..., Tensor]) -> bool:
-    """True if a mask of transformers shows no query what comes behind it: it is their causal one, "and" others.
+    """True if a mask of transformers hides all later positions: it is their causal mask, combined with others by "and".
 
-    Where that is not known, it is false, and chunks are computed that the mask then hides.
+    If this is unknown, the result is False, and later chunks are computed and masked.
     """
     if function is causal_mask_function:
         return True

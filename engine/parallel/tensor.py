@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism by hooks: a model's own forward runs, on parts of its matrices.
 
-Between blocks the hidden state is this member's slice of the sequence, [B, S / members, H]. A block is
-a part of a decoder layer (attention, say, or the feed-forward part): before it the slices are gathered,
-behind it each member takes its slice of the sum of what all have made. This is what "Reducing Activation
-Recomputation in Large Transformer Models" (section 4.2) does, without a line of it in the model.
+Between blocks the hidden state is this member's slice of the sequence, [B, S / members, H]. A block is a part of a
+decoder layer, such as attention or the feed-forward part. Slices are gathered before it, and after it the members'
+outputs are summed and scattered. This is the method of "Reducing Activation Recomputation in Large Transformer Models"
+(section 4.2), without changes to the model's code.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SEQUENCE = 1
 
 
 def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[str, Cut]:
-    """Reduce a model to this member's part of it, in place, and let its forward meet the others.
+    """Reduce a model to this member's part of it, in place, and hook its forward to the group's collectives.
 
     Args:
-        model: of a stage, or whole; peft's layers may be in it.
+        model: of a stage, or whole. It may have peft's layers.
         layers: path of the list of decoder layers.
 
     Returns:
-        What is held of those parameters that are not held in full, by name.
+        This member's parts of divided parameters, by name.
 
     Raises:
-        UnshareableError: the model cannot be divided so.
+        UnshareableError: the model cannot be divided.
     """
     if group.size == 1:
         return {}
@@ -60,10 +60,10 @@ def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[
 
 
 def require_shareable(model: PreTrainedModel, size: int, layers: str) -> None:
-    """Refuse a whole model that a tensor group cannot divide; on the meta device, too.
+    """Check that a tensor group can divide a whole model, which may be on the meta device.
 
     Raises:
-        UnshareableError: naming what, and what to do.
+        UnshareableError: it cannot. The message names the part and the remedy.
     """
     plan = TensorPlan(model)
     require_divisible(model, plan, size, layers)
@@ -97,7 +97,7 @@ def _hook_vocabulary(model: PreTrainedModel, group: AxisGroup) -> None:
 
 
 def _in_use(module: nn.Module | None) -> nn.Module | None:
-    """The copy that peft trains of a module (``modules_to_save``), or the module itself."""
+    """Return the trained copy of a module in peft's ``modules_to_save``, or the module itself."""
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[module.active_adapters[0]]
     return module
@@ -114,7 +114,7 @@ def _hook_matrices(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, l
 
 
 def _blocks(model: PreTrainedModel, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """Parts of decoder layers that have parts of their own, with their paths."""
+    """Yield the blocks of decoder layers with their paths."""
     for number, layer in model.get_submodule(layers).named_children():
         yield from _parts(layer, f"{layers}.{number}")
 
@@ -128,7 +128,7 @@ def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _hook_block(path: str, module: nn.Module, plan: TensorPlan, group: AxisGroup) -> bool:
-    """Gather before a block and take slices behind it; false where a slice is all that it needs."""
+    """Gather before a block and take slices after it. Return False if the block works on slices."""
     parts = [path, *(f"{path}.{name}" for name, _ in (*module.named_modules(), *module.named_parameters()))]
     styles = {style for part in parts if (style := plan.style(part.rstrip("."))) is not None}
     own = plan.style(path)
@@ -144,7 +144,7 @@ def _hook_block(path: str, module: nn.Module, plan: TensorPlan, group: AxisGroup
 
 
 class _OnInput:
-    """A hook before a module that replaces the hidden state among its arguments."""
+    """A forward pre-hook that replaces the hidden state among the arguments."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
@@ -152,7 +152,7 @@ class _OnInput:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with the hidden state replaced: the one of that name, or the first tensor."""
+        """Replace ``hidden_states``, or the first tensor among the arguments."""
         if isinstance(kwargs.get("hidden_states"), Tensor):
             return args, kwargs | {"hidden_states": self._replaced(kwargs["hidden_states"])}
         for number, value in enumerate(args):
@@ -183,13 +183,13 @@ class _Slice(_OnInput):
 
 
 class _OnOutput:
-    """A hook behind a module that replaces its answer, or the first of it."""
+    """A forward hook that replaces the output, or the first element of a tuple."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
 
     def __call__(self, module: nn.Module, args: Any, answer: Any) -> Any:
-        """The answer, replaced."""
+        """Replace the output."""
         if isinstance(answer, tuple):
             return (self._replaced(answer[0]), *answer[1:])
         return self._replaced(answer)
@@ -222,7 +222,7 @@ class _SliceFeatures:
 
 
 class _BiasOnce:
-    """Subtract from each member its share of a bias that all members add, so that their sum has it once."""
+    """Subtracts from each member's output its share of a bias that all members add, so that the sum has it once."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._share = 1 - 1 / group.size

@@ -1,4 +1,4 @@
-"""Which part of each parameter a member of a tensor group holds."""
+"""The parts of parameters that a member of a tensor group holds."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from weft.engine.parallel.tensor_styles import Style, TensorPlan
 from weft.engine.parallel.unshareable import UnshareableError
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
-"""Fields of Hugging Face's configs: what attention divides its projections into."""
+"""Fields of Hugging Face's configs with numbers of attention heads."""
 _FACTOR = re.compile(r"lora_[AB]\.[^.]+\.weight")
 
 
 def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str) -> dict[str, Cut]:
-    """Matrices in the decoder layers by the model's plan, embedding and head by their vocabulary.
+    """Return the parts of matrices in decoder layers by the model's plan, and of embedding and head by vocabulary.
 
     Args:
-        model: which still holds everything in full; some of its modules may be placeholders.
+        model: with undivided parameters. Some of its modules may be placeholders.
         layers: path of the list of decoder layers.
 
     Returns:
-        By parameter names in ``model``.
+        Parts by parameter names in ``model``.
 
     Raises:
-        UnshareableError: something cannot be divided evenly.
+        UnshareableError: a parameter cannot be divided evenly.
     """
     _require_factors(model, plan, group.size, layers)
     cuts: dict[str, Cut] = {}
@@ -44,7 +44,7 @@ def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, laye
                 dim, blocks = place
                 cuts[full] = held_cut(parameter) or _cut(full, tuple(parameter.shape), dim, group, blocks)
     for full, parameter in _by_vocabulary(model):
-        done = held_cut(parameter)  # read so, or another stage of this rank holds it, too, or it has two names
+        done = held_cut(parameter)  # read in parts, shared by stages, or with two names
         if done is None and (words := parameter.shape[0]) % group.size:
             raise UnshareableError(
                 f"parallel.tensor={group.size}: {full} has {words} tokens, which {group.size} ranks cannot divide "
@@ -56,10 +56,10 @@ def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, laye
 
 
 def require_divisible(model: PreTrainedModel, plan: TensorPlan, size: int, layers: str) -> None:
-    """Refuse a whole model whose matrices or attention heads a tensor group cannot divide.
+    """Check that a tensor group can divide the matrices and attention heads of a whole model.
 
     Raises:
-        UnshareableError: naming what, and what to do.
+        UnshareableError: it cannot. The message names the part and the remedy.
     """
     if not any(True for _ in _divided(model, plan, layers)):
         raise UnshareableError(
@@ -89,7 +89,7 @@ def _divided(model: PreTrainedModel, plan: TensorPlan, layers: str) -> Iterator[
 
 
 def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers: str) -> None:
-    """Refuse adapters of divided matrices that are more than the two factors of LoRA."""
+    """Check that adapters of divided matrices are just the two factors of LoRA."""
     for path, module in model.get_submodule(layers).named_modules(prefix=layers):
         if not isinstance(module, BaseTunerLayer):
             continue
@@ -110,7 +110,7 @@ def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers
 
 
 def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tuple[int, int] | None:
-    """Dimension of a parameter along which it is divided, and in how many blocks, or None if it is held in full."""
+    """Return the dimension along which a parameter is divided, and the number of blocks, or None if undivided."""
     if ".lora_" in full:
         return _place_of_factor(plan, full)
     style = plan.style(full) or plan.style(path)
@@ -124,7 +124,7 @@ def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tupl
 
 
 def _place_of_factor(plan: TensorPlan, full: str) -> tuple[int, int] | None:
-    """Return the place of one of an adapter's two factors: B follows a column-wise base, A a row-wise one."""
+    """Return the division of an adapter's factor: B follows a column-wise base, A a row-wise one."""
     base, _, factor = full.partition(".lora_")
     style = plan.style(base)
     if style is None or not full.endswith(".weight"):
@@ -135,7 +135,7 @@ def _place_of_factor(plan: TensorPlan, full: str) -> tuple[int, int] | None:
 
 
 def _by_vocabulary(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of the embedding and of the head, by all of their names."""
+    """Yield parameters of embedding and head, by all of their names."""
     wanted = set()
     for unit in (model.get_input_embeddings(), model.get_output_embeddings()):
         if unit is not None:
@@ -156,7 +156,7 @@ def _cut(name: str, shape: tuple[int, ...], dim: int, group: AxisGroup, blocks: 
 
 
 def hold_in_place(model: nn.Module, cuts: dict[str, Cut]) -> None:
-    """Make each parameter the part that is held; it stays the same parameter, wherever else it is."""
+    """Replace the data of each parameter by its part. The parameter objects stay the same, wherever they are shared."""
     for name, cut in cuts.items():
         parameter = model.get_parameter(name)
         if held_cut(parameter) is not cut:

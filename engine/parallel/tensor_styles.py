@@ -1,4 +1,4 @@
-"""Styles: how transformers' plan of a model says that its matrices are divided over the tensor axis."""
+"""Styles of transformers' plan for a model: how its matrices are divided over the tensor axis."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Style(Enum):
     """The members' parts of a matrix, and the collectives around its product."""
 
     columns = auto()
-    """Output features; the output stays divided."""
+    """Output features. The output stays divided."""
     rows = auto()
-    """Input features, of an input that is divided; outputs are parts of a sum."""
+    """Input features of a divided input. Outputs are parts of a sum."""
     gathered_columns = auto()
-    """Output features, which are gathered."""
+    """Output features. The output is gathered."""
     sliced_rows = auto()
-    """Input features, of which each member takes its own; outputs are parts of a sum."""
+    """Input features, of which each member takes a slice. Outputs are parts of a sum."""
     packed_columns = auto()
-    """Output features of two matrices that lie behind each other."""
+    """Output features of two concatenated matrices."""
     packed_last = auto()
-    """The same, where output features are the last dimension."""
+    """The same, with output features as the last dimension."""
 
     @property
     def sums(self) -> bool:
@@ -55,21 +55,21 @@ HELD_IN_FULL = frozenset(
         "moe_identity_expert",
     }
 )
-"""Styles that divide nothing themselves: here the gradient of whatever is held in full is a part of a sum."""
+"""Styles that do not divide parameters. In Weft, gradients of undivided parameters are always parts of a sum."""
 
 
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
-"""Where peft puts a module that it wraps, or its copy of one, below the module's own name."""
+"""Names under which peft's wrappers have the wrapped module or its copy."""
 
 
 class TensorPlan:
     """transformers' own plan for a class of models, by names in a whole model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Read it.
+        """Read the plan of a model's class.
 
         Raises:
-            UnshareableError: there is none, or one in styles that are not known.
+            UnshareableError: the plan has a style that is not supported.
         """
         self._name = type(model).__name__
         plan = {key: style for key, style in (model.tp_plan or {}).items() if isinstance(style, str)}
@@ -85,7 +85,7 @@ class TensorPlan:
         return self._styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", _WRAPPED.sub("", name)))
 
     def modules(self, model: nn.Module, below: str) -> Iterator[tuple[str, nn.Module, Style]]:
-        """Modules with a style of their own inside of the module ``below``."""
+        """Yield modules with a style inside of the module ``below``."""
         for name, module in model.get_submodule(below).named_modules(prefix=below):
             style = self.style(name)
             if style is not None and not _WRAPPED.search(name):

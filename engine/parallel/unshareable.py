@@ -1,5 +1,5 @@
-"""Errors for a model or an input whose work the members of an axis cannot share."""
+"""Error for a model or an input whose work the members of an axis cannot share."""
 
 
 class UnshareableError(ValueError):
-    """Names the field, its value, and what to do."""
+    """A model or an input cannot be divided. The message has the field, its value and the remedy."""

@@ -1,4 +1,4 @@
-"""Embedding, head and loss over a vocabulary of which each member of a tensor group holds a part."""
+"""Embedding, head and loss with the vocabulary divided over a tensor group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ABSENT = "_weft_absent"
 
 
 class EnterEmbedding:
-    """A hook before an embedding: numbers tokens as this member's part does."""
+    """A forward pre-hook of an embedding: maps token ids to rows of this member's part."""
 
     def __init__(self, group: AxisGroup, held: int) -> None:
         self._first, self._held = group.index * held, held
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The ids, those of other members' tokens as 0."""
+        """Return local ids, with 0 for other members' tokens."""
         local = args[0] - self._first
         absent = (local < 0) | (local >= self._held)
         local = local.masked_fill(absent, 0)
@@ -29,19 +29,19 @@ class EnterEmbedding:
 
 
 class LeaveEmbedding:
-    """A hook behind it: puts in what other members hold."""
+    """A forward hook of an embedding: adds the rows of other members' tokens."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """[B, S, H] of all tokens."""
+        """Return embeddings [B, S, H] of all tokens."""
         absent = getattr(args[0], _ABSENT)
         return functions.all_sum(self._group, output.masked_fill(absent.unsqueeze(-1), 0.0))
 
 
 def cut_embedding(group: AxisGroup, module: nn.Embedding) -> None:
-    """Hook an embedding that holds this member's tokens."""
+    """Hook an embedding that has this member's rows."""
     held = module.weight.shape[0]
     if module.padding_idx is not None:
         local = module.padding_idx - group.index * held
@@ -54,7 +54,7 @@ def cut_embedding(group: AxisGroup, module: nn.Embedding) -> None:
 class VocabularyLoss:
     """Hugging Face's loss of a causal model, from logits of this member's part of the vocabulary.
 
-    Two numbers for each token are added up over members; logits of the whole vocabulary never exist.
+    Only two numbers for each token are summed over members. Logits of the whole vocabulary are never gathered.
     """
 
     def __init__(self, group: AxisGroup) -> None:
@@ -70,12 +70,12 @@ class VocabularyLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """As `transformers.loss.loss_utils.ForCausalLMLoss`.
+        """Compute `transformers.loss.loss_utils.ForCausalLMLoss`.
 
         Args:
             logits: [B, S, V / members].
             labels: [B, S], not shifted.
-            num_items_in_batch: what the sum over tokens is divided by. None is how many count here.
+            num_items_in_batch: divisor of the sum over tokens. None means the number of tokens that count here.
             shift_labels: [B, S], shifted, instead of ``labels``.
         """
         if shift_labels is None:
@@ -91,7 +91,7 @@ class VocabularyLoss:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each row; the gradient that comes in is the same on all members."""
+    """Cross-entropy of each row. The incoming gradient is the same on all members."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, wanted: Tensor, group: AxisGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""Zigzag: which positions of a sequence each member of a context group has.
+"""Zigzag: the division of a sequence over a context group.
 
-A sequence is cut into twice as many chunks as there are members; each has one of the first half and
-its mirror image of the second. Under a causal mask all of them then attend to equally many positions.
+A sequence is cut into twice as many chunks as there are members. Each member has one chunk of the first half and its
+mirror image in the second half. Under a causal mask all members then attend to equally many positions.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from weft.engine.parallel.unshareable import UnshareableError
 
 
 def chunks_of(size: int, index: int) -> tuple[int, int]:
-    """Numbers of a member's two chunks, among ``2 size``."""
+    """Return the indices of a member's two chunks among ``2 size``."""
     return index, 2 * size - 1 - index
 
 
 def take(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """This member's positions along ``dim`` of a whole sequence.
+    """Return this member's positions along ``dim`` of a whole sequence.
 
     Raises:
         UnshareableError: the sequence cannot be cut into chunks of the same length.
@@ -32,7 +32,7 @@ def take(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
 
 
 def in_order(size: int, gathered: Tensor, dim: int) -> Tensor:
-    """The whole sequence, from all members' parts one behind the other along ``dim``."""
+    """Return the whole sequence from the members' concatenated parts along ``dim``."""
     if size == 1:
         return gathered
     numbers = [number for index in range(size) for number in chunks_of(size, index)]
@@ -41,18 +41,18 @@ def in_order(size: int, gathered: Tensor, dim: int) -> Tensor:
 
 
 def by_member(size: int, whole: Tensor, dim: int) -> Tensor:
-    """All members' parts one behind the other along ``dim``, of a whole sequence: the inverse of `in_order`."""
+    """Return the members' concatenated parts along ``dim`` of a whole sequence: the inverse of `in_order`."""
     chunks = whole.chunk(2 * size, dim)
     return torch.cat([chunks[number] for index in range(size) for number in chunks_of(size, index)], dim)
 
 
 def positions(group: AxisGroup, length: int, device: torch.device | str) -> Tensor:
-    """Where in a sequence of ``length`` this member's positions lie, in its order."""
+    """Return this member's positions in a sequence of ``length``, in its order."""
     return take(group, torch.arange(length, device=device), 0)
 
 
 def require_divisible(length: int, size: int) -> None:
-    """Refuse sequences that members cannot share.
+    """Check that members can share a sequence.
 
     Raises:
         UnshareableError: ``2 size`` does not divide the length.

@@ -16,7 +16,7 @@ from weft.engine.stages.shards import exported_dtype, write_tensors
 from weft.engine.stages.stage import Stage
 
 BASE = "base_model"
-"""Folder, inside an adapter's, of a base model that has no folder of its own."""
+"""Subfolder of an adapter's folder for a base model without a folder of its own."""
 
 
 def has(stage: Stage) -> bool:
@@ -25,12 +25,12 @@ def has(stage: Stage) -> bool:
 
 
 def has_new_base(stage: Stage) -> bool:
-    """True if the base model was not loaded from anywhere, so that adapters alone would be of no use."""
+    """True if the base model was not loaded from a folder, so that adapters alone would be useless."""
     return not stage.hf_model.config.name_or_path
 
 
 def exported_frozen(stage: Stage) -> list[nn.Parameter]:
-    """Return frozen weights that an export writes: all, or embeddings alone if the base model has a folder."""
+    """Return the frozen weights that an export writes: all, or only embeddings if the base model has a folder."""
     model = stage.hf_model
     parts: list[nn.Module | None] = [model]
     if has(stage) and not has_new_base(stage):
@@ -39,18 +39,18 @@ def exported_frozen(stage: Stage) -> list[nn.Parameter]:
 
 
 def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Write what peft saves of one stage, if it has adapters, into a file of this name.
+    """Write the tensors that peft saves of one stage into a file, if the stage has adapters.
 
-    Besides adapters that is an embedding that was resized, that has an adapter, or of which tokens are trained.
+    Besides adapters, peft saves an embedding that was resized, that has an adapter, or that has trained tokens.
 
     Args:
-        dtype: of the export. None takes that in which each weight was given.
+        dtype: of the export. None takes each weight's original type.
     """
     model = stage.model
     if not isinstance(model, peft.PeftModel):
         return []
     name = f"stage-{stage.index:05d}.safetensors"
-    with warnings.catch_warnings():  # about embeddings, for each stage
+    with warnings.catch_warnings():  # of embeddings, for each stage
         warnings.simplefilter("ignore")
         state = model.state_dict()
         weights = peft.get_peft_model_state_dict(model, state, adapter_name=model.active_adapter)
@@ -61,7 +61,7 @@ def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> 
 
 
 def merge(parts: Sequence[str], folder: Path) -> None:
-    """Join the stages' files into one."""
+    """Merge the stages' files into one."""
     weights: dict[str, Tensor] = {}
     for part in parts:
         weights |= load_file(folder / part)
@@ -70,7 +70,7 @@ def merge(parts: Sequence[str], folder: Path) -> None:
 
 
 def write_config(stage: Stage, folder: Path, base_path: str | None) -> None:
-    """Write the adapters' configuration, which all stages that have any share.
+    """Write the adapters' configuration, which all stages with adapters share.
 
     Args:
         base_path: of the base model, if the adapters' configuration does not name it.

@@ -1,4 +1,4 @@
-"""Check that axes inside layers can divide an architecture, on a small copy."""
+"""Check on a small copy that axes inside layers can divide an architecture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.engine.stages.stage import Stage
 MEMBERS = 2
 """The number of members of each axis in the check."""
 TOLERANCE = 1e-4
-"""Largest difference, as a share of the largest value: members add up in another order than one process."""
+"""Largest difference relative to the largest value, because members add in another order than one process."""
 
 
 def check_axes(
@@ -39,16 +39,16 @@ def check_axes(
     exchange: ContextExchange = ContextExchange.auto,
     packing: bool = False,
 ) -> None:
-    """Compare two members of each axis that is in use with one process, on a small copy: logits, loss and gradients.
+    """Compare two members of each used axis with one process, on a small copy: logits, loss and gradients.
 
     Args:
-        model: a config, or a model, which is left alone.
-        tensor, context, expert: ranks along each axis, as training will have them.
+        model: a config, or a model, which is not changed.
+        tensor, context, expert: sizes of the axes in training.
         exchange: between ranks that share sequences, as configured.
-        packing: whether rows hold several documents; else they may be padded.
+        packing: whether rows hold several documents. Otherwise they may be padded.
 
     Raises:
-        ValueError: naming the axis, the architecture, what differs, and what to do.
+        ValueError: the results differ. The message has the axis, the architecture, the difference and the remedy.
     """
     used = {"tensor": tensor, "context": context, "expert": expert}
     sizes = {axis: MEMBERS for axis, size in used.items() if size > 1}
@@ -56,7 +56,7 @@ def check_axes(
         return
     apart = 1
     if "expert" in sizes:
-        apart = MEMBERS if expert > tensor else 1  # with other tokens; those that share matrices have the same
+        apart = MEMBERS if expert > tensor else 1  # with other tokens, whereas members of a tensor group have the same
         sizes["expert"] = apart * sizes.get("tensor", 1)
     what = ", ".join(f"parallel.{axis}={used[axis]}" for axis in sizes)
     remedy = " and ".join(f"parallel.{axis}=1" for axis in sizes)
@@ -71,7 +71,7 @@ def check_axes(
             off = _difference(small, [batch] * apart, sizes, chosen)
         except UnshareableError:
             raise
-        except Exception as error:  # any: it is Hugging Face's or the model's own code
+        except Exception as error:  # any, because this runs Hugging Face's or the model's own code
             raise ValueError(
                 f"{what}: {cls.__name__} cannot share the work of its layers: {why_not_shared(error, sizes)} ({kind}); "
                 f"set {remedy}, or choose another architecture"
@@ -85,10 +85,10 @@ def check_axes(
 
 
 def refuse_unshareable(model: PreTrainedConfig | ModelConfig | nn.Module, *, tensor: int = 1, expert: int = 1) -> None:
-    """Refuse what members cannot divide of a model, by its config alone.
+    """Check by its config alone that members can divide a model.
 
     Raises:
-        UnshareableError: naming what, and what to do.
+        UnshareableError: they cannot. The message names the part and the remedy.
     """
     if tensor == expert == 1:
         return
@@ -123,7 +123,7 @@ def _alone(small: PreTrainedModel, batches: list[Batch], num_items: Tensor) -> O
 
 
 def _tried(small: PreTrainedModel, packing: bool) -> dict[str, Batch]:
-    """Micro-batches whose rows are full, and as training may have them otherwise."""
+    """Return micro-batches with full rows, and with packed or padded ones."""
     full = tried_batch(small)
     other = dict(full)
     if packing:

@@ -1,4 +1,4 @@
-"""The self-check: a small copy of an architecture, run by Hugging Face as a whole and in stages."""
+"""The self-check: compares a small copy of an architecture, run as a whole by Hugging Face, with its stages."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from weft.engine.stages.split import StageSplit, split_layers
 from weft.engine.stages.stage import Stage, accepted_arguments, hf_model
 
 TOLERANCE = 1e-5
-"""Largest difference, as a share of the largest value; it is 0 for every architecture that works."""
+"""Largest difference relative to the largest value. It is 0 for every architecture that works."""
 REMEDY = "choose another architecture, or run it whole with pipeline.stages=1"
 LENGTH = 12
-"""Tokens of each sequence that is tried."""
+"""Length of the sequences of the check."""
 
 
 def self_check(
@@ -49,17 +49,16 @@ def self_check(
 ) -> None:
     """Compare stages with Hugging Face's own run, on a small copy: logits, loss and gradients.
 
-    Stages are made as training would make them: cut out of a model that is given, and built
-    one by one where a config is.
+    Stages are made as in training: cut out of a given model, or built one by one from a config.
 
     Args:
-        model: a config, or a model, which is left alone.
-        num_stages: of the small copy; 0 puts each of its layers on a stage of its own.
-        packing: also check that packed documents do not see each other.
-        own_loss: train by the model's own loss; else only its logits count.
+        model: a config, or a model, which is not changed.
+        num_stages: of the small copy. 0 puts each of its layers on a separate stage.
+        packing: also check that packed documents do not attend to each other.
+        own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
 
     Raises:
-        ValueError: naming the architecture, what differs, and what to do.
+        ValueError: the results differ. The message has the architecture, the difference and the remedy.
     """
     cls, config = architecture(model)
     refuse_partitioning(model if isinstance(model, nn.Module) else None)
@@ -73,10 +72,10 @@ def self_check(
 
 
 def architecture(model: PreTrainedConfig | ModelConfig | nn.Module) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """The class that is trained, and its config.
+    """Return the class that is trained, and its config.
 
     Raises:
-        ValueError: it is no Hugging Face model, or transformers has no causal one of the type.
+        ValueError: the model is not Hugging Face's, or transformers has no causal model of the type.
     """
     if isinstance(model, nn.Module):
         return type(hf_model(model)), hf_model(model).config
@@ -85,7 +84,7 @@ def architecture(model: PreTrainedConfig | ModelConfig | nn.Module) -> tuple[typ
 
 
 def small_copy(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_layers: int) -> PreTrainedModel:
-    """A small model of an architecture in training mode, its weights moved off their first values.
+    """Return a small model of an architecture in training mode, with perturbed weights.
 
     Raises:
         ValueError: see `shrunken_model`.
@@ -101,17 +100,17 @@ def check_stages(
     """Run a small model whole and in stages.
 
     Args:
-        small: from `small_copy`; its gradients are left on it.
+        small: from `small_copy`. It receives gradients.
         num_stages: to cut it into.
         batches: micro-batches.
-        given: cut stages out of a copy of it, as of a model that is given; else build each alone.
-        own_loss: compare the model's own loss; else one on its logits.
+        given: whether to cut stages out of a copy of it. Otherwise each stage is built alone.
+        own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
 
     Returns:
-        What the stages made of the batches, and what the whole did.
+        The outcome of the stages and that of the whole model.
 
     Raises:
-        ValueError: they differ, or one of them does not run.
+        ValueError: the outcomes differ, or one of the runs fails.
     """
     name, num_items = type(small).__name__, torch.tensor(sum(map(count_label_tokens, batches)))
     split = split_layers(small.config, num_stages, SplitKind.even)
@@ -140,7 +139,7 @@ def check_stages(
 
 
 def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], batch: Batch) -> None:
-    """Compare stages in evaluation, where some models compute otherwise."""
+    """Compare stages in evaluation mode, in which some models compute differently."""
     name = type(small).__name__
     for model in (*stages, small):
         model.eval()
@@ -163,7 +162,7 @@ def _stages(small: PreTrainedModel, split: StageSplit, given: bool) -> list[Stag
 
 
 def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
-    """Check on a small copy that packed documents do not see each other.
+    """Check on a small copy that packed documents do not attend to each other.
 
     Raises:
         ValueError: they do.
@@ -173,10 +172,10 @@ def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
 
 
 def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
-    """Check on a small copy that packed documents do not see each other in flash attention, whatever the rows.
+    """Check on a small copy that packed documents do not attend to each other in flash attention.
 
-    The kernel itself needs a GPU. What is tried is that the architecture hands the documents' bounds to its
-    attention, and takes nothing else for it.
+    The kernel itself needs a GPU. So the check is that the architecture passes the documents' bounds to its attention,
+    and uses nothing else.
 
     Raises:
         ValueError: it does not.
@@ -195,7 +194,7 @@ def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> No
 
 
 def roughen(models: Sequence[nn.Module]) -> None:
-    """Move weights off their first values, where norms and biases are the same on every layer."""
+    """Perturb weights, because initial norms and biases are the same in every layer."""
     with torch.no_grad():
         for name, parameter in all_parameters(models):
             with seeded(0, name):
@@ -203,7 +202,7 @@ def roughen(models: Sequence[nn.Module]) -> None:
 
 
 def tried_batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Two sequences of `LENGTH` tokens."""
+    """Return two sequences of `LENGTH` tokens."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(1, vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
@@ -212,7 +211,7 @@ def tried_batch(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def require_causal(model: PreTrainedModel) -> None:
-    """Logits over the vocabulary for every token, and none that knows of later tokens.
+    """Check that the model returns logits over the vocabulary for every token, independent of later tokens.
 
     Raises:
         ValueError: it is another kind of model, or its labels would leak.
@@ -257,10 +256,9 @@ def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> No
 
 
 def _require_apart(model: PreTrainedModel, *, told: bool = False) -> None:
-    """Changing the first of two packed documents must leave the second one's logits as they are.
+    """Check that a change of the first of two packed documents does not change the second one's logits.
 
-    Args:
-        told: whether the rows are known to be packed, as `weft.engine.stages.packed.tell_packed` makes them.
+    ``told`` attaches the packed rows to the positions by `weft.engine.stages.packed.tell_packed`.
     """
     ids = tried_batch(model)["input_ids"]
     other = ids.clone()
@@ -280,10 +278,10 @@ def _require_apart(model: PreTrainedModel, *, told: bool = False) -> None:
 
 @contextmanager
 def _refusing(what: str, *, passed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Refuse the model for any error in the block, which runs Hugging Face's or the model's own code.
+    """Context that turns any error of Hugging Face's or the model's own code into the message for the user.
 
     Args:
-        passed: errors that name the reason themselves.
+        passed: errors that already name the reason.
     """
     try:
         yield

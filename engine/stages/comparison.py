@@ -1,4 +1,4 @@
-"""The comparison: what stages make of some micro-batches, held against Hugging Face's own run of the whole model."""
+"""Comparison of stages with Hugging Face's own run of the whole model, on some micro-batches."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an outcome is from another, as a share of the largest value where that is above 1."""
+    """Differences of two outcomes, relative to the largest value if that is above 1."""
 
     logits: float
     loss: float
     gradients: float
     gradient: str
-    """The parameter whose gradient is furthest off."""
+    """The parameter whose gradient differs most."""
 
     @property
     def worst(self) -> float:
-        """The largest of the differences; not a number is infinitely far off."""
+        """The largest of the differences. NaN counts as infinity."""
         return max(d if d == d else float("inf") for d in (self.logits, self.loss, self.gradients))
 
 
 def whole_outcome(
     model: nn.Module, batches: Sequence[Batch], num_items: Tensor, loss: OutputsLoss | None = None
 ) -> Outcome:
-    """Run the whole model by Hugging Face's (or peft's) own forward; its gradients are left on it.
+    """Run the whole model by Hugging Face's (or peft's) own forward. It receives gradients.
 
     Args:
-        loss: of the outputs, the batch and ``num_items``, instead of the model's own.
+        loss: function of the outputs, the batch and ``num_items``, instead of the model's own loss.
     """
     takes = accepted_arguments(hf_model(model))
 
@@ -67,7 +67,7 @@ def whole_outcome(
 
 
 def staged_outcome(stages: Sequence[Stage], batches: Sequence[Batch], num_items: Tensor) -> Outcome:
-    """Run all stages in this process, one after the other; gradients are left on them."""
+    """Run all stages in this process, one after the other. They receive gradients."""
 
     def run(batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = run_stages(stages[:-1], batch)
@@ -94,7 +94,7 @@ def _outcome(
 
 
 def run_stages(stages: Sequence[Stage], batch: Batch, num_items: Tensor | None = None) -> Tensor | None:
-    """One micro-batch through consecutive first stages in this process: a hidden state, or the loss."""
+    """Run a micro-batch through consecutive first stages in this process. Return a hidden state, or the loss."""
     hidden = None
     for stage in stages:
         hidden = stage(hidden, batch, num_items)
@@ -102,7 +102,7 @@ def run_stages(stages: Sequence[Stage], batch: Batch, num_items: Tensor | None =
 
 
 def all_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of whole models or stages once, with its name in the whole model."""
+    """Yield every parameter of whole models or stages once, with its name in the whole model."""
     seen: set[nn.Parameter] = set()
     for model in models:
         for name, parameter in model.named_global_parameters() if isinstance(model, Stage) else global_names(model):
@@ -112,12 +112,12 @@ def all_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parame
 
 
 def gradients(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Gradients of whole models or stages, by the parameters' names in the whole model."""
+    """Return gradients of whole models or stages, by the parameters' names in the whole model."""
     return {name: p.grad for name, p in all_parameters(models) if p.grad is not None}
 
 
 def difference(got: Outcome, want: Outcome) -> Difference:
-    """Hold an outcome against what it should be; a gradient that one side lacks is zero there."""
+    """Compare an outcome with the expected one. A gradient that one side lacks counts as zero."""
     names = got.gradients.keys() | want.gradients.keys()
     off = {name: distance(got.gradients.get(name), want.gradients.get(name)) for name in sorted(names)}
     worst = max(off, key=lambda name: off[name] if off[name] == off[name] else float("inf"), default="")
@@ -127,7 +127,7 @@ def difference(got: Outcome, want: Outcome) -> Difference:
 
 
 def distance(got: Tensor | None, want: Tensor | None) -> float:
-    """Largest difference between two tensors, as a share of the largest value where that is above 1."""
+    """Return the largest difference of two tensors, relative to the largest value if that is above 1."""
     zero = torch.zeros(())
     got, want = (zero if x is None else x.detach().float() for x in (got, want))
     if got.dim() and want.dim() and got.shape != want.shape:

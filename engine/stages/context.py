@@ -1,4 +1,4 @@
-"""A context group's parts of a micro-batch, and what its members put together again."""
+"""Division of a micro-batch over a context group, and gathering of its parts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from weft.engine.parallel.axis import AxisGroup
 from weft.engine.stages.batch import Batch
 
 CUT = ("input_ids", "labels", "position_ids")
-"""Inputs of which a member has its own positions only."""
+"""Inputs that are divided by positions."""
 WHOLE = "whole."
-"""Put before the names of what a loss of one's own is given: a micro-batch as it was before it was cut."""
+"""Prefix of the tensors of a whole micro-batch, which an objective receives."""
 
 
 def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict[str, Tensor]:
-    """This member's part of a micro-batch; its forwards need the packed rows (`tell_rows`).
+    """Return this member's part of a micro-batch. Its forwards also need the packed rows (`tell_rows`).
 
     Args:
         batch: with ``position_ids``.
-        keep_whole: also keep the whole, for an objective.
+        keep_whole: also keep the whole micro-batch, for an objective.
 
     Raises:
         ValueError: the sequences cannot be cut.
@@ -38,21 +38,21 @@ def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict
 
 
 def whole_batch(batch: Batch) -> dict[str, Tensor]:
-    """A micro-batch as it was before it was cut, out of one that was kept whole."""
+    """Return the whole micro-batch that `part_of` has kept."""
     kept = {name.removeprefix(WHOLE): value for name, value in batch.items() if name.startswith(WHOLE)}
     return kept or dict(batch)
 
 
 def whole_sequence(group: AxisGroup, part: Tensor) -> Tensor:
-    """[B, S, ...] of all members' parts, on each of them; its gradient is summed over members and cut again."""
+    """Gather [B, S, ...] from all members' parts. The gradient is summed over members and divided again."""
     return zigzag.in_order(group.size, functions.gather(group, part, 1), 1)
 
 
 def own_positions(group: AxisGroup, whole: Tensor | None) -> Tensor | None:
-    """A member's part of [B, S]; None of None."""
+    """Return a member's part of [B, S], or None for None."""
     return None if whole is None else zigzag.take(group, whole, -1)
 
 
 def labels_to_predict(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the shifted labels for Hugging Face's loss, which cannot shift them where they are a part."""
+    """Return the shifted labels for Hugging Face's loss, which cannot shift a part of a sequence."""
     return {"shift_labels": batch["shift_labels"]} if "shift_labels" in batch else {}

@@ -1,4 +1,4 @@
-"""Export: a Hugging Face folder written by ranks that each hold only their stages."""
+"""Export of a Hugging Face folder by ranks that each hold only their stages."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ def export_stages(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a folder that plain transformers (or peft, for adapters) loads; whole or not at all.
+    """Atomically write a folder that plain transformers (or peft, for adapters) loads.
 
-    Each writer writes the weights that it holds, then rank 0 adds config, index and
-    tokenizer and gives the folder its name. The folder has to be on a disk that all writers
-    share. A folder that is there already is replaced.
+    Each writer writes its weights, then rank 0 adds config, index and tokenizer and renames the folder. The folder
+    must be on a disk that all writers share. An existing folder is replaced.
 
     Args:
-        stages: those that this writer holds; together every stage once.
+        stages: this writer's. Each stage must have exactly one writer.
         folder: to be written.
         rank: of this writer, from 0.
         gather: all-gather among the writers. Collective call.
-        tokenizer: saved along, by rank 0.
-        dtype: of weights. None takes that in which each was given.
+        tokenizer: saved by rank 0.
+        dtype: of weights. None takes each weight's original type.
 
     Raises:
-        ValueError: a writer could not write, or the disk is not shared; on every writer.
+        ValueError: on every writer, if one could not write, or the disk is not shared.
     """
     folder = Path(folder).expanduser().absolute()
     partial = folder.with_name(f".{folder.name}.partial")
@@ -77,13 +76,13 @@ def rehearse_export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write and remove all of an export but its weights, to find what cannot be written before it is needed.
+    """Write and remove an export without its weights, to detect problems before training.
 
     Args:
-        stages, folder, rank, gather, tokenizer, dtype: as of `export_stages`.
+        stages, folder, rank, gather, tokenizer, dtype: see `export_stages`.
 
     Raises:
-        ValueError: something cannot be written, or there is no space for the weights; on every writer.
+        ValueError: on every writer, if a file cannot be written, or there is no space for the weights.
     """
     folder = Path(folder).expanduser().absolute()
     partial = folder.with_name(f".{folder.name}.partial")
@@ -109,7 +108,7 @@ def rehearse_export(
 
 @dataclass(frozen=True)
 class _Together:
-    """Runs one step on every writer; an error on one becomes the same error on all."""
+    """Runs one step on every writer. An error on one becomes the same error on all."""
 
     gather: Gather
     folder: Path
@@ -140,7 +139,7 @@ def _write_model(
 
 
 def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Path, dtype: torch.dtype | None) -> None:
-    """Name the shards as transformers does, and write what is not weights."""
+    """Rename the shards to transformers' scheme, and write config, index and tokenizer."""
     shards = sorted((s for part in parts for s in part), key=lambda shard: (shard.stage, shard.number))
     _require_files([shard.file for shard in shards], folder)
     weight_map: dict[str, str] = {}
@@ -161,7 +160,7 @@ def _merge_adapters(parts: list[list[str]], folder: Path) -> None:
 
 
 def _require_files(files: Sequence[str], folder: Path) -> None:
-    """Rank 0 has to see what the others have written.
+    """Check that rank 0 sees the files of the others.
 
     Raises:
         ValueError: it does not.
@@ -181,14 +180,14 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | Non
     config.dtype = str(exported_dtype(next(weights), dtype)).removeprefix("torch.")
     config.save_pretrained(folder)
     if model.can_generate():
-        # As it was given: `save_pretrained` refuses what transformers loads with a warning.
+        # Unchanged, because `save_pretrained` rejects configs that transformers loads with a warning.
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     if model.is_remote_code():
         custom_object_save(model, folder, config=model.config)
 
 
 def _publish(partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Give the finished folder its name, in the place of an older one."""
+    """Rename the finished folder, and remove an older one."""
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     old = folder.with_name(f".{folder.name}.old")

@@ -1,1 +1,1 @@
-"""Running two strands of a pair alternately, as a segment plan says."""
+"""Strands: a forward and a backward, interleaved by a segment plan so that each hides the other's communication."""

@@ -1,4 +1,4 @@
-"""The baton: of two strands, the one that holds it computes and launches collectives."""
+"""Scheduler of a strand pair: one strand at a time computes and launches collectives."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ class OtherStrandFailed(RuntimeError):
 
 
 class Baton:
-    """Hands the turn from strand to strand at the ends of segments.
+    """Switches between two strands at the ends of segments.
 
-    At any time one strand runs. So all ranks launch their collectives in one order, whichever thread a
-    strand is in: that of the plan, and past its end alternately, the backward first. A turn changes hands
-    by a lock per strand, which costs some tens of microseconds; between two segments of one strand
-    nothing is touched.
+    Only one strand runs at any time. So all ranks launch their collectives in the same order: that of the plan, and
+    after its end in alternation, with the backward first. A switch takes a lock per strand, which costs some tens of
+    microseconds. Consecutive segments of one strand need no switch.
 
-    Each strand goes on with its own random numbers: a recomputation sets the generators back, and the
-    other strand's turn may come in the middle of it.
+    Each strand has its own random states, because a recomputation resets the generators, and a switch may interrupt
+    it.
     """
 
     def __init__(self, plan: SegmentPlan, play_weight: Callable[[], object]) -> None:
-        """Give the first strand its turn.
+        """Start with the first strand of the plan.
 
         Args:
             plan: the same on every rank of the groups that the strands use.
-            play_weight: computes the backward's next weight gradient, if there is one by then, in the
-                thread that has the turn.
+            play_weight: computes the backward's next deferred weight gradient, if one is ready, in the thread of the
+                running strand.
         """
         self._coming = deque(plan.steps)
         self._play_weight = play_weight
@@ -47,26 +46,26 @@ class Baton:
         for turn in self._turns.values():
             turn.acquire()
         self.handovers = 0
-        """How often the turn has changed hands."""
+        """Number of switches."""
         self.segments = dict.fromkeys(self._turns, 0)
-        """How many each strand has run."""
+        """Number of segments that each strand has run."""
         first = self._after(Step.forward)
         assert first is not None
         self._turns[first].release()
 
     def begin(self, strand: Step) -> None:
-        """Wait for the strand's first turn.
+        """Wait until the strand may run its first segment.
 
         Raises:
-            OtherStrandFailed: it is free to end, too.
+            OtherStrandFailed: this strand must end, too.
         """
         self._wait(strand)
 
     def pause(self, strand: Step) -> None:
-        """End a segment, with its collective in flight, and wait for the strand's next turn.
+        """End a segment, with its collective in flight, and wait until the strand may run the next one.
 
         Raises:
-            OtherStrandFailed: it is free to end, too.
+            OtherStrandFailed: this strand must end, too.
         """
         self.segments[strand] += 1
         coming = self._after(strand)
@@ -75,17 +74,17 @@ class Baton:
             self._wait(strand)
 
     def end(self, strand: Step) -> None:
-        """End the strand; what is left of the plan is the other's."""
+        """End the strand. The rest of the plan runs the other one."""
         self.segments[strand] += 1
         self._running.discard(strand)
         self._leave(strand, self._after(strand))
 
     def settle(self) -> None:
-        """Once both have ended: go on with the forward's random numbers, as the backward has used none for good."""
+        """Restore the forward's random states after both have ended, as the backward only replays numbers."""
         _set_generators(self._generators[Step.forward])
 
     def fail(self, error: BaseException) -> None:
-        """Free the other strand, whatever it waits for."""
+        """Release the other strand with an error."""
         if self._error is None:
             self._error = error
         for turn in self._turns.values():
@@ -93,7 +92,7 @@ class Baton:
                 turn.release()
 
     def _after(self, strand: Step) -> Step | None:
-        """Past the weight gradients that come now, to whose turn it is after this strand's, or None at the end."""
+        """Compute weight gradients that are due, and return the strand of the next segment, or None at the end."""
         while self._coming:
             step = self._coming.popleft()
             if step is Step.weight:
@@ -116,7 +115,7 @@ class Baton:
 
 
 def _generators() -> _Generators:
-    """States of the generators of this thread's devices; nobody waits for a device."""
+    """Return the random states of CPU and GPU, without synchronisation."""
     return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 

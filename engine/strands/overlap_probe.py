@@ -1,4 +1,4 @@
-"""Measures how well compute and collectives overlap on this machine: DHelix's OEF, pair by pair (section 3.2)."""
+"""Measures how well compute and collectives overlap on this machine, as DHelix's OEF per pair (section 3.2)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def measure_overlap(
     repeats: int = REPEATS,
     kernels: Mapping[Kind, Callable[[], object]] | None = None,
 ) -> OverlapTable:
-    """OEF of every kind of compute alongside a collective of each link class, and of two collectives at once.
+    """Measure the OEF of every kind of compute with a collective of each link class, and of two collectives.
 
-    A collective call over the groups: all members start the same collectives in the same order, and go by
-    the slowest of them.
+    Collective call over the groups: all members start the same collectives in the same order, and use the times of
+    the slowest.
 
     Args:
-        groups: one with more than one member for each class of links that is to be measured.
+        groups: for each class of links to measure, a group with more than one member.
         num_bytes: of each collective.
-        repeats: timed runs of each, after one that warms up.
+        repeats: timed runs of each, after a warm-up run.
         kernels: compute to measure instead of products, attention and copies.
     """
     collectives = {link: _AllGather(group, device, num_bytes) for link, group in groups.items()}
@@ -61,7 +61,7 @@ def measure_overlap(
 
 
 def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
-    """A product, attention and a copy, in the number format that the device is fast in."""
+    """Return a matrix product, attention and a copy, in the device's fast number format."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = 2048 if device.type == "cuda" else 256
     matrix = torch.ones(size, size, device=device, dtype=dtype)
@@ -78,12 +78,12 @@ def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
 
 @dataclass(frozen=True)
 class OverlapCache:
-    """Tables by device, in a JSON file that several processes may write: a measurement for each class of links."""
+    """Tables by device, in a JSON file that several processes may write, with a measurement for each class of links."""
 
     path: Path
 
     def read(self, key: str) -> OverlapTable | None:
-        """The table of a device, or None if none was measured, or the file is unreadable."""
+        """Return the table of a device, or None if it was not measured or the file is unreadable."""
         found = Measurements(self.path).values()
         try:
             compute = {
@@ -96,16 +96,16 @@ class OverlapCache:
             return None
 
     def write(self, key: str, table: OverlapTable) -> None:
-        """Add what was measured of a device, unless better is known."""
+        """Store the measurements of a device, unless better ones are stored."""
         Measurements(self.path).keep(_values(key, table), table.spread)
 
     def correct(self, key: str, table: OverlapTable, faster: float, *, load: float) -> None:
-        """Replace what a run contradicts. See `Measurement.refutes`.
+        """Replace measurements that a run contradicts. See `Measurement.refutes`.
 
         Args:
-            table: that the run has found.
-            faster: ratio of the speed of its pairs and of that by the table that is known.
-            load: of the run's ranks for each processor.
+            table: measured in the run.
+            faster: ratio of the measured speed of its pairs to that by the stored table.
+            load: number of the run's ranks for each processor.
         """
         cache = Measurements(self.path)
         known = cache.read()
@@ -114,7 +114,7 @@ class OverlapCache:
 
 
 def _values(key: str, table: OverlapTable) -> dict[str, object]:
-    """The values of a table by their names in the cache."""
+    """Return the values of a table by their names in the cache."""
     values: dict[str, object] = {}
     for link in LinkScope:
         if factors := {kind.value: factor for (kind, at), factor in table.compute.items() if at is link}:
@@ -123,18 +123,18 @@ def _values(key: str, table: OverlapTable) -> dict[str, object]:
 
 
 def overlap_cache(cache_dir: str) -> OverlapCache:
-    """The cache file in a folder such as ``data.cache_dir``."""
+    """Return the cache file in a folder such as ``data.cache_dir``."""
     return OverlapCache(Path(cache_dir).expanduser() / "overlap.json")
 
 
 def overlap_key(device: torch.device) -> str:
-    """Cache key of a device's table."""
+    """Return the cache key of a device's table."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return f"{name}, from {os.uname().nodename}"
 
 
 class _AllGather:
-    """A collective that can be started again and again."""
+    """A collective that can be started repeatedly."""
 
     def __init__(self, group: AxisGroup, device: torch.device, num_bytes: int) -> None:
         self.group = group
@@ -145,7 +145,7 @@ class _AllGather:
         return self.group.all_gather(self._shard)
 
     def slowest(self, seconds: float) -> float:
-        """The most of the members' seconds; also a barrier."""
+        """Return the longest of the members' times. This is also a barrier."""
         return float(self.group.maximum(torch.tensor([seconds], device=self._shard.device)).wait())
 
 
@@ -156,10 +156,10 @@ def _slowest_s(
     repeats: int,
     among: _AllGather | None = None,
 ) -> list[float]:
-    """Seconds of collectives and work started at once, by the slowest member, in each repeat.
+    """Time collectives and work that start at once: seconds of the slowest member, in each repeat.
 
     Args:
-        among: whose members are asked where no collective is measured.
+        among: the group to synchronise if no collective is measured.
     """
     asked = among or collectives[0]
     found = []
@@ -182,7 +182,7 @@ def _slowest_s(
 def _lasting(
     kernel: Callable[[], object], seconds: float, among: _AllGather, device: torch.device
 ) -> Callable[[], None]:
-    """The kernel as often as takes about so long, equally often on all members."""
+    """Return the kernel, repeated for about that duration, with the same number of repeats on all members."""
     kernel()
     _finish(device)
     start = perf_counter()
@@ -205,5 +205,5 @@ def _finish(device: torch.device) -> None:
 
 
 def _within(factor: float) -> float:
-    """A measured factor may lie a little outside of its range."""
+    """Clamp a measured factor to its range."""
     return min(1.0, max(0.0, factor))

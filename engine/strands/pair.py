@@ -1,4 +1,4 @@
-"""A strand pair: a forward and a backward, run alternately in two threads."""
+"""A strand pair: a forward and a backward, interleaved in two threads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class PairRunner:
     """Runs pairs on one rank.
 
     Attributes:
-        thread: where backwards run; forwards run in the caller's.
-        turns: that the axis groups of both strands take, see `TurnTakingGroup`.
-        strict: refuse a plan for other numbers of segments; otherwise such pairs run as `Baton` says, and
-            a warning is logged once for each plan.
+        thread: runs backwards. Forwards run in the caller's thread.
+        turns: shared with the axis groups of both strands, see `TurnTakingGroup`.
+        strict: raise an error if a plan has other numbers of segments. Otherwise such pairs run by the rules of
+            `Baton`, and a warning is logged once for each plan.
     """
 
     thread: StrandThread
@@ -41,18 +41,18 @@ class PairRunner:
         backward: Callable[[], Other],
         play_weight: Callable[[], object] = lambda: None,
     ) -> tuple[Result, Other]:
-        """Run a forward and a backward alternately.
+        """Run a forward and a backward, interleaved.
 
         Args:
-            plan: whose turn is when; without steps they alternate.
-            play_weight: computes the backward's next deferred weight gradient, if there is one by then.
+            plan: order of segments. Without steps the strands alternate.
+            play_weight: computes the backward's next deferred weight gradient, if one is ready.
 
         Returns:
-            What they return.
+            The results of ``forward`` and ``backward``.
 
         Raises:
-            Exception: the first error of either; the other has been freed and has ended.
-            RuntimeError: of `strict`.
+            Exception: the first error of either, after both have ended.
+            RuntimeError: see `strict`.
         """
         baton = Baton(plan, play_weight)
         future = self.thread.start(partial(self._strand, baton, Step.backward, backward))
@@ -81,7 +81,7 @@ class PairRunner:
         return result
 
     def _compare(self, plan: SegmentPlan, baton: Baton) -> None:
-        """True if the strands were those that the plan is for."""
+        """Compare the numbers of segments with the plan's, and raise an error or log a warning if they differ."""
         planned = {strand: plan.steps.count(strand) for strand in baton.segments}
         if not plan.steps or planned == baton.segments:
             return

@@ -13,14 +13,14 @@ import torch
 
 Result = TypeVar("Result")
 CLOSING_S = 5.0
-"""How long `StrandThread.close` waits for a thread that may wait for a rank which has gone."""
+"""Timeout of `StrandThread.close` in seconds, because the thread may wait for a lost rank."""
 
 
 class StrandThread:
-    """Runs what it is given, one after the other.
+    """Runs jobs one after the other.
 
-    Autograd's own threads are off in it: on a GPU a backward runs in the device's thread, of which
-    there is one, and a strand that pauses there would keep all others from running.
+    Autograd's own threads are off in it. On a GPU all backwards would share the device's thread, and a strand that
+    waits there would block the others.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,10 +31,10 @@ class StrandThread:
         self._thread.start()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
-        """Start a job on the stream that is the caller's now; the future holds what it returns or raises.
+        """Start a job on the caller's current stream, and return the future of its result.
 
-        Both strands then compute, allocate and free on one stream, so that memory is used again without
-        a wait; collectives have streams of their own.
+        Both strands then compute, allocate and free on one stream, so that memory is reused without
+        synchronisation. Collectives have streams of their own.
         """
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         future: Future[Result] = Future()
@@ -51,7 +51,7 @@ class StrandThread:
         return future
 
     def close(self) -> None:
-        """End the thread; one that waits for a rank which has gone ends with its process group."""
+        """End the thread. If it waits for a lost rank, it ends with its process group."""
         self._jobs.put(None)
         self._thread.join(CLOSING_S)
 

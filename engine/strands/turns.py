@@ -1,4 +1,4 @@
-"""Axis groups whose operations end a segment of the strand that starts them."""
+"""Axis groups whose operations switch between strands, before the wait for a collective."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 
 class Turns:
-    """The hand-over of a thread whose strand has a collective in flight; none outside of a pair."""
+    """The current thread's callback for a strand with a collective in flight. Outside of a pair there is none."""
 
     def __init__(self) -> None:
         self._local = _Local()
 
     @contextmanager
     def taken(self, pause: Callable[[], None]) -> Iterator[None]:
-        """Within, this thread calls ``pause`` between the start of a collective and its wait."""
+        """Context in which this thread calls ``pause`` between the start of a collective and its wait."""
         before, self._local.pause = self._local.pause, pause
         try:
             yield
@@ -29,7 +29,7 @@ class Turns:
             self._local.pause = before
 
     def pause(self) -> None:
-        """Give the turn away, if this thread runs a strand."""
+        """Switch to the other strand, if this thread runs a strand."""
         if self._local.pause is not None:
             self._local.pause()
 
@@ -40,37 +40,37 @@ class _Local(threading.local):
 
 @dataclass(frozen=True)
 class TurnTakingHandle:
-    """A collective whose wait gives the other strand its turn first."""
+    """A collective whose wait switches to the other strand first."""
 
     handle: Handle
     turns: Turns
 
     def wait(self) -> Tensor:
-        """The result."""
+        """Return the result, after a switch."""
         self.turns.pause()
         return self.handle.wait()
 
 
 @dataclass(frozen=True)
 class TurnTakingGroup:
-    """An axis group for strands: between the start of an operation and its wait the turn changes hands."""
+    """An axis group for strands, which switches between the start of an operation and its wait."""
 
     group: AxisGroup
     turns: Turns
 
     @property
     def axis(self) -> str:
-        """The group's."""
+        """Name of the axis."""
         return self.group.axis
 
     @property
     def size(self) -> int:
-        """The group's."""
+        """Number of members."""
         return self.group.size
 
     @property
     def index(self) -> int:
-        """This rank's."""
+        """Index of this rank in the group."""
         return self.group.index
 
     def all_gather(self, shard: Tensor) -> Handle:
@@ -102,13 +102,13 @@ class TurnTakingGroup:
 
 
 def take_turns(axes: AxisGroups, turns: Turns) -> AxisGroups:
-    """A rank's groups, for strands."""
+    """Return a rank's groups with switches between strands."""
     taking = {axis: TurnTakingGroup(group, turns) for axis, group in axes.by_axis.items() if group.size > 1}
     return axes.with_groups(taking)
 
 
 def without_turns(axes: AxisGroups) -> AxisGroups:
-    """The groups that `take_turns` was given."""
+    """Return the groups that `take_turns` has wrapped."""
     given = {axis: group.group for axis, group in axes.by_axis.items() if isinstance(group, TurnTakingGroup)}
     return axes.with_groups(given)
 

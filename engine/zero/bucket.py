@@ -17,9 +17,9 @@ from weft.engine.precision import computed_dtype
 from weft.engine.zero.collectives import Collectives
 
 User = tuple[int, bool]
-"""A virtual stage, and whether its backward: of each there is one computation at a time."""
+"""A virtual stage, and True for its backward. Each of these has at most one computation at a time."""
 ALIGNMENT = 8
-"""Shard sizes are multiples of this many elements, so that fast kernels and transports apply."""
+"""Shard sizes are multiples of this number of elements, so that fast kernels and transports apply."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class Fragment:
         name: the parameter's name in the whole Hugging Face model.
         parameter: the model's parameter, with its full shape.
         start: index of the part's first element in the flattened parameter.
-        tensor: the part in its highest precision (the master weights, if there are any); in the
-            parameter's shape if it is the whole parameter, flat otherwise.
+        tensor: the part in its highest precision (the master weights, if there are any). It has the
+            parameter's shape if it is the whole parameter, and is flat otherwise.
         trained: whether the optimiser steps it.
         shared: whether every replica holds this part.
         cut: which part of the named parameter ``parameter`` is. None is all of it.
@@ -65,17 +65,17 @@ class Member:
     offset: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The parameter's view, in its own shape, of a flat buffer of the whole bucket."""
+        """Return the parameter's view, in its own shape, of a flat buffer of the whole bucket."""
         return flat[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
 
 
 class Bucket:
     """Weights and gradients of several parameters, all of one dtype, and all trained or all frozen.
 
-    What a replica keeps permanently (ZeRO, Rajbhandari et al. 2020, section 5): at stage 0
-    everything; at stage 1 only its shard of the master weights and optimiser state; at stage 2 also
-    only its shard of the gradients; at stage 3 also only its shard of the weights. 16-bit weights
-    have fp32 master weights; fp32 weights are their own. Gradients accumulate in the master's dtype.
+    At ZeRO stage 0 (Rajbhandari et al. 2020, section 5) a replica permanently has everything. At stage 1 it
+    has only its shard of the master weights and optimiser state, at stage 2 also only its shard of the
+    gradients, and at stage 3 also only its shard of the weights. 16-bit weights have fp32 master weights,
+    whereas fp32 weights are their own. Gradients accumulate in the master's dtype.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Bucket:
             parameters: the parameters, with their names in the whole model.
             stages: this rank's virtual stages that use them.
             tied: group of the ranks of this pipeline that also hold them.
-            cuts: of parameters that this rank does not hold in full.
+            cuts: of parameters of which this rank holds only a part.
         """
         first = parameters[0][1]
         self.stages = stages
@@ -102,9 +102,9 @@ class Bucket:
         self.trained = first.requires_grad
         self.counted = not getattr(first, "ds_pipe_replicated", False)
         self.missing: Counter[nn.Parameter] = Counter()
-        """How many gradients of each parameter are still to come before the bucket is reduced."""
+        """Number of gradients of each parameter that must still accumulate before the bucket is reduced."""
         self.extremes: list[Tensor] = []
-        """Smallest and largest elements of this rank's own gradients, two scalars for each reduction of this step."""
+        """Smallest and largest elements of this rank's own gradients: two scalars for each reduction of this step."""
         self.present: set[nn.Parameter] = set()
         """Parameters that have had a gradient in this step, on this rank."""
         self._collectives = collectives
@@ -119,7 +119,7 @@ class Bucket:
         self.sharded = zero_stage == 3 and collectives.num_replicas > 1
         """True if the full weights are only gathered on demand (ZeRO-3)."""
         self.users: set[User | None] = set()
-        """Computations under way that need the full weights."""
+        """Running computations that need the full weights."""
         self._buffer: Tensor | None = None
         self._arrived: set[nn.Parameter] = set()
         self._gradient: Tensor | None = None
@@ -148,7 +148,7 @@ class Bucket:
         self.release()
 
     def _span(self, member: Member) -> tuple[int, int]:
-        """Where the held part of a parameter begins and ends in the bucket."""
+        """Return start and end in the bucket of the part of a parameter that this rank holds."""
         begin = max(self._held.start, member.offset)
         return begin, max(begin, min(self._held.stop, member.offset + member.parameter.numel()))
 
@@ -180,13 +180,13 @@ class Bucket:
             del self.missing[parameter]
 
     def gradient_place(self, member: Member) -> Tensor:
-        """The view in which the gradients of ``member`` accumulate."""
+        """Return the view in which the gradients of ``member`` accumulate."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.length, dtype=self._master.dtype, device=self._master.device)
         return member.of(self._buffer)
 
     def reduce(self) -> None:
-        """Start to reduce the gradients accumulated since the last call over the replicas."""
+        """Start to reduce over the replicas the gradients that have accumulated since the last call."""
         for member in self.members:
             if member.parameter not in self._arrived:
                 self.gradient_place(member).zero_()
@@ -215,7 +215,7 @@ class Bucket:
             self._gradient.add_(target)
 
     def finish_gradient(self) -> None:
-        """Wait for the reduction; gradients of tied weights are then summed over their holders."""
+        """Wait for the reduction, then sum gradients of tied weights over their holders."""
         self._settle()
         assert self._gradient is not None, "every bucket is reduced in every step"
         if self.tied is not None:
@@ -223,14 +223,14 @@ class Bucket:
 
     @property
     def counted_gradient(self) -> Tensor:
-        """The part of the reduced gradient that this rank counts in norms; each element counts on one rank."""
+        """Return the part of the reduced gradient that this rank counts in norms. Each element counts on one rank."""
         assert self._gradient is not None
         share = self._share if self._gradient.numel() == self.length else slice(None)
         return self._gradient[share if self.counted else slice(0)]
 
     @property
     def gradient(self) -> Tensor:
-        """The reduced gradient of this rank's fragments, flat."""
+        """Return the reduced gradient of this rank's fragments, flat."""
         assert self._gradient is not None
         return self._gradient
 
@@ -257,7 +257,7 @@ class Bucket:
 
     @property
     def held_weights(self) -> tuple[Tensor, ...]:
-        """The weights that this rank keeps permanently: its part, and the fp32 master of a 16-bit part."""
+        """Return the weights that this rank stores permanently: its part, and the fp32 master of a 16-bit part."""
         return (self._shard, self._master) if self.has_masters else (self._shard,)
 
     @property
@@ -275,7 +275,7 @@ class Bucket:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy stepped or restored fragments into the model; `wait` before the weights are used."""
+        """Copy stepped or restored fragments into the model. Call `wait` before the weights are used."""
         self.settle_weights()
         if self.has_masters:
             self._shard.copy_(self._master)
@@ -285,14 +285,14 @@ class Bucket:
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
     def gather(self, user: User | None = None) -> None:
-        """Start the all-gather of the weights, unless they are complete; a user keeps them until it releases them."""
+        """Start the all-gather of the weights, unless they are complete. They stay until each user releases them."""
         self.users |= {user} - {None}
         if not self._whole and self._gathering is None:
             self._weights.untyped_storage().resize_(self._weights.nbytes)
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
     def wait(self, user: User | None = None) -> None:
-        """Block until the weights are complete; a user as of `gather`."""
+        """Block until the weights are complete. For ``user`` see `gather`."""
         self.gather(user)
         self.settle_weights()
 
@@ -304,7 +304,7 @@ class Bucket:
             self._whole = True
 
     def release(self, user: User | None = None) -> None:
-        """Free the full weights, if they are only gathered on demand and nobody but ``user`` needs them."""
+        """Free the full weights, if they are only gathered on demand and no other user needs them."""
         self.users.discard(user)
         if self.sharded and not self.users:
             self.settle_weights()

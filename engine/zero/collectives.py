@@ -23,18 +23,18 @@ from weft.engine.planning.layout import RankLayout
 from weft.engine.precision import DTYPES
 
 Choose = Callable[[Collective], Rewrite]
-"""How a collective is carried out."""
+"""Choice of a collective's implementation."""
 
 
 class Waits(Protocol):
-    """Told when this rank waits for its replicas. See `weft.engine.supervision.place_writer.PlaceWriter`."""
+    """Observer of waits for other replicas. See `weft.engine.supervision.place_writer.PlaceWriter`."""
 
     def begin_wait(self) -> None:
-        """From here on it waits."""
+        """Note that this rank begins to wait."""
         ...
 
     def end_wait(self) -> None:
-        """It goes on."""
+        """Note that this rank continues."""
         ...
 
 
@@ -45,7 +45,7 @@ class CompletedHandle:
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         return self.tensor
 
 
@@ -57,7 +57,7 @@ class CastHandle:
     target: Tensor
 
     def wait(self) -> Tensor:
-        """The filled target."""
+        """Fill and return the target."""
         return self.target.copy_(self.handle.wait())
 
 
@@ -78,16 +78,16 @@ class NotedHandle:
 
 @dataclass(kw_only=True, eq=False)
 class Collectives:
-    """Starts collectives; gradients and weights have separate communicators, so that neither waits for the other.
+    """Starts collectives. Gradients and weights have separate communicators, so that neither waits for the other.
 
     Attributes:
         replica, num_replicas: this rank among those that hold the same weights.
-        gradients, weights: None on a single replica, as without arguments. See `open`.
-        choose: how a collective is carried out.
+        gradients, weights: communicators, or None on a single replica. See `open`.
+        choose: chooses the implementation of a collective.
         costs: measured costs over this rank's replicas, if any.
         source: origin of the costs.
         gradient_format: number format in which gradients are sent.
-        overlap: whether to overlap with compute; otherwise each collective blocks.
+        overlap: whether to overlap with compute. Otherwise each collective blocks.
     """
 
     replica: int = 0
@@ -100,10 +100,10 @@ class Collectives:
     gradient_format: torch.dtype = torch.float32
     overlap: bool = True
     waits: Waits | None = None
-    """Told of waits; replicas wait equally often in a slot."""
+    """Observer of waits. Replicas wait equally often in a slot."""
     joint: Collectives | None = None
-    """Group for parameters that all ranks of a stage hold in full, where they share matrices: each has a part of the
-    sum. None: as the others."""
+    """Group for parameters that all ranks of a stage hold in full while they share matrices, each with a part of the
+    gradient's sum. None means the same group as other parameters."""
     expert: Collectives | None = None
     """Group of ranks with the same experts. None means the same group as other parameters."""
 
@@ -138,7 +138,7 @@ class Collectives:
         members: Sequence[tuple[int, ...]],
         of: str = "",
     ) -> Collectives:
-        """Those of this rank's group among ``members``, all of which are of one size."""
+        """Open the collectives of this rank's group among ``members``, which are all of one size."""
         if len(members[0]) == 1:
             return cls()
         nodes = nodes_of_world()
@@ -167,9 +167,9 @@ class Collectives:
         return Group((dist.get_rank(),), (0,)) if self.gradients is None else self.gradients.group
 
     def reduce(self, whole: Tensor, target: Tensor) -> Handle:
-        """Start to sum ``whole`` over replicas into ``target``: this rank's shard of it, or ``whole`` itself.
+        """Start to sum ``whole`` over replicas into ``target``, which is this rank's shard or ``whole`` itself.
 
-        Use neither tensor before waiting for the handle.
+        Neither tensor may be used before the handle's `wait`.
         """
         if self.gradients is None or whole.dtype == self.gradient_format:
             return self._reduce(whole, target)
@@ -183,7 +183,7 @@ class Collectives:
         return self._start(self.gradients, Primitive.reduce_scatter, whole, target)
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over replicas in place; blocks."""
+        """Sum a contiguous tensor over replicas in place. Blocks."""
         self._start(self.gradients, Primitive.all_reduce, tensor, tensor).wait()
 
     def gather(self, shard: Tensor, whole: Tensor) -> Handle:
@@ -203,24 +203,24 @@ class Collectives:
         return handle
 
     def of(self, cut: Cut | None) -> Collectives:
-        """Those of a parameter: the part of it that this rank holds, or None of one that it holds in full."""
+        """Return the collectives for a parameter, by the part of it that this rank holds. None means all of it."""
         if cut is None:
             return self.joint or self
         return (self.expert or self) if cut.axis == "expert" else self
 
     @property
     def kinds(self) -> list[Collectives]:
-        """These, and those of other parameters."""
+        """These collectives, and those for other kinds of parameters."""
         return [self, *(other for other in (self.joint, self.expert) if other is not None)]
 
     def tell(self, waits: Waits | None) -> None:
-        """Tell of waits from now on."""
+        """Set the observer of waits."""
         for kind in self.kinds:
             kind.waits = waits
 
     @property
     def communicators(self) -> list[Communicator]:
-        """All of them."""
+        """All communicators."""
         return [each for kind in self.kinds for each in (kind.gradients, kind.weights) if each is not None]
 
     def close(self) -> None:

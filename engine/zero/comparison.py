@@ -1,4 +1,4 @@
-"""Silent corruption: replicas compare what they hold alike by checksums, while training goes on."""
+"""Detection of silent data corruption: replicas compare checksums of their common state during training."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from weft.engine.zero.host_copy import HostCopy
 from weft.engine.zero.sharding import Sharding
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types whose elements have so many bytes."""
+"""Integer types by size in bytes."""
 _MOST_NAMES = 3
-"""Tensors that a message names."""
+"""Most tensors that a message names."""
 
 
 class ReplicasDiffer(RuntimeError):
-    """Replicas do not hold the same numbers; raised on every rank, between steps.
+    """The weights or states of replicas differ. Raised on every rank, between steps.
 
     Attributes:
-        good_step: steps after which they were last known to.
-        ranks: those that hold other numbers than the majority; all that do not agree, where there is none.
+        good_step: last step after which they were known to be equal.
+        ranks: those that differ from the majority, or all differing ones if there is no majority.
     """
 
     def __init__(self, message: str, good_step: int, ranks: Sequence[int] = ()) -> None:
@@ -41,8 +41,8 @@ class _Difference:
     """A difference that a rank has detected among its replicas.
 
     Attributes:
-        text: for people, or empty if they agree.
-        ranks: as of `ReplicasDiffer`.
+        text: description, or empty if the replicas agree.
+        ranks: see `ReplicasDiffer`.
     """
 
     text: str = ""
@@ -58,10 +58,10 @@ class _Pending(NamedTuple):
 class Comparison:
     """Compares weights, and at ZeRO stage 0 master weights and the optimiser's state, over the replicas of a rank.
 
-    A checksum is the sum of a tensor's bits, taken as integers, modulo 2^64: exact in any order, and
-    different after any one bit has flipped. It is taken before a step changes the weights, when they
-    are whole. In the next step each rank looks at its replicas' checksums and tells all ranks whether
-    they agree, and in the one after that all ranks know.
+    A checksum is the sum of a tensor's bits, read as integers, modulo 2^64. It does not depend on the order of
+    addition, and any single flipped bit changes it. It is computed before a step changes the weights, when they
+    are complete. In the next step each rank compares its replicas' checksums and starts an all-reduce of the
+    result over all ranks. In the step after that every rank reads it.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class Comparison:
         expert: int = 1,
         experts: Collection[str] = (),
     ) -> None:
-        """Compare every so many steps.
+        """Compare every ``every`` steps.
 
         Args:
-            replica: this rank's replica.
+            replica: this rank's index in ``replicas``.
             replicas: global ranks of this rank and its replicas, in order.
-            group: of them.
-            expert: so many neighbours among them share experts, so those so far apart hold the same ones.
-            experts: names of parameters that are experts'.
+            group: of ``replicas``.
+            expert: size of expert groups, which are consecutive in ``replicas``. So every ``expert``-th has the same
+                experts.
+            experts: names of the experts' parameters.
         """
         self._sharding, self._optimizer = sharding, optimizer
         self._every = every if len(replicas) > 1 else 0
@@ -100,7 +101,7 @@ class Comparison:
     def of_replicas(
         cls, sharding: Sharding, optimizer: Optimizer, *, every: int, group: dist.ProcessGroup, expert: int
     ) -> Comparison:
-        """Compare over the ranks of ``group``; arguments as of the constructor."""
+        """Compare over the ranks of ``group``. For arguments see the constructor."""
         return cls(
             sharding,
             optimizer,
@@ -115,7 +116,7 @@ class Comparison:
     # -- in a step -------------------------------------------------------------------------------
 
     def before_update(self, step: int) -> None:
-        """Do what is due before the update of a step, counted from 1. Collective call that waits for no rank."""
+        """Continue the comparison before the update of a step, counted from 1. Asynchronous collective call."""
         if not self._every:
             return
         if step != self._next_step:
@@ -127,7 +128,7 @@ class Comparison:
             self._start(step - 1)
 
     def _begin(self, done: int) -> None:
-        """Begin anew after ``done`` steps: all replicas have read the same, or are as they were made."""
+        """Restart after ``done`` steps, when all replicas are equal because they were initialised or restored."""
         self._compared = self._told = self._differs_at = None
         self._found, self._good_step, self._next_step = _Difference(), done, done + 1
 
@@ -138,7 +139,7 @@ class Comparison:
         self._copies[0].send(_reduced(table, dist.ReduceOp.SUM, self._group))
 
     def _look(self) -> None:
-        """Look at the replicas' checksums, and tell all ranks."""
+        """Compare the replicas' checksums, and start to send the result to all ranks."""
         if self._compared is None:
             return
         (done, copy, _), self._compared = self._compared, None
@@ -148,12 +149,12 @@ class Comparison:
         self._copies[1].send(_reduced(flag, dist.ReduceOp.MAX, dist.group.WORLD))
 
     def _hear(self) -> None:
-        """Learn whether any rank has found a difference."""
+        """Read whether any rank has detected a difference."""
         if self._told is None:
             return
         (done, copy, found), self._told = self._told, None
         if self._differs_at is not None:
-            return  # what is gathered after an update may be whole again
+            return  # after an update, an all-gather may have repaired the weights
         if copy.read():
             self._differs_at, self._found = done, found
         else:
@@ -162,7 +163,7 @@ class Comparison:
     # -- between steps ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Say what was found.
+        """Raise an error if a difference was detected.
 
         Raises:
             ReplicasDiffer: on every rank.
@@ -180,7 +181,7 @@ class Comparison:
         )
 
     def now(self, step: int) -> None:
-        """Compare between two steps, after ``step`` steps, and wait for the answer. Collective call.
+        """Compare between two steps, after ``step`` steps, and wait for the result. Collective call.
 
         Raises:
             ReplicasDiffer: on every rank.
@@ -252,10 +253,10 @@ class Comparison:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, taken as integers, modulo 2^64, an int64 scalar on its device.
+    """Return the sum of a tensor's bits, read as integers, modulo 2^64: an int64 scalar on its device.
 
-    As many elements as possible are taken eight bytes at a time, twenty times as fast as one by one on a
-    CPU. That depends on where the tensor begins in its storage, which is alike on all replicas.
+    As many elements as possible are read as int64, which is twenty times as fast on a CPU. The result depends on
+    the tensor's offset in its storage, which is the same on all replicas.
     """
     flat, size = tensor.reshape(-1), tensor.element_size()
     if flat.storage_offset() * size % 8:
@@ -265,7 +266,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def differing(values: Sequence[int]) -> tuple[int, ...]:
-    """The replicas that are not of the majority; all, where there is none."""
+    """Return the replicas outside of the majority, or all if there is none."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return tuple(range(len(values)))
@@ -273,7 +274,7 @@ def differing(values: Sequence[int]) -> tuple[int, ...]:
 
 
 def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Start to reduce ``tensor``, and return what waits for it."""
+    """Start to reduce ``tensor``, and return a function that waits for it."""
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
 
     def wait() -> Tensor:

@@ -58,7 +58,7 @@ def divide(
 
     A bucket has at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size`` elements, or a
     single parameter, and ends at ``bucket_ends``. At stage 3 a bucket stays within one block, so that it can
-    be released while others run; persistent parameters are in separate buckets, handled as at stage 2.
+    be released while others run. Persistent parameters are in separate buckets, handled as at stage 2.
     Weights that several virtual stages share, on one or several ranks, are separate buckets, so that
     all holders divide them in the same way. A bucket's weights are reduced and gathered over the same
     ranks. Frozen weights are left alone, except at stage 3, which
@@ -66,8 +66,8 @@ def divide(
 
     Args:
         tied: group of holders, for parameters that other pipeline ranks also hold.
-        bucket_ends: by virtual stage, fractions of its elements at which buckets end, ascending; a
-            parameter belongs where its middle lies.
+        bucket_ends: by virtual stage, fractions of its elements at which buckets end, ascending. A
+            parameter belongs to the bucket that has its middle.
     """
     stages = list(stages)
     users: dict[nn.Parameter, set[int]] = {}
@@ -111,7 +111,7 @@ def divide(
 
 
 def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: int, room: int) -> list[Named]:
-    """Parameters of fewer than ``below`` elements, in order of use, up to ``room`` elements."""
+    """Return parameters of fewer than ``below`` elements, in order of use, up to ``room`` elements in total."""
     found = []
     for name, parameter in (named for block in blocks for named in block):
         if name not in stage.tied and parameter.numel() < below and parameter.numel() <= room:
@@ -121,7 +121,7 @@ def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: i
 
 
 def _groups(stage: ShardedStage, blocks: Sequence[Sequence[Named]], ends: Sequence[float]) -> Iterator[list[Named]]:
-    """Groups of parameters that may share a bucket: of one block, between two ends; tied ones separately."""
+    """Yield groups of parameters that may share a bucket: of one block, between two ends, tied ones separately."""
     total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
     offset = 0
     for block in blocks:
@@ -136,7 +136,7 @@ def _groups(stage: ShardedStage, blocks: Sequence[Sequence[Named]], ends: Sequen
 
 
 def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut]) -> Iterator[list[Named]]:
-    """Split a group by dtype, trained or frozen, and along what it is cut, in runs of at most ``limit`` elements."""
+    """Split a group by dtype, by trained or frozen, and by cut, into runs of at most ``limit`` elements."""
     open_runs: dict[tuple[torch.dtype, bool, str], list[Named]] = {}
     for name, parameter in group:
         kind = computed_dtype(parameter), parameter.requires_grad, cuts[name].axis if name in cuts else ""
@@ -149,7 +149,7 @@ def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut]) -> Iterat
 
 
 def _by_block(stage: ShardedStage) -> Iterator[list[Named]]:
-    """The parameters outside of the blocks, then those of each block."""
+    """Return the parameters outside of the blocks, then those of each block."""
     place = {p: number for number, block in enumerate(stage.blocks()) for p in block.parameters()}
     place |= dict.fromkeys(outside_blocks(stage), -1)
     named = list(stage.named_global_parameters())

@@ -14,15 +14,15 @@ from weft.engine.zero.host_copy import HostCopy
 from weft.engine.zero.origin import Source
 
 NOWHERE = Source()
-"""The source of numbers that the data or the training has made."""
+"""The source of non-finite numbers that come from the data or from divergence."""
 
 
 class NonFiniteError(RuntimeError):
-    """Training has produced NaN or infinity; raised on every rank, at the same step.
+    """Training has produced NaN or infinity. Raised on every rank, at the same step.
 
     Attributes:
         source: where it first appeared.
-        ranks: those of the source.
+        ranks: of the source.
     """
 
     def __init__(self, message: str, source: Source = NOWHERE) -> None:
@@ -39,7 +39,7 @@ REMEDY = (
 
 
 def nonfinite_gradient(step: int, norm: float, source: Source = NOWHERE) -> NonFiniteError:
-    """The error for a gradient norm that is not finite because of what first appeared at ``source``."""
+    """Return the error for a gradient norm that is not finite, with its ``source``."""
     return NonFiniteError(f"step {step}: the norm of the gradient is {norm}: {explanation(source)}", source)
 
 
@@ -55,7 +55,7 @@ def explanation(source: Source) -> str:
 
 
 def first_appeared(source: Source) -> str:
-    """Return where the numbers which are not finite were made, in words."""
+    """Describe where non-finite numbers first appeared."""
     where = "the gradients" if source.forward < 0 else f"the forward of stage {source.forward}"
     ranks = f"rank{'s' * (len(source.ranks) > 1)} {', '.join(map(str, source.ranks))}"
     return f"NaN or infinity first appeared in {where} of {ranks}"
@@ -68,7 +68,7 @@ class _PendingNorm(NamedTuple):
 
 
 class NormWatch:
-    """Checks whether the gradient norm of a step is finite, at the end of the next step, so that nothing waits."""
+    """Checks that a step's gradient norm is finite, at the end of the next step, to avoid a synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         """Watch norms of ``device``."""
@@ -79,8 +79,8 @@ class NormWatch:
         """Watch the norm of a step.
 
         Args:
-            square: still being summed; begins with the square of ``scale`` times the norm.
-            origin: returns where a norm that is not finite comes from; called on all ranks alike.
+            square: sum in progress. Its first element is the square of ``scale`` times the norm.
+            origin: returns the source of a norm that is not finite. Called on all ranks or on none.
         """
         assert self._pending is None, "the pending norm has not been checked"
         self._pending = _PendingNorm(step, scale, origin)
@@ -107,7 +107,7 @@ class NormWatch:
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """1 if all elements of all floating-point tensors are finite, else 0, on ``device``; reads each tensor once."""
+    """Return 1 on ``device`` if all elements of floating-point tensors are finite, or 0. Reads each tensor once."""
     numbers = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not numbers:
         return torch.ones((), device=device)

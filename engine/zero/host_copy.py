@@ -1,4 +1,4 @@
-"""A tensor of the device on its way to the host, for which neither waits until it is read."""
+"""Asynchronous copies of a device's tensor to host memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Room for one tensor at a time.
+    """A buffer in host memory for one tensor at a time.
 
-    On a GPU it is copied on a stream of its own once it is there. When it is read a step later, the
-    device already has another step's work.
+    On a GPU the copy runs on a stream of its own. It is read a step later, when the device already has another
+    step's work, so that neither waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,8 +23,8 @@ class HostCopy:
         self._wait: Callable[[], Tensor] | None = None
 
     def send(self, wait: Callable[[], Tensor]) -> None:
-        """Send what ``wait`` returns; on a GPU only the stream that is current in it waits."""
-        self._wait = wait  # and so what it holds stays until it is read
+        """Start to copy the result of ``wait``. On a GPU only the stream that is current in ``wait`` waits."""
+        self._wait = wait  # keeps the tensor alive until it is read
         if self._stream is None or self._arrived is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -36,7 +36,7 @@ class HostCopy:
             self._arrived.record(self._stream)
 
     def read(self) -> Tensor:
-        """Return the last copied value in host memory; blocks until it is there."""
+        """Return the last copied value in host memory. Blocks until it has arrived."""
         assert self._wait is not None, "nothing was sent"
         wait, self._wait = self._wait, None
         if self._arrived is None:

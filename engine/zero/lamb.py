@@ -65,7 +65,7 @@ class Lamb(Optimizer):
                 weight.sub_(direction * (group["lr"] * ratio).to(direction.dtype))
 
     def _directions(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Adam's update with weight decay, for each tensor of a group that has a gradient."""
+        """Return Adam's update with weight decay, of each tensor of a group that has a gradient."""
         low, high = group["betas"]
         weights = [tensor for tensor in group["params"] if tensor.grad is not None]
         directions = []
@@ -86,7 +86,7 @@ class Lamb(Optimizer):
         return weights, directions
 
     def _norms(self, weights: list[Tensor], directions: list[Tensor]) -> Iterator[Tensor]:
-        """Norms of each tensor's whole parameter and of its update, shape [2]."""
+        """Return norms of each tensor's whole parameter and of its update, shape [2]."""
         pairs = zip(weights, directions, strict=True)
         squares = [torch.stack([squared_norm([x], x.device) for x in pair]) for pair in pairs]
         if self._places is not None:

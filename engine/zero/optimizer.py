@@ -1,4 +1,4 @@
-"""The optimiser that DeepSpeed's engine holds; steps this rank's shards at any ZeRO stage."""
+"""The optimiser of DeepSpeed's engine, which steps this rank's shards at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from weft.engine.zero.sharding import Sharding
 from weft.engine.zero.skipping import Skips
 
 MOST_SKIPPED = 50
-"""Most steps in a row that may be skipped; fp16's loss scale reaches its minimum before."""
+"""Most consecutive steps that may be skipped. fp16's loss scale reaches its minimum before."""
 
 
 class ShardedOptimizer(DeepSpeedOptimizer):
     """Clips gradients, checks for overflow and steps, on shards.
 
-    Works with `Lamb` and with any elementwise optimiser; at stage 0 parameters are whole and any
-    optimiser works. DeepSpeed's engine uses ``overflow``, ``cur_scale`` and ``param_groups``.
+    Works with `Lamb` and with any elementwise optimiser. At stage 0 parameters are complete, so any optimiser
+    works. DeepSpeed's engine uses ``overflow``, ``cur_scale`` and ``param_groups``.
     """
 
     def __init__(
@@ -53,16 +53,15 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
         Args:
             optimizer: created for the model's parameters, and not stepped yet.
-            loss_scaler: the loss scaler of fp16; otherwise a constant one.
+            loss_scaler: the loss scaler of fp16, or a constant one.
             clip: returns the largest gradient norm. 0 disables clipping.
-            check_overflow: skip steps whose gradients are not finite, for which the host waits in
-                every step. Otherwise such gradients are an error, which is detected one step later
-                unless the norm is known anyway.
-            skips: which steps to skip besides those that overflow, for which the host waits in every
-                step, too. None skips none.
+            check_overflow: skip steps whose gradients are not finite, which synchronises the host in every step.
+                Otherwise such gradients are an error, which is detected one step later unless the norm is known
+                anyway.
+            skips: which steps to skip besides those that overflow, which synchronises the host, too. None skips none.
             steps_done: returns the number of steps before this one, for messages.
-            stops: returns whether this rank was asked to stop, which travels with the norm.
-            waiting: context that is entered while waiting for other ranks.
+            stops: returns whether this rank has received a request to stop, which is reduced with the norm.
+            waiting: context of waits for other ranks.
             replicas: group of this rank and its replicas. None means this rank alone.
             pipeline: group of this rank's pipeline. None means this rank alone.
         """
@@ -75,10 +74,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self.skips = skips or Skips()
         self._steps_done, self._stops = steps_done, stops
         self.must_stop = False
-        """True if a rank was asked to stop; it changes after the same step on every rank."""
+        """True if a rank has received a request to stop. Changes after the same step on every rank."""
         self._skipped = 0
         self._is_bad = False
-        """True if this step is skipped for another reason than the loss scale, which then stays as it is."""
+        """True if this step is skipped for another reason than the loss scale, which then does not change."""
         self._failure: NonFiniteError | None = None
         self._watch = NormWatch(sharding.device)
         self._waiting = waiting
@@ -88,7 +87,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         scale."""
         self._presence: Presence | None = None
         self._origin: Callable[[], Source] = Source
-        """Returns where numbers of the last step that are not finite come from. Collective call."""
+        """Returns the source of non-finite numbers in the last step. Collective call."""
         held = [fragment for fragment in sharding.fragments() if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
         for fragment in held:
@@ -102,7 +101,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimiser's own groups; learning-rate schedules write to them."""
+        """The optimiser's own groups, which learning-rate schedules change."""
         return self.optimizer.param_groups
 
     @property
@@ -117,10 +116,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def reduce(self, loss: Tensor | None = None, hidden: Extremes = ()) -> None:
-        """Wait for the gradients of all replicas, and judge their norm. Collective call.
+        """Wait for the gradients of all replicas, and check their norm. Collective call.
 
         Args:
-            loss: this rank's part of the step's loss, a scalar, where it has one. It is judged with the
+            loss: this rank's part of the step's loss, a scalar, if it has one. It is checked with the
                 gradient if steps may be skipped, and distinguishes bad data from a bad rank.
             hidden: extremes of the hidden states that this rank has computed, each with its stage.
 
@@ -195,12 +194,12 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             raise nonfinite_gradient(step, float(self._awaited_norm()), self._origin())
 
     def _take_stop(self, sums: Tensor | None) -> None:
-        """Note whether a rank was asked to stop, from the sums that came with a norm."""
+        """Update `must_stop` from the sums that were reduced with a norm."""
         if sums is not None and float(sums[1]):
             self.must_stop = True
 
     def _can_lower_scale(self) -> bool:
-        """True if a gradient that is not finite may be due to the loss scale."""
+        """True if the loss scale may be the cause of a gradient that is not finite."""
         scaler = self.loss_scaler
         return self._check_overflow and scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
@@ -210,7 +209,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         Raises:
             NonFiniteError: on every rank, if the last gradient, a weight or optimiser state is not finite.
         """
-        if self._failure is not None:  # weights that led to it must not be saved even if they are finite
+        if self._failure is not None:  # the weights that caused it must not be saved even if they are finite
             raise self._failure
         self._take_stop(self._watch.check())
         held = [tensor for bucket in self.sharding.trained for tensor in bucket.held_weights]
@@ -227,7 +226,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Reset the checks after weights and state were restored from a checkpoint.
 
         Args:
-            norms: of gradients before it, as `Skips.norms` gave them.
+            norms: earlier gradients' norms, from `Skips.norms`.
         """
         self._watch.reset()
         self._failure = None
@@ -260,7 +259,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return norm
 
     def _local_square(self, loss: Tensor | None, hidden: Extremes) -> Tensor:
-        """This rank's part of the squared norm, in which each element counts on one rank; and 1 if it is to stop."""
+        """Return this rank's part of the squared norm, with each element counted on one rank, and 1 if it must stop."""
         square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
         self._origin = OwnNumbers.of_step(self.sharding.trained, loss, self._groups["pipeline"], hidden).origin
         if self.skips.most and loss is not None:
@@ -268,7 +267,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return torch.stack([square, torch.full_like(square, float(self._stops()))])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Drop the gradients of the step."""
         for bucket in self.sharding.trained:
             bucket.drop_gradient()
 
@@ -279,5 +278,5 @@ class ShardedOptimizer(DeepSpeedOptimizer):
     load_state_dict = state_dict
 
     def destroy(self) -> None:
-        """Stop the threads of the collectives, and let the model go."""
+        """Stop the threads of the collectives, and release the model."""
         self.sharding.close()

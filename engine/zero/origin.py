@@ -1,7 +1,7 @@
 """Origin of NaN and infinity: the ranks whose own forwards or gradients had them first, before any sum over replicas.
 
-Nothing is exchanged in a step whose norm is finite. Each rank keeps a few scalars on its device, and reads them
-once all ranks have seen a norm that is not finite.
+A step with a finite norm needs no communication. Each rank stores a few scalars on its device, and reads them only
+after a norm that is not finite.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Source(NamedTuple):
     """Where NaN or infinity first appeared.
 
     Attributes:
-        ranks: those that made it, or empty if the data or the training did.
-        forward: virtual stage in whose forward it appeared, or -1 if that was in a backward.
+        ranks: the culprits, or empty if the cause is the data or divergence.
+        forward: virtual stage in whose forward it appeared, or -1 for a backward.
     """
 
     ranks: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Sighting:
-    """The numbers of one rank in one step that are not finite.
+    """The stages of one rank with non-finite numbers in one step.
 
     Attributes:
         pipeline: first rank of its pipeline.
@@ -53,7 +53,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """Scalars of this rank from which a `Sighting` is made.
+    """This rank's scalars of a step, from which its `Sighting` is derived.
 
     Attributes:
         extremes: of gradients before their reduction, each with the first stage of its bucket.
@@ -75,7 +75,7 @@ class OwnNumbers:
         pipeline: dist.ProcessGroup | None,
         hidden: Extremes = (),
     ) -> OwnNumbers:
-        """Keep the scalars of the step that has just been reduced."""
+        """Collect the scalars of the step that has just been reduced."""
         return cls([(min(b.stages), value) for b in buckets for value in b.extremes], loss, pipeline, hidden)
 
     def origin(self) -> Source:
@@ -91,18 +91,18 @@ class OwnNumbers:
 
 
 def _bad(extremes: Extremes) -> list[int]:
-    """Return the stages of the numbers that are not finite."""
+    """Return the stages whose extremes are not finite."""
     return [stage for stage, value in extremes if not torch.isfinite(value).item()]
 
 
 def origins(sightings: Sequence[Sighting]) -> Source:
-    """Return the ranks that made NaN or infinity; none if the data or the training did.
+    """Return the ranks that produced NaN or infinity, or none if the cause is the data or divergence.
 
-    A forward goes from the first stage to the last, and takes NaN along: of a pipeline, the ranks of the first stage
-    whose hidden states have it are its origin, because token numbers and the hidden states before are finite.
-    If none has it, a loss that is not finite comes from the labels that this pipeline has read, or from weights.
-    If that is finite, too, the origin is the last stage whose gradients have it, because a backward goes the other
-    way. What all of several pipelines have is no single rank's.
+    A forward propagates NaN from the first stage to the last. So the origin in a pipeline is the first stage whose
+    hidden states have NaN, because its inputs are finite. If no hidden state has it, a loss that is not finite comes
+    from the pipeline's labels, or from weights. If the loss is finite, too, the origin is the last stage whose
+    gradients have NaN, because a backward propagates it to earlier stages. If all of several pipelines have NaN, the
+    cause is not a single rank.
 
     Args:
         sightings: one for each rank, in rank order.
@@ -121,7 +121,7 @@ def origins(sightings: Sequence[Sighting]) -> Source:
 
 
 def _first(sightings: Sequence[Sighting], ranks: Sequence[int]) -> Source:
-    """Return the ranks of a pipeline that had it first, if neither its data nor its weights may be the cause."""
+    """Return the origin in a pipeline, if its data and its weights are not the cause."""
     forward = min((each for rank in ranks if (each := sightings[rank].forward) >= 0), default=-1)
     if forward >= 0:
         return Source(tuple(rank for rank in ranks if sightings[rank].forward == forward), forward)

@@ -1,7 +1,7 @@
-"""Presence: which parameters have a gradient in a step, on any of the ranks that hold them.
+"""Presence: the parameters with a gradient in a step, on any of the ranks that hold them.
 
-As in torch, a weight without a gradient is left alone: no decay, no moments, no step is counted. A bucket's buffer
-has zeros there, from which it cannot be distinguished, because a gradient may be zero.
+As in torch, the optimiser skips a weight without a gradient: no decay, no moments, no step count. The zeros in a
+bucket's buffer do not show this, because a gradient may be zero.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weft.engine.zero.bucket import Bucket
 
 
 class Presence:
-    """The parameters of a rank's buckets that have a gradient in this step. Collective call over their holders."""
+    """The parameters of a rank's buckets with a gradient in this step. Collective call over their holders."""
 
     def __init__(
         self, buckets: Iterable[Bucket], start_sum: Callable[[Tensor], ReplicaSum], device: torch.device
     ) -> None:
-        """Start to count, before the gradients have been reduced; the host waits for nothing.
+        """Start to count before the gradients have been reduced, without synchronising the host.
 
         Args:
             start_sum: starts to sum a tensor over the ranks that hold the same stages.
@@ -35,7 +35,7 @@ class Presence:
             self._counts = start_sum(torch.tensor(here).to(device, non_blocking=True))
 
     def absent(self) -> set[nn.Parameter]:
-        """Parameters that no rank has a gradient of; the host waits if this rank lacks one."""
+        """Return parameters without a gradient on any rank. Synchronises the host if this rank lacks one."""
         if not self._lacks:
             return set()
         counts = self._counts.wait().tolist()

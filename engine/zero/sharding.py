@@ -1,4 +1,4 @@
-"""Sharding: when to reduce, gather and release the gradients and weights of a rank's buckets."""
+"""Sharding: times to reduce, gather and release the gradients and weights of a rank's buckets."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Sharding:
         stages = sorted(stages, key=lambda stage: stage.index)
         self.collectives = collectives or Collectives()
         self.is_shared_out = zero.stage > 0 and any(kind.num_replicas > 1 for kind in self.collectives.kinds)
-        """True if ranks step different fragments of what they hold alike."""
+        """True if replicas step different fragments of the parameters that they share."""
         self.buckets = divide(stages, zero, self.collectives, dict(tied), bucket_ends)
         bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self._named = {name: p for stage in stages for name, p in stage.named_global_parameters()}
         self.cuts = {name: cut for stage in stages for name, cut in stage.cuts.items()}
-        """The part of a divided matrix that this rank holds, by its global name."""
+        """Parts of divided matrices that this rank holds, by global names."""
         self._weights = {stage.index: StageWeights(stage, bucket_of) for stage in stages}
         self._own = {
             index: [bucket for bucket in self.buckets if bucket.trained and bucket.stages == {index}]
@@ -74,7 +74,7 @@ class Sharding:
         ]
 
     def close(self) -> None:
-        """Let the parameters go: autograd's hooks hold what they call, where the garbage collector does not look."""
+        """Remove autograd's hooks. They reference their targets in a way that the garbage collector does not see."""
         for hook in self._hooks:
             hook.remove()
         self.collectives.close()
@@ -90,7 +90,7 @@ class Sharding:
         return [bucket for bucket in self.buckets if bucket.trained]
 
     def fragments(self) -> Iterator[Fragment]:
-        """This rank's part of every parameter, including frozen ones."""
+        """Return this rank's part of every parameter, including frozen ones."""
         held = {member.name for bucket in self.buckets for member in bucket.members}
         for bucket in self.buckets:
             yield from bucket.fragments
@@ -103,7 +103,7 @@ class Sharding:
     # -- around the actions of a step ------------------------------------------------------------
 
     def begin_step(self, row: Sequence[Action]) -> None:
-        """Find out which actions of ``row`` compute the last gradients, and which weights are used next."""
+        """Derive from ``row`` which actions compute the last gradients, and which weights are used next."""
         self._upcoming = {index: deque() for index in self._weights}
         self._closing.clear()
         self._last.clear()
@@ -122,10 +122,10 @@ class Sharding:
     ) -> Iterator[None]:
         """Context around a forward or backward of a stage, entered in the thread that computes it.
 
-        A forward and a backward may run alternately.
+        A forward and a backward may be interleaved.
 
         Args:
-            coming: returns how many gradients of each parameter arrive within. None is one of each.
+            coming: returns the number of gradients of each parameter that accumulate in the context. None means one.
         """
         weights, backward = self._weights[action.stage], action.op in BACKWARD
         if action.op is not Op.W:
@@ -148,7 +148,7 @@ class Sharding:
             self._reduce_rest(action.stage)
 
     def _close(self, stage: int, coming: Counter[nn.Parameter] | None) -> None:
-        """From now on, reduce each bucket when all of its gradients have arrived."""
+        """From now on, reduce each bucket once all of its gradients have accumulated."""
         for bucket in self._own[stage]:
             parameters = [member.parameter for member in bucket.members]
             bucket.missing = Counter(parameters if coming is None else {p: coming[p] for p in parameters if coming[p]})
@@ -170,7 +170,7 @@ class Sharding:
             self._unreduced[stage].popleft().reduce()
 
     def reduce(self, stage: int) -> None:
-        """``REDUCE_GRAD``: start the remaining reductions of ``stage``, and of what no other stage still has to end."""
+        """Run ``REDUCE_GRAD``: start the remaining reductions of ``stage``, and of shared buckets that it uses last."""
         for bucket, stages in self._unended.items():
             stages.discard(stage)
             if not stages:
@@ -179,12 +179,12 @@ class Sharding:
         self._reduce_rest(stage)
 
     def unshard(self, stage: int) -> None:
-        """``UNSHARD``: start to gather the weights that the next computation of ``stage`` uses first."""
+        """Run ``UNSHARD``: start to gather the weights that the next computation of ``stage`` uses first."""
         upcoming = self._upcoming.get(stage, deque())
         self._weights[stage].prefetch(backward=bool(upcoming) and upcoming[0] is not Op.F)
 
     def reshard(self, stage: int) -> None:
-        """``RESHARD``: release the weights of ``stage``."""
+        """Run ``RESHARD``: release the weights of ``stage``."""
         self._weights[stage].release()
 
     # -- around the optimiser's step ---------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which steps are skipped because their numbers are bad, and when that has gone on for too long."""
+"""Skips of steps with bad gradients, up to a number of consecutive ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.engine.zero.finite import NOWHERE, NonFiniteError, explanation
 from weft.engine.zero.origin import Source
 
 WINDOW = 32
-"""Norms of good steps that a spike is judged by; until there are as many, none is looked for."""
+"""Number of good steps whose norms define a spike. Spikes are detected only once there are as many."""
 
 
 class SkippedStep(NamedTuple):
@@ -20,8 +20,8 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         step: counted from 1.
-        norm: 2-norm of its gradient; NaN, too, if the loss alone was not finite.
-        source: where numbers that are not finite first appeared.
+        norm: 2-norm of its gradient. NaN also if only the loss was not finite.
+        source: where non-finite numbers first appeared.
     """
 
     step: int
@@ -30,17 +30,17 @@ class SkippedStep(NamedTuple):
 
 
 class SkippedTooOften(NonFiniteError):
-    """As many steps in a row were skipped as are allowed; raised on every rank, between steps.
+    """The allowed number of consecutive steps was skipped. Raised on every rank, between steps.
 
-    Weights and the optimiser's state are as they were before the first of them.
+    Weights and the optimiser's state are those before the first skipped step.
 
     Attributes:
-        steps: those that were skipped.
-        summary: the message without what to do.
+        steps: the skipped steps.
+        summary: the message without the remedy.
     """
 
     def __init__(self, steps: tuple[SkippedStep, ...]) -> None:
-        """Name the ``steps``, of which there is at least one."""
+        """Make the message from at least one skipped step."""
         self.steps = steps
         norms = ", ".join(f"{step.norm:.4g}" for step in steps)
         self.summary = (
@@ -54,15 +54,14 @@ class SkippedTooOften(NonFiniteError):
 
 
 class Skips:
-    """Judges each step by the norm of its gradient, alike on every rank, since the norm is."""
+    """Classifies each step by the norm of its gradient, with the same result on every rank."""
 
     def __init__(self, most: int = 0, spike: float = 0.0) -> None:
         """Set the rule.
 
         Args:
-            most: bad steps in a row. 0 skips none.
-            spike: a norm of a good step is at most this many times the median of the last `WINDOW`; 0
-                lets any finite norm pass.
+            most: allowed number of consecutive bad steps. 0 skips none.
+            spike: largest ratio of a good step's norm to the median of the last `WINDOW`. 0 accepts any finite norm.
         """
         self.most = most
         self.spike = spike
@@ -71,14 +70,14 @@ class Skips:
 
     @property
     def norms(self) -> list[float]:
-        """Norms of the last good steps, which a checkpoint keeps so that a resumed run judges alike."""
+        """Norms of the last good steps, which checkpoints store so that a resumed run classifies steps equally."""
         return list(self._good)
 
     def judge(self, step: int, norm: float, origin: Callable[[], Source] = Source) -> bool:
-        """True if a step is good; one that is not is to be skipped.
+        """True if a step is good, False if it must be skipped.
 
         Args:
-            origin: returns where a norm that is not finite comes from; called on all ranks alike.
+            origin: returns the source of a norm that is not finite. Called on all ranks or on none.
         """
         good = isfinite(norm) and not self._is_spike(norm)
         if good:
@@ -89,7 +88,7 @@ class Skips:
         return good
 
     def check(self) -> None:
-        """Say whether it may go on like this.
+        """Raise an error if too many consecutive steps were skipped.
 
         Raises:
             SkippedTooOften: the last ``most`` steps were all skipped.
@@ -98,7 +97,7 @@ class Skips:
             raise SkippedTooOften(tuple(self._in_row))
 
     def restore(self, norms: list[float]) -> None:
-        """Begin anew after steps with these norms."""
+        """Reset after steps with these norms."""
         self._in_row.clear()
         self._good.clear()
         self._good.extend(norms)

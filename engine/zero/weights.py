@@ -17,10 +17,10 @@ from weft.engine.zero.division import ShardedStage, outside_blocks
 class StageWeights:
     """Gathers weights before use, waits at use, and at ZeRO stage 3 releases them after use.
 
-    A forward runs through the blocks in order, a backward in reverse; while a block computes, the
-    next block's weights are gathered. Storage is freed and allocated again under the same tensors,
-    so the tensors that autograd saved stay valid. A forward and a backward of a stage may run alternately,
-    in two threads: what one of them still needs the other does not release.
+    A forward runs through the blocks in order, a backward in reverse. While a block computes, the next block's
+    weights are gathered. Storage is freed and allocated again under the same tensors, so the tensors that autograd
+    saved stay valid. A forward and a backward of a stage may be interleaved in two threads. Neither releases
+    weights that the other still needs.
     """
 
     def __init__(self, stage: ShardedStage, bucket_of: Mapping[nn.Parameter, Bucket]) -> None:
@@ -64,7 +64,7 @@ class StageWeights:
             bucket.wait(self._user)
 
     def end(self, *, backward: bool) -> None:
-        """The computation has ended."""
+        """Note the end of a computation, which then uses no weights."""
         for bucket in self.buckets:
             bucket.users.discard((self._index, backward))
 
@@ -80,7 +80,7 @@ class StageWeights:
 
     @property
     def _backward(self) -> bool:
-        """True if this thread computes a backward; autograd's own threads do what began last."""
+        """True if this thread computes a backward. Autograd's own threads belong to the latest computation."""
         mine = self._direction.backward
         return self._last_direction if mine is None else mine
 
@@ -128,7 +128,7 @@ class _Direction(threading.local):
     backward: bool | None = None
 
     def __reduce__(self) -> tuple[type[_Direction], tuple[()]]:
-        """Copy as of a thread that has begun nothing."""
+        """Copy without thread-local state."""
         return _Direction, ()
 
 
