@@ -68,25 +68,25 @@ def save_engine(
     """Write a checkpoint between two steps. Collective call.
 
     Args:
-        folder: folder of checkpoints. Ranks need not share a file system: as long as stages stay
-            where they are, each rank finds what it needs on its own.
+        folder: folder of checkpoints. Ranks need not share a file system. As long as stages stay on the same hosts,
+            each rank finds its files on its own.
         client_state: the caller's state, equal on all ranks (see `client_state.encode`).
         keep: number of complete checkpoints without a tag to keep. 0 keeps all.
         tag: name of the checkpoint. None names it by its step.
         latest: whether `load_newest` may choose it.
-        background: writes while training continues; an error is then raised at the writer's next use,
-            and the caller may continue without that checkpoint, or end.
+        background: writes while training continues. An error is then raised at the writer's next use, and the
+            caller may continue without that checkpoint.
 
     Returns:
-        The path where the checkpoint is, or will be.
+        The path of the checkpoint, which may not exist yet.
 
     Raises:
-        CheckpointError: on every rank; earlier checkpoints are unchanged.
+        CheckpointError: on every rank. Earlier checkpoints are unchanged.
         NonFiniteError: on every rank, if there are NaNs or infinities; nothing was written.
     """
     engine.check_finite()
     if background is not None:
-        background.wait()  # before the copy, so that there is never more than one in memory
+        background.wait()  # before the copy, so that there is at most one in memory
     held, step = fragments(engine), engine.global_steps
     target = _ranks().together(folder, lambda: checkpoint_folder(folder, step, tag))
     tree, tensors = _ranks().together(folder, lambda: encode(client_state))
@@ -108,7 +108,7 @@ def load_engine(engine: Trained, path: Path, wanted: Wanted = EVERYTHING) -> dic
     """Restore an engine from one checkpoint, whatever layout wrote it. Collective call.
 
     Weights, optimiser state, learning rates, loss scale and counters are restored exactly.
-    Random states are restored if the layout is the same, and seeded from step and rank if not.
+    Random states are restored if the layout is the same, and otherwise seeded from step and rank.
     Besides weights, only what is ``wanted`` is restored.
 
     Returns:
@@ -128,24 +128,24 @@ def load_engine(engine: Trained, path: Path, wanted: Wanted = EVERYTHING) -> dic
 
 
 def check_base(engine: Trained, checkpoint: Checkpoint, wanted: Wanted = EVERYTHING) -> None:
-    """Check, before anything is restored, that a run may go on from a checkpoint.
+    """Check, before anything is restored, that a run may resume from a checkpoint.
 
     Raises:
-        OtherBaseError: on every rank, because all have the same origin: it is of another base model.
+        OtherBaseError: on every rank, if the checkpoint is of another base model.
     """
     if wanted.progress:
         engine.origin.require_base(checkpoint.meta.get("origin", {}), checkpoint.path)
 
 
 def check_base_model(model: ModelConfig, checkpoints: Iterable[Path]) -> None:
-    """Check, before a run starts, that it begins from the same base model as the checkpoint that it would resume.
+    """Check, before a run starts, that it has the same base model as the checkpoint to resume from.
 
     Args:
-        checkpoints: the one to resume, and those to try where that one cannot be read.
+        checkpoints: the one to resume from, and alternatives if it cannot be read.
 
     Raises:
         OtherBaseError: the checkpoint is of another base model.
-        ValueError: the model's folder is not whole.
+        ValueError: the model's folder is not complete.
     """
     for path in checkpoints:
         with suppress(CheckpointError):
@@ -157,7 +157,7 @@ def check_base_model(model: ModelConfig, checkpoints: Iterable[Path]) -> None:
 
 
 def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted) -> None:
-    """Have what several replicas need of storage read by one of them. Collective call, errors as of `restore`."""
+    """Read pieces that several replicas need by one of them. Collective call, errors as in `restore`."""
     if engine.layout.data_ranks == 1:
         return
     members, tell = among(engine.module.data_group, engine.device)
@@ -168,7 +168,7 @@ def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wa
 
 
 def restore(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted = EVERYTHING) -> dict[str, Any]:
-    """As `load_engine`, from a checkpoint that is open."""
+    """Restore an engine as `load_engine` does, from an open checkpoint."""
     held, path = fragments(engine), checkpoint.path
     check_names(checkpoint, held, ranks)
     ranks.together(path, lambda: restore_local(engine, held, checkpoint, wanted))
@@ -224,12 +224,12 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> t
 
 
 def set_aside(folder: Path, least_step: int) -> list[Path]:
-    """Move checkpoints of ``least_step`` steps or more to where no run resumes from. Collective call.
+    """Move checkpoints of ``least_step`` steps or more to a folder from which no run resumes. Collective call.
 
-    Nothing is moved where no older one is left to go back to.
+    They stay if there is no older checkpoint.
 
     Returns:
-        Where they are now, of this rank's file system.
+        Their new paths on this rank's file system.
 
     Raises:
         CheckpointError: on every rank.

@@ -1,4 +1,4 @@
-"""The state of an engine as pieces of tensors and JSON values, and back: what a checkpoint holds, wherever it lies."""
+"""Conversion of an engine's state to pieces of tensors and JSON values, and back, for checkpoints of any kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.engine.zero import Fragment
 BUFFER = "buffer"
 """Kind of tensors that no optimiser updates: ``buffer/NAME``."""
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-"""DeepSpeed's counts of work done."""
+"""DeepSpeed's counters."""
 _PACKAGES = ("weft", "torch", "deepspeed", "transformers")
 
 
@@ -40,9 +40,9 @@ class Wanted:
     """The parts of a checkpoint to restore besides weights and buffers.
 
     Attributes:
-        optimizer: the optimiser's state; otherwise the current state is kept.
+        optimizer: the optimiser's state. Otherwise the current state stays.
         scheduler: learning rates and their schedule.
-        progress: counters, random states, the loss scale, and the norms that spikes are judged by.
+        progress: counters, random states, the loss scale, and the norms that define spikes.
     """
 
     optimizer: bool = True
@@ -51,19 +51,19 @@ class Wanted:
 
 
 EVERYTHING = Wanted()
-"""Go on as if nothing had happened."""
+"""Resume exactly, with all parts."""
 
 # -- saving ---------------------------------------------------------------------------------------
 
 
 def fragments(engine: Trained) -> list[Fragment]:
-    """This rank's part of every parameter, with no collective in progress."""
+    """Return this rank's part of every parameter, after all collectives have ended."""
     engine.sharding.settle()
     return list(engine.sharding.fragments())
 
 
 def layout(engine: Trained) -> dict[str, Any]:
-    """The layout of the job, as a checkpoint holds it; random states fit no other."""
+    """Return the layout of the job as JSON values. Random states can be restored only in the same layout."""
     return {
         "rank_stages": [list(held) for held in engine.module.placement.rank_stages],
         "replicas": engine.num_replicas,
@@ -75,7 +75,7 @@ def layout(engine: Trained) -> dict[str, Any]:
 class Moment:
     """The state that changes before the next optimiser step: counters, random states and the model's buffers.
 
-    The rest, weights and the optimiser's state, is the same until that step.
+    Weights and the optimiser's state do not change until that step.
     """
 
     counters: Mapping[str, int]
@@ -84,13 +84,13 @@ class Moment:
 
     @classmethod
     def now(cls, engine: Trained, *, copy: bool = False) -> Moment:
-        """Return the current state; unless it is a copy, buffers change with the model's."""
+        """Return the current state. Unless it is a copy, buffers change with the model's."""
         buffers = {name: tensor.clone() if copy else tensor for name, tensor in _buffers(engine).items()}
         return cls({name: getattr(engine, name) for name in COUNTERS}, buffers, _random_states(engine))
 
 
 def meta(engine: Trained, held: Iterable[Fragment], moment: Moment, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything except tensors; ``groups`` are those of ``held`` alone."""
+    """Return the state without tensors. ``groups`` has only the parameters of ``held``."""
     return {
         "client_state": dict(client_state),
         "counters": dict(moment.counters),
@@ -105,7 +105,7 @@ def meta(engine: Trained, held: Iterable[Fragment], moment: Moment, client_state
 
 
 def join_groups(of_ranks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The ``groups`` of all ranks' `meta` in one."""
+    """Merge the ``groups`` of all ranks' `meta`."""
     return {name: values for groups in of_ranks for name, values in groups.items()}
 
 
@@ -118,13 +118,13 @@ def _versions() -> dict[str, str]:
 class Portion:
     """The part of the state that a rank stores.
 
-    The first of several pipeline ranks stores tied weights, if all its lines use the same
-    store. The ranks of a store share out what they hold in common.
+    The first of several pipeline ranks stores tied weights, if all of its replicas use the same store. The ranks of a
+    store divide the state that they have in common.
 
     Attributes:
         taken: names of weights and buffers that another pipeline rank stores.
-        alike: ranks of the store that hold the same as this one, by the axis along which it is cut, or empty if
-            it is not.
+        alike: ranks of the store with the same part of a parameter as this one, by the axis that cuts it ("" for
+            none).
         rank: this rank.
     """
 
@@ -150,11 +150,11 @@ class Portion:
         return cls(taken, alike, engine.global_rank)
 
     def share(self, axis: str) -> tuple[int, int]:
-        """This rank among those that hold the same, and their number."""
+        """Return this rank's index among the ranks with the same part, and their number."""
         return self.alike[axis].index(self.rank), len(self.alike[axis])
 
     def pieces(self, engine: Trained, held: Iterable[Fragment], moment: Moment) -> list[Piece]:
-        """The pieces of the engine's state that this rank stores."""
+        """Return the pieces of the engine's state that this rank stores."""
         buffers = {name: tensor for name, tensor in moment.buffers.items() if name not in self.taken}
         stored = optimizer_state.collect(
             [fragment for fragment in held if fragment.name not in self.taken],
@@ -166,7 +166,10 @@ class Portion:
 
 
 def num_bytes_to_come(pieces: Iterable[Piece], held: Iterable[Fragment]) -> int:
-    """Bytes of pieces once the optimiser has stepped: before, it has no state, and Adam's is twice its fp32 weights."""
+    """Return the bytes of pieces including the optimiser's state, which does not exist before its first step.
+
+    It is estimated as Adam's, which is twice the fp32 weights.
+    """
     pieces = list(pieces)
     stepped = any(whole_name(piece.name).startswith(f"{OPTIM}/") for piece in pieces)
     grows = (
@@ -178,7 +181,7 @@ def num_bytes_to_come(pieces: Iterable[Piece], held: Iterable[Fragment]) -> int:
 
 
 def _buffers(engine: Trained) -> dict[str, torch.Tensor]:
-    """The persistent buffers of the model, by their names in the whole model."""
+    """Return the persistent buffers of the model, by their names in the whole model."""
     found: dict[str, torch.Tensor] = {}
     for stage in engine.module.stages.values():
         parameters = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}
@@ -199,10 +202,10 @@ def _random_states(engine: Trained) -> dict[str, torch.Tensor]:
 
 
 def check_form(checkpoint: Checkpoint) -> Checkpoint:
-    """Check the form of what an engine's checkpoint holds alongside tensors.
+    """Check the form of the metadata of an engine's checkpoint.
 
     Raises:
-        CheckpointError: it is not an engine's.
+        CheckpointError: the checkpoint is not an engine's.
     """
     try:
         meta = checkpoint.meta
@@ -213,9 +216,9 @@ def check_form(checkpoint: Checkpoint) -> Checkpoint:
             raise form.FormError(f"counters: {', '.join(counters)[:200]}")
         for name in COUNTERS:
             form.number(counters, name)
-        if "norms" in meta:  # older checkpoints have none
+        if "norms" in meta:  # missing in older checkpoints
             form.numbers(meta, "norms")
-        if "origin" in meta:  # nor this
+        if "origin" in meta:  # also missing there
             origin = form.mapping(meta, "origin")
             for part in ("settings", "inputs"):
                 form.mapping(origin, part)
@@ -229,14 +232,14 @@ def check_form(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def sources(engine: Trained, held: Iterable[Fragment], checkpoint: Checkpoint) -> set[str]:
-    """Names of the files that this rank reads to restore everything."""
+    """Return the names of the files that this rank reads to restore everything."""
     return {piece.file for piece, _ in needed(engine, held, checkpoint, EVERYTHING)}
 
 
 def needed(
     engine: Trained, held: Iterable[Fragment], checkpoint: Checkpoint, wanted: Wanted
 ) -> Iterator[tuple[StoredPiece, str]]:
-    """The pieces that this rank reads to restore what is wanted, with the name of their type; some more than once."""
+    """Yield the pieces that this rank reads to restore ``wanted``, with the name of their type, some more than once."""
     parts: dict[str, list[Fragment]] = {}
     for fragment in held:
         parts.setdefault(fragment.name, []).append(fragment)
@@ -256,7 +259,7 @@ def needed(
 
 
 def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) -> None:
-    """Check that the model has every weight of the checkpoint, so that none is silently lost. Collective call.
+    """Check that the model has every weight of the checkpoint, so that none is silently ignored. Collective call.
 
     Raises:
         CheckpointError: on every rank, if it lacks one.
@@ -271,7 +274,7 @@ def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) 
 
 
 def restore_local(engine: Trained, held: Sequence[Fragment], checkpoint: Checkpoint, wanted: Wanted) -> None:
-    """Restore everything but what replicas tell each other.
+    """Restore this rank's state, without communication between replicas.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model.
@@ -301,10 +304,12 @@ def _restore_progress(engine: Trained, checkpoint: Checkpoint) -> None:
         for state in states.values():
             get_accelerator().set_rng_state(state)
     else:
-        alike = engine.global_rank - engine.layout.position(engine.global_rank).tensor  # members drop the same
+        alike = (
+            engine.global_rank - engine.layout.position(engine.global_rank).tensor
+        )  # members of a tensor group have the same dropout
         torch.manual_seed((checkpoint.step << 20) + alike)
 
 
 def _without_groups(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheduler's state without the entries per parameter group, which differ between layouts."""
+    """Return a scheduler's state without the entries per parameter group, which differ between layouts."""
     return {key: value for key, value in state.items() if key not in PER_GROUP}

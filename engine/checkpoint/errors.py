@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 OUT_OF_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Error numbers of the operating system for missing space."""
+"""Error numbers of the operating system for a full disk."""
 
 
 class CheckpointError(ValueError):
@@ -14,11 +14,11 @@ class CheckpointError(ValueError):
 
 
 class OtherBaseError(CheckpointError):
-    """A checkpoint of a model that began with other weights; older checkpoints are not tried instead."""
+    """A checkpoint of a run with another base model. Older checkpoints are not tried instead."""
 
 
 class StorageError(CheckpointError):
-    """Storage does not take a checkpoint: it is read-only, fails or is away, which may pass."""
+    """Storage is read-only, failing or unavailable, possibly for a while."""
 
 
 class NoSpaceError(StorageError):
@@ -26,11 +26,11 @@ class NoSpaceError(StorageError):
 
 
 BY_NAME = {each.__name__: each for each in (CheckpointError, OtherBaseError, StorageError, NoSpaceError)}
-"""Classes of errors by the name under which one rank reports them to others."""
+"""Classes of errors by the name under which a rank reports them to others."""
 
 
 def explain(folder: Path, error: Exception) -> CheckpointError:
-    """The `CheckpointError` for an exception raised while reading or writing in ``folder``."""
+    """Return the `CheckpointError` for an exception raised while reading or writing in ``folder``."""
     if isinstance(error, OSError) and error.errno in OUT_OF_SPACE:
         return NoSpaceError(
             f"checkpoint in {folder}: no space left ({error.strerror}); earlier checkpoints are unchanged. Free "

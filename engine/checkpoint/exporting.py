@@ -1,4 +1,4 @@
-"""Export of the trained model as a Hugging Face folder; every rank writes its stages."""
+"""Export of the trained model as a Hugging Face folder, in which every rank writes its stages."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def export(
     """Write the model as a Hugging Face folder. Collective call.
 
     Args:
-        dtype: of weights. None takes that in which each was given.
+        dtype: of weights. None takes each weight's original type.
 
     Raises:
         ValueError: see `weft.engine.stages.export_stages`.
-        NonFiniteError: the model has non-finite values; nothing was written.
+        NonFiniteError: the model has non-finite values. Nothing was written.
     """
     trained.check_finite()
     writes = trained.layout.position(trained.global_rank).line == 0
@@ -63,9 +63,9 @@ def check_export(
 
 @contextmanager
 def _exported_values(trained: Trained, dtype: torch.dtype | None, *, keep: bool) -> Iterator[None]:
-    """Context in which parameters are whole and as precise as the export needs, on ranks that ``keep`` them.
+    """Context in which parameters are complete and as precise as the export needs, on ranks that ``keep`` them.
 
-    Values that differ from what is computed with lie in host memory. A collective call over the ranks that hold
+    Values that differ from those of computations are in host memory. Collective call over the ranks that hold
     parts of them.
     """
     replaced: list[tuple[nn.Parameter, Tensor]] = []
@@ -90,7 +90,7 @@ def _exported_values(trained: Trained, dtype: torch.dtype | None, *, keep: bool)
 
 
 def _precise(trained: Trained, dtype: torch.dtype | None) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Yield every parameter with its value: that of its master, or as given, where it is exported in another type."""
+    """Yield every parameter with its value: of its master weight, or the original one, if the export's type differs."""
     named = dict(trained.module.named_global_parameters())
     for bucket in trained.sharding.buckets:
         members = [member for member in bucket.members if member.name in named]

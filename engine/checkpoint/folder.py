@@ -1,4 +1,4 @@
-"""The folder of checkpoints: which are complete, which is the newest, which to remove."""
+"""The folder of checkpoints: search, naming, quarantine and removal."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from weft.engine.checkpoint.shard_file import FILES
 
 TEMPORARY = ".tmp"
-"""Suffix of folders that are being written or removed; never a valid checkpoint."""
+"""Suffix of folders that are being written or removed, which are never valid checkpoints."""
 REPLACED = ".old"
-"""Suffix of a checkpoint while another of the same name replaces it."""
+"""Suffix of a checkpoint while another one of the same name replaces it."""
 ASIDE = "suspect"
-"""Folder for checkpoints that may hold damaged numbers; whoever trusts one moves it back."""
+"""Folder for checkpoints with possibly corrupt numbers. A user who trusts one can move it back."""
 LATEST = "latest"
 """Entry of ``Manifest.meta``: whether `newest` may choose this checkpoint."""
 _NAME = re.compile(r"step-(\d+)(?:\.old)?")
 _OWN = "step-"
-"""Prefix of untagged checkpoints; tags must not have it."""
+"""Prefix of untagged checkpoints, which tags must not have."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@-]*")
 
 log = logging.getLogger(__name__)
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """``step-00000120`` in ``folder``."""
+    """Return ``step-00000120`` in ``folder``."""
     return folder / f"step-{step:08d}"
 
 
 def checkpoint_folder(folder: Path, step: int, tag: str | None) -> Path:
-    """Path of a checkpoint, named by its step or by the caller's tag.
+    """Return the path of a checkpoint, named by its step or by the caller's tag.
 
     Raises:
         CheckpointError: the tag is not a valid folder name, or has a reserved prefix or suffix.
@@ -53,7 +53,7 @@ def checkpoint_folder(folder: Path, step: int, tag: str | None) -> Path:
 
 
 def tagged(folder: Path, tag: str) -> Path:
-    """The checkpoint with a tag (or a step folder's name), also if it is just being replaced.
+    """Return the checkpoint with a tag (or a step folder's name), also while it is being replaced.
 
     Raises:
         CheckpointError: there is none.
@@ -70,16 +70,16 @@ def tagged(folder: Path, tag: str) -> Path:
 
 
 def temporary_for(target: Path) -> Path:
-    """The temporary path of a checkpoint while it is written or removed."""
+    """Return the temporary path of a checkpoint while it is written or removed."""
     return target.with_name((target.name if target.name.startswith(_OWN) else _OWN + target.name) + TEMPORARY)
 
 
 def newest(folder: Path) -> Path | None:
-    """The complete checkpoint in ``folder`` that was written last, or None if there is none.
+    """Return the complete checkpoint in ``folder`` that was written last, or None if there is none.
 
-    Complete means that its manifest matches its checksum, and that every file exists with its size;
-    tensors are verified when they are read. Damaged checkpoints are reported in a warning.
-    ``folder`` may also be a checkpoint itself.
+    Complete means that its manifest matches its checksum, and that every file exists with its size. Tensors are
+    verified when they are read. Damaged checkpoints are reported in a warning. ``folder`` may also be a checkpoint
+    itself.
     """
     return next((path for path, _ in to_resume(folder)), None)
 
@@ -92,7 +92,7 @@ def to_resume(folder: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def complete(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    """All complete checkpoints in ``folder`` (or ``folder`` itself), most recently written first."""
+    """Return all complete checkpoints in ``folder`` (or ``folder`` itself), most recently written first."""
     found = []
     for path in candidates(folder):
         try:
@@ -104,7 +104,7 @@ def complete(folder: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """All folders in ``folder`` with a checkpoint's name."""
+    """Return all folders in ``folder`` with a checkpoint's name."""
     if (folder / MANIFEST).exists():
         return [folder]
     if not folder.is_dir():
@@ -113,19 +113,19 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def _is_tagged(path: Path) -> bool:
-    """True if a folder is a tagged checkpoint; unrelated folders may be alongside checkpoints."""
+    """True if a folder is a tagged checkpoint, and not an unrelated folder next to checkpoints."""
     return not path.name.startswith(_OWN) and (path / MANIFEST).is_file() and any(path.glob(FILES))
 
 
 def newer(folder: Path, least_step: int) -> list[Path]:
-    """The complete checkpoints of ``least_step`` steps or more, where there is an older one to go back to."""
+    """Return the complete checkpoints of ``least_step`` steps or more, if there is an older one to resume from."""
     found = list(complete(folder))
     late = [path for path, manifest in found if manifest.step >= least_step]
     return late if len(late) < len(found) else []
 
 
 def move_aside(path: Path) -> Path:
-    """Move a checkpoint to where nothing looks for one; another of its name that lies there gives way."""
+    """Move a checkpoint to the folder `ASIDE`, where it replaces another one of its name."""
     target = path.parent / ASIDE / path.name
     target.parent.mkdir(mode=0o700, exist_ok=True)
     if target.exists():
@@ -143,12 +143,12 @@ def clean(folder: Path) -> None:
 
 
 def put(temporary: Path, target: Path) -> None:
-    """Rename a finished checkpoint to its final name; one that it replaces stays complete until then."""
+    """Rename a finished checkpoint to its final name. One that it replaces stays complete until then."""
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         discard(replaced)
         durable.rename(target, replaced)
-    temporary.chmod(0o700 | target.parent.parent.stat().st_mode & 0o055)  # as open as the run's folder
+    temporary.chmod(0o700 | target.parent.parent.stat().st_mode & 0o055)  # with the permissions of the run's folder
     durable.rename(temporary, target)
     discard(replaced)
 
@@ -167,12 +167,12 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """The candidates without a tag."""
+    """Return the candidates without a tag."""
     return [path for path in candidates(folder) if _NAME.fullmatch(path.name)]
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint; at no time does a partly removed one have a checkpoint's name."""
+    """Remove a checkpoint. A partly removed one never has a checkpoint's name."""
     if path.exists():
         gone = temporary_for(path)
         durable.remove(gone)

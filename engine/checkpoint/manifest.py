@@ -1,4 +1,4 @@
-"""The manifest: written last, it lists every file and tensor of a checkpoint with their checksums."""
+"""The manifest, which is written last and lists every file and tensor of a checkpoint with checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.engine.checkpoint.pieces import StoredTensor, checksum
 from weft.engine.checkpoint.shard_file import ShardEntry, StoredFile, check_size, damaged
 
 FORMAT = 1
-"""Version of the format; raised when an older reader would misread."""
+"""Version of the format, which increases when older readers would misread it."""
 MANIFEST = "manifest.json"
 
 
@@ -25,12 +25,11 @@ class Manifest:
 
     Attributes:
         step: optimiser steps done.
-        serial: counts the checkpoints written in a folder; the newest has the highest.
-        name: identifies the same checkpoint on ranks that share no file system.
+        serial: counts the checkpoints written in a folder. The newest has the highest.
+        name: identifies the same checkpoint on different file systems.
         meta: JSON values that do not belong to a tensor.
         files: every file but the manifest itself.
-        here: names of the files that were written in this folder; the others are in the
-            folders of ranks that share no file system with this one's.
+        here: names of the files that were written in this folder. The others are on other ranks' file systems.
         tensors: every tensor, with its pieces in order.
     """
 
@@ -46,7 +45,7 @@ class Manifest:
 def join(
     step: int, serial: int, name: str, meta: Mapping[str, Any], entries: Iterable[ShardEntry], here: Sequence[str]
 ) -> Manifest:
-    """The manifest over what all ranks wrote; arguments as `Manifest`'s fields.
+    """Return the manifest of all ranks' files. Arguments are `Manifest`'s fields.
 
     Raises:
         CheckpointError: the pieces do not cover all tensors.

@@ -12,19 +12,19 @@ from weft.engine.checkpoint.shard_file import TYPES, StoredFile
 
 T = TypeVar("T")
 MOST_ELEMENTS, MOST_AXES = 1 << 56, 32
-"""Most elements and axes of a tensor; torch itself cannot index beyond."""
+"""Largest numbers of elements and axes of a tensor, which are torch's own limits."""
 _FILE = re.compile(r"rank-\d{3,9}\.safetensors")
 
 
 class FormError(ValueError):
-    """A manifest has a value that Weft never writes."""
+    """The manifest has a value that Weft never writes."""
 
 
 def number(body: Mapping[str, Any], name: str, *, least: int = 0) -> int:
-    """A whole number of at least ``least``.
+    """Return an integer of at least ``least``.
 
     Raises:
-        FormError: it is not; so in the other functions.
+        FormError: the value is not of this form, as in the other functions.
     """
     value = _field(body, name, int)
     if value < least:
@@ -33,12 +33,12 @@ def number(body: Mapping[str, Any], name: str, *, least: int = 0) -> int:
 
 
 def text(body: Mapping[str, Any], name: str) -> str:
-    """A text."""
+    """Return a string."""
     return _field(body, name, str)
 
 
 def numbers(body: Mapping[str, Any], name: str) -> list[float]:
-    """Finite numbers."""
+    """Return finite numbers."""
     values = _field(body, name, list)
     if not all(type(value) in (int, float) and isfinite(value) for value in values):
         raise FormError(f"{name}={_short(values)}: not all of them are finite numbers")
@@ -46,17 +46,17 @@ def numbers(body: Mapping[str, Any], name: str) -> list[float]:
 
 
 def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A dictionary."""
+    """Return a dictionary."""
     return _field(body, name, dict)
 
 
 def files(body: Mapping[str, Any]) -> dict[str, StoredFile]:
-    """The files by name: names of ours, which no path leads away from the checkpoint's folder."""
+    """Return the files by name. Names must have Weft's form, so that no path leaves the checkpoint's folder."""
     return {name: _within(f"files[{name!r}]", _file, name, file) for name, file in mapping(body, "files").items()}
 
 
 def here(body: Mapping[str, Any], known: Mapping[str, StoredFile]) -> tuple[str, ...]:
-    """Names of files."""
+    """Return names of files."""
     names = _field(body, "here", list)
     for name in names:
         if not isinstance(name, str) or name not in known:
@@ -65,7 +65,7 @@ def here(body: Mapping[str, Any], known: Mapping[str, StoredFile]) -> tuple[str,
 
 
 def tensors(body: Mapping[str, Any], known: Mapping[str, StoredFile]) -> dict[str, StoredTensor]:
-    """The tensors by name: pieces in order that cover each, in files that are named."""
+    """Return the tensors by name. Pieces must be in order, cover each tensor, and be in listed files."""
     return {
         name: _within(f"tensors[{name!r}]", _tensor, tensor, known) for name, tensor in mapping(body, "tensors").items()
     }
@@ -120,7 +120,7 @@ def _within(where: str, read: Callable[..., T], *args: Any) -> T:
 
 def _field(body: Any, name: str, kind: type[T]) -> T:
     value = body.get(name) if isinstance(body, dict) else None
-    if type(value) is not kind:  # not isinstance: True is no number here
+    if type(value) is not kind:  # not isinstance, because True must not count as a number
         raise FormError(f"{name}={_short(value)}: expected {kind.__name__}")
     return value
 

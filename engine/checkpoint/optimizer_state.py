@@ -17,9 +17,9 @@ from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.zero import Fragment, ShardedOptimizer
 
 WEIGHT, OPTIM = "weight", "optim"
-"""Kinds of tensors: ``weight/NAME`` in the highest precision there is, ``optim/KEY/NAME``."""
+"""Kinds of tensors: ``weight/NAME`` in the highest existing precision, ``optim/KEY/NAME``."""
 OF_SCHEDULE, OF_STATE = ("lr", "initial_lr"), ("step",)
-"""Entries of an optimiser's parameter group that a checkpoint has: those of a schedule, and those of steps."""
+"""Entries of an optimiser's parameter group in a checkpoint: those of a schedule, and those of steps."""
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of a loss scaler that changes during training."""
 
@@ -30,17 +30,17 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def collect(
     held: Iterable[Fragment], optimizer: Optimizer, buffers: Iterable[Piece], shares: Callable[[str], tuple[int, int]]
 ) -> list[Piece]:
-    """This rank's pieces: its own fragments, and its share of what its replicas hold alike.
+    """Return this rank's pieces: its own fragments, and its share of the state that its replicas have in common.
 
-    Nothing is gathered: replicas write about the same number of bytes each, and their pieces
-    make whole tensors together.
+    Nothing is gathered. Replicas write about the same number of bytes each, and their pieces together make whole
+    tensors.
 
     Args:
         held: fragments of the parameters that this rank's stages write.
         optimizer: that steps them.
         buffers: tensors that no optimiser steps.
-        shares: this rank among those that share out what they hold alike, and their number, by the axis
-            along which that is cut, or empty if it is not.
+        shares: returns this rank's index among the ranks with the same part of a parameter, and their number, by
+            the axis that cuts it ("" for none).
     """
     own: list[Piece] = []
     alike: dict[str, list[Piece]] = {"": list(buffers)}
@@ -70,7 +70,7 @@ def _pieces(fragment: Fragment, optimizer: Optimizer) -> Iterator[Piece]:
 
 
 def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, dict[str, float]]:
-    """The learning rate and other scalars of each parameter's group, by parameter name."""
+    """Return the learning rate and other scalars of each parameter's group, by parameter name."""
     values: dict[Tensor, dict[str, float]] = {}
     for group in optimizer.param_groups:
         scalars = {key: float(group[key]) for key in OF_SCHEDULE + OF_STATE if key in group}
@@ -79,7 +79,7 @@ def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, d
 
 
 def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
-    """State of the dynamic loss scaler, or empty if there is none."""
+    """Return the state of the dynamic loss scaler, or empty if there is none."""
     scaler = optimizer.loss_scaler
     return {key: getattr(scaler, key) for key in _LOSS_SCALE if scaler.dynamic and hasattr(scaler, key)}
 
@@ -88,10 +88,10 @@ def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
 
 
 def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoint, *, with_state: bool = True) -> None:
-    """Read this rank's fragments; `Sharding.publish` must follow.
+    """Read this rank's fragments. `Sharding.publish` must follow.
 
     Args:
-        with_state: also restore the optimiser's state; otherwise it is unchanged.
+        with_state: also restore the optimiser's state. Otherwise it is unchanged.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or is of another model.
@@ -122,7 +122,7 @@ def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoi
 
 
 def _state_keys(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Keys of the optimiser's state by parameter name."""
+    """Return the keys of the optimiser's state by parameter name."""
     keys: dict[str, list[str]] = {}
     for name in checkpoint.names:
         kind, _, rest = name.partition("/")
@@ -141,7 +141,7 @@ def _fill(fragment: Fragment, target: Tensor, checkpoint: Checkpoint, name: str)
 
 def _restore_state(fragment: Fragment, optimizer: Optimizer, checkpoint: Checkpoint, keys: Collection[str]) -> None:
     if not keys:
-        optimizer.state.pop(fragment.tensor, None)  # it had not been stepped when it was saved
+        optimizer.state.pop(fragment.tensor, None)  # it was saved before its first step
         return
     state = optimizer.state[fragment.tensor]
     for key in keys:
@@ -161,7 +161,7 @@ def _restore_state(fragment: Fragment, optimizer: Optimizer, checkpoint: Checkpo
 
 
 def _make_state(optimizer: Optimizer) -> None:
-    """Make the optimiser create its state, by a step with learning rate 0 and zero gradients."""
+    """Let the optimiser create its state, by a step with learning rate 0 and zero gradients."""
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     missing = [tensor for tensor in tensors if not optimizer.state.get(tensor)]
     if missing:
@@ -197,7 +197,7 @@ def _gradients(owners: Iterable[Tensor], chosen: set[int]) -> Iterator[None]:
 def restore_step_counts(
     held: Iterable[Fragment], optimizer: Optimizer, saved: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Set the numbers of parameter groups that steps count to their parameters' values."""
+    """Set step counts of parameter groups to their parameters' values."""
     of_tensor = {id(fragment.tensor): saved.get(fragment.name, {}) for fragment in held if fragment.trained}
     for group in optimizer.param_groups:
         for tensor in group["params"]:

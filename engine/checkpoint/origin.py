@@ -1,4 +1,4 @@
-"""The origin of a checkpoint: base model, inputs and settings, which a resume compares with its own."""
+"""The origin of a checkpoint: base model, inputs and settings, which a resumed run compares with its own."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from weft.engine.checkpoint.errors import OtherBaseError
 
 OF_THE_LAUNCH = ("cluster.master_addr", "cluster.master_port", "dry_run", "checkpoint.resume")
-"""Settings that each start may have anew."""
+"""Settings that may differ between starts."""
 SHOWN = 20
 """Most differences that a message lists."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Sources that a run is made from.
+    """The sources of a run.
 
     Attributes:
-        base: fingerprint of the weights that it began with, or empty for a new model.
-        path: folder or hub name of those weights, as given.
+        base: fingerprint of the initial weights, or empty for a new model.
+        path: configured folder or hub name of those weights.
         settings: values by their dotted names.
-        inputs: fingerprints of what settings only name, such as the tokenizer and the data.
+        inputs: fingerprints of files that settings only name, such as the tokenizer and the data.
     """
 
     base: str = ""
@@ -33,7 +33,7 @@ class Origin:
     inputs: Mapping[str, str] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the origin as JSON values."""
         return json.loads(json.dumps(asdict(self), default=str))
 
     def require_base(self, saved: Mapping[str, Any], checkpoint: Path) -> None:
@@ -42,10 +42,10 @@ class Origin:
         A model that was loaded from the checkpoint's own export passes.
 
         Args:
-            saved: its origin; checkpoints of earlier versions have none.
+            saved: its origin. Checkpoints of earlier versions have none.
 
         Raises:
-            OtherBaseError: it is of another.
+            OtherBaseError: it is of another base model.
         """
         exported = bool(self.path) and Path(self.path).expanduser().absolute() in checkpoint.absolute().parents
         if not saved or saved["base"] == self.base or exported:
@@ -57,7 +57,7 @@ class Origin:
         )
 
     def differences(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return what differs from a checkpoint's origin, as texts: ``optimizer.lr=1e-05 (was 0.001)``."""
+        """Return differences from a checkpoint's origin, as texts such as ``optimizer.lr=1e-05 (was 0.001)``."""
         if not saved:
             return []
         own = self.to_tree()

@@ -1,4 +1,4 @@
-"""Parts of tensors in a checkpoint, where several ranks held different ones: their names, and the whole from them.
+"""Parts of divided tensors in a checkpoint: their names, and the whole tensors that they make up.
 
 A part is stored as a tensor of its own, named ``part/DIM.INDEX.COUNT.BLOCKS/NAME``.
 """
@@ -16,18 +16,18 @@ _NAME = re.compile(rf"{PART}/(\d{{1,9}})\.(\d{{1,9}})\.(\d{{1,9}})\.(\d{{1,9}})/
 
 
 def stored_name(name: str, cut: Cut | None) -> str:
-    """The name under which a rank stores what it holds of a tensor."""
+    """Return the name under which a rank stores its part of a tensor."""
     return name if cut is None else f"{PART}/{cut.dim}.{cut.index}.{cut.count}.{cut.blocks}/{name}"
 
 
 def whole_name(stored: str) -> str:
-    """The name of the tensor that something stored is, or is a part of."""
+    """Return the name of the whole tensor of a stored tensor or part."""
     match = _NAME.fullmatch(stored)
     return match.group(5) if match else stored
 
 
 def cut_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Cut, ...]]:
-    """The cuts of each tensor that is stored in parts, in order.
+    """Return the cuts of each tensor that is stored in parts, in order.
 
     Args:
         shapes: of stored tensors, by their names.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start`` to ``start + data.numel()`` of a flattened tensor.
+    """The elements ``start`` to ``start + data.numel()`` of a flattened tensor.
 
     Attributes:
         name: the tensor's name, such as ``weight/model.norm.weight``.
@@ -29,7 +29,7 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Piece:
-        """An entire tensor as one piece."""
+        """Make one piece of an entire tensor."""
         return cls(name, tuple(tensor.shape), 0, tensor.detach())
 
     @property
@@ -71,7 +71,7 @@ class StoredTensor:
         return prod(self.shape)
 
     def missing(self) -> str:
-        """A range of elements that no piece covers, as text, or empty if the pieces cover the tensor."""
+        """Return a range of elements that no piece covers, as text, or empty if the pieces cover the tensor."""
         at = 0
         for piece in self.pieces:
             if piece.start > at:
@@ -81,19 +81,19 @@ class StoredTensor:
 
 
 def checksum(data: memoryview | bytes) -> str:
-    """XXH3-128 in hex: misses corruption with probability 2^-128, at 10+ GB/s per core."""
+    """Return XXH3-128 in hex, which misses corruption with probability 2^-128, at 10+ GB/s per core."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a CPU tensor, without a copy if it is contiguous."""
+    """Return the bytes of a CPU tensor, without a copy if it is contiguous."""
     return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def share(pieces: Iterable[Piece], index: int, count: int) -> Iterator[Piece]:
-    """Split ``pieces``, which ``count`` ranks hold identically, into parts of equal bytes; yields part ``index``.
+    """Split ``pieces``, which ``count`` ranks hold identically, into parts of equal bytes, and yield part ``index``.
 
-    Pieces are concatenated and cut; at most two pieces per part are cut.
+    Pieces are concatenated and cut, so that at most two pieces per part are cut.
     """
     held = list(pieces)
     total = sum(piece.num_bytes for piece in held)

@@ -1,4 +1,4 @@
-"""The ranks that write or read together: an error on one rank is raised on all."""
+"""The ranks that write or read together. An error on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """A group of ranks; alone by default.
+    """A group of ranks, by default a single one.
 
     Attributes:
         rank: this rank.
@@ -34,7 +34,7 @@ class Ranks:
         return self._attempt(folder, action, share=False)[0]
 
     def collect(self, folder: Path, action: Callable[[], T]) -> list[T]:
-        """Return the results of ``action`` on all ranks, in order of rank; errors as in `together`."""
+        """Return the results of ``action`` on all ranks, in order of rank. Errors as in `together`."""
         return self._attempt(folder, action, share=True)
 
     def _attempt(self, folder: Path, action: Callable[[], T], *, share: bool) -> list[T]:
@@ -43,7 +43,7 @@ class Ranks:
                 return action()
             except CheckpointError:
                 raise
-            except Exception as error:  # a defect included, so that the other ranks do not wait for this one
+            except Exception as error:  # including defects, so that the other ranks do not wait for this one
                 raise explain(folder, error) from error
 
         outcome = attempt(explained, self.gather, share=share)

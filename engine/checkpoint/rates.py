@@ -1,4 +1,4 @@
-"""Learning rates on resume: this run's settings, at the step at which a checkpoint was written."""
+"""Learning rates on resume: this run's settings, evaluated at the checkpoint's step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def restore_rates(
     saved: Mapping[str, Any],
     steps: int,
 ) -> None:
-    """Move a schedule to where a checkpoint was written, and set the learning rates that it has there.
+    """Move a schedule to a checkpoint's step, and set the learning rates of that step.
 
-    A schedule that depends on the step alone (torch's, DeepSpeed's) is evaluated anew, so whatever was changed in it
-    holds from the first step. Otherwise rates are those of the checkpoint, scaled where the initial rate was changed.
+    A schedule that depends only on the step (torch's, DeepSpeed's) is evaluated again, so changed settings apply from
+    the first step. Otherwise rates are those of the checkpoint, scaled if the initial rate was changed.
 
     Args:
         held: this rank's parameters.
@@ -45,7 +45,7 @@ def restore_rates(
         _set_rates(optimizer, [base * factor(done) for base, factor in pairs])
         scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
     elif _is_fresh(scheduler):
-        with warnings.catch_warnings():  # that nothing was stepped meanwhile
+        with warnings.catch_warnings():  # suppresses a warning about missing optimiser steps
             warnings.simplefilter("ignore")
             for _ in range(done):
                 scheduler.step()
@@ -59,7 +59,7 @@ def restore_rates(
 
 
 def _is_fresh(scheduler: Any) -> bool:
-    """True for a schedule that has not been stepped, and whose steps take no metric."""
+    """True if a schedule has not been stepped, and its steps take no metric."""
     if not hasattr(scheduler, "step") or _needs_arguments(scheduler.step):
         return False
     if isinstance(scheduler, LRScheduler):
@@ -72,7 +72,7 @@ def _needs_arguments(function: Any) -> bool:
 
 
 def _rate(group: Mapping[str, Any], held: Iterable[Fragment], groups: Mapping[str, Mapping[str, float]]) -> float:
-    """The saved rate of a group's parameters, as far as it has any, scaled to the group's initial rate."""
+    """Return the saved rate of a group's parameters, scaled to the group's initial rate, or the group's own rate."""
     saved = {id(fragment.tensor): groups[fragment.name] for fragment in held if fragment.name in groups}
     values = next((saved[id(tensor)] for tensor in group["params"] if id(tensor) in saved), {})
     rate, initial = values.get("lr", float(group["lr"])), values.get("initial_lr")

@@ -1,4 +1,4 @@
-"""Read a checkpoint's tensors by name or by part; every byte is verified when it is read."""
+"""Read a checkpoint's tensors by name or by part. Every byte is verified when it is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Checkpoint:
     """Reads any part of any tensor, whatever layout wrote it."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Take a checkpoint whose manifest has been read."""
+        """Open a checkpoint whose manifest has been read."""
         self.path = path
         self.manifest = manifest
         try:
@@ -34,7 +34,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimiser steps that were done."""
+        """Number of optimiser steps done."""
         return self.manifest.step
 
     @property
@@ -44,20 +44,20 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of all tensors, whether they are stored whole or in parts."""
+        """Names of all tensors, stored whole or in parts."""
         parts = {stored_name(name, cut) for name, cuts in self._cuts.items() for cut in cuts}
         return frozenset((self.manifest.tensors.keys() - parts) | self._cuts.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor.
+        """Return the shape of a tensor.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: the name is unknown.
         """
         return self._cuts[name][0].shape if name in self._cuts else self._stored(name).shape
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU.
+        """Return whole tensors on the CPU.
 
         Raises:
             CheckpointError: a name is unknown, or a file is damaged.
@@ -65,10 +65,10 @@ class Checkpoint:
         return {name: self.read(name).view(self.shape(name)) for name in names}
 
     def read(self, name: str, start: int = 0, stop: int | None = None, cut: Cut | None = None) -> Tensor:
-        """Elements ``start`` to ``stop`` of a flattened tensor, shape [stop - start], on the CPU.
+        """Return elements ``start`` to ``stop`` of a flattened tensor, shape [stop - start], on the CPU.
 
         Args:
-            cut: takes them of this part of the tensor, whatever parts are stored.
+            cut: read from this part of the tensor, independent of the stored parts.
 
         Raises:
             CheckpointError: the name is unknown, or a file is damaged.
@@ -94,7 +94,7 @@ class Checkpoint:
         return stored_name(name, cut) if same else None
 
     def _needed(self, name: str, cut: Cut | None) -> list[Cut | None]:
-        """Stored parts that a part of a tensor has elements of. None is the whole."""
+        """Return stored parts that have elements of a part of a tensor. None means the whole tensor."""
         stored = self._cuts.get(name)
         return [None] if stored is None else [mine for mine in stored if cut is None or overlap(mine, cut)]
 
@@ -112,7 +112,7 @@ class Checkpoint:
         return torch.cat(parts[1:]) if len(parts) > 2 else parts[-1]
 
     def read_piece(self, piece: StoredPiece, dtype: str) -> Tensor:
-        """The elements of a piece, shape [n], on the CPU.
+        """Read the elements of a piece, shape [n], on the CPU.
 
         Args:
             dtype: safetensors' name of its type.
@@ -124,13 +124,13 @@ class Checkpoint:
         return self._reader(piece.file).read(piece, dtype) if kept is None else kept
 
     def keep(self, piece: StoredPiece, elements: Tensor) -> None:
-        """Know a piece from elsewhere; it is not read any more."""
+        """Cache the elements of a piece from another source, so that it is not read."""
         self._kept[piece.file, piece.key] = elements
 
     def pieces(
         self, name: str, start: int = 0, stop: int | None = None, cut: Cut | None = None
     ) -> Iterator[tuple[StoredPiece, str]]:
-        """The pieces that `read` would read, with safetensors' name of their type.
+        """Yield the pieces that `read` would read, with safetensors' name of their type.
 
         Raises:
             CheckpointError: the name is unknown.
@@ -151,10 +151,10 @@ class Checkpoint:
             start = piece.stop
 
     def verify(self) -> None:
-        """Read everything that is in this folder.
+        """Read all pieces in this folder.
 
         Raises:
-            CheckpointError: a byte is not as it was written.
+            CheckpointError: a checksum differs.
         """
         for tensor in self.manifest.tensors.values():
             for piece in tensor.pieces:
@@ -162,7 +162,7 @@ class Checkpoint:
                     self._reader(piece.file).read(piece, tensor.dtype)
 
     def _nearest(self, tensor: StoredTensor, element: int) -> StoredPiece:
-        """The piece with an element, in a file of this folder if there is one."""
+        """Return a piece with an element, preferably in a file of this folder."""
         holding = [piece for piece in tensor.pieces if piece.start <= element < piece.stop]
         return min(holding, key=lambda piece: (not self.has(piece.file), -piece.stop))
 
@@ -191,6 +191,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint in a folder.
 
     Raises:
-        CheckpointError: it is not whole; the message names the file.
+        CheckpointError: it is not complete. The message names the file.
     """
     return Checkpoint(path, read_manifest(path))

@@ -58,12 +58,12 @@ class ShardEntry:
 
 
 def file_name(rank: int) -> str:
-    """``rank-003.safetensors``."""
+    """Return ``rank-003.safetensors``."""
     return FILES.replace("*", f"{rank:03d}")
 
 
 def write_shard(path: Path, pieces: Sequence[Piece]) -> ShardEntry:
-    """Write pieces to a new file, one at a time: of a tensor on a GPU one piece is copied at once.
+    """Write pieces to a new file. Only one piece at a time is copied from a GPU.
 
     Raises:
         OSError: the disk is full, or the file exists.
@@ -88,7 +88,7 @@ def _key(piece: Piece) -> str:
 
 
 def header_of(pieces: Iterable[Piece], **metadata: str) -> bytes:
-    """Safetensors' header with its length before it, padded so that the data is aligned."""
+    """Return safetensors' header after its length, padded so that the data is aligned."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for piece in pieces:
@@ -116,7 +116,7 @@ class ShardReader:
         """Open the file and check its header.
 
         Raises:
-            CheckpointError: it is missing, cut short, or its header is damaged.
+            CheckpointError: it is missing or truncated, or its header is damaged.
         """
         self._path = path
         check_size(path, file)
@@ -129,10 +129,10 @@ class ShardReader:
             raise damaged(path, str(error)) from error
 
     def read(self, piece: StoredPiece, dtype: str) -> Tensor:
-        """The elements of a piece, shape [n], on the CPU.
+        """Read the elements of a piece, shape [n], on the CPU.
 
         Raises:
-            CheckpointError: the bytes are not those that were written.
+            CheckpointError: the checksum differs.
         """
         try:
             tensor = self._file.get_tensor(piece.key).view(-1)
@@ -160,7 +160,7 @@ def check_size(path: Path, file: StoredFile) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """The error for a damaged file."""
+    """Return the error for a damaged file."""
     return CheckpointError(
         f"{path}: {what}; the checkpoint is damaged. Resume from another with checkpoint.resume=FOLDER, or delete it"
     )

@@ -18,7 +18,7 @@ from weft.engine.checkpoint.shard_file import TYPES
 Key = tuple[str, str]
 """File and key of a piece."""
 Tell = Callable[[Tensor, int, Sequence[int]], None]
-"""Give a tensor in host memory from one member to some others, by their places in the group; all of these call it."""
+"""Sends a tensor in host memory from one member to others, by their indices in the group. All of these call it."""
 
 
 class Needed(NamedTuple):
@@ -29,7 +29,7 @@ class Needed(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Where it lies."""
+        """Location of the piece."""
         return self.piece.file, self.piece.key
 
 
@@ -38,15 +38,15 @@ def read_once(
 ) -> None:
     """Read what several members of a group need by one of them each. Collective call over the world.
 
-    What one alone needs, or finds on no file system of its own, is left to `Checkpoint.read`.
+    Pieces that only one member needs, or that no member can read, are left to `Checkpoint.read`.
 
     Args:
-        needed: by this rank.
+        needed: pieces that this rank needs.
         members: of the group.
-        everyone: for errors, which other groups have to know of, too.
+        everyone: all ranks, to which errors are reported.
 
     Raises:
-        CheckpointError: on every rank: a file is damaged.
+        CheckpointError: on every rank, if a file is damaged.
     """
     reachable = [list(key) for key in sorted(needed) if checkpoint.has(key[0])]
     users: dict[Key, list[int]] = {}
@@ -70,7 +70,7 @@ def read_once(
 
 
 def among(group: dist.ProcessGroup, device: torch.device) -> tuple[Ranks, Tell]:
-    """The members of a process group, and how they tell each other; tensors go by ``device``."""
+    """Return the members of a process group with their exchange. Tensors are sent from ``device``."""
     size, me = dist.get_world_size(group), dist.get_rank(group)
 
     def tell(data: Tensor, root: int, users: Sequence[int]) -> None:

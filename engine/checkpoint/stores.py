@@ -1,4 +1,4 @@
-"""Stores: groups of ranks that share a file system; sites need not share one."""
+"""Stores: groups of ranks that share a file system, such as those of a site."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.engine.checkpoint.folder import TEMPORARY
 from weft.engine.checkpoint.ranks import Ranks
 
 LEADERS = 4
-"""Rounds of `find_stores` for stores that many ranks share."""
+"""Number of rounds of `find_stores` for stores of many ranks."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,18 @@ class Store:
 
     @property
     def leader(self) -> int:
-        """The rank that creates, renames and removes folders for the others."""
+        """Rank that creates, renames and removes folders for the others."""
         return self.members[0]
 
 
 def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[Store, ...]:
     """Find out which ranks share ``folder``, creating it if missing. Collective call.
 
-    Whether ranks that share one are few or many, it takes few collectives, and not many files.
+    This takes few collectives and few files for both large and small stores.
 
     Args:
-        leaders: rounds in which one rank alone makes a file, and those that see it share its store. The ranks that are
-            left then make one each, which is for stores that are many and small, such as hosts' own.
+        leaders: rounds in which a single rank makes a file, and the ranks that see it share its store. After these,
+            each remaining rank makes a file, which suits many small stores, such as hosts' own disks.
 
     Raises:
         CheckpointError: the folder is not writable.
@@ -49,7 +49,7 @@ def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[
         alone = len(stores) < leaders
         first = 0 if waiting is None else waiting[0]
         probing = ranks.rank == first if alone else waiting is None or ranks.rank in waiting
-        probe = folder / f"step-probe-{secrets.token_hex(8)}{TEMPORARY}"  # no other has the name
+        probe = folder / f"step-probe-{secrets.token_hex(8)}{TEMPORARY}"  # the name is unique
         try:
             probes = ranks.collect(folder, partial(_make, probe) if probing else _nothing)
             if waiting is None:
@@ -68,7 +68,7 @@ def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[
 
 
 def _make(probe: Path) -> str:
-    """Make the folder, and return its name."""
+    """Create the folder, and return its name."""
     durable.make_folder(probe)
     return probe.name
 
@@ -79,5 +79,5 @@ def _nothing() -> str:
 
 
 def store_of(stores: tuple[Store, ...], rank: int) -> Store:
-    """The store of a rank."""
+    """Return the store of a rank."""
     return next(store for store in stores if rank in store.members)

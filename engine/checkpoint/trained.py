@@ -1,4 +1,4 @@
-"""The interface that checkpoints and exports need of an engine; `weft.engine.engine.WeftEngine` has it."""
+"""The engine's interface for checkpoints and exports, which `weft.engine.engine.WeftEngine` implements."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class TrainedModule(Protocol):
     data_group: dist.ProcessGroup
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of this rank once, by its name in the whole model."""
+        """Yield every parameter of this rank once, by its name in the whole model."""
         ...
 
 
 class Trained(Protocol):
-    """A rank's part of a model that is being trained.
+    """A rank's part of a model in training.
 
     Attributes:
         global_rank: of this process in the world.
         pipe_rank: position in the pipeline.
-        replica: of the pipeline; `num_replicas` hold the same stages.
+        replica: of the pipeline, among `num_replicas` with the same stages.
         layout: of all ranks.
-        axes: ranks that share layers with this one.
+        axes: groups of ranks that share layers with this one.
         global_steps: optimiser steps done.
         module: this rank's stages.
         sharding: their weights, in buckets.
-        optimizer: what steps the buckets; ``basic_optimizer`` holds the state.
+        optimizer: steps the buckets. ``basic_optimizer`` has the state.
         lr_scheduler: with ``state_dict`` and ``load_state_dict``, or None.
         origin: base model, inputs and settings of this run.
     """

@@ -30,25 +30,24 @@ def save(
 ) -> Path:
     """Write one checkpoint. Collective call.
 
-    All ranks write into a temporary folder; then the first rank of each store writes the
-    manifest and renames the folder; when all have, older checkpoints go. At every instant the
-    newest finished one is whole.
+    All ranks write into a temporary folder. Then the first rank of each store writes the manifest and renames the
+    folder. Once all have done so, older checkpoints are removed. At any time the newest finished one is complete.
 
     Args:
         folder: folder of checkpoints.
-        pieces: the pieces that this rank writes; those of all ranks together cover every tensor.
-        meta: JSON values; each store keeps its first rank's.
+        pieces: the pieces that this rank writes. Those of all ranks together cover every tensor.
+        meta: JSON values, of which each store has its first rank's.
         ranks: the ranks that write. None means this process alone.
-        stores: the groups of ranks that share a file system; None finds them.
+        stores: the groups of ranks that share a file system. None finds them.
         keep: number of complete checkpoints to keep, including this one. 0 keeps all.
-        tag: name of the checkpoint; it replaces another of that name, and ``keep`` does not apply to
-            it. None names it by its step.
+        tag: name of the checkpoint, which replaces another one of that name. ``keep`` does not apply to tagged ones.
+            None names it by its step.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: on every rank; earlier checkpoints are unchanged.
+        CheckpointError: on every rank. Earlier checkpoints are unchanged.
     """
     ranks = ranks or Ranks()
     stores = stores or find_stores(folder, ranks)

@@ -43,7 +43,7 @@ def collect(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
 
 
 def count_once(group: AxisGroup, tensor: Tensor) -> Tensor:
-    """Return a tensor that all members hold and use in a common computation. Its gradient is divided by their number."""
+    """Return a tensor that all members hold and use in a common computation. The gradient is divided by ``size``."""
     return tensor if group.size == 1 else _CountOnce.apply(tensor, group)
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of the weights that a run begins with: equal for equal weights, wherever they lie."""
+"""Fingerprints of the weights that a run starts from: equal for equal weights, independent of their location."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.engine.stages.shards import base_name
 from weft.engine.stages.stage import hf_model
 
 WHOLE_BYTES, SAMPLE_BYTES = 1 << 20, 1 << 14
-"""Size up to which a tensor is read as a whole; of larger ones, how much at the begin, in the middle and at the end."""
+"""Largest size of tensors that are read completely. Of larger ones, that many bytes are read at three positions."""
 
 
 def folder_fingerprint(config: ModelConfig) -> str:
@@ -41,7 +41,7 @@ def files_fingerprint(files: Iterable[Path]) -> str:
 def model_fingerprint(model: nn.Module) -> str:
     """Return the fingerprint of a model in memory, or empty for a new model of which everything is trained.
 
-    Embeddings and adapters do not count: rows that a resize has added and adapters are drawn anew by each process.
+    Embeddings and adapters do not count, because each process initialises adapters and added rows randomly.
     """
     whole = hf_model(model)
     if not whole.config.name_or_path and all(parameter.requires_grad for parameter in whole.parameters()):
@@ -53,7 +53,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def _digests(file: Path) -> Iterator[str]:
-    """Return one digest of each tensor of a file; of the whole file if it is not of safetensors."""
+    """Yield a digest of each tensor of a safetensors file, or of another file as a whole."""
     if file.suffix != ".safetensors":
         yield _file_digest(file)
         return

@@ -1,4 +1,4 @@
-"""Flash attention over packed rows: its arguments, and whether an architecture passes it on."""
+"""Flash attention over packed rows: its arguments, and a stand-in to check that architectures pass them on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.masking_utils import flash_attention_mask
 from weft.engine.stages.packed import flash_arguments
 
 ON_CPU = "weft_packed_rows"
-"""An attention that takes what flash attention takes, and no mask; for checks on small copies."""
+"""Name of an attention with flash attention's arguments and without masks, for checks on small copies."""
 
 
 def wanted_arguments(config: PreTrainedConfig, position_ids: Tensor) -> dict[str, Any]:
@@ -32,12 +32,12 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each of the given sequences; without them, over whole rows.
+    """Compute causal attention inside each of the given sequences, or over whole rows without them.
 
     Args:
         query: [B, heads, S, D].
         key, value: [B, key and value heads, S, D].
-        cu_seq_lens_q: as of `flash_arguments`.
+        cu_seq_lens_q: see `flash_arguments`.
 
     Returns:
         [B, S, heads, D], and no weights.

@@ -1,4 +1,4 @@
-"""A model's folder: is it whole, before anything is read from it."""
+"""Check that a model's folder is complete, before weights are read from it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from weft.conf.documents import parse_json, read_text
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 _MOST_HEADER_BYTES = 100_000_000
-"""As the safetensors library has it."""
+"""Limit of the safetensors library."""
 
 
 def require_whole_folder(folder: Path) -> None:
-    """Check that a folder holds a whole model, from file names, sizes and headers alone.
+    """Check that a folder has a complete model, from file names, sizes and headers alone.
 
     Raises:
-        ValueError: what is missing or cut off, and what to do.
+        ValueError: a file is missing or truncated. The message names it and the remedy.
     """
     if not folder.is_dir():
         raise ValueError(f"model.path={folder}: not a folder; give the folder of a saved model")
@@ -34,7 +34,7 @@ def require_whole_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the folder's weights, by its index.
+    """Return the files of the folder's weights, by its index.
 
     Raises:
         ValueError: there are none, or the index cannot be read.
@@ -77,7 +77,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _require_whole_file(folder: Path, file: Path) -> None:
-    """A safetensors file starts with the length of its header, which says where its data end."""
+    """Check a file's length by its header, whose own length comes first."""
     size = file.stat().st_size
     try:
         begin, header = read_header(file)

@@ -1,4 +1,4 @@
-"""From a model that is already in memory to virtual stages."""
+"""Cuts virtual stages out of a model in memory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def stages_from_model(
 ) -> list[Stage]:
     """Cut virtual stages out of a Hugging Face model, or of peft's model around one.
 
-    The model is consumed: it becomes the first of the stages, and the memory of layers that
-    no wanted stage holds is freed, whoever else refers to the model. A single stage is the
-    whole model, uncut.
+    The model is consumed: it becomes the first of the stages, and the memory of layers outside of the wanted
+    stages is freed even if there are other references to the model. A single stage is the whole model, uncut.
 
     Args:
         split: of the whole model.
         stages: numbers of the virtual stages wanted.
-        axes: ranks that share each layer, of which this rank holds its part.
+        axes: groups that divide each layer.
 
     Raises:
         ValueError: the model cannot be cut faithfully.
@@ -64,10 +63,10 @@ def stages_from_model(
 
 
 def _checkpoint_without_reentrance(model: nn.Module) -> None:
-    """Let autograd see through checkpointed layers.
+    """Replace reentrant checkpointing of layers by the other kind.
 
-    Reentrant checkpointing hides parameters and all tensors but a layer's own positional arguments, and gives no
-    gradient where no argument needs one, as on a first stage whose embedding is frozen.
+    Reentrant checkpointing hides from autograd all tensors but a layer's own positional arguments. It yields no
+    gradient if no argument needs one, as on a first stage with a frozen embedding.
     """
     for module in model.modules():
         run = getattr(module, "_gradient_checkpointing_func", None)
@@ -76,6 +75,6 @@ def _checkpoint_without_reentrance(model: nn.Module) -> None:
 
 
 def _same_weights(model: nn.Module) -> nn.Module:
-    """A second tree of modules over the same parameters and buffers."""
+    """Return a copy of a tree of modules with the same parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

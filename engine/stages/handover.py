@@ -1,4 +1,4 @@
-"""Boundary tensors of each cut: the hidden state, and other outputs of earlier layers that later layers use."""
+"""Boundary tensors of each cut: the hidden state, and other outputs of earlier layers that later layers take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.engine.stages.skeleton import skeleton
 
 @dataclass(frozen=True)
 class Slot:
-    """One place that a tensor goes to: an argument of a layer."""
+    """A destination of a tensor: an argument of a layer, or an element of it."""
 
     layer: int
     entry: Entry
@@ -33,7 +33,7 @@ class Part:
     shape: tuple[int, ...]
     dtype: torch.dtype
     slots: tuple[Slot, ...]
-    """Where it goes to, the earliest layer first."""
+    """Its destinations, the earliest layer first."""
 
 
 Boundary = tuple[Part, ...]
@@ -41,10 +41,10 @@ Boundary = tuple[Part, ...]
 
 
 def boundaries(taken: Sequence[Taken], num_layers: int) -> list[Boundary]:
-    """Return the boundary tensors before each layer; those of the first come from the modules before the layers.
+    """Return the boundary tensors before each layer. Those of the first come from the modules before the layers.
 
     Args:
-        taken: by all layers of a model in one forward, in order.
+        taken: tensors that the layers of a model take in one forward, in order.
         num_layers: of the model.
     """
     return [_boundary([take for take in taken if take.layer >= cut > take.maker]) for cut in range(num_layers)]
@@ -67,10 +67,10 @@ def _boundary(crossing: Sequence[Taken]) -> Boundary:
 
 
 class Handover:
-    """The boundary tensors of a whole model, for any size of micro-batch; traced without memory for weights."""
+    """The boundary tensors of a whole model, for any shape of micro-batch, traced without memory for weights."""
 
     def __init__(self, cls: type[PreTrainedModel], config: PreTrainedConfig, layers: str) -> None:
-        """Remember what to ask.
+        """Store the model's class, its config and the path of its layers.
 
         Args:
             layers: path of the list of decoder layers.
@@ -100,18 +100,18 @@ class Handover:
             config._attn_implementation = "sdpa"
         model = skeleton(self._cls, config).eval()
         for part in model.modules():
-            if isinstance(part, PreTrainedModel):  # some look for padding in the ids, to warn of it
+            if isinstance(part, PreTrainedModel):  # some examine the ids for padding
                 part.warn_if_padding_and_no_attention_mask = lambda *_: None
         set_dtype(model, dtype)
         if self._cls._can_set_experts_implementation():
-            model.set_experts_implementation("batched_mm")  # whose shapes do not depend on what routers choose
+            model.set_experts_implementation("batched_mm")  # its shapes do not depend on the routers' choices
         layers = model.get_submodule(self._layers)
         assert isinstance(layers, nn.ModuleList)
         provenance = Provenance(model, layers)
         try:
             with provenance.watching(), _config.patch(meta_nonzero_assume_all_nonzero=True):
                 model(input_ids=torch.ones(shape, dtype=torch.long, device="meta"), use_cache=False)
-        except Exception as error:  # any: it is Hugging Face's or the model's own code
+        except Exception as error:  # any, because this runs Hugging Face's or the model's own code
             raise ValueError(
                 f"model: the layers of {self._cls.__name__} hand each other more than the hidden state, and how much "
                 f"is not known beforehand ({type(error).__name__}: {' '.join(str(error).split())}); choose another "
@@ -121,7 +121,7 @@ class Handover:
 
 
 def set_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give weights the types that transformers loads them with."""
+    """Cast weights to the types in which transformers loads them."""
     plan = model._get_dtype_plan(dtype)
     kept = build_glob_alternation(list(plan))[0] if plan else None
     for name, parameter in model.named_parameters():

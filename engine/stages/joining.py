@@ -1,4 +1,4 @@
-"""Several tensors in one, bit for bit, so that one message carries them between stages."""
+"""Packing of several tensors into one, bit for bit, so that stages exchange a single message."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 Parts = Sequence[tuple[Sequence[int], torch.dtype]]
 """Shapes and types of tensors."""
 ALIGNMENT = 16
-"""Bytes that each part begins at a multiple of."""
+"""Alignment of each part in bytes."""
 
 
 def packed_size(parts: Parts, dtype: torch.dtype) -> int:
-    """Elements of ``dtype`` that tensors of these shapes and types take up in one."""
+    """Return the number of elements of ``dtype`` of the packed tensor."""
     return sum(_room(shape, kind) for shape, kind in parts) // dtype.itemsize
 
 
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Several tensors, bit for bit, in one of [elements]; their gradients come out of its gradient."""
+    """Pack tensors, bit for bit, into one of [elements]. Its gradient contains their gradients."""
     return _Pack.apply(dtype, *tensors)
 
 
 def unpack(packed: Tensor, parts: Parts) -> tuple[Tensor, ...]:
-    """The tensors again."""
+    """Unpack the tensors."""
     return _Unpack.apply(packed, parts)
 
 

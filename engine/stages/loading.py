@@ -1,4 +1,4 @@
-"""From a folder, a hub name or a configuration to virtual stages, without the whole model in memory."""
+"""Makes virtual stages from a folder, a hub name or a configuration, without the whole model in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.engine.stages.types import base_type, exact_type, settle_types
 
 
 def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
-    """The Hugging Face config of a model that is loaded or new.
+    """Return the Hugging Face config of a loaded or new model.
 
     Raises:
         ValueError: the folder cannot be read, or the architecture or an override is unknown.
@@ -102,7 +102,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
-    """Refuse misspelt overrides; configs take any, and some fields are known to the model's code only."""
+    """Reject misspelt overrides. Configs accept any name, and some fields are known to the model's code only."""
     known = {*dir(hf_config), *hf_config.attribute_map}
     if name not in known and name not in inspect.getsource(sys.modules[model_class(hf_config).__module__]):
         near = difflib.get_close_matches(name, hf_config.to_dict(), n=1)
@@ -111,14 +111,14 @@ def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
 
 
 def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
-    """Check, without its weights, that a model can be read and has what a run wants of it.
+    """Check, without its weights, that a model can be read and fits the run's settings.
 
     Args:
-        stages: virtual stages, of a layer each at least; adapters want their modules, too.
-        tokens: of a sequence, each of which has a position.
+        stages: number of virtual stages, each with at least one layer. Target modules of adapters are checked, too.
+        tokens: length of a sequence, each of which needs a position.
 
     Raises:
-        ValueError: it has not.
+        ValueError: it does not fit.
     """
     hf_config = load_hf_config(config)
     check_padding(config, hf_config)
@@ -146,13 +146,13 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
             prune=lambda model: None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            device_map="meta",  # reads headers alone
+            device_map="meta",  # reads only headers
         )
         _require_fitting(config, cls, report)
 
 
 def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
-    """Check that the padding token has a row in the embedding, without which no model can be made.
+    """Check that the padding token has a row in the embedding, which models require.
 
     Raises:
         ValueError: it has none.
@@ -168,7 +168,7 @@ def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
 
 
 def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The whole model in one piece, new or loaded: what the stages of `load_stages` add up to."""
+    """Make or load the whole model, which is equal to the stages of `load_stages` together."""
     hf_config = load_hf_config(config)
     cls = model_class(hf_config)
     return _dress(_load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed), config, seed)
@@ -184,22 +184,21 @@ def load_stages(
     axes: AxisGroups | None = None,
     exact: bool = False,
 ) -> list[Stage]:
-    """Load or make some virtual stages of a model; other stages' weights never take up memory.
+    """Load or make some virtual stages of a model, without memory for other stages' weights.
 
-    New weights depend on the seed and their names only, so they are the same for every split.
-    Tied weights that two of the stages hold are one parameter. A single stage is the whole
-    model, uncut.
+    New weights depend only on the seed and their names, so they are the same for every split.
+    Tied weights of two of the stages are one parameter. A single stage is the whole model, uncut.
 
     Args:
         split: of the whole model.
         stages: numbers of the virtual stages wanted.
         dtype: of the weights.
         seed: of new weights and adapters.
-        axes: ranks that share each layer, of which this rank holds its part.
-        exact: load weights that are trained as precisely as they are given, for their masters.
+        axes: groups that divide each layer.
+        exact: load trained weights in their original precision, for master weights.
 
     Raises:
-        ValueError: the model cannot be read, or not be cut faithfully.
+        ValueError: the model cannot be read or cannot be cut faithfully.
     """
     hf_config, axes = load_hf_config(config), axes or AxisGroups()
     if exact:
@@ -229,7 +228,7 @@ def new_stages(
     source: ModelConfig | None = None,
     axes: AxisGroups | None = None,
 ) -> list[Stage]:
-    """As `load_stages` of more than one stage, for a class and its config; a new model, if it has no ``source``."""
+    """Load or make stages as `load_stages` does, for a class and its config. Without ``source`` the model is new."""
     outline = outline_of(cls, hf_config)
     assert split.num_layers == outline.num_layers
     given = source or ModelConfig()
@@ -306,7 +305,7 @@ def _load_part(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    except Exception as error:  # any: readers of several file formats fail in their own ways
+    except Exception as error:  # any, because readers of several file formats raise different errors
         reason = _one_line(error)
         raise ValueError(
             f"model.path={config.path}: its weights cannot be read ({type(error).__name__}: {reason}); "
@@ -320,7 +319,7 @@ def _require_fitting(config: ModelConfig, cls: type[PreTrainedModel], report: Ma
     """Check by transformers' report that a folder has every weight of a model, in its shape.
 
     Raises:
-        ValueError: it has not; names the first of them.
+        ValueError: some are missing. The message names the first ones.
     """
     missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     misfits = [f"{name} has shape {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]]
@@ -333,7 +332,7 @@ def _require_fitting(config: ModelConfig, cls: type[PreTrainedModel], report: Ma
 
 
 def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, is_last: bool) -> None:
-    """transformers unties silently when a checkpoint holds two different weights."""
+    """Check that weights are still tied, because transformers silently unties different weights of a checkpoint."""
     if is_last and tied - set(model.all_tied_weights_keys.values()):
         raise ValueError(
             f"model.path={config.path}: its config ties the head to the embedding, but its weights differ; "
@@ -342,7 +341,7 @@ def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, i
 
 
 def _dress(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Adapters and gradient checkpointing, as the configuration asks for."""
+    """Add the configured adapters and gradient checkpointing."""
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return add_adapters(model, config.lora, seed=seed) if config.lora.enabled else model

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, or a name of the hub and its folder in the cache."""
+"""Location of a model: a folder, or a hub name with its folder in the cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def is_local(path: str) -> bool:
 
 
 def source_of(path: str) -> str:
-    """Return what transformers loads ``model.path`` from."""
+    """Return the name or folder from which transformers loads ``model.path``."""
     return str(Path(path).expanduser()) if is_local(path) else path
 
 
 def weights_folder(path: str) -> Path:
-    """Return the folder of ``model.path``; of a hub name, the one in the cache."""
+    """Return the folder of ``model.path``, which for a hub name is in the cache."""
     if is_local(path):
         return Path(path).expanduser()
     found = cached_file(path, "config.json")

@@ -1,4 +1,4 @@
-"""Adapters: low-rank updates through peft, the same whatever the split."""
+"""Adapters: low-rank updates through peft, the same for every split."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ADAPTER = "default"
 PREFIX = "base_model.model."
 """The prefix that peft adds to a parameter's name."""
 ALL_LINEAR = "all-linear"
-"""Stands for every linear layer but the output embedding, as in peft; experts and routers are none."""
+"""Name for every linear layer but the output embedding, as in peft. Experts and routers are not included."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn.Module:
-    """Freeze a model and put adapters on it.
+    """Freeze a model and add adapters.
 
     Returns:
         peft's model, or the frozen model itself if none of its modules is a target.
@@ -52,7 +52,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn
 
 
 def _wrap_weights(placeholder: Placeholder) -> None:
-    """Give the weights that a placeholder keeps the names that they have below an adapter, as on other stages."""
+    """Rename weights in placeholders as they are named below an adapter on other stages."""
     if placeholder._parameters:
         inner = Placeholder(placeholder)
         inner._parameters.update(placeholder._parameters)
@@ -61,7 +61,7 @@ def _wrap_weights(placeholder: Placeholder) -> None:
 
 
 def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: PreTrainedConfig) -> None:
-    """Check that each of ``target_modules`` names a module of the whole model; peft overlooks those that do not.
+    """Check that each of ``target_modules`` names a module of the whole model, because peft ignores unknown ones.
 
     Raises:
         ValueError: one does not, or the model cannot be built.
@@ -79,20 +79,20 @@ def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: P
 
 
 def _matrices(model: PreTrainedModel, *, output: bool = True) -> list[str]:
-    """The last parts of names of a model's matrices, with that of its output embedding or without."""
+    """Return the last parts of the names of a model's matrices, with or without the output embedding."""
     head = None if output else model.get_output_embeddings()
     matrices = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     return sorted({name.rpartition(".")[2] for name in matrices})
 
 
 def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
-    """peft's form of the settings.
+    """Return peft's config of the settings.
 
     Raises:
-        ValueError: no target modules are given, and peft knows none for the architecture.
+        ValueError: no target modules are set, and peft has no default for the architecture.
     """
     model_type = model.config.model_type
-    if config.target_modules == [ALL_LINEAR]:  # of the whole model: a stage may not have all kinds of layers
+    if config.target_modules == [ALL_LINEAR]:  # of the whole model, because a stage may lack some kinds of layers
         targets = _matrices(skeleton(model_class(model.config), model.config), output=False)
     else:
         targets = list(config.target_modules) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)

@@ -1,4 +1,4 @@
-"""Members of axis groups that run one small model together, as threads of one process: for checks."""
+"""Members of axis groups as threads of one process, which run one small model together, for checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.engine.stages.stage import Stage
 Train = Callable[
     [Callable[[AxisGroups], list[Stage]], AxisGroups, Sequence[Batch], Tensor], tuple[list[Stage], Outcome]
 ]
-"""Makes a member's stages for its groups, trains them with its parts of micro-batches, and returns both."""
+"""Makes a member's stages for its groups, trains them on its parts of micro-batches, and returns both."""
 
 
 def members_outcome(
@@ -42,16 +42,16 @@ def members_outcome(
     """Compute micro-batches by all members together, each with its part of a copy of a whole model.
 
     Args:
-        batches: in turn for each member of an expert group; members of a context or tensor group share each.
+        batches: dealt to the members of an expert group. Members of a context or tensor group share each.
         sizes: members along each axis.
         num_stages: to cut the model into.
         exchange: between members of a context group.
-        train: what a member does with its micro-batches. None runs them one after the other.
+        train: runs a member's micro-batches. None runs them one after the other.
 
     Raises:
-        Exception: the first that a member has raised.
+        Exception: the first error of a member.
     """
-    making = threading.Lock()  # transformers replaces functions of torch while it does
+    making = threading.Lock()  # transformers patches functions of torch meanwhile
     split = split_layers(model.config, num_stages, SplitKind.even)
 
     def member(groups: AxisGroups) -> tuple[AxisGroups, dict[str, Cut], Outcome]:
@@ -95,7 +95,7 @@ def _train_in_turn(
 
 
 def _summed(model: PreTrainedModel, results: Sequence[tuple[Mapping[str, Cut], Outcome]]) -> dict[str, Tensor]:
-    """Gradients of whole parameters, added up from members' parts."""
+    """Return gradients of whole parameters, summed from members' parts."""
     totals: dict[str, Any] = {name: torch.zeros_like(p, requires_grad=False) for name, p in all_parameters([model])}
     for cuts, outcome in results:
         for name, gradient in outcome.gradients.items():

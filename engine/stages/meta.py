@@ -1,4 +1,4 @@
-"""The model that trains, on the meta device: its modules, names, and which weights are trained, without memory."""
+"""The trained model on the meta device: modules, names and trained weights, without memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weft.engine.stages.skeleton import model_class, skeleton
 
 
 def meta_model(trained: PreTrainedConfig | nn.Module, lora: LoraConfig | None = None) -> nn.Module:
-    """Return the whole model as it trains, with its adapters.
+    """Return the whole model in its trained form, with adapters.
 
     Args:
-        trained: config of a model that will be made, or a model (or peft's around one), which is left alone.
+        trained: config of a model that will be made, or a model (or peft's around one), which is not changed.
         lora: adapters of a model that will be made.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Why a model's own forward does not run with its work shared inside of layers: where it stopped, and what it does."""
+"""Explanation of a failed forward of a divided model: the operation that does not support the division."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?)\b|out of bounds", re.IGN
 
 @dataclass(frozen=True)
 class _Step:
-    """A call on the way to where a forward stopped.
+    """A call in the traceback of a failed forward.
 
     Attributes:
         path: of the module in the model, or empty for the model itself.
@@ -37,11 +37,11 @@ class _Step:
 
 
 def why_not_shared(error: Exception, axes: Collection[str]) -> str:
-    """Return the operation of a model that its members cannot share; the error's own words unless it concerns sizes.
+    """Return the operation that members cannot share, or the error's message unless it is about sizes.
 
     Args:
-        error: that the forward has raised, with its traceback.
-        axes: along which the work was shared.
+        error: of the forward, with its traceback.
+        axes: along which the work was divided.
     """
     steps = list(_steps(error))
     if not steps or not isinstance(error, RuntimeError | IndexError | ValueError) or not _OF_SIZES.search(str(error)):
@@ -58,7 +58,7 @@ def why_not_shared(error: Exception, axes: Collection[str]) -> str:
 
 
 def _steps(error: Exception) -> Iterator[_Step]:
-    """Calls of a Hugging Face model and of modules in it, the outermost first."""
+    """Return calls of a Hugging Face model and of modules in it, the outermost first."""
     paths: dict[nn.Module, str] = {}
     for frame, _ in walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""The objective: what the last stage minimises, where it is not the model's own loss."""
+"""The objective: a loss that the last stage minimises instead of the model's own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weft.engine.stages.batch import Batch, count_label_tokens
 
 _ITEMS = "_weft_items"
 Forward = Callable[..., Any]
-"""The last stage's forward on the micro-batch at hand: takes more arguments of the model's own (such as ``labels``),
-returns what the model's own forward returns, with ``logits`` [B, S, V]. It is called once."""
+"""The last stage's forward on the current micro-batch. It takes further arguments of the model (such as ``labels``)
+and returns the output of the model's own forward, with ``logits`` [B, S, V]. It must be called once."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss of one's own; it runs on the last stage's ranks only, so nothing in it may wait for other ranks.
+    """A custom loss. It runs only on the last stage's ranks, so it must not wait for other ranks.
 
     Attributes:
         loss: ``(forward, batch, num_items) -> scalar``: the *sum* over this micro-batch's items
@@ -27,8 +27,8 @@ class Objective:
             replicas (a scalar tensor). Losses and gradients are then added up, never averaged, and
             equal those of one process whatever the split. ``batch`` holds every tensor that the
             loader yielded, on the device; labels are not shifted.
-        items: how many items a micro-batch has, as the loader yielded it (in host memory nothing waits
-            for the device). The loss of one without any counts as 0.
+        items: returns the number of items of a micro-batch as the loader yielded it. In host memory this
+            needs no synchronisation. The loss of a micro-batch without items counts as 0.
     """
 
     loss: Callable[[Forward, Batch, Tensor], Tensor]
@@ -41,23 +41,23 @@ class Objective:
 
     @classmethod
     def mean(cls, function: Callable[[Any, Batch], Tensor]) -> Objective:
-        """A function of the outputs and the batch that averages by itself; micro-batches then count alike."""
+        """A function of the outputs and the batch that computes a mean. Micro-batches then have equal weights."""
         return cls(lambda forward, batch, num_items: function(forward(), batch) / num_items, one_item)
 
 
 def next_token_loss(outputs: Any, batch: Batch, num_items: Tensor) -> Tensor:
-    """Cross-entropy of each next token, as Hugging Face's causal models compute it; for those that do not."""
+    """Cross-entropy of each next token as in Hugging Face's causal models, for models without it."""
     logits, labels = outputs.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
     return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / num_items
 
 
 def one_item(batch: Batch) -> int:
-    """1 for a micro-batch with labels; those that only fill up a schedule have none."""
+    """Return 1 for a micro-batch with labels, or 0 for one that only fills a schedule."""
     return int(count_label_tokens(batch) > 0)
 
 
 def tell_items(batch: Batch, items: int) -> None:
-    """Let the step know how many items a micro-batch on the device has."""
+    """Attach the number of items to a micro-batch on the device."""
     setattr(batch["labels"], _ITEMS, items)
 
 
@@ -67,7 +67,7 @@ def told_items(batch: Batch) -> int:
 
 
 class Minimised:
-    """An objective at work, which looks once whether the loss is divided by ``num_items``."""
+    """An objective in use, which checks once that the loss is divided by ``num_items``."""
 
     def __init__(self, objective: Objective) -> None:
         self.items = objective.items
@@ -76,10 +76,10 @@ class Minimised:
         self._looked = False
 
     def __call__(self, forward: Forward, batch: Batch, num_items: Tensor) -> Tensor:
-        """The loss of a micro-batch.
+        """Return the loss of a micro-batch.
 
         Raises:
-            ValueError: it is no scalar, or the forward was called more than once.
+            ValueError: it is not a scalar, or the forward was called more than once.
         """
         once = _Once(forward)
         loss = self._loss(once, batch, num_items)
@@ -93,7 +93,7 @@ class Minimised:
         return loss
 
     def require_sums(self) -> None:
-        """Refuse a loss that was not divided by ``num_items``; waits for the device, once.
+        """Check that the loss is divided by ``num_items``. Synchronises the device, once.
 
         Raises:
             ValueError: twice as many items did not halve it.
@@ -111,7 +111,7 @@ class Minimised:
 
 
 class _Once:
-    """A forward that runs once; its outputs can be looked at again."""
+    """A forward that runs once, with outputs that can be reused."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -124,7 +124,7 @@ class _Once:
         return self._outputs
 
     def again(self, **more: Any) -> Any:
-        """The same outputs; the model's own loss as for the number of items that is given now."""
+        """Return the same outputs, with the model's own loss halved for twice the number of items."""
         outputs = type(self._outputs)(**self._outputs)
         if outputs.get("loss") is not None and "num_items_in_batch" in more:
             outputs["loss"] = outputs["loss"] / 2

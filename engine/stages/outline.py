@@ -1,4 +1,4 @@
-"""The outline of a model: which of its modules run before, in and after the decoder layers."""
+"""The outline of a model: its modules that run before, in and after the decoder layers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LAYER = "a layer"
 
 @dataclass(frozen=True)
 class Outline:
-    """Where a model can be cut; paths are those of `torch.nn.Module.get_submodule`."""
+    """The structure of a model for cuts. Paths are those of `torch.nn.Module.get_submodule`."""
 
     layers: str
     """Path of the list of decoder layers."""
     num_layers: int
     """Decoder layers of the whole model."""
     before: tuple[str, ...]
-    """Modules with parameters that run before the first layer: embeddings, and what never runs."""
+    """Modules with parameters that run before the first layer, such as embeddings, or never."""
     after: tuple[str, ...]
     """Modules with parameters that run after the last layer: the final norm and the head."""
     answer_length: int | None
@@ -39,15 +39,15 @@ class Outline:
     more: tuple[str, ...] = ()
     """Arguments of layers that cross cuts besides a hidden state [B, S, H]."""
     plain: bool = True
-    """True if nothing but a hidden state [B, S, H] crosses cuts."""
+    """True if only a hidden state [B, S, H] crosses cuts."""
 
 
 _KNOWN: dict[tuple[type[PreTrainedModel], str], Outline] = {}
-"""By class and configuration, for a process that makes stages of the same model again."""
+"""Cache by class and configuration, for processes that make stages of the same model again."""
 
 
 def outline_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
-    """Find out by running a small copy of the model once and watching it.
+    """Run a small copy of the model once with hooks, and derive the outline.
 
     Raises:
         ValueError: the model cannot be cut: modules run both outside of its layers and among
@@ -87,7 +87,7 @@ def _watched(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
 
 
 class _Watch:
-    """Hooks that note in which order layers and the modules outside of them run."""
+    """Hooks that record the order in which layers and modules outside of them run."""
 
     def __init__(self, model: PreTrainedModel, path: str, layers: nn.ModuleList) -> None:
         self.answers: list[Any] = []
@@ -99,7 +99,7 @@ class _Watch:
         self._hooks += [layer.register_forward_hook(self._note_answer) for layer in layers]
 
     def places(self) -> dict[str, set[str]]:
-        """Where each module outside of the layers has run: before them, after them, or not at all.
+        """Classify each module outside of the layers: run before them, after them, or never.
 
         Raises:
             ValueError: one ran on both sides of a layer, or layers ran more than once.
@@ -137,7 +137,7 @@ class _Watch:
 
 
 def outside_units(model: nn.Module, layers: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules with parameters and a forward of their own that do not contain the list of layers."""
+    """Return the largest modules with parameters and a forward that do not contain the list of layers."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if layers.startswith(f"{path}.") or (path != layers and isinstance(child, nn.ModuleList | nn.ModuleDict)):
@@ -147,7 +147,7 @@ def outside_units(model: nn.Module, layers: str, prefix: str = "") -> Iterator[t
 
 
 def _own_weights(model: nn.Module, layers: str, provenance: Provenance) -> dict[str, bool]:
-    """Parameters of the modules that contain the list of layers themselves, and whether they are used after these.
+    """Return parameters owned by modules that contain the list of layers, and whether they are used after the layers.
 
     Raises:
         ValueError: some are used among the layers, or on both sides of them.

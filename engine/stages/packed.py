@@ -1,4 +1,4 @@
-"""Packed rows of a micro-batch, which hold several sequences: known on the host, so that no forward waits."""
+"""Packed rows of a micro-batch with several sequences: found on the host, so that forwards need no synchronisation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _SEQUENCES = "_weft_sequences"
 
 
 def sequence_indices(position_ids: Tensor) -> Tensor:
-    """Which sequence of its row each token [B, S] belongs to, counted from 0: positions go on by one inside it."""
+    """Return the index of each token's sequence in its row, [B, S]. Positions are consecutive inside a sequence."""
     starts = position_ids[:, 1:] - position_ids[:, :-1] != 1
     return torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The sequences in the rows of a micro-batch, the rows laid end to end.
+    """The sequences in the concatenated rows of a micro-batch.
 
     Attributes:
-        bounds: int32 [N + 1], the first token of each of the N sequences, and the number of tokens at the end.
-        longest: tokens of the longest sequence.
+        bounds: int32 [N + 1], the first token of each of the N sequences, then the number of tokens.
+        longest: length of the longest sequence.
     """
 
     bounds: Tensor
@@ -43,22 +43,22 @@ class PackedRows:
         return cls(bounds, int(bounds.diff().max()))
 
     def to(self, device: torch.device) -> PackedRows:
-        """The same on ``device``."""
+        """Copy to ``device``."""
         return PackedRows(self.bounds.to(device, non_blocking=True), self.longest)
 
 
 def tell_packed(position_ids: Tensor, rows: PackedRows | None, sequences: Tensor | None = None) -> None:
-    """Let forwards that get this very tensor know.
+    """Attach packed rows to a tensor of positions, for forwards that receive this tensor object.
 
     Args:
-        sequences: [B, S], the `sequence_indices` of whole rows, where the positions are of parts of them.
+        sequences: [B, S], the `sequence_indices` of whole rows, if the positions are of a part of them.
     """
     setattr(position_ids, _KNOWN, rows or False)
     setattr(position_ids, _SEQUENCES, sequences)
 
 
 def tell_rows(position_ids: Tensor, whole: Tensor) -> None:
-    """Let forwards that get these positions know what the whole rows [B, S], in host memory, hold."""
+    """Attach to positions the packed rows of the whole rows [B, S], which are in host memory."""
     rows = PackedRows.of(whole)
     if rows is None:
         tell_packed(position_ids, None)
@@ -72,7 +72,7 @@ def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
     """Return the bounds that keep packed sequences apart in flash attention, for any number of rows, or empty without
     packing.
 
-    By itself Hugging Face looks at positions of a single row only, and waits for the device to do so
+    Hugging Face itself detects packing only in a single row, and synchronises the device for it
     (`modeling_flash_attention_utils._is_packed_sequence`).
     """
     rows: PackedRows | None = getattr(position_ids, _KNOWN, None) or None
@@ -83,11 +83,11 @@ def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
 
 
 def _install() -> None:
-    """Answer transformers' question from what was told.
+    """Replace transformers' detection of packed rows by the attached packed rows.
 
-    Its causal mask asks in every forward whether a row is packed, and waits for the device to say
-    so (`masking_utils.find_packed_sequence_indices` of 5.17 to 5.19). A tensor of which nothing
-    was told is looked at as before; one on the meta device, which holds nothing, is of one sequence.
+    Its causal mask detects packing in every forward, and synchronises the device for it
+    (`masking_utils.find_packed_sequence_indices` of 5.17 to 5.19). Tensors without attached rows are examined as
+    before. On the meta device, which has no values, a row counts as one sequence.
     """
     look: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
 

@@ -16,7 +16,7 @@ def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
     """Reduce a model to this rank's part of it, in place.
 
     Returns:
-        What is held of those parameters that are not held in full, by name.
+        This rank's parts of divided parameters, by name.
 
     Raises:
         ValueError: the model cannot be divided so.
@@ -28,7 +28,7 @@ def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
         return cuts
     plan = TensorPlan(model)
     styles = [style for name in cuts if (style := plan.style(name)) is not None]
-    for name, cut in cuts.items():  # whole experts, whatever the plan says of them
+    for name, cut in cuts.items():  # experts are not divided further, whatever their style in the plan
         set_held(model.get_parameter(name), cut)
     cuts |= share_layers(model, axes.tensor, decoder_layers(model))
     dispatch_over(axes, model, summed=any(style.sums for style in styles))
@@ -36,5 +36,5 @@ def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
 
 
 def named_parts(model: PreTrainedModel, axes: AxisGroups, prefix: str) -> dict[str, Cut]:
-    """The same, with ``prefix`` before the names."""
+    """Call `take_part`, and return the parts by names with ``prefix``."""
     return {prefix + name: cut for name, cut in take_part(model, axes).items()}

@@ -1,4 +1,4 @@
-"""Placeholders: what stands in a stage's model where other stages have their modules."""
+"""Placeholders in a stage's model for modules of other stages."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from weft.engine.stages.port import Port
 
 
 class Placeholder(nn.Module):
-    """Has the attributes of the module that it stands for, such as a layer's attention type; weights without memory.
+    """Has the attributes of the module that it replaces, such as a layer's attention type, and weights without memory.
 
-    Some models walk over all of their layers to initialise or to rescale them; what they do to weights on the meta
-    device has no effect.
+    Some models iterate over all of their layers to initialise or rescale them. On the meta device this has no effect.
     """
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         self.training = original.training
         likeness = original._likeness[0] if isinstance(original, Placeholder) else without_memory(original)
-        self._likeness: tuple[nn.Module] = (likeness,)  # a tuple, so that it is no part of the stage
+        self._likeness: tuple[nn.Module] = (likeness,)  # a tuple, so that torch does not register it as a submodule
         for name, value in vars(original).items():
             if not name.startswith("_") and (value is None or isinstance(value, bool | int | float | str | Enum)):
                 setattr(self, name, value)
@@ -42,7 +41,7 @@ class Placeholder(nn.Module):
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device; the module itself if it is there already."""
+    """Return a copy of a module on the meta device, or the module itself if it is there already."""
     tensors = [*module.parameters(), *module.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return module
@@ -54,14 +53,14 @@ def without_memory(module: nn.Module) -> nn.Module:
 
 
 class SkippedLayer(Placeholder):
-    """A decoder layer of another stage: hands on what it gets, at no cost, in the form that the real one would."""
+    """A decoder layer of another stage, which returns its hidden state in the layer's output format."""
 
     def __init__(self, original: nn.Module, answer_length: int | None) -> None:
         super().__init__(original)
         self._answer_length = answer_length
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """The first tensor among the arguments: the hidden state."""
+        """Return the first tensor among the arguments, which is the hidden state."""
         return self._answer(first_tensor(args, kwargs))
 
     def _answer(self, hidden: Tensor) -> Tensor | tuple[Tensor | None, ...]:
@@ -71,27 +70,27 @@ class SkippedLayer(Placeholder):
 
 
 class EntryLayer(SkippedLayer):
-    """The layer before a stage's own: answers with the hidden state in the port."""
+    """The layer before a stage's own, which returns the received hidden state."""
 
     def __init__(self, original: nn.Module, answer_length: int | None, port: Port) -> None:
         super().__init__(original, answer_length)
         self._port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """The hidden state from the stage before."""
+        """Return the hidden state from the previous stage."""
         assert self._port.hidden is not None
         return self._answer(self._port.hidden)
 
 
 class ExitLayer(SkippedLayer):
-    """A layer after a stage's own: takes out what crosses the cut, and ends the forward when it has all of it."""
+    """A layer after a stage's own, which records boundary tensors, and ends the forward once all are recorded."""
 
     def __init__(self, original: nn.Module, answer_length: int | None, port: Port, index: int) -> None:
         super().__init__(original, answer_length)
         self._port, self._index = port, index
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """The hidden state, for the next of them; raises `StageEnded` in the last that is needed."""
+        """Return the hidden state for the next layer. Raise `StageEnded` in the last one that is needed."""
         hidden = first_tensor(args, kwargs)
         self._port.take_out(self._index, hidden, args, kwargs)
         return self._answer(hidden)
@@ -100,8 +99,8 @@ class ExitLayer(SkippedLayer):
 class Upstream(Placeholder):
     """An embedding, or another module that runs before the layers, in a stage that does not need it.
 
-    Its answer only has the right shape, type and device, so that Hugging Face's code can
-    make masks and rotary tables from them.
+    Its output has the right shape, type and device, but no values, so that Hugging Face's code can make masks and
+    rotary tables.
     """
 
     def __init__(self, original: nn.Module, port: Port) -> None:
@@ -109,11 +108,11 @@ class Upstream(Placeholder):
         self._port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Zeros in the form of the real answer."""
+        """Return zeros with the shapes of the real output."""
         return self._answer(self._likeness[0], *args, **kwargs)
 
     def _answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of ``function``, traced on the meta device."""
+        """Return zeros with the shapes of the result of ``function``, traced on the meta device."""
         hidden = self._port.hidden
         assert hidden is not None
         with torch.no_grad(), torch.device("meta"):
@@ -122,7 +121,7 @@ class Upstream(Placeholder):
         return tree_map_only(Tensor, lambda tensor: self._zero(tensor, hidden).expand(tensor.shape).clone(), answer)
 
     def __getattr__(self, name: str) -> Any:
-        """Return zeros without memory for code that reads an embedding's weight; for methods, a `forward`."""
+        """Return an attribute of the module: zeros without memory for a weight, a traced call for a method."""
         found = super().__getattr__(name)
         if isinstance(found, MethodType):
             return partial(self._answer, found)
@@ -136,21 +135,21 @@ class Upstream(Placeholder):
 
 
 class Downstream(Placeholder):
-    """The final norm or the head, in a stage that ends before it; reached where no layer after the stage's runs."""
+    """The final norm or the head, in a stage that ends before it. It is reached if no layer after the stage's runs."""
 
     def __init__(self, original: nn.Module, port: Port | None = None) -> None:
         super().__init__(original)
         self._port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """End the forward with what would come in here."""
+        """End the forward with the boundary tensors."""
         assert self._port is not None
         self._port.take_out(self._port.num_layers, first_tensor(args, kwargs), args, kwargs)
         raise AssertionError("a stage ran past its own layers")
 
 
 def move_kept(module: nn.Module, keep: set[str], shell: Placeholder) -> Placeholder:
-    """Give ``shell`` the parameters of ``module`` that ``keep`` names, and nothing else."""
+    """Move the parameters of ``module`` that ``keep`` names to ``shell``."""
     for name, parameter in module.named_parameters(recurse=False):
         if name in keep:
             shell._parameters[name] = parameter
@@ -162,5 +161,5 @@ def move_kept(module: nn.Module, keep: set[str], shell: Placeholder) -> Placehol
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The first tensor among a call's arguments."""
+    """Return the first tensor among a call's arguments."""
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""The port of a stage: what goes into its model from the stage before, and out of it to the next."""
+"""Inputs and outputs of a stage: the tensors from the previous stage to its model, and from the model to the next."""
 
 from __future__ import annotations
 
@@ -25,18 +25,14 @@ class StageEnded(Exception):
 
 
 class Port:
-    """One stage's, for one micro-batch at a time.
-
-    Where nothing but a hidden state [B, S, H] crosses the cuts, ``handover`` is None.
-    """
+    """The inputs and outputs of one stage, for one micro-batch at a time."""
 
     def __init__(self, window: range = range(0), num_layers: int = 0, handover: Handover | None = None) -> None:
-        """Nothing is in it yet.
+        """Start without tensors. ``handover`` computes boundary tensors, and is None if only hidden states cross cuts.
 
         Args:
             window: the stage's decoder layers.
             num_layers: of the whole model.
-            handover: says what crosses cuts.
         """
         self.window, self.num_layers, self.handover = window, num_layers, handover
         self.hidden: Tensor | None = None
@@ -58,7 +54,7 @@ class Port:
         return None if self.handover is None else self.handover.boundary(cut, shape, dtype)
 
     def open(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Let in what the stage before has handed on: the hidden state first, nothing on the first stage."""
+        """Set the tensors from the previous stage: the hidden state first, or none on the first stage."""
         self.dtype, self._thread = dtype, threading.get_ident()
         self.hidden, self._entered = tensors[0] if tensors else None, False
         self._given, self._out, self._leaving = {}, {}, ()
@@ -71,14 +67,14 @@ class Port:
             self._leaving = self.handover.boundary(self.window.stop, shape, dtype)
 
     def close(self) -> None:
-        """Hold nothing any longer."""
+        """Release all tensors."""
         self.hidden, self._given, self._out, self._leaving = None, {}, {}, ()
 
     def put_in(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
-        """A layer's arguments, with those that earlier stages have made; for the first that runs the hidden state, too.
+        """Return a layer's arguments with the tensors of earlier stages, including the hidden state of the first layer.
 
-        A layer that is run again in its backward gets the same tensors again: no forward is under way then, or
-        that of another micro-batch, in another thread.
+        The tensors are also attached to the hidden state. So a layer that is recomputed in its backward receives the
+        same ones, while there is no forward, or another micro-batch's in another thread.
         """
         entry, hidden = next((e, tree) for e, tree in entries(args, kwargs) if isinstance(tree, Tensor))
         fed: dict[int, dict[tuple[Entry, tuple[int, ...]], Tensor]] = getattr(hidden, _FED, {})
@@ -95,10 +91,10 @@ class Port:
         return args, kwargs
 
     def take_out(self, layer: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a layer after the stage's own takes.
+        """Record the boundary tensors that a layer after the stage's own takes.
 
         Raises:
-            StageEnded: that is all that crosses the cut.
+            StageEnded: all boundary tensors are recorded.
         """
         parts = self._leaving[1:]
         if 0 not in self._out:  # some layers never run
@@ -114,13 +110,13 @@ class Port:
 
 
 class Feed:
-    """A hook on a stage's own layer that puts in what earlier stages have made; a class, because stages are copied."""
+    """A hook on a stage's own layer that inserts tensors of earlier stages. A class, because stages are copied."""
 
     def __init__(self, port: Port, layer: int) -> None:
         self._port, self._layer = port, layer
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments, as the layer is to take them."""
+        """Return the layer's arguments."""
         return self._port.put_in(self._layer, args, kwargs)
 
 
@@ -128,7 +124,7 @@ def require_as_predicted(tensors: Sequence[Tensor], boundary: Boundary, name: st
     """Require that a stage's outputs have the shapes and types that the next stage expects.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they differ.
     """
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     wanted = [(part.shape, part.dtype) for part in boundary]
@@ -146,7 +142,7 @@ def _shown(parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
 def _replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry, given: Mapping[tuple[int, ...], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call's arguments with the tensors of one entry replaced; mappings are written into."""
+    """Return a call's arguments with the tensors of one entry replaced. Mappings are modified in place."""
     name, keys = entry[0], entry[1:]
     old = args[name] if isinstance(name, int) else kwargs.get(name)
     if keys:
@@ -163,7 +159,7 @@ def _replaced(
 
 
 def _tree(old: Any, given: Mapping[tuple[int, ...], Tensor]) -> Any:
-    """A nested tuple with tensors at some places replaced; those that were not there are added."""
+    """Return a nested tuple with tensors at some positions replaced or added."""
     if () in given:
         return given[()]
     size = max(1 + max(place[0] for place in given), len(old) if isinstance(old, tuple | list) else 0)

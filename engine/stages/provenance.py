@@ -1,8 +1,8 @@
-"""Where the tensors that decoder layers take were made: by which layer, or before all of them.
+"""The origin of the tensors that decoder layers take: the layer that made them, or the modules before all layers.
 
-A cut model needs to hand on whatever a layer takes that an earlier stage has made. The hidden state always is; keys and
-values that later layers share, a router's state, or embeddings for every layer are in some models. What a layer takes
-and no weight has gone into, such as masks and rotary tables, each stage makes for itself.
+A stage must send every tensor that it has made and that a later layer takes. This includes the hidden state, and in
+some models keys and values that later layers share, a router's state, or embeddings for every layer. Tensors that do
+not depend on weights, such as masks and rotary tables, are made by each stage itself.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from torch.utils._python_dispatch import TorchDispatchMode
 BEFORE = -1
 """Made before the first layer."""
 MAPPINGS = (dict, UserDict)
-"""Kinds of arguments that layers write into, as they do into a table of shared keys and values."""
+"""Types of arguments that layers modify, such as a table of shared keys and values."""
 VALUELESS = ("zeros", "ones", "full", "empty", "rand", "randn")
-"""Operations that take a tensor's shape, and none of its values, such as ``zeros_like`` and ``new_full``."""
+"""Operations that use a tensor's shape, but not its values, such as ``zeros_like`` and ``new_full``."""
 
 Entry = tuple[str | int, ...]
-"""Which argument of a layer: its position or name, and keys where the argument is a mapping."""
+"""An argument of a layer: its position or name, and keys if the argument is a mapping."""
 Tree = Any
-"""An argument: nested tuples and lists, with tensors or anything else at their ends."""
+"""An argument: nested tuples and lists, with tensors or other objects as leaves."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A tensor that a layer took, and where it was made."""
+    """A tensor that a layer takes, and its origin."""
 
     layer: int
     entry: Entry
     place: tuple[int, ...]
-    """In the entry, where that is a tuple or a list."""
+    """Indices in the entry, if that is a tuple or a list."""
     maker: int
     """The layer that made it, or `BEFORE`."""
     tensor: Tensor
 
 
 class Provenance(TorchDispatchMode):
-    """Follows what weights go into, as a model runs; by memory, so views and writes in place are followed too."""
+    """Tracks tensors that depend on weights while a model runs. By memory, so that views and in-place writes count."""
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__()
         self.taken: list[Taken] = []
-        """The tensors that layers took, in order."""
+        """The tensors that layers have taken, in order."""
         self.uses: dict[int, set[int]] = {}
-        """By the memory of a weight, when it was used: how many layers had begun or ended; `BEFORE` for none."""
+        """Uses of each weight, by its memory: the number of layers that had begun or ended, or `BEFORE` for none."""
         self._layers = layers
         self._now = BEFORE
         self._time = BEFORE
         self._inside = False
         self._makers: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that no address is used twice
+        self._alive: list[Tensor] = []  # kept alive, so that no address is reused
         self._weights = {memory(parameter) for parameter in model.parameters()}
 
     @contextmanager
     def watching(self) -> Iterator[Provenance]:
-        """Follow what runs in this context."""
+        """Track what runs in this context."""
         with ExitStack() as stack, torch.no_grad(), self:
             for index, layer in enumerate(self._layers):
                 hook = layer.register_forward_pre_hook(self._enter(index), with_kwargs=True, prepend=True)
@@ -90,7 +90,7 @@ class Provenance(TorchDispatchMode):
         self._time, self._inside = self._time + 1, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note who made its results."""
+        """Run an operation, and record the origin of its results."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
@@ -106,7 +106,7 @@ class Provenance(TorchDispatchMode):
             shared = {memory(tensor) for tensor in given}
             for _, tensor in leaves(result):
                 if memory(tensor) not in self._weights:
-                    new = self._inside and memory(tensor) not in shared  # neither a view nor written in place
+                    new = self._inside and memory(tensor) not in shared  # neither a view nor modified in place
                     self._makers[memory(tensor)] = max(*makers, self._now) if new else max(makers)
                     self._alive.append(tensor)
         return result
@@ -118,7 +118,7 @@ def memory(tensor: Tensor) -> int:
 
 
 def entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Entry, Tree]]:
-    """The arguments of a call, those that are mappings key by key."""
+    """Return the arguments of a call, with mappings split by key."""
 
     def opened(entry: Entry, tree: Tree) -> Iterator[tuple[Entry, Tree]]:
         if isinstance(tree, MAPPINGS):
@@ -134,7 +134,7 @@ def entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def leaves(tree: Tree) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The tensors of nested tuples and lists, and where they are."""
+    """Yield the tensors of nested tuples and lists with their indices."""
     if isinstance(tree, Tensor):
         yield (), tree
     elif isinstance(tree, tuple | list):

@@ -1,4 +1,4 @@
-"""Pruning: a Hugging Face model becomes one virtual stage, its own forward untouched."""
+"""Pruning of a Hugging Face model to one virtual stage, without changes to its forward."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from weft.engine.stages.port import Feed, Port
 
 
 def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[str]:
-    """Drop, in place, what other stages compute; works on the meta device too.
+    """Remove the modules of other stages in place, possibly on the meta device.
 
-    An embedding that the head is tied to stays on the last stage, too; `open_port` silences it.
+    An embedding that is tied to the head also stays on the last stage, where `open_port` replaces its forward.
 
     Args:
         model: a causal language model.
@@ -31,7 +31,7 @@ def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[
         window: the stage's decoder layers.
 
     Returns:
-        Names of the parameters that the first and the last stage both hold.
+        Names of the parameters that both the first and the last stage hold.
     """
     tied = _tied_sources(model, outline)
     layers = model.get_submodule(outline.layers)
@@ -52,7 +52,7 @@ def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[
 
 
 def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: frozenset[str]) -> Port:
-    """Place a stage's entry and exit in its pruned model, once its weights are there."""
+    """Insert a stage's entry and exit layers into its pruned model, after its weights were loaded."""
     handover = None if outline.plain else Handover(type(model), model.config, outline.layers)
     port = Port(window, outline.num_layers, handover)
     layers = model.get_submodule(outline.layers)
@@ -73,9 +73,9 @@ def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: fro
 
 
 def _tied_sources(model: PreTrainedModel, outline: Outline) -> frozenset[str]:
-    """Names of parameters before the layers that modules after the layers share.
+    """Return names of parameters before the layers that modules after the layers share.
 
-    Embeddings that the configuration ties, and whatever else is one parameter there, such as trained tokens of peft.
+    These are embeddings that the configuration ties, and other shared parameters such as peft's trained tokens.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     after = {parameter for name, parameter in named if _in(name, outline.after)}
@@ -98,7 +98,7 @@ def _forget_foreign_ties(model: PreTrainedModel) -> None:
 
 
 def _drop_weight(model: nn.Module, path: str) -> None:
-    """Put something of the same shape, which is no weight, in the place of a weight."""
+    """Replace a weight by a tensor of the same shape that is no parameter."""
     parent, _, name = path.rpartition(".")
     module = model.get_submodule(parent)
     weight = getattr(module, name)
@@ -107,6 +107,6 @@ def _drop_weight(model: nn.Module, path: str) -> None:
 
 
 def replace_module(model: nn.Module, path: str, new: nn.Module) -> None:
-    """Put ``new`` at ``path``."""
+    """Replace the module at ``path`` by ``new``."""
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, new)

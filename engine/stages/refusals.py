@@ -35,16 +35,16 @@ LEAKS_ACROSS_DOCUMENTS = frozenset(
         "zamba2",
     }
 )
-"""Types whose Hugging Face forward lets a packed document see the one before it, in transformers 5.19."""
+"""Model types whose forward in transformers 5.19 lets packed documents attend to the previous one."""
 
 
 def refuse_packing(model_type: str) -> None:
-    """Refuse packed sequences where Hugging Face's forward does not keep documents apart.
+    """Check that Hugging Face's forward separates packed documents, by a list of architectures.
 
-    ``self_check(..., packing=True)`` tries it out, for architectures that are not known here.
+    ``self_check(..., packing=True)`` tests it for architectures that are not listed.
 
     Raises:
-        ValueError: the architecture is one of those.
+        ValueError: the architecture does not separate them.
     """
     if model_type in LEAKS_ACROSS_DOCUMENTS:
         raise ValueError(
@@ -54,10 +54,10 @@ def refuse_packing(model_type: str) -> None:
 
 
 def refuse_partitioning(model: nn.Module | None = None) -> None:
-    """Refuse weights that DeepSpeed's ZeRO-3 cuts up, as it would those of every module that is made here.
+    """Check that weights are not divided by DeepSpeed's ZeRO-3, which would divide those of all modules made here.
 
     Raises:
-        ValueError: `deepspeed.zero.Init` is active, or transformers would enter it, or the model was made inside.
+        ValueError: `deepspeed.zero.Init` is active, or transformers would enter it, or the model was made in it.
     """
     from deepspeed.runtime.zero import partition_parameters
 

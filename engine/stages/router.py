@@ -1,8 +1,8 @@
-"""The router's auxiliary loss of a mixture of experts, over layers that lie on several stages.
+"""The router's auxiliary loss of a mixture of experts, over layers on several stages.
 
-Hugging Face's loss (Switch Transformer, equations 4 to 6) is a product of two means over all layers
-and tokens of a micro-batch: how often each expert was chosen, and how likely it was. Stages add up
-both sums, which travel behind the hidden state; their gradient travels back behind its gradient.
+Hugging Face's loss (Switch Transformer, equations 4 to 6) is a product of two means over all layers and tokens of a
+micro-batch: the frequency of each expert's choice, and its probability. Stages accumulate both sums and send them
+with the hidden state. Their gradient is sent back with the hidden state's gradient.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from weft.engine.parallel.functions import count_once
 from weft.engine.stages.batch import Batch, label_tokens
 
 FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-"""The fields of Hugging Face's outputs that the loss needs."""
+"""The fields of Hugging Face's outputs that the loss uses."""
 
 
 def wants_router_loss(config: PreTrainedConfig) -> bool:
-    """True if a config asks for the loss."""
+    """True if a config enables the loss."""
     return bool(getattr(config.get_text_config(), "output_router_logits", False))
 
 
 class RouterLoss:
-    """One stage's part in the loss."""
+    """One stage's part of the loss."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Watch the routers of the stage's layers.
+        """Hook the routers of the stage's layers.
 
         Raises:
             ValueError: the model does not compute this loss.
@@ -45,7 +45,7 @@ class RouterLoss:
             )
         self._num_experts, self._chosen, self._share = (getattr(model, name) for name in FIELDS)
         self.shared_by: AxisGroup = Alone("tensor")
-        """Members that all see the same routers."""
+        """Number of members with the same routers' outputs."""
         self._noted: list[Tensor] = []
         self._listener: int | None = None
         for router, index in _routers(model):
@@ -53,12 +53,12 @@ class RouterLoss:
 
     @property
     def num_sums(self) -> int:
-        """Numbers that travel."""
+        """Number of elements that stages exchange."""
         return 2 * self._num_experts + 1
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note what routers say in this thread; a layer that is run again in its backward is not noted."""
+        """Context in which routers' outputs of this thread are recorded, except in recomputed layers."""
         self._noted, self._listener = [], threading.get_ident()
         try:
             yield
@@ -66,15 +66,15 @@ class RouterLoss:
             self._listener = None
 
     def note(self, logits: Tensor) -> None:
-        """Take one layer's router logits, [tokens, experts]."""
+        """Record one layer's router logits, [tokens, experts]."""
         if self._listener == threading.get_ident():
             self._noted.append(count_once(self.shared_by, logits))
 
     def sums(self, before: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor:
-        """The sums over all layers so far: choices and likelihoods of each expert, and tokens, fp32 [2 E + 1].
+        """Return the sums over all layers so far: choices and probabilities of each expert, and tokens, fp32 [2 E + 1].
 
         Args:
-            before: those of the stages before, or None on the first.
+            before: sums of the previous stages, or None on the first.
             mask: [B, S], 0 where a token is padding.
             like: a tensor on the device.
         """
@@ -93,21 +93,21 @@ class RouterLoss:
         return total
 
     def loss(self, sums: Tensor) -> Tensor:
-        """The loss of a micro-batch before it is weighted, from the sums over all layers."""
+        """Return the unweighted loss of a micro-batch, from the sums over all layers."""
         chosen, likely, rows = sums.split([self._num_experts, self._num_experts, 1])
         return (chosen / rows * (likely / rows)).sum() * self._num_experts
 
     def weighted(self, loss: Tensor, batch: Batch, num_items: Tensor | None) -> Tensor:
-        """Its part in the step's loss: by the micro-batch's share of the step's label tokens.
+        """Return its part of the step's loss, by the micro-batch's share of the step's label tokens.
 
-        Members of a context group that hold the same loss each take the share of their own labels.
+        Members of a context group with the same loss each take the share of their own labels.
         """
         share = self._share * loss
         return share if num_items is None else share * label_tokens(batch) / num_items
 
 
 class _Note:
-    """A forward hook; a class, because stages are copied and pickled."""
+    """A forward hook. It is a class, because stages are copied and pickled."""
 
     def __init__(self, owner: RouterLoss, index: int) -> None:
         self._owner, self._index = owner, index
@@ -117,7 +117,7 @@ class _Note:
 
 
 def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """The modules that Hugging Face records router logits of, and where in their answer these are."""
+    """Yield the modules whose router logits Hugging Face records, with the index of the logits in their output."""
     found = {}
     for part in model.modules():
         spec = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")

@@ -1,4 +1,4 @@
-"""New weights that depend on the seed and on a module's name, not on what else is there."""
+"""Initialisation of weights that depends only on the seed and a module's name, not on other modules."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from weft.engine.stages.skeleton import quiet, skeleton
 from weft.engine.stages.slices import reading_parts
 
 MAX_CONSTRUCTED = 200_000_000
-"""Weights of a model that every rank may construct as a whole, where it has to."""
+"""Largest number of weights of a model that every rank may construct as a whole if necessary."""
 
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Random numbers for ``name`` alone, on the CPU and a GPU; the caller's generators are left as they were."""
+    """Context with random numbers for ``name`` on the CPU and a GPU. Restores the caller's generators."""
     number = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
     gpus = [device.index] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
@@ -42,21 +42,21 @@ def new_model(
     seed: int,
     prune: Callable[[PreTrainedModel], Any] = lambda model: None,
 ) -> PreTrainedModel:
-    """A model with new weights, initialised by Hugging Face's rules, in training mode.
+    """Return a model with new weights, initialised by Hugging Face's rules, in training mode.
 
-    Numbers are drawn in fp32 for one module at a time, so a pruned model has the same weights
-    as the whole one, and a bf16 model those of the fp32 one, rounded.
+    Numbers are drawn in fp32 for one module at a time. So a pruned model has the same weights as the whole one, and
+    a bf16 model those of the fp32 one, rounded.
 
     Args:
-        prune: called on the model before it takes up memory.
+        prune: called on the model before memory is allocated.
 
     Raises:
-        ValueError: the rules leave weights out, and the model is too large to take them from its constructor.
+        ValueError: the rules do not cover all weights, and the model is too large to take them from its constructor.
     """
     model = load(cls, None, config, dtype=dtype, seed=seed, prune=prune, state_dict={})
     if left_out := [name for name, tensor in _tensors(model) if _unwritten(tensor)]:
         _construct(model, cls, config, seed, left_out)
-    del model._weight_conversions  # those of a checkpoint, which there is none of
+    del model._weight_conversions  # only for weights of a checkpoint
     model.config.name_or_path = model.name_or_path = ""  # transformers makes it "None"
     return model.train()
 
@@ -72,10 +72,10 @@ def load(
     axes: AxisGroups | None = None,
     **options: Any,
 ) -> Any:
-    """``cls.from_pretrained(source)`` of a model that is pruned before it takes up memory.
+    """Call ``cls.from_pretrained(source)`` for a model that is pruned before memory is allocated.
 
     Args:
-        axes: ranks that share each layer; of what this one holds a part of, only that is read where files allow it.
+        axes: groups that divide each layer. Only this rank's part is read from the files if possible.
     """
 
     def __init__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +84,7 @@ def load(
         self._keys_to_ignore_on_load_unexpected = {r".*"}
 
     def initialize_weights(self: PreTrainedModel) -> None:
-        if source is None:  # what no rule writes must not be what was in memory
+        if source is None:  # weights without a rule must not be uninitialised memory
             for _, tensor in _tensors(self):
                 if not getattr(tensor, "_is_hf_initialized", False):
                     _blank(tensor)
@@ -110,7 +110,7 @@ def load(
 def _construct(
     model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int, names: list[str]
 ) -> None:
-    """Take weights that Hugging Face's rules leave out from the model's constructor, which makes all of it."""
+    """Take weights that Hugging Face's rules do not cover from the model's constructor, which makes the whole model."""
     count = sum(parameter.numel() for parameter in skeleton(cls, config).parameters())
     if count > MAX_CONSTRUCTED:
         raise ValueError(
@@ -127,13 +127,13 @@ def _construct(
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by all their names."""
+    """Return parameters and buffers by all their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def _blank(tensor: Tensor) -> None:
-    """Fill with a value that says that nothing was written."""
+    """Fill with a value that marks unwritten elements."""
     if tensor.dtype is not torch.bool:
         tensor.data.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
@@ -146,7 +146,7 @@ def _unwritten(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _own_layers_only(model: nn.Module) -> Iterator[None]:
-    """Hide what stands for other stages' layers: some models initialise layers by walking over all of them."""
+    """Context without placeholders, because some models initialise layers by iterating over all of them."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     whole = [dict(layers._modules) for layers in lists]
     for layers in lists:
@@ -164,7 +164,7 @@ def _own_layers_only(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 @guard_torch_init_functions()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
-    """Do what ``PreTrainedModel.initialize_weights`` does, with a seed per module."""
+    """Initialise as ``PreTrainedModel.initialize_weights`` does, with a seed per module."""
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         for key, child in module.named_children():

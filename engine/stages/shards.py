@@ -1,4 +1,4 @@
-"""Shards: one stage's weights as files, under the names that Hugging Face's own export uses."""
+"""Shards: files of one stage's weights, with the tensor names of Hugging Face's own export."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weft.engine.precision import given_dtype
 from weft.engine.stages.stage import Stage
 
 SHARD_BYTES = 5_000_000_000
-"""Largest shard, as transformers and the hub like it."""
+"""Largest size of a shard, as in transformers and on the hub."""
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
-"""Names of what peft's modules hold in place of the module that they replace."""
+"""Names under which peft's modules have the module that they replace."""
 
 
 @dataclass(frozen=True)
@@ -29,29 +29,29 @@ class Shard:
     """A file of weights."""
 
     stage: int
-    """Virtual stage that it came from."""
+    """Virtual stage of its weights."""
     number: int
     """The number of the stage's shards."""
     names: tuple[str, ...]
-    """Weights in it."""
+    """Names of its weights."""
     num_bytes: int
     """Their size."""
 
     @property
     def file(self) -> str:
-        """Its name until the number of all shards is known."""
+        """Temporary name, until the number of all shards is known."""
         return f"stage-{self.stage:05d}-{self.number:05d}.safetensors"
 
 
 def write_shards(
     stage: Stage, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> list[Shard]:
-    """Write one stage's weights; a tied weight is written by the first stage only.
+    """Write one stage's weights. A tied weight is written by the first stage only.
 
-    At any time one shard and one layer are copied, not the stage.
+    Only one shard and one layer are copied at a time.
 
     Args:
-        dtype: of the export. None takes that in which each weight was given.
+        dtype: of the export. None takes each weight's original type.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -80,12 +80,12 @@ def write_shards(
 
 
 def exported_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type that a weight is exported in: ``dtype``, or the one in which it was given."""
+    """Return the type in which a weight is exported: ``dtype``, or its original type."""
     return parameter.dtype if not parameter.is_floating_point() else dtype or given_dtype(parameter)
 
 
 def exported_bytes(stage: Stage, dtype: torch.dtype | None) -> int:
-    """Return about how many bytes an export takes of a stage; a tied weight counts for the first stage only."""
+    """Estimate the bytes of a stage's export. A tied weight counts for the first stage only."""
     adapted = stage.model is not stage.hf_model and bool(stage.hf_model.config.name_or_path)
     return sum(
         (prod(stage.cuts[name].shape) if name in stage.cuts else parameter.numel())
@@ -96,7 +96,7 @@ def exported_bytes(stage: Stage, dtype: torch.dtype | None) -> int:
 
 
 def own_weights(stage: Stage) -> dict[str, Tensor]:
-    """Return the weights that a stage contributes to the whole model: no adapters, nothing twice."""
+    """Return the weights that a stage contributes to the whole model, each once, without adapters."""
     model = stage.hf_model
     elsewhere = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
     if not stage.is_first:
@@ -124,7 +124,7 @@ def base_name(model: nn.Module, name: str) -> str | None:
 
 
 def _parts(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Weights of one decoder layer at a time, so that no more are converted at once."""
+    """Yield weights of one decoder layer at a time, so that only these are converted at once."""
     part: dict[str, Tensor] = {}
     number = None
     for name, value in weights.items():
@@ -143,7 +143,7 @@ def _size(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file down to the disk; tensors that share memory are written each."""
+    """Write a safetensors file durably. Tensors that share memory are written separately."""
     own: dict[str, Tensor] = {}
     taken: set[int] = set()
     for name, tensor in tensors.items():

@@ -17,22 +17,22 @@ from weft.engine.stages.skeleton import LAYER_COUNTS, decoder_layers, num_layers
 
 VOCABULARY = 96
 WIDTHS = re.compile("intermediate_size|n_inner|ffn_dim|ffn_hidden_size|d_ff")
-"""Fields with the width of a feed-forward block; many configs have several."""
+"""Fields with the width of a feed-forward block. Many configs have several."""
 HEADS = re.compile("head_dim$|_per_layer_input$")
-"""Fields with the size of a head, or of what each layer is given."""
+"""Fields with the size of a head, or of a per-layer input."""
 PROPORTIONAL = ("mamba_n_heads", "mamba_d_ssm", "n_mamba_heads")
 """Fields that grow with the hidden size."""
 LAST_LAYERS = ("num_kv_shared_layers",)
 """Fields that count layers from the last one backwards."""
 MAX_PARAMETERS = 100_000_000
-"""A small copy with more takes too long."""
+"""Limit of weights of a small copy, so that it runs quickly."""
 
 
 def shrunken_model(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_layers: int) -> PreTrainedModel:
-    """A small model with random weights, in fp32 on the CPU, in evaluation mode, without dropout.
+    """Return a small model with random weights, in fp32 on the CPU, in evaluation mode, without dropout.
 
-    It has the first layers of the architecture, enough of them to have every kind. Dimensions
-    are shrunk as far as Hugging Face's own forward still runs.
+    It has enough of the architecture's first layers to include every kind. Dimensions are as small as Hugging Face's
+    own forward supports.
 
     Raises:
         ValueError: its own forward does not run on any of the small copies.
@@ -47,7 +47,7 @@ def shrunken_model(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_
             _require_small(skeleton(cls, small))
             model = new_model(cls, small, dtype=torch.float32, seed=0).eval()
             with torch.no_grad():
-                trial = copy.deepcopy(model)  # running leaves traces in some, such as weights that are rescaled
+                trial = copy.deepcopy(model)  # a run changes some models, such as weights that are rescaled
                 trial(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False)
         except Exception as failure:  # any: it is Hugging Face's or the model's own code
             error = error or failure
@@ -68,7 +68,7 @@ def _require_small(model: PreTrainedModel) -> None:
 
 
 def _layers_of_every_kind(model: PreTrainedModel, at_least: int) -> int:
-    """Length of the shortest run of first layers that has every kind of layer."""
+    """Return the number of first layers that include every kind of layer."""
     layers = model.get_submodule(decoder_layers(model))
     assert isinstance(layers, nn.ModuleList)
     traits = [_traits(layer) for layer in layers]
@@ -102,7 +102,7 @@ def _first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     for name in LAYER_COUNTS:
         value = getattr(text, name, None)
         if type(value) is int and value and value % whole == 0:
-            with contextlib.suppress(NotImplementedError):  # some configs derive it, and refuse to set it
+            with contextlib.suppress(NotImplementedError):  # some configs derive it, and do not allow setting it
                 setattr(text, name, value // whole * count)
     for name in LAST_LAYERS:
         if value := getattr(text, name, None):
@@ -186,4 +186,4 @@ LADDER = (
     (),
     (_dull_senses, _narrow, _short_heads, _few_experts, _thin, _few_words),
 )
-"""Ways to shrink, the boldest first; at last one that not all stand, for those that are still too large."""
+"""Ways to shrink, in the order in which they are tried. The last one is for models that are still too large."""

@@ -1,4 +1,4 @@
-"""How many weights each part of a model has, and how many of them a token meets."""
+"""Numbers of weights of each part of a model, and of those that a token uses."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from weft.engine.stages.stage import hf_model
 
 @dataclass(frozen=True)
 class PartSize:
-    """Weights of a part of the model."""
+    """Numbers of weights of a part of the model."""
 
     parameters: int
-    """All of them."""
+    """All weights."""
     active: int
-    """Those that one token is multiplied with: of a mixture of experts the chosen ones, of an
-    embedding none. A forward takes twice as many floating-point operations per token."""
+    """Weights that one token is multiplied with: the chosen experts in a mixture, none of an
+    embedding. A forward takes twice as many floating-point operations per token."""
     held: int = -1
-    """Those that one rank holds of them, where several share a layer; all of them, if not given."""
+    """Weights that one rank holds, if several share a layer. All by default."""
     largest: int = 0
-    """Those that one rank holds of the largest trained parameter."""
+    """Weights that one rank holds of the largest trained parameter."""
     trained: int = -1
-    """Those of `parameters` that are trained; all of them, if not given."""
+    """Trained weights among `parameters`. All by default."""
     held_trained: int = -1
-    """Those of `held` that are trained; all of them, if not given."""
+    """Trained weights among `held`. All by default."""
     active_trained: int = -1
-    """Trained weights among `active`; all of them, if not given."""
+    """Trained weights among `active`. All by default."""
 
     def __post_init__(self) -> None:
-        """A rank holds all, and trains it, unless it is said otherwise."""
+        """Set defaults: a rank holds and trains all weights."""
         if self.held < 0:
             object.__setattr__(self, "held", self.parameters)
         if self.trained < 0:
@@ -65,7 +65,7 @@ class PartSize:
         )
 
     def without(self, other: PartSize) -> PartSize:
-        """Return this part less weights of it that were counted twice."""
+        """Return this part without weights that were counted twice."""
         return PartSize(
             self.parameters - other.parameters,
             self.active,
@@ -92,9 +92,9 @@ class ModelSizes:
     vocab_size: int
     """Logits of a token."""
     key_value_size: int = 0
-    """Elements of a token's keys and values in a layer, or 0 where that is not known."""
+    """Elements of a token's keys and values in a layer, or 0 if unknown."""
     tied: PartSize = NOTHING
-    """Weights that the embedding and the head share; counted in both."""
+    """Weights that the embedding and the head share, counted in both."""
 
     @property
     def largest_layer(self) -> int:
@@ -103,7 +103,7 @@ class ModelSizes:
 
     @property
     def largest_trained_layer(self) -> int:
-        """Trained weights that a rank holds of the decoder layer that has most of them."""
+        """Largest number of trained weights that a rank holds of a decoder layer."""
         return max(layer.held_trained for layer in self.layers)
 
 
@@ -115,16 +115,16 @@ def model_sizes(
     expert: int = 1,
     dtype: torch.dtype | None = None,
 ) -> ModelSizes:
-    """Count a model's weights, and which of them are trained, without making them.
+    """Count a model's weights, and those that are trained, without allocating them.
 
     Args:
         given: config of a model that will be made, or a model (or peft's around one).
         lora: adapters of a model that will be made.
-        tensor, expert: ranks that share matrices, and experts.
-        dtype: that the model is to compute in, if it has to be able to.
+        tensor, expert: sizes of the groups that share matrices and experts.
+        dtype: of computations, to check that a rank's parts of experts support it.
 
     Raises:
-        UnshareableError: they cannot.
+        UnshareableError: the model cannot be divided.
     """
     model = hf_model(meta_model(given, lora))
     path = decoder_layers(model)
@@ -156,7 +156,7 @@ def _identities(part: nn.Module | None) -> set[int]:
 
 
 def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict[str, Cut]:
-    """Return the parts of parameters that a rank does not hold in full, by their names."""
+    """Return a rank's parts of divided parameters, by their names."""
     cuts: dict[str, Cut] = {}
     if tensor > 1:
         require_shareable(model, tensor, layers)
@@ -187,13 +187,13 @@ def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> 
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Experts that a token is sent to, and how many there are; (0, 0) for a dense model."""
+    """Return the number of experts per token, and of all experts, or (0, 0) for a dense model."""
     experts = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 0)
     chosen = next((getattr(config, name) for name in CHOSEN_COUNTS if getattr(config, name, None)), experts)
     return (chosen, experts) if experts else (0, 0)
 
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Names that Hugging Face configs have for the number of experts."""
+"""Fields of Hugging Face configs with the number of experts."""
 CHOSEN_COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-"""Names that they have for the number of experts per token."""
+"""Fields of Hugging Face configs with the number of experts per token."""

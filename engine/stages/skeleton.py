@@ -17,10 +17,10 @@ from transformers.utils import logging
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The causal language model's class for a config.
+    """Return the causal language model's class for a config.
 
     Raises:
-        ValueError: transformers has none, and the model brings none along.
+        ValueError: neither transformers nor the model's own code has one.
     """
     found = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if found is not None:
@@ -37,7 +37,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _class_of_text_part(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that takes this config, where transformers lists it by the config of which this is the text part."""
+    """Return the class for a text config that transformers lists under the config that contains it."""
     family = type(config).__module__.rpartition(".")[0]
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if family == f"transformers.models.{model_type_to_module_name(model_type)}" and isinstance(name, str):
@@ -48,13 +48,13 @@ def _class_of_text_part(config: PreTrainedConfig) -> type[PreTrainedModel] | Non
 
 
 def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The part of a config that the causal language model takes, as `AutoModelForCausalLM` chooses it."""
+    """Return the part of a config that the causal language model takes, as `AutoModelForCausalLM` does."""
     text = config.sub_configs.get("text_config")
     return config.get_text_config() if text is not None and model_class(config).config_class is text else config
 
 
 def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """The whole model on the meta device.
+    """Return the whole model on the meta device.
 
     Raises:
         ValueError: transformers cannot build it.
@@ -62,7 +62,7 @@ def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
     try:
         with quiet(), torch.device("meta"):
             return cls(copy.deepcopy(config))
-    except Exception as error:  # any: it is transformers' or the model's own code
+    except Exception as error:  # any, because this runs transformers' or the model's own code
         raise ValueError(
             f"model: transformers cannot build {cls.__name__} from this config "
             f"({type(error).__name__}: {' '.join(str(error).split())}); check model.overrides"
@@ -70,15 +70,15 @@ def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
 
 
 LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
-"""Names that Hugging Face configs have for the number of decoder layers; the first that one has counts them. A config
-with both of the last two counts attention blocks by the last, of which a layer may have several."""
+"""Fields of Hugging Face configs with the number of decoder layers. The first existing one is used. If a config has
+both of the last two, the last one counts attention blocks, of which a layer may have several."""
 
 
 def num_layers(config: PreTrainedConfig) -> int:
-    """Decoder layers of a causal language model.
+    """Return the number of decoder layers of a causal language model.
 
     Raises:
-        ValueError: the config has no such number.
+        ValueError: the config has no such field.
     """
     text = config.get_text_config()
     found = next((getattr(text, name) for name in LAYER_COUNTS if type(getattr(text, name, None)) is int), None)
@@ -91,7 +91,7 @@ def num_layers(config: PreTrainedConfig) -> int:
 
 
 def decoder_layers(model: PreTrainedModel) -> str:
-    """Path of the list of decoder layers, such as ``model.layers``.
+    """Return the path of the list of decoder layers, such as ``model.layers``.
 
     Raises:
         ValueError: there is no such list.
@@ -114,10 +114,10 @@ def decoder_layers(model: PreTrainedModel) -> str:
 
 
 def cuttable_layers(model: PreTrainedModel) -> str:
-    """As `decoder_layers`, of a model that is to be cut.
+    """Return `decoder_layers` of a model that will be cut.
 
     Raises:
-        ValueError: also, several lists have a part of each layer, or layers share weights.
+        ValueError: also if several lists have a part of each layer, or layers share weights.
     """
     path = decoder_layers(model)
     parent = path.rpartition(".")[0]

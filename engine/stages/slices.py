@@ -1,4 +1,4 @@
-"""Slices: of a model's files a rank reads what it holds of each weight, and no more."""
+"""Slices: a rank reads from a model's files only its part of each weight."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from weft.engine.parallel.tensor_styles import TensorPlan
 from weft.engine.stages.skeleton import decoder_layers
 
 Load = Callable[..., Any]
-"""`PreTrainedModel._load_pretrained_model`: files, or tensors by their names in them, into a model."""
+"""`PreTrainedModel._load_pretrained_model`, which loads files, or tensors by their names, into a model."""
 NOTHING = object()
-"""The slice of a tensor that other ranks hold: nothing is read."""
+"""The slice of a tensor of other ranks, of which nothing is read."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a tensor in a file, read when transformers asks for all of it.
+    """A part of a tensor in a file, which is read when transformers indexes it.
 
     Attributes:
         source: safetensors' slice of the whole tensor.
@@ -54,7 +54,7 @@ class Slice:
         return list(self.cut.held_shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The part."""
+        """Read the part."""
         assert index is Ellipsis
         before = (slice(None),) * self.cut.dim
         parts = [self.source[(*before, slice(start, stop))] for start, stop in self.cut.ranges]
@@ -62,10 +62,10 @@ class Slice:
 
 
 def reading_parts(load: Load, axes: AxisGroups) -> Load:
-    """Instead of ``load`` of a model: what ``axes`` let this rank hold is read in parts, where files allow it.
+    """Replacement of a model's ``load`` that reads only this rank's parts of divided weights, if possible.
 
-    Of weights that transformers stacks or joins from several tensors each tensor is read in part, too. Those that it
-    puts together in other ways are read whole, and `take_part` cuts them then.
+    If transformers stacks or concatenates a weight from several tensors, each tensor is read in part, too. Weights that
+    it composes in other ways are read completely, and `take_part` cuts them.
     """
 
     def load_parts(
@@ -125,11 +125,11 @@ def _targets(
 
 
 def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) -> Any:
-    """Return the slice of a file's tensor that a part of a weight needs, or None if that is not known.
+    """Return the slice of a file's tensor that a part of a weight needs, or None if unknown.
 
     Args:
         source: safetensors' slice of the tensor.
-        cut: of the weight that the tensor is, or is one of several of.
+        cut: of the weight that consists of the tensor, or of several.
     """
     shape = tuple(source.get_shape())
     if converter is None:
@@ -144,7 +144,7 @@ def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) ->
 
 
 def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter) -> Cut | None:
-    """The cut of one of the tensors that a weight is stacked or joined of, or None if they lie in it otherwise."""
+    """Return the cut of one of the tensors of a stacked or concatenated weight, or None for other compositions."""
     operations = list(converter.operations)
     stacked = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     joins = operations[1:] if stacked else operations
@@ -156,7 +156,7 @@ def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter)
         whole[join.dim] *= count
         if join.dim == cut.dim:
             if blocks % count:
-                return None  # a member's part is not the same of each
+                return None  # a member's part differs between them
             blocks //= count
     if tuple(whole) != cut.shape or cut.dim < stacked:
         return None
@@ -164,7 +164,7 @@ def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter)
 
 
 def _expert(key: str, converter: WeightConverter) -> int | None:
-    """Which expert's a tensor is, if all of a layer's are stacked, or None if that is not known."""
+    """Return the expert of a tensor, if a layer's experts are stacked, or None if unknown."""
     if not (isinstance(converter.operations[0], MergeModulelist) and converter.operations[0].dim == 0):
         return None
     match = re.search(r"experts\.(\d+)\.", key)
@@ -172,7 +172,7 @@ def _expert(key: str, converter: WeightConverter) -> int | None:
 
 
 def _shrink(model: PreTrainedModel, held: Mapping[str, Cut]) -> None:
-    """Let weights without memory have the shape of what is held of them."""
+    """Give weights without memory the shapes of their parts."""
     for name, cut in held.items():
         path, _, own = name.rpartition(".")
         whole = model.get_parameter(name)

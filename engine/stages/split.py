@@ -1,4 +1,4 @@
-"""Which decoder layers each virtual stage holds."""
+"""The split of a model's decoder layers into virtual stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageSplit:
     """
 
     counts: tuple[int, ...]
-    """Layers of each stage."""
+    """Number of layers of each stage."""
 
     def __post_init__(self) -> None:
         assert self.counts and min(self.counts) > 0
@@ -36,26 +36,26 @@ class StageSplit:
 
     @property
     def num_stages(self) -> int:
-        """Virtual stages."""
+        """Number of virtual stages."""
         return len(self.counts)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the whole model."""
+        """Number of decoder layers of the whole model."""
         return sum(self.counts)
 
 
 def split_layers(
     hf_config: PreTrainedConfig, num_stages: int, kind: SplitKind, given: Sequence[int] = ()
 ) -> StageSplit:
-    """Share the model's decoder layers out over virtual stages.
+    """Divide the model's decoder layers into virtual stages.
 
     Args:
         hf_config: the Hugging Face config of the model.
         num_stages: virtual stages of the whole pipeline.
-        kind: even counts, or balanced by the weights that a token meets (which its FLOPs are
-            proportional to), with the embedding and the head weighed in.
-        given: layers of each virtual stage, by hand; overrides ``kind``.
+        kind: even counts, or balanced by the weights that a token uses (which are proportional to FLOPs),
+            including the embedding and the head.
+        given: configured numbers of layers of each virtual stage, which override ``kind``.
 
     Raises:
         ValueError: more stages than layers, or ``given`` does not fit.
@@ -99,7 +99,7 @@ def _by_hand(given: Sequence[int], num_stages: int, num_layers: int) -> StageSpl
 
 
 def _by_cost(sizes: ModelSizes, num_stages: int) -> Sequence[int]:
-    """The smallest possible cost of the dearest stage; among those, the smallest sum of squares."""
+    """Minimise the cost of the most expensive stage, then the sum of squares."""
     costs = [layer.active for layer in sizes.layers]
     costs[0] += sizes.before.active
     costs[-1] += sizes.after.active
@@ -107,7 +107,7 @@ def _by_cost(sizes: ModelSizes, num_stages: int) -> Sequence[int]:
 
     @cache
     def best(stage: int, start: int) -> tuple[int, int, tuple[int, ...]]:
-        """(dearest, sum of squares, counts) of the stages from ``stage`` on."""
+        """Return (largest cost, sum of squares, counts) of the stages from ``stage`` on."""
         left = num_stages - stage
         if left == 1:
             cost = prefix[-1] - prefix[start]

@@ -30,10 +30,9 @@ from weft.engine.stages.skeleton import decoder_layers
 class Stage(nn.Module):
     """One virtual stage.
 
-    The model's own forward runs on every stage. Layers of other stages are placeholders: the
-    one before the stage's own hands in the received hidden state, the one after ends the
-    forward. So masks, rotary tables and everything else that Hugging Face's code derives from
-    the batch are rebuilt on each stage, by that code.
+    The model's own forward runs on every stage. Layers of other stages are placeholders: the one before the stage's
+    own layers returns the received hidden state, and the one after them ends the forward. So Hugging Face's code
+    makes masks, rotary tables and other tensors that it derives from the batch on each stage.
     """
 
     def __init__(
@@ -54,16 +53,16 @@ class Stage(nn.Module):
             model: a pruned Hugging Face model, or peft's around it.
             index: of the virtual stage.
             num_stages: virtual stages of the whole model.
-            port: takes the hidden state into the model.
+            port: passes the hidden state to the model.
             tied: names in ``model`` of parameters that another stage holds, too.
-            prefix: put before names in ``model`` to make them those of the whole model.
+            prefix: of names in the whole model, before those in ``model``.
             axes: this rank's groups inside of a layer.
-            cuts: what ``model`` holds of parameters that it does not hold in full, by names in the whole model.
+            cuts: parts of divided parameters in ``model``, by names in the whole model.
         """
         super().__init__()
         self.axes = axes or AxisGroups()
         self.cuts: Mapping[str, Cut] = cuts or {}
-        """Which part this rank holds of parameters that it does not hold in full, by names in the whole model."""
+        """This rank's parts of divided parameters, by names in the whole model."""
         self.index, self.num_stages = index, num_stages
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.model = model
@@ -71,7 +70,7 @@ class Stage(nn.Module):
         shared = tied if num_stages > 1 else frozenset[str]()
         self.tied = frozenset(prefix + name for name, _ in global_names(model) if name in shared)
         self.objective: Minimised | None = None
-        """The loss, on the last stage, where it is not the model's own."""
+        """The objective of the last stage, if it is not the model's own loss."""
         self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
         if self.router is not None:
             self.router.shared_by = self.axes.tensor
@@ -86,7 +85,7 @@ class Stage(nn.Module):
 
     @property
     def hf_model(self) -> PreTrainedModel:
-        """The Hugging Face model, with peft's layers in it but not peft's wrapper around it."""
+        """The Hugging Face model, with peft's layers but without peft's wrapper."""
         return hf_model(self.model)
 
     def forward(
@@ -97,13 +96,11 @@ class Stage(nn.Module):
         Args:
             hidden: from the stage before, as `hidden_spec` says, or None on the first.
             batch: the micro-batch, the same on every stage.
-            num_items: labels that count, over everything that the loss is averaged over; None
-                averages over this micro-batch.
-            counts: whether any item of the micro-batch does; without, an objective's loss is 0.
+            num_items: number of labels over which the loss is averaged. None averages over this micro-batch.
+            counts: whether the micro-batch has items. Without them an objective's loss is 0.
 
         Returns:
-            What the next stage takes; on the last one the loss: the sum of the tokens' losses
-            divided by ``num_items``.
+            The next stage's input, or on the last stage the sum of the tokens' losses divided by ``num_items``.
         """
         if not self.is_last:
             return self._hidden(hidden, batch)
@@ -114,7 +111,7 @@ class Stage(nn.Module):
         assert num_items is not None
         whole = whole_batch(batch)
         loss = self.objective(lambda **more: self._whole_output(hidden, batch, **more), whole, num_items)
-        return loss / self.axes.context.size  # members compute the same, and losses are added up
+        return loss / self.axes.context.size  # members compute the same, and losses are summed
 
     def output(self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None) -> Any:
         """Return the output of the model's own forward on the last stage, with the loss."""
@@ -123,29 +120,29 @@ class Stage(nn.Module):
         return self._output(hidden, batch, **labels, num_items_in_batch=num_items)
 
     def logits(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Logits [B, S, V] of the last stage, for evaluation; of whole sequences on every member of a context group."""
+        """Return the last stage's logits [B, S, V] for evaluation, of whole sequences on each context member."""
         assert self.is_last
         return self.whole_logits(self._output(hidden, batch).logits)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Logits of whole sequences over the whole vocabulary, from this member's part of them."""
+        """Gather logits of whole sequences over the whole vocabulary, from this member's part."""
         return whole_sequence(self.axes.context, collect(self.axes.tensor, logits, logits.dim() - 1))
 
     def hidden_spec(self, batch: Batch, *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of what this stage receives for a micro-batch.
+        """Return shape and dtype of the tensor that this stage receives for a micro-batch.
 
-        It is the hidden state, [B, S, H] in most models; where other tensors cross the cut as
-        well, one tensor [elements] with all of them in it.
+        It is the hidden state, [B, S, H] in most models. If other tensors cross the cut as well, it is one tensor
+        [elements] with all of them packed.
 
         Args:
-            leaving: of what it hands on instead, whose gradient it receives.
+            leaving: describe the stage's output instead, whose gradient it receives.
         """
         parts = self._parts(batch, leaving)
         dtype = parts[0][1]
         return (parts[0][0] if len(parts) == 1 else torch.Size([packed_size(parts, dtype)])), dtype
 
     def _parts(self, batch: Batch, leaving: bool) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shapes and types of the tensors that cross the cut before the stage, or the one behind it."""
+        """Return shapes and types of the tensors that cross the cut before the stage, or the one after it."""
         boundary = self._crossing(batch, leaving)
         if boundary is None:
             width = self.hf_model.config.get_text_config().hidden_size
@@ -167,12 +164,12 @@ class Stage(nn.Module):
         return min(kinds, key=lambda dtype: dtype.itemsize)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters with their names in the whole model, each once."""
+        """Yield parameters with their names in the whole model, each once."""
         for name, parameter in global_names(self.model):
             yield self.prefix + name, parameter
 
     def blocks(self) -> list[nn.Module]:
-        """The stage's decoder layers and its head, in order: only their own forwards use their weights."""
+        """Return the stage's decoder layers and its head, in order. Only their own forwards use their weights."""
         layers = self.hf_model.get_submodule(decoder_layers(self.hf_model))
         assert isinstance(layers, nn.ModuleList)
         head = self.hf_model.get_output_embeddings() if self.is_last else None
@@ -193,7 +190,7 @@ class Stage(nn.Module):
         return left[0] if len(left) == 1 else pack(left, left[0].dtype)
 
     def _received(self, hidden: Tensor | None, batch: Batch) -> tuple[list[Tensor], Tensor | None]:
-        """The tensors that the stage before has handed on, and its sums over routers."""
+        """Unpack the tensors from the previous stage, and its sums over routers."""
         assert (hidden is None) == self.is_first
         if hidden is None:
             return [], None
@@ -219,7 +216,7 @@ class Stage(nn.Module):
         }
 
     def _output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
-        """The last stage's outputs, the router's loss in theirs."""
+        """Return the last stage's outputs, with the router's loss included in theirs."""
         tensors, sums = self._received(hidden, batch)
         if self.router is None:
             return self._run(tensors, batch, **more)
@@ -232,10 +229,10 @@ class Stage(nn.Module):
         return output
 
     def _whole_output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
-        """The same for whole sequences, on every member of a context group.
+        """Return the outputs for whole sequences, on every member of a context group.
 
-        The model's own loss, where an objective asks for it by ``labels``, is computed from whole logits as well:
-        members then exchange the same, whatever the objective is, which plans of strand pairs count on.
+        If an objective requests the model's own loss by ``labels``, it is computed from whole logits as well. So
+        members exchange the same tensors for any objective, as plans of strand pairs require.
         """
         if self.axes.context.size == 1 and self.axes.tensor.size == 1:
             return self._output(hidden, batch, **more)
@@ -263,7 +260,7 @@ class Stage(nn.Module):
 
 
 def hf_model(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model itself, out of peft's wrapper if it has one.
+    """Return the Hugging Face model itself, without peft's wrapper.
 
     Raises:
         ValueError: it is another module.
@@ -278,9 +275,9 @@ def hf_model(model: nn.Module) -> PreTrainedModel:
 
 
 def global_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, by its name in the whole model: a tied one by the name of what it is tied to.
+    """Yield every parameter once, by its name in the whole model. A tied one has the name of its source.
 
-    torch's own choice is the first name, which depends on what else a stage has.
+    torch's own choice is the first name, which depends on the stage's other modules.
     """
     sources = tuple(set(hf_model(model).all_tied_weights_keys.values()))
     names: dict[nn.Parameter, str] = {}
@@ -292,11 +289,11 @@ def global_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def tied_names(stage: Stage) -> frozenset[str]:
-    """Names, in the whole model, of a stage's parameters that another virtual stage holds, too."""
+    """Return names, in the whole model, of a stage's parameters that another virtual stage holds, too."""
     return stage.tied
 
 
 def accepted_arguments(model: PreTrainedModel) -> frozenset[str] | None:
-    """Names of the arguments that the model's forward takes, or None if it takes any."""
+    """Return names of the arguments that the model's forward accepts, or None if it accepts any."""
     parameters = inspect.signature(model.forward).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)

@@ -1,4 +1,4 @@
-"""Operations and bytes of each layer: the model's own forward, traced on the meta device."""
+"""Floating-point operations and bytes of each layer, from the model's own forward traced on the meta device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.engine.stages.skeleton import decoder_layers
 from weft.engine.stages.stage import hf_model
 from weft.pipeline.planner.workload import LayerWork, ModelWork, loss_work
 
-assert packed  # on the meta device transformers could not look for packed rows by itself
+assert packed  # transformers cannot detect packed rows on the meta device
 _TRACED = "weft_traced"
 
 
@@ -37,12 +37,11 @@ def trace_model(
     dtype: torch.dtype = torch.bfloat16,
     lora: LoraConfig | None = None,
 ) -> ModelWork:
-    """Count weights, operations and bytes of every layer without making a weight.
+    """Count weights, operations and bytes of every layer without allocating weights.
 
-    The forward is the model's own, on the meta device. Products are counted by torch's
-    `FlopCounterMode` (those of experts, which it does not know, here), saved activations by
-    autograd's hooks. Attention is taken to keep no scores (as flash attention), experts to
-    compute the tokens that are sent to them and no others.
+    The forward is the model's own, on the meta device. Products are counted by torch's `FlopCounterMode` (those of
+    experts, which it does not support, here), and saved activations by autograd's hooks. Attention is assumed to
+    store no scores (as flash attention), and experts to compute only the tokens that are sent to them.
 
     Args:
         given: config of a model that will be made, or a model (or peft's around one).
@@ -55,7 +54,7 @@ def trace_model(
     """
     try:
         return _trace(given, sequence_length, name, dtype, lora, repeat=True)
-    except ValueError:  # layers that take more from each other than a hidden state cannot stand for others
+    except ValueError:  # layers with further inputs from each other cannot represent others
         return _trace(given, sequence_length, name, dtype, lora, repeat=False)
 
 
@@ -97,7 +96,7 @@ def _trace(
 
 @dataclass
 class _Part:
-    """The counts of a part of the model."""
+    """Counts of a part of the model."""
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
@@ -107,7 +106,7 @@ class _Part:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that keeps what flash attention does: queries, keys, values, and its output."""
+    """Attention that saves the same tensors as flash attention: queries, keys, values and output."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The product of rows [T, K] with one expert's weights each, of [E, K, N]; torch's own takes bf16 only."""
+    """The product of rows [T, K] with one expert's weights each, of [E, K, N]. torch's own supports bf16 only."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
@@ -135,17 +134,17 @@ class _Grouped(torch.autograd.Function):
 
 
 class _Tracer:
-    """Counts by part: 0 before the layers, then each layer, and the last after them."""
+    """Counts by part: index 0 before the layers, then each layer, and the last one after them."""
 
     def __init__(self) -> None:
         self.parts: list[_Part] = [_Part()]
-        self._known: dict[int, Any] = {}  # weights and saved tensors; kept, so that no address is taken again
+        self._known: dict[int, Any] = {}  # weights and saved tensors, kept alive so that no address is reused
         self._grouped_flops = 0.0
-        self._forms: dict[int, Any] = {}  # what the first layer of each kind returned
+        self._forms: dict[int, Any] = {}  # outputs of the first layer of each kind
         self._flops = FlopCounterMode(display=False)
 
     def watch(self, model: PreTrainedModel, layers: list[nn.Module], kinds: list[int]) -> None:
-        """Note where each layer begins, and where the last ends; leave out layers that an earlier one stands for."""
+        """Record where each layer begins and the last ends, and skip layers that an earlier one represents."""
         storages = (weight.untyped_storage() for weight in model.parameters())
         self._known = {storage._cdata: storage for storage in storages}
         for number, layer in enumerate(layers):
@@ -156,11 +155,11 @@ class _Tracer:
                 layer.forward = partial(self._passed_on, first)
         layers[-1].register_forward_hook(lambda *_: self._enter(len(layers) + 1))
         for part in model.modules():
-            if isinstance(part, PreTrainedModel):  # some look for padding in the ids, to warn of it
+            if isinstance(part, PreTrainedModel):  # some examine the ids for padding
                 part.warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def run(self, model: PreTrainedModel, tokens: int) -> None:
-        """One forward of one sequence."""
+        """Run one forward of one sequence."""
         ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
         saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         grouped = patch.object(torch.nn.functional, "grouped_mm", self._multiply)
@@ -174,7 +173,7 @@ class _Tracer:
 
     @contextmanager
     def as_attention(self) -> Iterator[None]:
-        """Let models that choose `_TRACED` tell this tracer of their attention."""
+        """Context in which models with attention `_TRACED` report to this tracer."""
         AttentionInterface.register(_TRACED, self._attend)
         AttentionMaskInterface.register(_TRACED, lambda *_, **__: None)
         try:
@@ -269,5 +268,5 @@ def _layer_work(part: _Part, parameters: int, experts: int, *, recomputed: bool 
 
 
 def expert_parameters(layer: nn.Module) -> int:
-    """Weights of a layer's routed experts."""
+    """Return the number of weights of a layer's routed experts."""
     return sum(weight.numel() for name, weight in layer.named_parameters() if ".experts." in f".{name}")

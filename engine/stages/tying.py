@@ -1,4 +1,4 @@
-"""Tied weights: what two stages of one rank both hold is one parameter."""
+"""Tied weights: a weight that two stages of one rank hold is one parameter."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.engine.stages.stage import Stage
 
 
 def share_tied(stages: Sequence[Stage]) -> None:
-    """Make tied weights that several of ``stages`` hold the parameter of the first of them."""
+    """Replace tied weights of ``stages`` by the parameter of the first stage that holds them."""
     owned: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in list(stage.named_global_parameters()):
@@ -19,7 +19,7 @@ def share_tied(stages: Sequence[Stage]) -> None:
 
 
 def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` wherever ``module`` has ``old``."""
+    """Replace ``old`` by ``new`` throughout ``module``."""
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter is old:

@@ -1,4 +1,4 @@
-"""The types of a model's weights: in its folder, in memory before training, and in the export."""
+"""Types of a model's weights: in its folder, in memory before training, and in the export."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _TYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 
 def exact_type(config: ModelConfig, computed: torch.dtype) -> torch.dtype:
-    """Return the type in which all weights can be loaded exactly, as far as training needs them so.
+    """Return the type in which all weights can be loaded as exactly as training needs.
 
     Args:
-        computed: type that training computes in.
+        computed: type of computations in training.
     """
     if computed is torch.float32 or not config.path:
         return torch.float32
     if config.lora.enabled:
-        return computed  # the base is frozen, and no part of the export
+        return computed  # the base is frozen and not exported
     found = {_TYPES[name] for name in weight_types(weights_folder(config.path))}
     return found.pop() if len(found) == 1 else torch.float32
 
 
 def base_type(config: ModelConfig, hf_config: PreTrainedConfig) -> torch.dtype:
-    """Return the type of a base model's weights: its configuration's, if its files have weights of it."""
+    """Return the type of a base model's weights: the configured one, if its files have weights of that type."""
     said = hf_config.dtype
     if not config.path:
         return torch.float32
@@ -44,7 +44,7 @@ def base_type(config: ModelConfig, hf_config: PreTrainedConfig) -> torch.dtype:
 
 
 def settle_types(stages: Iterable[Stage], base: torch.dtype, computed: torch.dtype) -> None:
-    """Note the base model's types with the weights of stages, and give buffers the type that training computes in."""
+    """Attach the base model's types to the weights of stages, and cast buffers to the type of computations."""
     for stage in stages:
         model = stage.hf_model
         kept_in_base, kept_in_training = _kept(model, base), _kept(model, computed)
@@ -58,7 +58,7 @@ def settle_types(stages: Iterable[Stage], base: torch.dtype, computed: torch.dty
 
 
 def _kept(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Names of weights and buffers that transformers loads in fp32, whatever the rest is loaded in."""
+    """Return names of weights and buffers that transformers always loads in fp32."""
     plan = model._get_dtype_plan(dtype)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
     return {name for name in model.state_dict() if pattern is not None and pattern.search(name)}
