@@ -46,11 +46,11 @@ class SharedError(ValueError):
 def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | None = None) -> torch.device:
     """Join the process group that the launcher's environment describes. Idempotent.
 
-    A process without a launcher becomes a world of one. A group that is there already is taken as it
-    is: torch's own rendezvous listens on every address, and does what any peer tells it.
+    A process without a launcher becomes a world of one. An existing group is used with a warning, because
+    torch's own rendezvous listens on every address and obeys any peer.
 
     Args:
-        sites: of a job over several; ranks of different sites then talk over authenticated links alone.
+        sites: of a job over several. Ranks of different sites then communicate only over authenticated links.
 
     Returns:
         This rank's device.
@@ -103,21 +103,21 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | 
 
 
 def attempt_number() -> int:
-    """How often a supervisor has started the ranks of this run anew; 0 the first time, and without a supervisor."""
+    """Return how often a supervisor has restarted the ranks of this run: 0 the first time, and without a supervisor."""
     return int(os.environ.get("WEFT_ATTEMPT", "0"))
 
 
 def is_supervised(config: WeftConfig) -> bool:
-    """True if a supervisor starts the ranks again after a fault; `weft launch` on one host does not by itself."""
+    """True if a supervisor restarts the ranks after a fault. `weft launch` on one host does not by default."""
     return attempt_number() > 0 and config.supervise.enabled is not False
 
 
 def leave_out_shm_operator() -> None:
-    """Have DeepSpeed do without an operator that it would compile for CPUs when it starts.
+    """Keep DeepSpeed from compiling an operator for CPUs at its start.
 
-    DeepSpeed 0.19.8 has no switch for it. Compiling takes minutes, leaks /dev/shm, and where an
-    earlier process was killed at it, waits without end and without a word for the lock that it left
-    (~/.cache/torch_extensions/*/deepspeed_shm_comm/lock). gloo serves without it.
+    DeepSpeed 0.19.8 has no switch for it. Compiling takes minutes and leaks /dev/shm. If an earlier process was
+    killed meanwhile, it silently waits forever for that process's lock
+    (~/.cache/torch_extensions/*/deepspeed_shm_comm/lock). gloo works without the operator.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -127,16 +127,16 @@ def leave_out_shm_operator() -> None:
 
 
 def ranks_on_this_host() -> int:
-    """Ranks that the launcher (torchrun's, or DeepSpeed's) started here; the whole world, if it does not say."""
+    """Return the number of ranks that the launcher (torchrun or DeepSpeed) started here, by default the whole world."""
     told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(told) if told else dist.get_world_size()
 
 
 def device_bytes(device: torch.device, sharing: int) -> float:
-    """Memory of a rank's device: a GPU's own; of a host's, an equal share for each rank on it.
+    """Return the memory of a rank's device: that of a GPU, or an equal share of the host's memory for each rank.
 
     Args:
-        sharing: ranks on the host.
+        sharing: number of ranks on the host.
     """
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
@@ -144,9 +144,9 @@ def device_bytes(device: torch.device, sharing: int) -> float:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """The process groups of this process, in the order of their making.
+    """Return the process groups of this process, in the order of creation.
 
-    torch has no public list of them; this is where 2.11 to 2.13 keep it.
+    torch has no public list of them. This is the private list of 2.11 to 2.13.
     """
     return list(dist.distributed_c10d._world.pg_map)
 
@@ -167,9 +167,9 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def leave_distributed() -> None:
-    """Leave the job with nothing said to the others, some of which have ended; `init_distributed` may follow.
+    """Leave the job without communication, because some peers have ended. `init_distributed` may follow.
 
-    Nothing may use a process group any more, and whoever holds one keeps its threads and connections.
+    Process groups cannot be used afterwards, and references to one keep its threads and connections alive.
     """
     import deepspeed
     from deepspeed.runtime.pipe import p2p
@@ -184,10 +184,9 @@ def leave_distributed() -> None:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; if it fails on any, every rank raises that rank's error.
+    """Run ``action`` on every rank. If it fails on any, every rank raises that rank's error. Collective call.
 
-    A collective call. So bad input ends the whole job with one message instead of leaving
-    the other ranks to wait.
+    So bad input ends the whole job with one message, and the other ranks do not wait.
 
     Raises:
         SharedError: the first failing rank's message.
@@ -201,11 +200,11 @@ def together(action: Callable[[], T]) -> T:
 def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
     """Return the result of ``action`` on rank 0, on every rank.
 
-    A collective call; errors as in `together`. For answers that differ between ranks, such as
-    a search that is cut off by time.
+    Collective call. Errors as in `together`. For results that may differ between ranks, such as a search with a
+    time limit.
 
     Args:
-        kinds: dataclasses and enums that the answer is made of.
+        kinds: dataclasses and enums that the result consists of.
     """
     world = emulated_world()
     if world is not None:
@@ -214,9 +213,9 @@ def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
 
 
 def rank_zero_first(action: Callable[[], T]) -> T:
-    """Run ``action`` on rank 0 and then on the others, who find its cached result.
+    """Run ``action`` on rank 0 and then on the others, which use its cached result.
 
-    A collective call; errors as in `together`.
+    Collective call. Errors as in `together`.
     """
     first = together(lambda: action() if dist.get_rank() == 0 else None)
     rest = together(lambda: action() if dist.get_rank() != 0 else None)
@@ -228,16 +227,16 @@ def lost_peer(error: RuntimeError) -> str | None:
     other."""
     if isinstance(error, ChannelError):
         return str(error)
-    # gloo has no exception of its own; its messages begin with the place in its source.
+    # gloo has no exception class. Its messages begin with the position in its source.
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
         return f"another rank has ended or cannot be reached: {str(error).splitlines()[0]}"
     return None
 
 
 def first_to_fail() -> bool:
-    """True if this rank is the first of its job to ask: one message is enough for a failure that ends all.
+    """True if this rank is the first of its job to call this, so that a common failure is reported once.
 
-    Where the store has gone, rank 0 has gone with it, and rank 1 speaks.
+    If the store has ended with rank 0, rank 1 reports.
     """
     if (first := _is_first("failures")) is not None:
         return first
@@ -245,7 +244,7 @@ def first_to_fail() -> bool:
 
 
 def first_to_print(text: str) -> bool:
-    """Return True on the first rank of the job that prints a text; before the rendezvous, on the first of each host."""
+    """Return True on the first rank of the job that prints a text. Before the rendezvous, True on each host's first."""
     first = _is_first(f"printed/{hashlib.sha256(text.encode()).hexdigest()}") if dist.is_initialized() else None
     return os.environ.get("LOCAL_RANK", "0") == "0" if first is None else first
 
@@ -258,7 +257,7 @@ def _is_first(name: str) -> bool | None:
         with suppress(RuntimeError, ValueError):
             counted.append(dist.distributed_c10d._get_default_store().add(f"weft/{name}", 1))
 
-    asking = threading.Thread(target=count, daemon=True)  # a store whose host has stopped never answers
+    asking = threading.Thread(target=count, daemon=True)  # a store on a stopped host never answers
     asking.start()
     asking.join(timeout=2.0)
     return counted[0] == 1 if counted else None

@@ -89,7 +89,7 @@ class WeftEngine(PipelineEngine):
     checkpoint_writer: BackgroundWriter | None = None
     """Writes checkpoints while training goes on (``checkpoint.background``)."""
     stop_signals: StopSignals | None = None
-    """Requests to stop, which `must_stop` spreads to all ranks; set it before the first step."""
+    """Requests to stop, which `must_stop` shares with all ranks. To be set before the first step."""
     _destroyed = False
 
     zero_optimization_stage = construction.zero_optimization_stage
@@ -118,12 +118,12 @@ class WeftEngine(PipelineEngine):
         Args:
             weft: the run's configuration.
             plan: of the run, the same on all ranks.
-            collectives: over the ranks that hold the same weights as this one.
-            axes: ranks that share the work of a layer with this one.
-            turns: that ``axes`` take where strands run. None runs the halves of pairs one after the other.
-            wan: the links between sites, where stages lie at several.
-            objective: what is minimised, where it is not the model's own loss.
-            deepspeed: what DeepSpeed's engine takes; ``model`` is a `WeftModule`.
+            collectives: over this rank's data-parallel group.
+            axes: groups of ranks that share the work of a layer with this one.
+            turns: switches of strand pairs in ``axes``. None runs the halves of pairs one after the other.
+            wan: the links between sites, if stages are at several.
+            objective: is minimised instead of the model's own loss.
+            deepspeed: arguments of DeepSpeed's engine, with a `WeftModule` as ``model``.
         """
         self.weft, self.plan, self.layout = weft, plan, plan.layout
         self.collectives, self.axes, self.wan = collectives, axes or AxisGroups(), wan
@@ -166,7 +166,7 @@ class WeftEngine(PipelineEngine):
                 longest_row=max(map(len, plan.cell(self.line).rows)),
             )
         self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
-        """Notified of every slot of a training step."""
+        """Observers that are notified of every slot of a training step."""
         self.heartbeat = Heartbeat()
 
     def attach_heartbeat(self, heartbeat: Heartbeat) -> None:
@@ -220,10 +220,10 @@ class WeftEngine(PipelineEngine):
         )
 
     def _random(self, action: Action) -> AbstractContextManager[None]:
-        """Random numbers of a forward, such as dropout's: those of its step, micro-batch, stage and part of sequences.
+        """Context with a forward's random numbers, seeded by step, micro-batch, stage and context member.
 
-        They depend neither on the schedule nor on the number of replicas, and a resumed run draws them again.
-        Members of a tensor group share them; `weft.engine.parallel.dropout` tells their parts apart.
+        They include dropout's. They depend neither on the schedule nor on the number of replicas, and are the same in a
+        resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives different ones for their parts.
         """
         assert action.microbatch is not None
         microbatch = action.microbatch * self.num_replicas + self.replica
@@ -257,14 +257,14 @@ class WeftEngine(PipelineEngine):
         """Train on the next batch of every replica, and return its loss per token. Collective call.
 
         Args:
-            data_iter: micro-batches from now on, as `set_dataiterator` takes them.
+            data_iter: micro-batches from now on, see `set_dataiterator`.
 
         Raises:
-            NonFiniteError: on every rank: training has diverged.
-            ReplicasDiffer: on every rank: they should hold the same numbers.
+            NonFiniteError: on every rank, if training has diverged.
+            ReplicasDiffer: on every rank, if replicas hold different numbers.
             ChannelError: another rank has ended.
-            SkippedTooOften: on every rank: as many steps in a row were skipped as ``supervise.max_skips``
-                allows; the engine is as it was before them, but for its counters.
+            SkippedTooOften: on every rank, if ``supervise.max_skips`` consecutive steps were skipped. The engine's
+                state is that before them, except for its counters.
         """
         with self.neighbours.watching():
             begin_batch(self, data_iter)
@@ -273,7 +273,7 @@ class WeftEngine(PipelineEngine):
             state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
             trace = self._begin_step(plan, state)
 
-            self.executor.run(plan.schedule, state)  # forwards, backwards, transfers; full buckets are reduced
+            self.executor.run(plan.schedule, state)  # forwards, backwards, transfers, and reductions of full buckets
             with self.executor.stepping(plan.schedule, state):
                 self._comparison.before_update(self.global_steps + 1)
                 self._finish_memory_copy()
@@ -292,17 +292,17 @@ class WeftEngine(PipelineEngine):
         return loss
 
     def schedule_for(self, num_microbatches: int) -> Schedule:
-        """The schedule for a step of ``num_microbatches``, planned on first use, by all ranks together."""
+        """Return the schedule for a step of ``num_microbatches``, planned on first use, by all ranks together."""
         return self.plan_for(num_microbatches).schedule
 
     def plan_for(self, num_microbatches: int) -> RankSchedule:
-        """The same with what the other pipelines of this rank's DP-cell do."""
+        """Return the same with the other pipelines of this rank's DP-cell."""
         if num_microbatches not in self._plans:
             self._plan(from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule))
         return self._plans[num_microbatches]
 
     def _plan(self, schedules: Mapping[int, Schedule]) -> RankSchedule:
-        """This rank's part of a step, and the plans of its strand pairs. Collective call.
+        """Return this rank's part of a step, after planning its strand pairs. Collective call.
 
         Args:
             schedules: of a DP-cell of each size, by its number of pipelines.
@@ -354,12 +354,12 @@ class WeftEngine(PipelineEngine):
         return self.step_loss.items(batch)
 
     def _seed_gradient(self, loss: Tensor) -> Tensor:
-        """Where a backward starts; gradients are sums over micro-batches and replicas, as losses are."""
+        """Return the gradient at which a backward starts. Gradients are summed over micro-batches and replicas."""
         return torch.full_like(loss, self.optimizer.cur_scale)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While this rank waits for others that are not through yet: a bubble."""
+        """Context of waits for other ranks, which count as bubbles."""
         if self.bubbles is not None:
             self.bubbles.idle()
         with self.heartbeat.waiting():
@@ -373,7 +373,7 @@ class WeftEngine(PipelineEngine):
         """Wait until checkpoints that are being written are whole. Collective call.
 
         Raises:
-            CheckpointError: on every rank: one could not be written.
+            CheckpointError: on every rank, if one could not be written.
         """
         if self.checkpoint_writer is not None:
             self.checkpoint_writer.wait()
@@ -387,7 +387,7 @@ class WeftEngine(PipelineEngine):
             share: see `MemoryCheckpoints.open`.
 
         Raises:
-            CheckpointError: on every rank: a host has too little memory.
+            CheckpointError: on every rank, if a host has too little memory.
         """
         sites = [self.layout.position(rank).site for rank in range(self.layout.world_size)]
         self.memory = MemoryCheckpoints.open(
@@ -397,13 +397,13 @@ class WeftEngine(PipelineEngine):
         return self.memory
 
     def check_finite(self) -> None:
-        """Check that what was trained so far may be saved. Collective call, between steps.
+        """Check that the current state may be saved. Collective call, between steps.
 
         `save_checkpoint` and `export` do so before they write.
 
         Raises:
-            NonFiniteError: on every rank: the last gradient, a weight or its optimiser's state is not finite.
-            ReplicasDiffer: on every rank: they should hold the same numbers (``supervise.compare_every``).
+            NonFiniteError: on every rank, if the last gradient, a weight or its optimiser's state is not finite.
+            ReplicasDiffer: on every rank, if replicas hold different numbers (``supervise.compare_every``).
         """
         self._comparison.now(self.global_steps)
         with self.heartbeat.waiting():
@@ -418,11 +418,11 @@ class WeftEngine(PipelineEngine):
 
     @property
     def must_stop(self) -> bool:
-        """True if a signal has asked a rank to stop; it becomes true after the same step on every rank."""
+        """True if a rank has received a signal to stop. Becomes true after the same step on every rank."""
         return self.optimizer.must_stop
 
     def agree_to_stop(self) -> bool:
-        """`must_stop` where no step has just ended. Collective call."""
+        """Return `must_stop` at other times than after a step. Collective call."""
         asked = torch.full((), float(self.is_asked_to_stop()), device=self.device)
         with self.heartbeat.waiting():
             dist.all_reduce(asked)
@@ -430,19 +430,19 @@ class WeftEngine(PipelineEngine):
         return self.must_stop
 
     def is_asked_to_stop(self) -> bool:
-        """True if a signal has asked this rank to stop."""
+        """True if this rank has received a signal to stop."""
         return self.stop_signals is not None and self.stop_signals.number > 0
 
     # -- the end -------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Release what the engine holds, its process groups included. Collective call, the first time."""
+        """Release the engine's resources, including its process groups. Collective call, the first time."""
         if self._destroyed:
             return
         self._destroyed = True
         if self.memory is not None:
             self.memory.close()
-        self.sharding.settle()  # no group goes while a gathering of the last step runs over it
+        self.sharding.settle()  # no group is destroyed during an all-gather of the last step
         self._release()
         if self.wan is not None:
             self.wan.close()
@@ -451,16 +451,16 @@ class WeftEngine(PipelineEngine):
         self.groups = ()
 
     def interrupt(self) -> None:
-        """Have this rank's waits for its neighbours fail, from any thread; `abandon` has to follow."""
+        """Make this rank's waits for its neighbours fail, from any thread. `abandon` must follow."""
         if self.wan is not None:
             self.wan.abandon()
         self.neighbours.interrupt()
 
     def abandon(self) -> None:
-        """Release this rank's resources without collective calls; some peers may be gone.
+        """Release this rank's resources without collective calls, because some peers may be gone.
 
-        `weft.engine.distributed.leave_distributed` has to follow: threads of this engine that wait for
-        other ranks end with the process groups.
+        `weft.engine.distributed.leave_distributed` must follow, because threads of this engine that wait for other
+        ranks end with the process groups.
         """
         if self._destroyed:
             return
@@ -474,7 +474,7 @@ class WeftEngine(PipelineEngine):
         self.groups = ()
 
     def _release(self) -> None:
-        """Release what no other rank has a part in."""
+        """Release resources that no other rank shares."""
         super().destroy()
         if self.pairs is not None:
             self.pairs.close()
@@ -484,34 +484,34 @@ class WeftEngine(PipelineEngine):
             self.bubbles.close()
 
     def __del__(self) -> None:
-        """Nothing: DeepSpeed's engine destroys itself here, but ranks collect garbage at times of their own."""
+        """Do nothing. DeepSpeed's engine destroys itself here, but ranks collect garbage at different times."""
 
-    # -- what was measured -----------------------------------------------------------------------
+    # -- measurements ----------------------------------------------------------------------------
 
     def measured_timelines(self) -> list[Timeline]:
-        """The last steps as they were executed, from all ranks of this replica. Collective call."""
+        """Return timelines of the last steps, from all ranks of this replica. Collective call."""
         group = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
         return self.records.timelines(self.schedule, self.pipe_rank, group)
 
     def correct_measurements(self) -> list[Timeline]:
-        """Replace what plans take this machine for where the last steps contradict it. Collective call.
+        """Correct the cached measurements of this machine that the last steps contradict. Collective call.
 
         Returns:
             The last steps. See `measured_timelines`.
         """
-        self.sharding.settle()  # nothing else may be in flight over the groups
+        self.sharding.settle()  # no other collective may run over the groups
         timelines = self.measured_timelines()
         communicators = [*self.collectives.communicators, *communicators_of(without_turns(self.axes))]
         correct_measurements(self.weft, self.plan, timelines, communicators, self.device)
         return timelines
 
     def usage(self) -> Usage:
-        """How much of all ranks' devices was used. Collective call."""
+        """Return the usage of all ranks' devices. Collective call."""
         with self.heartbeat.waiting():
             return gather_usage(self.records.idle_share(), self.device)
 
     def describe(self) -> str:
-        """One line on how the work is laid out."""
+        """Return one line about the layout of the work."""
         stages = self.num_stages * len(self.schedule.placement.legs)
         return (
             f"{self.schedule.name}, {stages} stages on {self.num_stages} ranks x {self.num_replicas} replicas, "

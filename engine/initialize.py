@@ -1,4 +1,4 @@
-"""`weft.initialize`: from a Hugging Face model and a configuration to a running engine."""
+"""`weft.initialize`, which makes an engine from a Hugging Face model and a configuration."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def initialize(
         Engine, optimizer, data loader of ``training_data`` (or None), learning-rate scheduler.
 
     Raises:
-        ValueError: a setting or the model cannot be used; says which, why and what to do.
+        ValueError: a setting or the model cannot be used. The message has the reason and the remedy.
     """
     given = {
         "args": args,
@@ -133,13 +133,13 @@ def initialize(
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The prepared state that ranks share before engines are made: the plan, and the groups and links of the plan.
+    """The state of a job before its engines are made: the plan, with its groups and links.
 
     Attributes:
-        collectives: over the ranks that hold the same weights as this one.
-        axes: ranks that share the work of a layer with this one.
-        turns: that these groups take in strand pairs.
-        wan: the links between sites, where stages lie at several.
+        collectives: over this rank's data-parallel group.
+        axes: groups of ranks that share the work of a layer with this one.
+        turns: switches of strand pairs in these groups.
+        wan: the links between sites, if stages are at several.
     """
 
     plan: RunPlan
@@ -157,15 +157,15 @@ class PreparedRun:
         device: torch.device,
         kept: Kept | None = None,
     ) -> PreparedRun:
-        """Open and probe what lies between the ranks of a placement, and plan over it. Collective call.
+        """Open and probe the links between the ranks of a placement, and plan with them. Collective call.
 
         Args:
-            facts: what is known without.
-            placement: as `settle_placement` found it on rank 0.
-            kept: results of earlier attempts. None is none.
+            facts: without those about links.
+            placement: from `settle_placement` on rank 0.
+            kept: results of earlier attempts, or None.
 
         Raises:
-            ValueError: on every rank: no schedule can be had, or a link cannot be opened.
+            ValueError: on every rank, if no schedule is possible, or a link cannot be opened.
         """
         kept = kept or Kept()
         between = config.cluster, config.comm, facts.layout, placement
@@ -190,7 +190,7 @@ class PreparedRun:
         return cls(plan, collectives, axes, turns, wan)
 
     def engine(self, config: WeftConfig, settings: dict[str, Any], module: WeftModule, **given: Any) -> WeftEngine:
-        """The engine of this rank's stages.
+        """Make the engine of this rank's stages.
 
         Args:
             settings: DeepSpeed's configuration.
@@ -212,7 +212,7 @@ class PreparedRun:
 
 
 def _settings(args: Any, config: WeftConfig | dict[str, Any] | str | Path | None) -> tuple[WeftConfig | None, dict]:
-    """Ours, or None without a `weft` section that is switched on; and what is DeepSpeed's."""
+    """Return Weft's configuration, or None without an enabled `weft` section, and the sections for DeepSpeed."""
     if config is None and getattr(args, "deepspeed_config", None) is not None:
         config, args.deepspeed_config = args.deepspeed_config, None
     if config is None:
@@ -234,13 +234,13 @@ def build_engine(
     """Check and plan a run, and make this rank's engine, in a job that was joined. Collective call.
 
     Args:
-        config: of the run, fitted to the job; `join_job` returns it with the ``device``.
+        config: of the run, fitted to the job. `join_job` returns it with the ``device``.
         sections: of the user's DeepSpeed configuration, besides ours.
-        kept: results of earlier attempts. None is none.
+        kept: results of earlier attempts, or None.
         args, given: arguments of `deepspeed.initialize`.
 
     Raises:
-        ValueError: on every rank: a setting or the model cannot be used.
+        ValueError: on every rank, if a setting or the model cannot be used.
     """
     kept, earlier = kept or Kept(), set(process_groups())
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
@@ -274,7 +274,7 @@ def build_engine(
 
 
 def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchange: ContextExchange) -> None:
-    """Check on rank 0 that the model's layers can be shared so. Collective call."""
+    """Check on rank 0 that the configured axes can divide the model's layers. Collective call."""
     sizes, packing = config.parallel, config.data.packing
 
     def run() -> None:

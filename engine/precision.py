@@ -37,7 +37,7 @@ def compute_in(parameters: Iterable[nn.Parameter], dtype: torch.dtype, exported:
     Masters are then what was given, not what is computed with.
 
     Args:
-        exported: frozen weights that an export writes; they are kept as they were given, in host memory.
+        exported: frozen weights that an export writes. Their original values stay in host memory.
     """
     for parameter in parameters:
         if not parameter.is_floating_point():

@@ -20,7 +20,7 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Stopped(SystemExit):
-    """Training has ended before its last step because a signal asked it to; the exit code is 128 plus the signal's."""
+    """Training has ended before its last step because of a signal. The exit code is 128 plus the signal's number."""
 
 
 class StopSignals:
@@ -60,7 +60,7 @@ class StopSignals:
         return self
 
     def defer(self) -> None:
-        """From now on a signal is a request; one that has come before ends the process only by its deadline."""
+        """Treat signals as requests from now on. An earlier one ends the process only by its deadline."""
         self._deferred = True
 
     def close(self) -> None:

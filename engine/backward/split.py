@@ -29,7 +29,7 @@ class SavedForward:
         self.output: Tensor | None = None
         """The stage's output with its graph, until its backward begins."""
         self.in_pair = False
-        """True if its backward runs alongside a forward, so that a part of the graph may be alive."""
+        """True if its backward is interleaved with a forward, so that a part of the graph may be alive."""
         self.tape = Tape() if split else None
         """Deferred weight gradients, or None if they are computed with the input gradient."""
         self.activation_bytes = 0
@@ -120,7 +120,7 @@ class SplitBackward:
         """``I``: compute the gradient of the stage's input, and keep what W needs.
 
         Args:
-            gradient: the gradient of the output; for a loss, the loss scale.
+            gradient: the gradient of the output, which for a loss is the loss scale.
 
         Returns:
             The gradient of ``hidden``, or None on the first stage.
@@ -145,7 +145,7 @@ class SplitBackward:
             saved.kept_bytes = 0
 
     def full_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
-        """``B``: run I and W together; same arguments and result as `input_backward`."""
+        """``B``: run I and W together, with the arguments and the result of `input_backward`."""
         below = self.input_backward(saved, gradient)
         self.weight_backward(saved)
         return below
@@ -206,7 +206,7 @@ class SplitBackward:
             self._mode.__exit__(None, None, None)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a torch function of a hooked module; defer its weight gradient if it is a matching product."""
+        """Run a torch function of a hooked module, and defer its weight gradient if it is a matching product."""
         found, tape = match(function, args, kwargs), self._tape
         if found is None or tape is None:
             return function(*args, **kwargs)

@@ -28,7 +28,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Use ``group`` to agree on a write; nothing else may use it."""
+        """Use ``group``, which nothing else may use, to agree on a write."""
         self.group = group
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -43,7 +43,7 @@ class BackgroundWriter:
         """Start a write after the previous one has ended.
 
         Raises:
-            Exception: the previous write failed; this one was not started.
+            Exception: the previous write failed. This one was not started.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(write,), name="weft-checkpoint", daemon=True)
@@ -53,7 +53,7 @@ class BackgroundWriter:
         """Wait for a write in progress, and return the path of the last one, or None.
 
         Raises:
-            Exception: the write failed; the error is raised only once.
+            Exception: the write failed. The error is raised only once.
         """
         if self._thread is not None:
             self._thread.join()

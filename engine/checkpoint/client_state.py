@@ -1,4 +1,4 @@
-"""The caller's state: JSON in the manifest, tensors and arrays alongside the model's; nothing is pickled."""
+"""The caller's state: JSON in the manifest, and tensors and arrays stored like the model's, without pickle."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MARK = "__weft__"
 def encode(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Encode the state as JSON values, and its tensors by the names under which they are stored.
 
-    Tensors, numpy arrays and tuples are restored as such; numpy numbers become Python numbers.
+    Tensors, numpy arrays and tuples are restored as such, whereas numpy numbers become Python numbers.
 
     Raises:
-        CheckpointError: a value cannot be stored; the message names it.
+        CheckpointError: a value cannot be stored. The message names it.
     """
     tensors: dict[str, Tensor] = {}
     try:

@@ -11,7 +11,7 @@ Buffer = bytes | memoryview
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents; it may exist."""
+    """Create a folder, which may exist, and its missing parents."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -51,7 +51,7 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its contents, or a link but not its target; the path may be missing."""
+    """Remove a folder with its contents, or a link but not its target. The path may be missing."""
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)

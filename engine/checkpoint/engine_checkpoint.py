@@ -82,7 +82,7 @@ def save_engine(
 
     Raises:
         CheckpointError: on every rank. Earlier checkpoints are unchanged.
-        NonFiniteError: on every rank, if there are NaNs or infinities; nothing was written.
+        NonFiniteError: on every rank, if there are NaNs or infinities. Nothing was written.
     """
     engine.check_finite()
     if background is not None:

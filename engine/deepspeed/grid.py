@@ -1,12 +1,11 @@
-"""DeepSpeed's grid of ranks with the groups that this rank is in, made in the time that these take.
+"""DeepSpeed's grid of ranks, with only the groups of this rank.
 
-DeepSpeed 0.19.8's own takes minutes at 10,000 ranks: it looks every rank up in every group (the world squared),
-finds coordinates by going through the whole world, makes a process group of every single rank, and the groups of
-each model a second time under another name. Each rank here makes the same groups in the same order, but for those
-that nobody asks for. A pipeline module takes its grid from a name of its module and from nowhere else: that name
-is bound to `grid_of`, once, and gives every other topology DeepSpeed's. Before that it makes a second group of the
-whole world, for which each rank asks the store about every other: what it takes for `deepspeed.comm` is bound to
-`_OneWorld`, which gives it the group that there is.
+DeepSpeed 0.19.8's own grid takes minutes at 10,000 ranks. It searches every rank in every group (the world squared),
+finds coordinates by iterating over the whole world, makes a process group of every single rank, and makes the groups
+of each model twice. Here each rank makes the same groups in the same order, except for unused ones. A pipeline module
+takes its grid class from a name in its Python module. That name is bound to `grid_of`, once, which returns DeepSpeed's
+grid for other topologies. The pipeline module also makes a second group of the whole world, for which each rank queries
+the store about every other. So its `deepspeed.comm` is bound to `_OneWorld`, which returns the existing group.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.engine.planning.layout import RankLayout
 
 
 class RankTopology(PipeModelDataParallelTopology):
-    """Coordinates of ranks by their numbers: axes pipe, data and model, the last the fastest within a route."""
+    """Coordinates of ranks along the axes pipe, data and model, with the last the fastest within a route."""
 
     def __init__(self, layout: RankLayout) -> None:
         """Name the axes for DeepSpeed: replicas are "data", ranks that share the work of one micro-batch are
@@ -36,7 +35,7 @@ class RankTopology(PipeModelDataParallelTopology):
             self.mapping = {self.get_coord(rank): rank for rank in range(layout.world_size)}
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinates of a rank."""
+        """Return the coordinates of a rank."""
         layout = self._layout
         if not 0 <= rank < layout.world_size:
             raise ValueError(f"rank {rank} not found in topology.")
@@ -75,12 +74,12 @@ class RankGrid(PipelineParallelGrid):
 
     @cached_property
     def slice_proc_group(self) -> dist.ProcessGroup:
-        """This rank alone, where nobody shares its micro-batches; made when somebody asks, by this rank alone."""
+        """The group of this rank alone, if no other rank shares its micro-batches. Made on first use, by it alone."""
         return dist.new_group(self.slice_group, use_local_synchronization=True)
 
     @cached_property
     def p2p_groups(self) -> list[list[int]]:
-        """Each rank and the next of its pipeline; DeepSpeed needs them for versions of torch before ours only."""
+        """Pairs of each rank and the next of its pipeline. DeepSpeed uses them only with older versions of torch."""
         after = {rank: line[(at + 1) % len(line)] for line in self.pipe_groups for at, rank in enumerate(line)}
         return [[rank, after[rank]] for rank in range(self.world_size)]
 
@@ -94,10 +93,10 @@ class RankGrid(PipelineParallelGrid):
         ]
 
     def _join(self, groups: list[list[int]]) -> tuple[list[int], dist.ProcessGroup]:
-        """This rank's group among ``groups``, which hold every rank once.
+        """Make this rank's group among ``groups``, which contain every rank once.
 
-        Who is in none of a group's places only counts it, in 10 to 20 microseconds and without the store: torch
-        names groups by how many there were.
+        For the other groups this rank only increases torch's counter, from which names of groups are derived. That
+        takes 10 to 20 microseconds, without the store.
         """
         mine: tuple[list[int], dist.ProcessGroup] | None = None
         for ranks in groups:
@@ -109,14 +108,14 @@ class RankGrid(PipelineParallelGrid):
 
 
 def grid_of(process_group: dist.ProcessGroup | None = None, topology: Any = None) -> PipelineParallelGrid:
-    """The grid of a topology: a `RankGrid` of ours, DeepSpeed's of any other."""
+    """Return the grid of a topology: `RankGrid` for Weft's, DeepSpeed's for others."""
     if isinstance(topology, RankTopology):
         return RankGrid(topology)
     return PipelineParallelGrid(topology=topology, process_group=process_group)
 
 
 class _OneWorld:
-    """`deepspeed.comm`, but that a group of all ranks is the world's own."""
+    """`deepspeed.comm`, except that a group of all ranks is the existing default group."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(deepspeed.comm, name)

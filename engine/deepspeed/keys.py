@@ -69,7 +69,7 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
     for name in ("tensorboard", "wandb"):
         if _get(section, f"logging.{name}") is True:
             raise ValueError(
-                f"{source}: weft.logging.{name}=True: it is for recipes; set {name}.enabled=true alongside the section"
+                f"{source}: weft.logging.{name}=True: it is for recipes; set {name}.enabled=true next to the section"
             )
     config = from_tree(section, source=f"{source}: weft")
     _check_optimizer(tree, config, source)

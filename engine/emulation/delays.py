@@ -1,4 +1,4 @@
-"""Delay models: how long what emulated ranks take part in takes. A class of the user's can be one."""
+"""Delay models: durations of emulated ranks' operations. Users can supply their own class."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Job:
 
     Attributes:
         num_ranks: of the job.
-        collectives: what collectives cost over each class of link, as measured, or None where nobody has.
+        collectives: measured costs of collectives over each class of link, or None without measurements.
         links: inside a node (``intra``) and between nodes of a site (``inter``).
         wan: between two sites, or None where there is one.
     """
@@ -60,25 +60,25 @@ class Job:
 
 
 class DelayModel:
-    """How long things take: collectives by alpha and beta, computation as planned, messages as their links say.
+    """Default delays: collectives by alpha and beta, computations as planned, messages by their links.
 
-    Subclasses change what they know better. All seconds are at least 0.
+    Subclasses override single methods. All seconds are at least 0.
     """
 
     def __init__(self, job: Job) -> None:
-        """Take what is known of the job."""
+        """Store the facts of the job."""
         self.job = job
         self._costs = job.collectives or CollectiveCosts.of_links(job.links)
 
     def collective_s(self, call: Call) -> float:
-        """Seconds from when the last member has come until a collective has ended on this rank."""
+        """Return the seconds from the last member's arrival to the end of a collective on this rank."""
         size = len(call.ranks)
         if size == 1:
             return 0.0
         link = link_of(call)
         line = self.job.links[LinkClass.intra if link is LinkClass.intra else LinkClass.inter]
         inside_s = math.ceil(math.log2(size)) * line.alpha_s + call.num_bytes * line.beta_s
-        if call.crosses and self.job.wan is not None:  # leaders of sites talk to each other once
+        if call.crosses and self.job.wan is not None:  # leaders of sites exchange once
             return inside_s + self.job.wan.alpha_s + call.num_bytes * self.job.wan.beta_s
         primitive = _PRIMITIVES.get(call.operation)
         if primitive is None or (link, primitive) not in self._costs.table:
@@ -86,19 +86,19 @@ class DelayModel:
         return self._costs.step_s(primitive, link, size, call.num_bytes)
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Seconds that an emulated pipeline rank takes for an action that the plan says takes ``seconds``."""
+        """Return the seconds of an emulated pipeline rank's action, which takes ``seconds`` in the plan."""
         return seconds
 
     def late_s(self, message: Message) -> float:
-        """Seconds that a message takes beyond its link's latency and bandwidth."""
+        """Return the seconds of a message in addition to its link's latency and bandwidth."""
         return 0.0
 
 
 class AlphaBetaDelays(DelayModel):
-    """Links and collectives take their time; emulated ranks compute in none, and are always ready."""
+    """Links and collectives take time, but computations of emulated ranks take none, so that they are always ready."""
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """None."""
+        """Return 0."""
         return 0.0
 
 
@@ -109,7 +109,7 @@ def link_of(call: Call) -> LinkClass:
 
 
 class TraceDelays(DelayModel):
-    """Emulated ranks compute as long as ranks of an earlier emulation did, action by action."""
+    """Computations of emulated ranks take as long as recorded in an earlier emulation, action by action."""
 
     def __init__(self, job: Job, file: str = "") -> None:
         """Read what ``weft emulate --record FILE`` wrote."""
@@ -122,7 +122,7 @@ class TraceDelays(DelayModel):
             ) from error
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """As recorded; what was not, as planned."""
+        """Return the recorded seconds, or the planned ones if there is no record."""
         return self._seconds.get(str(rank), {}).get(action, seconds)
 
 
@@ -140,7 +140,7 @@ _PRIMITIVES = {
 
 
 class CheckedDelays:
-    """A delay model whose errors, and answers that are no times, are one clear `EmulationError`."""
+    """A delay model whose errors and invalid results are raised as `EmulationError`."""
 
     def __init__(self, name: str, make: Callable[[Job], Any], job: Job) -> None:
         """Make the model called ``name``."""

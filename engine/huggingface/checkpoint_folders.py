@@ -1,4 +1,4 @@
-"""The Trainer's folders of checkpoints: which one can be resumed from, and how an export gets into one."""
+"""The Trainer's folders of checkpoints: search for one to resume from, and insertion of an export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def last_whole(output_dir: str) -> str:
-    """The last of the Trainer's checkpoints in ``output_dir`` that can be resumed from.
+    """Return the last of the Trainer's checkpoints in ``output_dir`` that can be resumed.
 
     Raises:
         ValueError: there is none.

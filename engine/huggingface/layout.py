@@ -1,4 +1,4 @@
-"""How `TrainingArguments` lay out a job: its stages and replicas, and the configuration of the engine."""
+"""The layout of a job by `TrainingArguments`: its stages, replicas and the engine's configuration."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TrainerLayout:
     def _check_batch(self, given: Any) -> None:
         args = self.args
         per_replica = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        # The Trainer takes every rank for a replica.
+        # The Trainer treats every rank as a replica.
         theirs, ours = per_replica * args.world_size, per_replica * self.num_replicas
         wrong = [line for line in args.hf_deepspeed_config.mismatches if not line.startswith("- ds train_batch_size")]
         if given not in (None, theirs, ours):

@@ -1,4 +1,4 @@
-"""Micro-batches of a Trainer's data: each replica's own, and as many as a schedule takes."""
+"""Micro-batches of a Trainer's data: those of each replica, in the number of the schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EveryNthBatch(IterableDataset):
 
 
 def filled(batches: list[dict[str, Tensor]], spare: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """``count`` micro-batches for a schedule; if an epoch's last step has fewer, fill up with ones without labels."""
+    """Return ``count`` micro-batches for a schedule. An epoch's last step is filled with ones without labels."""
     yield from batches
     for _ in range(count - len(batches)):
         yield {**spare, "labels": torch.full_like(spare["labels"], IGNORED)}

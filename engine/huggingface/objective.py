@@ -43,7 +43,7 @@ def trainer_objective(trainer: Trainer) -> Objective | None:
 
 
 class LastStage(nn.Module):
-    """The model that `compute_loss` gets: returns the outputs of the micro-batch that ran through the pipeline."""
+    """The model for `compute_loss`, which returns the outputs of the micro-batch that ran through the pipeline."""
 
     def __init__(self, model: nn.Module, forward: Forward, batch: Batch) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class LastStage(nn.Module):
 
 @contextmanager
 def _on_one_process(trainer: Trainer) -> Iterator[None]:
-    """Context in which the loss neither waits for other ranks nor scales for them: only the last stage computes it."""
+    """Context in which the loss neither waits for other ranks nor is scaled for them, as only the last stage has it."""
     accelerator, args = trainer.accelerator, trainer.args
     alone = ("gather", "gather_for_metrics", "reduce")
     args.average_tokens_across_devices, scaled = False, args.average_tokens_across_devices

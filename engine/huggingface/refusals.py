@@ -1,4 +1,4 @@
-"""Refuse the Trainer's features that a pipeline does not support, before any work is done."""
+"""Checks for the Trainer's features that a pipeline does not support, before any work is done."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
         "every rank reads its own batches; " + LEAVE_OUT,
     ),
 )
-"""(name, whether the trainer asks for it, what to do instead)."""
+"""(name, whether the trainer uses it, remedy)."""
 
 
 def _own_parameters(trainer: Trainer) -> bool:
@@ -124,10 +124,10 @@ def _own_parameters(trainer: Trainer) -> bool:
 
 
 def refuse_kind(kind: type[Trainer]) -> None:
-    """Check that a trainer is no mixture of ours and one that runs the model itself.
+    """Check that a trainer does not also inherit from one that runs the model itself.
 
     Raises:
-        ValueError: it is; the message names the other and the remedy.
+        ValueError: it does. The message names the other class and the remedy.
     """
     others = [each.__name__ for each in kind.__mro__ if issubclass(each, Trainer) and _is_trl(each)]
     if others:
@@ -150,7 +150,7 @@ def refuse(trainer: Trainer) -> None:
     """Check that the trainer uses no unsupported feature.
 
     Raises:
-        ValueError: it does; the message names each such argument and the remedy.
+        ValueError: it does. The message names each such argument and the remedy.
     """
     asked = [f"{name}: {remedy}" for name, asks, remedy in _REFUSED if asks(trainer)]
     if asked:

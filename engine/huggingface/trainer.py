@@ -39,20 +39,20 @@ from weft.engine.stop_signals import Stopped, StopSignals
 
 
 class _SaveWhenStopped(TrainerCallback):
-    """Has the Trainer save and end after the step in which all ranks agree to stop."""
+    """Makes the Trainer save and end after the step in which all ranks agree to stop."""
 
     def __init__(self, trainer: WeftTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for a checkpoint and the end."""
+        """Request a checkpoint and the end."""
         engine = self._trainer.engine
         if engine is not None and engine.must_stop:
             control.should_save = control.should_training_stop = True
 
 
 OF_THE_START = ("deepspeed", "output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint")
-"""Arguments that each start may have anew, or that the engine has itself."""
+"""Arguments that may differ between starts, or that the engine handles itself."""
 
 
 class WeftTrainer(Trainer):
@@ -113,13 +113,13 @@ class WeftTrainer(Trainer):
         return self._layout.num_replicas
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's, but prepares only data loaders, for replicas instead of ranks."""
+        """Do as the Trainer does, but prepare only data loaders, for replicas instead of ranks."""
         init_distributed(self._layout.deepspeed(), timeout_s=self.args.ddp_timeout)
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare = self._share_loader
 
     def _share_loader(self, loader: DataLoader, even: bool | None = None) -> DataLoader:
-        """This replica's share of a data loader; the ranks of a pipeline all read it.
+        """Return this replica's share of a data loader, which all ranks of its pipeline read.
 
         Args:
             even: repeat rows until all replicas have the same number. None takes it from the arguments.
@@ -140,7 +140,7 @@ class WeftTrainer(Trainer):
     # -- the engine ----------------------------------------------------------------------------
 
     def _make_engine(self, num_steps: int) -> WeftEngine:
-        """Split the model into stages; from now on a rank holds only its own."""
+        """Split the model into stages. From now on a rank holds only its own."""
         if self.args.gradient_checkpointing and not self.model.is_gradient_checkpointing:
             # An evaluation before the training; later `train` would reach the first stage only.
             kwargs = dict(self.args.gradient_checkpointing_kwargs or {})
@@ -203,11 +203,11 @@ class WeftTrainer(Trainer):
         return engine, train_dataloader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; ``resume_from_checkpoint=True`` takes the newest complete checkpoint.
+        """Train as the Trainer does. ``resume_from_checkpoint=True`` takes the newest complete checkpoint.
 
         Raises:
             ValueError: this trainer has trained before, or there is no checkpoint to resume from.
-        Stopped: on every rank, after the checkpoint that a signal has asked for (``checkpoint.on_signal``).
+        Stopped: on every rank, after the checkpoint at a signal (``checkpoint.on_signal``).
         """
         if self.engine is not None and self.engine.global_steps:
             raise ValueError("train(): this trainer has trained already; make a new WeftTrainer")
@@ -224,7 +224,7 @@ class WeftTrainer(Trainer):
         return output
 
     def _end_if_stopped(self) -> None:
-        """End this process where a signal has ended training: what follows `train` in a script needs all steps."""
+        """End this process if a signal has ended training, because code after `train` in a script expects all steps."""
         engine, signals = self.engine, self._signals
         if engine is None or signals is None or not engine.must_stop:
             return
@@ -232,13 +232,13 @@ class WeftTrainer(Trainer):
             step, where = self.state.global_step, self.args.output_dir
             text = f"stopped after step {step} of {self.state.max_steps}: train(resume_from_checkpoint=True) resumes"
             print(f"{text} there, from {where}/checkpoint-{step}", flush=True)
-        dist.barrier()  # a launcher ends all ranks when the first has ended
+        dist.barrier()  # launchers end all ranks when the first has ended
         raise Stopped(128 + (signals.number or SIGTERM))
 
     # -- the step ------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Collect a micro-batch; with the last one of a step, train on all of them.
+        """Collect a micro-batch. With the last one of a step, train on all of them.
 
         Returns:
             The step's loss, averaged over the tokens of all replicas, or 0 for all but the last.
@@ -255,10 +255,10 @@ class WeftTrainer(Trainer):
         return loss.detach().to(self.args.device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
-        """The engine counts tokens itself."""
+        """Return no count, because the engine counts tokens itself."""
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
-        """The gradient norm of the last step, before clipping."""
+        """Return the gradient norm of the last step, before clipping."""
         assert self.engine is not None
         return self.engine.get_global_grad_norm() or 0.0
 
@@ -266,15 +266,15 @@ class WeftTrainer(Trainer):
         return self._clip_grad_norm(model)
 
     def _get_learning_rate(self) -> float:
-        """The learning rate of the last step."""
+        """Return the learning rate of the last step."""
         return self._rate
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Sequences per step over all replicas."""
+        """Return the sequences per step over all replicas."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.num_replicas
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's share of the whole model's, because the Trainer sums over ranks.
+        """Return this rank's share of the whole model's FLOPs, because the Trainer sums over ranks.
 
         All ranks of a replica read the same data, and a rank's model is only a part.
         """
@@ -293,7 +293,7 @@ class WeftTrainer(Trainer):
     # -- evaluation ----------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As the Trainer's, but every row is read exactly once, so replicas may have unequal shares."""
+        """Evaluate as the Trainer does, but read every row exactly once, so that replicas may have unequal shares."""
         prepare, self.accelerator.prepare = self.accelerator.prepare, self._share_evaluation
         try:
             return super().get_eval_dataloader(eval_dataset)
@@ -319,7 +319,7 @@ class WeftTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean loss over all tokens; as many batches at a time as a training step has."""
+        """Return the mean loss over all tokens, with as many batches at a time as a training step has."""
         engine = self._ready(self._planned_steps())
         self.callback_handler.eval_dataloader = dataloader
         total = torch.zeros(2, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Tells prefill workers when this rank computes and when it waits."""
+"""Publishes to prefill workers when this rank computes and when it waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.pipeline.timeline import Span
 SPARE_EDGES = 64
 """Marks that a step may have beyond two for each slot of the longest row."""
 WORK = COMPUTE | {Op.REDUCE_GRAD, Op.STEP}
-"""The actions that occupy a rank's device; during the rest of its row others may use it."""
+"""The actions that occupy a rank's device. During the rest of its row other processes may use it."""
 CLOSE_S = 10.0
 """Longest wait for a device's last marks."""
 
@@ -28,40 +28,40 @@ class BubbleMarks(Protocol):
     """The marks that the engine sets during a step. See `weft.inference.board.writer.BoardWriter`."""
 
     def begin(self, kind: int) -> None:
-        """A step begins, with nothing to compute yet."""
+        """Mark the beginning of a step, without computations yet."""
         ...
 
     def busy(self) -> None:
-        """The rank starts to compute."""
+        """Mark that the rank starts to compute."""
         ...
 
     def idle(self) -> None:
-        """The rank waits."""
+        """Mark that the rank waits."""
         ...
 
     def close(self) -> None:
-        """The engine ends."""
+        """Mark the end of the engine."""
         ...
 
 
 class BubbleObserver:
-    """An observer of slots that tells bubbles: a rank is busy in its work, and idle between."""
+    """An observer of slots that marks bubbles: a rank is busy in its computations, and idle in between."""
 
     def __init__(self, marks: BubbleMarks) -> None:
         """Tell ``marks``."""
         self._marks = marks
 
     def step_begins(self, num_microbatches: int) -> None:
-        """A step of a kind begins."""
+        """Mark the beginning of a step."""
         self._marks.begin(num_microbatches)
 
     def slot_begins(self, slot: Slot) -> None:
-        """Busy, if it is work."""
+        """Mark the rank as busy, if the slot computes."""
         if slot[0].op in WORK:
             self._marks.busy()
 
     def slot_ends(self, slot: Slot) -> None:
-        """Idle, if it was work; but after the optimiser's step comes the host's work for the next step."""
+        """Mark the rank as idle, if the slot computed and was not the optimiser's step, after which the host works."""
         if slot[0].op in WORK and slot[0].op is not Op.STEP:
             self._marks.idle()
 

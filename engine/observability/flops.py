@@ -1,4 +1,4 @@
-"""Model FLOPs: what a token takes, whatever is recomputed; utilisation goes by it."""
+"""Model FLOPs per token, without recomputation, from which utilisation is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells this rank's phase, and its place in its row, to whoever watches over the run."""
+"""Publishes this rank's phase, and its progress in its row, to the supervisor."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from weft.engine.supervision.place_writer import PlaceWriter
 from weft.engine.supervision.places import LinkReading, Phase
 
 PLACES = "WEFT_PLACES"
-"""Environment variable that names the page of places of this host."""
+"""Environment variable with the path of this host's progress page."""
 ATTEMPT = "WEFT_ATTEMPT"
 """Environment variable that numbers the attempts of a run, from 0."""
 MEASURE_EVERY_S = 2.0
-"""Seconds between steps whose computations a device's clock is asked for: each of its marks takes microseconds."""
+"""Seconds between steps whose computations are timed on the device, because each mark takes microseconds."""
 
 
 class PlaceObserver:
     """An observer of slots that writes each beginning and end to the host's page. See `SlotObserver`."""
 
     def __init__(self, place: PlaceWriter, steps_done: Callable[[], int]) -> None:
-        """Write to ``place``; ``steps_done`` returns the steps before the one that begins."""
+        """Write to ``place``. ``steps_done`` returns the number of steps before the one that begins."""
         self._place, self._steps_done = place, steps_done
         self.slot_begins, self.slot_ends = place.slot_begins, place.slot_ends  # with no call between: each takes time
 
     def step_begins(self, num_microbatches: int) -> None:
-        """A step begins."""
+        """Publish the beginning of a step."""
         self._place.begin_step(self._steps_done() + 1, num_microbatches)
 
 
 class Heartbeat:
-    """This rank's signs of life; without a page of places nobody watches, and nothing is done."""
+    """This rank's heartbeat. Without a progress page there is no supervisor, and all methods do nothing."""
 
     def __init__(self, place: PlaceWriter | None = None) -> None:
         """Write to ``place``, if there is one."""
@@ -59,25 +59,25 @@ class Heartbeat:
         return cls(PlaceWriter(Path(variables[PLACES]), local_rank=local_rank, rank=rank, attempt=attempt))
 
     def enter(self, phase: Phase) -> None:
-        """A phase begins."""
+        """Publish the beginning of a phase."""
         if self.place is not None:
             self.place.enter(phase)
 
     def kept(self, step: int) -> None:
-        """A memory checkpoint of ``step`` has become whole on all hosts."""
+        """Publish that a memory checkpoint of ``step`` is complete on all hosts."""
         if self.place is not None:
             self.place.keep(step)
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """While steps stand aside for ``phase``."""
+        """Context of ``phase``, in which no step runs."""
         self.enter(phase)
         yield
         self.enter(Phase.steady)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While this rank waits for others outside of a transfer; all ranks do so equally often in a step."""
+        """Context of a wait for other ranks outside of transfers. All ranks enter it equally often in a step."""
         if self.place is None:
             yield
             return
@@ -90,7 +90,7 @@ class Heartbeat:
         return [] if self.place is None else [PlaceObserver(self.place, steps_done)]
 
     def follow(self, device: torch.device, endpoint: WanEndpoint | None, peers: Collection[int]) -> None:
-        """Tell the memory of ``device`` and the counters of the links to ``peers``, until the attempt ends."""
+        """Publish the memory of ``device`` and the counters of the links to ``peers``, until the attempt ends."""
         if self.place is None:
             return
         if device.type == "cuda":
@@ -101,13 +101,13 @@ class Heartbeat:
             self.place.gauge_links(lambda: [_reading(endpoint, peer) for peer in peers])
 
     def measured(self, busy_s: Callable[[], float]) -> None:
-        """A step whose work the device has done took ``busy_s()`` in computations, which is asked for now and then."""
+        """Publish the computation time of a step that the device has finished. ``busy_s`` is called occasionally."""
         if self.place is not None and self._on_device and monotonic() - self._measured_at > MEASURE_EVERY_S:
             self._measured_at = monotonic()
             self.place.add_busy(busy_s())
 
     def close(self) -> None:
-        """The rank ends."""
+        """Stop the heartbeat at the end of the rank."""
         if self.place is not None:
             self.place.close()
 

@@ -38,7 +38,7 @@ class SlotTrace:
         self.marks: list[Mark] = []
 
     def step_begins(self, num_microbatches: int) -> None:
-        """Nothing: the trace has begun when it was made."""
+        """Do nothing, because the trace begins at its creation."""
 
     def slot_begins(self, slot: Slot) -> None:
         """Mark the beginning."""
@@ -97,7 +97,7 @@ class StepRecords:
         return SlotTrace(self.clock)
 
     def add(self, trace: SlotTrace, peak_bytes: int, peak_chunks: int) -> None:
-        """Keep what was measured of a step; the last two as of `StepRecord`."""
+        """Store the measurements of a step. For the last two see `StepRecord`."""
         self._records.append(StepRecord(trace.start, trace.marks, peak_bytes, peak_chunks))
 
     def busy_before_last(self) -> float:
@@ -105,7 +105,7 @@ class StepRecords:
         return self._records[-2].busy_s(self.clock)
 
     def idle_share(self) -> float:
-        """Share of the last step in which this rank did not compute; waits for the device."""
+        """Share of the last step in which this rank did not compute. Waits for the device."""
         return self._records[-1].idle_share(self.clock)
 
     def timelines(self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None) -> list[Timeline]:

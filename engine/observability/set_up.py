@@ -1,4 +1,4 @@
-"""How long a rank takes to set an attempt up, part by part: what a restart after a fault consists of."""
+"""Durations of the parts of a rank's set-up in an attempt, which make up a restart after a fault."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class SetUpTimes:
     """Seconds of each part of a rank's set-up, on the clock and of its processor; parts follow one another."""
 
     def __init__(self) -> None:
-        """Nothing has begun."""
+        """Start without an attempt."""
         self.begin()
 
     def begin(self) -> None:
-        """An attempt begins."""
+        """Begin an attempt."""
         self.parts: dict[str, tuple[float, float]] = {}
         self._at = monotonic(), process_time()
 

@@ -8,19 +8,19 @@ from weft.pipeline.action import Slot
 
 
 class SlotObserver(Protocol):
-    """Told by the executor, on the thread that launches the work; it must not block.
+    """Observer of slots. The executor calls it on the thread that launches the work, so it must not block.
 
-    Of several, the first is notified first of a beginning and last of an end.
+    The first of several observers is called first at a beginning and last at an end.
     """
 
     def step_begins(self, num_microbatches: int) -> None:
-        """A step of so many micro-batches begins."""
+        """Note the beginning of a step with its number of micro-batches."""
         ...
 
     def slot_begins(self, slot: Slot) -> None:
-        """The slot's work is about to be launched."""
+        """Note that the slot's work is about to be launched."""
         ...
 
     def slot_ends(self, slot: Slot) -> None:
-        """The slot's work has been launched; on a CPU it has ended."""
+        """Note that the slot's work has been launched. On a CPU it has ended."""
         ...

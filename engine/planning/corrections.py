@@ -1,4 +1,4 @@
-"""Corrections of the measurements that a run was planned with, by its own slots and collectives."""
+"""Corrections of the measurements for a run's plan, by its own slots and collectives."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def correct_measurements(
         communicators: of this rank, with the times of their last collectives.
     """
     if emulated_world() is not None:
-        return  # emulated ranks take the time that was set
+        return  # durations of emulated ranks are configured
     load, cache = _run_load(device), CostCache.in_folder(config.data.cache_dir)
-    with suppress(OSError):  # a cache that cannot be written has not been read either
+    with suppress(OSError):  # a cache that cannot be written was not read either
         if dist.get_rank() == 0 and timelines:
             _correct_speed(config, plan, timelines, device, load)
             if (found := fit_overlap(timelines, plan.costs)) is not None:
@@ -58,7 +58,7 @@ def correct_measurements(
 
 
 def _run_load(device: torch.device) -> float:
-    """Processes of this job for each processor of this host, where they compute on processors."""
+    """Return the number of this job's processes for each processor of this host, if they compute on processors."""
     threads = ranks_on_this_host() * torch.get_num_threads()
     return threads / len(os.sched_getaffinity(0)) if device.type == "cpu" else 0.0
 
@@ -81,7 +81,7 @@ def _compute_s(costs: CostModel) -> float:
 
 
 def _correct_collectives(communicator: Communicator, cache: CostCache, device: torch.device, load: float) -> None:
-    """Compare the shortest times of any member, because the last one to arrive does not wait."""
+    """Compare the shortest time of all members, because the last one to arrive does not wait."""
     group = communicator.group
     kinds = Sample, LinkClass, Primitive
     everyones = gather(communicator.times.samples(), group=communicator.process_group(group.flat, 0), kinds=kinds)

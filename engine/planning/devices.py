@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 def usable_flops(device: torch.device, threads: int, cache: Measurements, run: str = "") -> tuple[float, str]:
-    """FLOP/s that a rank is taken to reach, and where that is known from.
+    """Return the FLOP/s that a rank is assumed to reach, and their source.
 
-    What is measured is kept, so that the dry run and every start of a run plan with one figure.
+    Measurements are cached, so that the dry run and every start of a run plan with the same number.
 
     Args:
-        threads: of a rank, where the device is the host's processor.
-        run: what is trained, as earlier runs may have done. See `correct_reached`.
+        threads: of a rank, if the device is the host's processor.
+        run: name of what is trained, for results of earlier runs. See `correct_reached`.
     """
     reached = cache.read().get(_name(f"{run}: ", device, threads)) if run else None
     if reached is not None and not reached.is_old and isinstance(reached.value, float) and reached.value > 0:
@@ -50,7 +50,7 @@ def usable_memory(device: torch.device, threads: int, cache: Measurements) -> fl
 def _kept(
     what: str, device: torch.device, threads: int, cache: Measurements, measure: Callable[[], tuple[float, float]]
 ) -> tuple[float, bool]:
-    """A figure of a device from the cache, or measured and kept there; and whether it was known."""
+    """Return a device's value from the cache, or measure and store it, and whether it was cached."""
     name = _name(what, device, threads)
     known = cache.values().get(name)
     if isinstance(known, float) and known > 0 and not cache.is_due(name):
@@ -129,7 +129,7 @@ def _measured_flops(device: torch.device, threads: int) -> tuple[float, float]:
 
 @cache
 def _measured_copy(device: torch.device, threads: int) -> tuple[float, float]:
-    """Bytes per second of a copy and their spread; arguments as of `_measured_flops`."""
+    """Return bytes per second of a copy and their spread. Arguments as in `_measured_flops`."""
     source = torch.ones(1 << 23, device=device)
     target = torch.empty_like(source)
 

@@ -15,7 +15,7 @@ class CellMember:
     """A line in its DP-cell.
 
     Attributes:
-        pipelines: of the cell; the last cell may hold fewer than the others.
+        pipelines: of the cell. The last cell may have fewer than the others.
         local_rank: LocalDPRank, from 0.
     """
 
@@ -24,7 +24,7 @@ class CellMember:
 
     @classmethod
     def all(cls, layout: RankLayout, size: int) -> list[CellMember]:
-        """The lines of a job, in order; where nothing crosses the WAN, cells hold one.
+        """Return the pipeline replicas of a job, in order. Without transfers over the WAN, each cell has one.
 
         Args:
             size: ``comm.cell``.

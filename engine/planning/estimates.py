@@ -19,7 +19,7 @@ and width at 2 bytes each, with attention that keeps no scores (Korthikanti et a
 
 
 def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
-    """Weights of each virtual stage; tied ones count wherever they are held."""
+    """Return the weights of each virtual stage. Tied ones count wherever they are held."""
     stages = [sum((model.layers[layer] for layer in layers), PartSize(0, 0)) for layers in split.layers]
     stages[0] += model.before
     stages[-1] += model.after
@@ -27,7 +27,7 @@ def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
 
 
 def rank_size(model: ModelSizes, split: StageSplit, held: Sequence[int]) -> PartSize:
-    """Weights of a rank with these virtual stages; tied ones are one parameter there."""
+    """Return the weights of a rank with these virtual stages. Tied ones are one parameter there."""
     stages = stage_sizes(model, split)
     size = sum((stages[stage] for stage in held), PartSize(0, 0))
     return size.without(model.tied) if {0, split.num_stages - 1} <= {*held} else size
@@ -95,7 +95,7 @@ def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
 
 
 def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
-    """By the operations and bytes of each layer; ranks that share layers divide all of this among them."""
+    """Estimate by the operations and bytes of each layer, which ranks that share layers divide among them."""
     work, sequences = _work(config, facts), _sequences(config, facts)
     stages = []
     for part, size, layers in zip(

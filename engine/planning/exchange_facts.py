@@ -1,4 +1,4 @@
-"""How ranks that share sequences let each query meet all keys: what each way takes of this run's time and memory."""
+"""Choice of the context exchange of a run, by the time and memory of each implementation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from weft.pipeline.strands.work import Traffic
 
 
 def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts) -> Facts:
-    """The facts with how ranks that share sequences let each query meet all keys.
+    """Add the chosen context exchange to the facts.
 
     Raises:
-        UnshareableError: what is configured cannot be done.
+        UnshareableError: the model does not support the configured exchange.
     """
 
     def seconds(primitive: str, elements: float) -> float:
@@ -50,8 +50,8 @@ def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts)
 def needed_bytes(config: WeftConfig, facts: Facts) -> float:
     """Return the least memory of the fullest rank: its states, and activations of as many micro-batches as 1F1B holds.
 
-    The schedule is not known yet; of one that a placement with several stages on a rank runs, each of them is taken to
-    hold as many micro-batches as there are ranks.
+    The schedule is not known yet. With several stages on a rank, each stage is assumed to hold as many micro-batches as
+    there are ranks.
     """
     placement = next(iter(open_placements(config.pipeline, facts.layout.sites_of(facts.layout.reference)).values()))
     split = split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
@@ -76,7 +76,7 @@ def _attention_s(config: WeftConfig, facts: Facts) -> float:
 
 
 def _known(axis: str, facts: Facts) -> bool:
-    """True if what collectives along an axis cost is known."""
+    """True if the costs of collectives along an axis are known."""
     if axis not in facts.axes or (costs := facts.axes[axis].costs) is None:
         return False
     link = facts.axes[axis].group.flat.links[0]

@@ -1,4 +1,4 @@
-"""How facts are gathered: before a run from the configuration, caches and this machine; in a run by its ranks."""
+"""Gathers facts: before a run from the configuration, caches and this machine, and in a run from its ranks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def facts_of_ranks(
 def with_collectives(
     config: WeftConfig, facts: Facts, device: torch.device, costs: CollectiveCosts | None, source: str
 ) -> Facts:
-    """The facts with what collectives over the replicas of a stage cost, or why that is not known."""
+    """Add the costs of collectives over the replicas of a stage to the facts, or the reason why they are unknown."""
     if facts.layout.data_ranks == 1:
         source = "one replica: there is nothing to reduce"
     elif config.zero.partition is Partition.none:
@@ -232,7 +232,7 @@ def devices_cache(config: WeftConfig) -> Measurements:
 
 
 def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:
-    """The node of each rank, on the hosts that the run begins on; one where no hostfile names them."""
+    """Return the node of each rank on the run's initial hosts, or a single node without a hostfile."""
     slots = working_hosts(cluster).values() if cluster.hostfile else [world_size(cluster)]
     return tuple(node for node, held in enumerate(slots) for _ in range(held))
 
@@ -263,7 +263,7 @@ def _traced(
         return ModelWork.from_dict(cache.read()[key]), f"traced before, cache {cache.path}"
     try:
         work = trace_model(trained, length, dtype=DTYPES[precision], lora=lora)
-    except Exception as error:  # any: it is the model's own code; sizes of weights have to do
+    except Exception as error:  # any, because this runs the model's own code. Sizes of weights must suffice
         return None, f"not known: {error}"
     with contextlib.suppress(OSError):  # it is traced again the next time
         cache.add({key: work.to_dict()})
@@ -271,7 +271,7 @@ def _traced(
 
 
 def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]:
-    """Those of ``pipeline.costs_file``, for each placement that may be chosen, by its virtual stages."""
+    """Return the costs of ``pipeline.costs_file`` for each possible placement, by its number of virtual stages."""
     found: dict[int, CostModel] = {}
     errors: list[ValueError] = []
     for placement in open_placements(config.pipeline, layout.sites_of(layout.reference)).values():

@@ -53,7 +53,7 @@ def join(config: WeftConfig) -> torch.device:
 
 
 def _sites(config: WeftConfig, world_size: int) -> Sites | None:
-    """None where there is one, or where the ranks do not fit: that is said when all have joined."""
+    """Return None for a single site, or if the ranks do not fit, which is reported after all have joined."""
     stages, routes, held = config.pipeline.stages, num_routes(config.cluster), ranks_per_site(config)
     if len(held) < 2 or world_size % (stages * routes) or sum(held) != stages * routes:
         return None

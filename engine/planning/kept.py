@@ -1,5 +1,4 @@
-"""Values that a process keeps from one attempt for the next: they follow from settings and measurements, and take
-time."""
+"""Cache of values that a process reuses in its next attempt, derived from settings and measurements."""
 
 from __future__ import annotations
 
@@ -17,27 +16,27 @@ class Kept:
     """One value for each name, as long as what it was made from is the same.
 
     Attributes:
-        keeps: whether anything is kept, as in a process that takes part in several attempts of one run. One that
-            trains this and that may find the same settings in another world.
+        keeps: whether to cache, as in a process that takes part in several attempts of one run. Off by default: a
+            process that trains several models could hit a stale entry.
     """
 
     def __init__(self) -> None:
-        """Nothing yet, and nothing is kept."""
+        """Start empty, without caching."""
         self.keeps = False
         self._values: dict[str, tuple[Any, Any]] = {}
 
     def find(self, name: str, made_from: Any) -> Any:
-        """The value of ``name`` if it was made from what equals ``made_from``, or None otherwise."""
+        """Return the value of ``name`` if it was made from an equal ``made_from``, or None."""
         known = self._values.get(name)
         return known[1] if known is not None and known[0] == made_from else None
 
     def put(self, name: str, made_from: Any, value: Any) -> None:
-        """Keep a value, instead of the one that ``name`` had."""
+        """Store a value for ``name``."""
         if self.keeps:
             self._values[name] = deepcopy(made_from), value
 
     def get(self, name: str, made_from: Any, make: Callable[[], T]) -> T:
-        """The value of ``name`` if it was made from the same; otherwise of ``make``, whose errors are the caller's."""
+        """Return the value of ``name`` if it was made from the same, or the result of ``make``, with its errors."""
         found = self.find(name, made_from)
         if found is None:
             found = make()
@@ -48,12 +47,12 @@ class Kept:
 def known_to_any(kept: Kept, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
     """Return on every rank a value that any rank has kept under ``name``, otherwise the result of ``make`` on rank 0.
 
-    A collective call; errors as in `together`.
+    Collective call. Errors as in `together`.
 
     Args:
         kept: this rank's.
-        made_from: the same on all ranks; what was kept counts if it was made from this.
-        kinds: dataclasses and enums that the answer is made of.
+        made_from: the same on all ranks. Cached values count if they were made from it.
+        kinds: dataclasses and enums that the result consists of.
     """
     mine = kept.find(name, made_from)
     has = gather(mine is not None)

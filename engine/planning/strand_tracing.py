@@ -1,4 +1,4 @@
-"""The segments of a model's strands, traced on the meta device: what runs between collectives, and what can wait."""
+"""The segments of a model's strands, traced on the meta device: work between collectives, and deferrable work."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def trace_strands(
 ) -> StrandWork:
     """Trace the computations and collectives of one rank in a forward and a backward.
 
-    The model's own forward runs, cut as for training, with a group on each axis that notes what it is
-    asked for; backwards are split as the engine splits them. Experts get as many tokens each.
+    The model's own forward runs, cut as for training, with a recording group on each axis. Backwards are split as in
+    the engine. Experts receive equally many tokens.
 
     Args:
-        trained: the config of the whole model, or a model (or peft's around one), which is left alone.
+        trained: the config of the whole model, or a model (or peft's around one), which is not changed.
         sizes: members along each axis.
-        exchange: between members of a context group; not auto.
-        checkpointing: whether layers of a model that is made are computed again in the backward.
+        exchange: between members of a context group, not auto.
+        checkpointing: whether layers of a model that is made are recomputed in the backward.
         lora: adapters of a model that is made.
-        dtype: of weights and activations; models with experts are traced in bf16, as torch takes no other.
+        dtype: of weights and activations. Models with experts are traced in bf16, as torch supports no other type.
         own_loss: whether the model's own loss is minimised, not an objective, whose logits are of whole sequences.
 
     Raises:
@@ -102,7 +102,7 @@ def trace_strands(
 
 
 class TracedGroup:
-    """An axis group whose operations are noted, and answered with tensors of the right shape."""
+    """An axis group whose operations are recorded, and return tensors of the right shape."""
 
     def __init__(self, axis: str, size: int, recorder: _Recorder) -> None:
         self.axis, self.size, self.index = axis, size, 0
@@ -160,7 +160,7 @@ class _Recorder(TorchDispatchMode):
         self.num_parts = 0
 
     def watch(self, stage: Stage, kinds: Mapping[int, int]) -> None:
-        """Note where each layer begins and ends; those that an earlier one stands for hand on what they get."""
+        """Record where each layer begins and ends. Layers that an earlier one represents return their input."""
         layers = list(stage.hf_model.get_submodule(decoder_layers(stage.hf_model)).children())
         self.num_parts = len(layers) + 2
         for number, layer in enumerate(layers, start=1):
@@ -197,11 +197,11 @@ class _Recorder(TorchDispatchMode):
         self._at = number, forward
 
     def keep(self, kept: Kept) -> None:
-        """A weight gradient can wait from here."""
+        """Record a weight gradient that can be deferred from here."""
         self._kept.append((self._at[0], len(self._segments.get(self._at, ())), kept))
 
     def play_weights(self) -> None:
-        """Compute what has waited, the products of each parameter at once, in the order in which the last came."""
+        """Count the deferred products, those of each parameter together, in the order of the last one of each."""
         parameters: dict[Any, list[tuple[int, int, Kept]]] = {}
         for entry in self._kept:  # what stages tie is a parameter of each of them
             key = entry[0], entry[2].parameter
@@ -295,7 +295,7 @@ class _Product(NamedTuple):
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that keeps queries, keys, values and its output; the backward computes the scores again."""
+    """Attention that saves queries, keys, values and its output. The backward recomputes the scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: float, recorder: _Recorder) -> Tensor:
@@ -388,7 +388,7 @@ def _grouped_flops(one: Tensor, other: Tensor) -> float:
 
 
 def _is_free(func: Any) -> bool:
-    """True if an operator moves nothing: a view, or memory that nobody has written to."""
+    """True if an operator moves no data: a view, or allocation of uninitialised memory."""
     schema = func._schema
     is_view = any(value.alias_info is not None for value in schema.returns) and not schema.is_mutable
     return is_view or "empty" in schema.name

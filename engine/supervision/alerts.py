@@ -25,7 +25,7 @@ FEWEST = 3
 SLOWER = 1.1
 """Least ratio of a straggler's time to its usual time, however steady it was."""
 SLOWER_THAN_PEERS = 1.5
-"""Least ratio of a rank's time to the median of its replicas, for a rank that was slow from the beginning. A rank
+"""Least ratio of a rank's time to the median of its replicas, if the rank was slow from the beginning. A rank
 without replicas is compared with other ranks, each relative to the plan's prediction."""
 FEWEST_OTHERS = 2
 """Least number of ranks of other stages with which a rank without replicas is compared."""
