@@ -222,8 +222,9 @@ class WeftEngine(PipelineEngine):
     def _random(self, action: Action) -> AbstractContextManager[None]:
         """Context with a forward's random numbers, seeded by step, micro-batch, stage and context member.
 
-        They include dropout's. They depend neither on the schedule nor on the number of replicas, and are the same in a
-        resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives different ones for their parts.
+        These are dropout's, for example. They depend neither on the schedule nor on the number of replicas, and are the
+        same in a resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives
+        different ones for their parts.
         """
         assert action.microbatch is not None
         microbatch = action.microbatch * self.num_replicas + self.replica

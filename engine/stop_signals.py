@@ -78,7 +78,7 @@ class StopSignals:
         signal.set_wakeup_fd(self._wakeup)
 
     def _block(self) -> None:
-        """Let signals wait while a process forks: a child reports its own through this process's pipe until then."""
+        """Block signals while a process forks, because a child initially shares this process's pipe."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def _unblock(self) -> None:
@@ -117,4 +117,4 @@ class StopSignals:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Have the interpreter write the signal's number to the pipe, which it does before it calls this."""
+    """Do nothing. The interpreter writes the signal's number to the pipe before it calls this."""

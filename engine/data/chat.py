@@ -63,7 +63,7 @@ class ChatEncoder:
             whose = template or f"'': that of the tokenizer {tokenizer.name_or_path}"
             raise ValueError(f"data.chat_template={whose}: not a Jinja template ({error}); correct it") from error
         self._templates = {False: plain, True: tool_use}
-        """By whether a conversation has tools."""
+        """Key: whether a conversation has tools."""
         self._limit = limit
         texts = sorted({plain.template, tool_use.template})
         shown = now if any("strftime_now" in text for text in texts) else None
@@ -112,7 +112,7 @@ class ChatEncoder:
         return text
 
     def rendered(self, talk: Conversation) -> str:
-        """The same without a look at what the text has.
+        """Render a conversation without the check that calls of tools appear.
 
         Raises:
             ValueError: the template refuses the conversation.

@@ -79,7 +79,7 @@ def document_key(ids: Sequence[int]) -> int:
 
 
 def text_key(text: str) -> int:
-    """The same of a document whose tokens are not all known: a number that depends only on its text."""
+    """Return a number below 2^32 for a document with incomplete tokens, from its text alone."""
     return zlib.crc32(text.encode())
 
 
@@ -99,7 +99,7 @@ class Part:
     evaluation: bool
 
     def of_all(self, keys: np.ndarray) -> np.ndarray:
-        """Which documents of a complete source are in this part, bool of shape [documents].
+        """Return a mask of a complete source's documents in this part, bool of shape [documents].
 
         At least one document is held out if ``fraction`` is above 0.
         """

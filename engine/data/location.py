@@ -13,7 +13,7 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "t
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Where the rows are stored.
+    """Location of the rows.
 
     Attributes:
         name: ``data.path`` as given.

@@ -48,7 +48,7 @@ class Marks:
         return self._pattern.sub("", rendered)
 
     def positions(self, rendered: str) -> dict[tuple[int, str], int]:
-        """Where in `removed` each mark was first: by its number and ``a`` (start) or ``e`` (end)."""
+        """Return the first position of each mark in `removed`, by its number and ``a`` (start) or ``e`` (end)."""
         found: dict[tuple[int, str], int] = {}
         length = 0
         for match in self._pattern.finditer(rendered):

@@ -137,7 +137,7 @@ def _calls(text: str) -> list[dict[str, Any]]:
 
 
 def message_fault(messages: Any) -> str | None:
-    """Why ``messages`` is not a conversation to train on, and the remedy, or None if it is one."""
+    """Return why ``messages`` is not a conversation to train on, with the remedy, or None if it is one."""
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else _kind(messages)
         return f"it holds {found}; give a list of messages such as {{'role': 'user', 'content': '...'}}"
@@ -161,7 +161,7 @@ def message_fault(messages: Any) -> str | None:
 
 
 def tools_fault(tools: Any) -> str | None:
-    """Why ``tools`` are no schemas of functions, and the remedy, or None if they are, or if there are none."""
+    """Return why ``tools`` are no schemas of functions, with the remedy, or None if they are, or if there are none."""
     if tools is None or (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         return None
     odd = tools if not isinstance(tools, list) else next(each for each in tools if not isinstance(each, dict))
@@ -169,7 +169,7 @@ def tools_fault(tools: Any) -> str | None:
 
 
 def conversation_fault(conversation: Conversation) -> str | None:
-    """Why a conversation cannot be trained on, and the remedy, or None if it can."""
+    """Return why a conversation cannot be trained on, with the remedy, or None if it can."""
     return message_fault(conversation.messages) or tools_fault(conversation.tools)
 
 

@@ -69,7 +69,7 @@ class FileRows:
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def streamed(self) -> IterableDataset:
-        """The same as a stream, whose position can be saved."""
+        """Return the rows as a stream, whose position can be saved."""
         given = {"files": list(map(str, self.files)), "columns": self.columns}
         return IterableDataset.from_generator(_rows_of, gen_kwargs=given)
 

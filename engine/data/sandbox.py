@@ -249,7 +249,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def install() -> None:
-    """Have transformers render templates in a `LimitedEnvironment` from now on. Idempotent."""
+    """Make transformers render templates in a `LimitedEnvironment`. Idempotent."""
     if chat_template_utils.ImmutableSandboxedEnvironment is not LimitedEnvironment:
         chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
         chat_template_utils._compile_jinja_template.cache_clear()

@@ -153,7 +153,7 @@ class _Turns:
                 yield start, end
 
     def _start(self, turn: int) -> int | None:
-        """Where generation of a turn would start, or None if that is not shown.
+        """Return the position at which generation of a turn would start, or None if unknown.
 
         That is where the generation prompt stops matching the text, because templates may open reasoning in a
         prompt and drop it from history, but not behind the beginning of the turn's own text.
@@ -186,7 +186,7 @@ class _Turns:
         return least
 
     def _end(self, turn: int, start: int) -> int | None:
-        """Where a turn that begins at ``start`` ends, or None if that is not shown.
+        """Return the end of a turn that begins at ``start``, or None if unknown.
 
         It goes on after its own text for as long as the same conversation would that ends with this turn, or that
         goes on with another prompt: templates may close the last turn unlike the others.
@@ -216,7 +216,7 @@ class _Turns:
         return "" if prompt is None or plain is None else prompt[_agreement(prompt, plain) :]
 
     def _before(self, turn: int) -> tuple[int, int | None]:
-        """Where the last marked text before a turn ends, and the number of its mark, or None at the beginning."""
+        """Return the end of the last marked text before a turn, and its mark's number, or None at the beginning."""
         earlier = [message for message in self._last if message < turn]
         return self._last[max(earlier)] if earlier else (0, None)
 

@@ -116,7 +116,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int)
 def _joint(
     ids: Sequence[int], spans: Sequence[Span], more: Sequence[int], places: Sequence[Span], least: int
 ) -> tuple[int, int] | None:
-    """Where the tokens of two windows begin to agree behind character ``least``, as an index in each of them."""
+    """Return the indices in two windows from which their tokens agree, after character ``least``."""
     starts = {place[0]: number for number, place in reversed(list(enumerate(places)))}
     for at in range(bisect_left(spans, least, key=lambda span: span[0]), len(spans) - AGREEING):
         behind = starts.get(spans[at][0])

@@ -28,7 +28,7 @@ def cast_module_mixed_precision(
     *more: Any,
     **named: Any,
 ) -> None:
-    """As DeepSpeed's, but trained weights stay as they were given until buckets have taken their masters."""
+    """Do as DeepSpeed does, but keep trained weights in their original type until buckets have copied the masters."""
     if param_dtype is not None:
         frozen = [p for stage in engine.module.stages.values() for p in exported_frozen(stage)]
         compute_in(engine.module.parameters(), param_dtype, set(frozen))
@@ -36,7 +36,7 @@ def cast_module_mixed_precision(
 
 
 def broadcast_model(engine: PipelineEngine) -> None:
-    """As DeepSpeed's, over replicas; but those that divide experts among them hold different ones."""
+    """Broadcast over replicas as DeepSpeed does, unless they hold different experts."""
     if engine.layout.expert == 1:
         PipelineEngine._broadcast_model(engine)
 

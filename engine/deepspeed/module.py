@@ -45,7 +45,7 @@ class WeftModule(PipelineModule):
         self.data_group = own if layout.context == 1 else self._join(data)
         """Ranks that hold the same parts of this rank's stages."""
         self.stage_group = own if layout.lines == layout.replicas else self._join(map(layout.lines_of, every))
-        """All ranks of this rank's stages."""
+        """Group of all ranks of this rank's stages."""
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter of this rank once, by its name in the whole Hugging Face model."""
@@ -57,7 +57,7 @@ class WeftModule(PipelineModule):
                     yield name, parameter
 
     def _join(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
-        """This rank's group among those that hold every rank once. Collective call."""
+        """Make this rank's group among groups that contain every rank once. Collective call."""
         mine = None
         for ranks in groups:
             group = dist.new_group(list(ranks))

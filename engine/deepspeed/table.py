@@ -1,4 +1,4 @@
-"""How each key of a DeepSpeed configuration is handled: taken over, read by DeepSpeed, refused, or without effect."""
+"""Handling of each key of a DeepSpeed configuration: taken over, read by DeepSpeed, refused, or without effect."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 
 def handling(name: str) -> str:
-    """How a key is handled, by its own entry or that of a section above it.
+    """Return the handling of a key, by its own entry or that of a section above it.
 
     Returns:
         ``taken over``, ``read by DeepSpeed``, ``refused`` (unless harmless) or ``without effect``, or empty if

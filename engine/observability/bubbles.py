@@ -48,7 +48,7 @@ class BubbleObserver:
     """An observer of slots that marks bubbles: a rank is busy in its computations, and idle in between."""
 
     def __init__(self, marks: BubbleMarks) -> None:
-        """Tell ``marks``."""
+        """Set ``marks``."""
         self._marks = marks
 
     def step_begins(self, num_microbatches: int) -> None:

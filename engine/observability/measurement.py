@@ -77,7 +77,7 @@ class StepRecord:
 
 
 class StepRecords:
-    """One rank's measurements of its last steps, `RECORDS_KEPT` at most; the last one is ``records[-1]``."""
+    """One rank's measurements of its last steps, `RECORDS_KEPT` at most. The last one is ``records[-1]``."""
 
     def __init__(self, clock: Clock) -> None:
         """Measure with ``clock``."""

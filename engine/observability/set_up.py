@@ -36,4 +36,4 @@ class SetUpTimes:
 
 
 SET_UP = SetUpTimes()
-"""Those of this process."""
+"""The durations of this process."""

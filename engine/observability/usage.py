@@ -1,4 +1,4 @@
-"""How much of the devices a run uses: computation and memory, over all ranks."""
+"""Usage of the devices by a run: computation and memory, over all ranks."""
 
 from __future__ import annotations
 

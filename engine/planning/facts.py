@@ -1,4 +1,4 @@
-"""The facts that a run is planned from: sizes, speeds, links, collectives, each with where it is known from."""
+"""The facts for a run's plan: sizes, speeds, links and collectives, each with its source."""
 
 from __future__ import annotations
 
@@ -66,28 +66,27 @@ class Facts:
     Attributes:
         layout: the ranks.
         model: weights of its parts.
-        work: what a sequence asks of each layer, or None where the model's forward does not run without data.
-        flops_per_s: what a rank reaches in practice, or None where the stages' costs are known.
-        run: what is trained, as the cache of speeds names it, or empty where a run's slots do not show a rank's speed.
-        optimizer_bytes: of state for each weight that the caller's optimiser steps, or None for one that is configured.
-        device_bytes: memory of the rank that has least.
+        work: operations and bytes of a sequence in each layer, or None if the forward does not run without data.
+        flops_per_s: that a rank reaches in practice, or None if the stages' costs are known.
+        run: name of what is trained in the cache of speeds, or empty if a run's slots do not show a rank's speed.
+        optimizer_bytes: of state for each weight in the caller's optimiser, or None for a configured optimiser.
+        device_bytes: smallest memory of a rank.
         device: type of the ranks' devices: cpu or cuda.
-        stage_costs: costs of the virtual stages by how many there are, where they are known; where
-            there are none, they are estimated from the model and the speed.
-        stage_pairs: what strand pairs of these stages take, where that is known, too.
-        strands: what a rank computes between the collectives inside of layers, and what these move, or None where
-            no ranks share layers, or their collectives' costs are not known.
-        speed: of a rank, for strands, or None where there are none.
-        axes: ranks that share layers, by their axis.
-        keeps_frozen: whether memory of the ranks' devices has frozen weights as they were given, too, for the export.
-        recomputes: whether layers are computed again in the backward.
-        operators: how well compute and collectives overlap, or None where that was not measured.
-        exchange: how ranks that share sequences let each query meet all keys; not auto.
+        stage_costs: known costs of the virtual stages, by their number. Without them, costs are estimated from the
+            model and the speed.
+        stage_pairs: known durations of strand pairs of these stages.
+        strands: a rank's computations between the collectives inside of layers, and the traffic of these, or None if
+            no ranks share layers, or their collectives' costs are unknown.
+        speed: of a rank, for strands, or None without strands.
+        axes: groups of ranks that share layers, by axis.
+        keeps_frozen: whether the devices also store frozen weights in their original type, for the export.
+        recomputes: whether layers are recomputed in the backward.
+        operators: overlap of compute and collectives, or None without measurements.
+        exchange: context exchange, not auto.
         links: between ranks.
-        replica_nodes: the node of each rank of a data group: those that hold the same weights. Where replicas are at
-            several sites, their sites.
-        collectives: costs of collectives over these replicas, or None where they are not known.
-        sources: where each of these is known from, by its name.
+        replica_nodes: the node of each rank of a data group, or its site if replicas are at several sites.
+        collectives: costs of collectives over these replicas, or None if unknown.
+        sources: source of each fact, by its name.
     """
 
     layout: RankLayout
@@ -118,7 +117,7 @@ class Facts:
         return Group(self.layout.data_groups(0)[0], self.replica_nodes, self.layout.routes > 1)
 
     def with_links(self, profiles: Mapping[Hop, LinkProfile]) -> Facts:
-        """With the slowest link that was probed between each two sites, where no bandwidth is known."""
+        """Return the facts with the slowest probed link between each two sites, if no bandwidth is configured."""
         known = dict(self.links.pairs)
         found: dict[tuple[int, int], LinkCost] = {}
         for (sender, receiver), profile in profiles.items():
@@ -138,18 +137,18 @@ class Facts:
         return replace(self, links=links, sources=self.sources | {"links": source})
 
     def with_axes(self, axes: dict[str, AxisFacts], source: str) -> Facts:
-        """With who shares layers."""
+        """Return the facts with the groups that share layers."""
         return replace(self, axes=axes, sources=self.sources | {"axes": source})
 
     def with_operators(self, operators: OverlapTable | None, source: str) -> Facts:
-        """With how well operators overlap."""
+        """Return the facts with the overlap of operators."""
         return replace(self, operators=operators, sources=self.sources | {"operators": source})
 
     def with_strands(self, strands: StrandWork, speed: Speed) -> Facts:
-        """With what a rank does between the collectives inside of layers."""
+        """Return the facts with a rank's work between the collectives inside of layers."""
         traced = {"strands": "traced without data", "speed": "as flops_per_s, and of memory"}
         return replace(self, strands=strands, speed=speed, sources=self.sources | traced)
 
     def with_nodes(self, nodes: tuple[int, ...], source: str) -> Facts:
-        """With the node of each rank of a data group."""
+        """Return the facts with the node of each rank of a data group."""
         return replace(self, replica_nodes=nodes, sources=self.sources | {"replica_nodes": source})

@@ -24,7 +24,7 @@ _WARM, _LEAST, _MOST = 2, 3, 30
 
 
 def measured_layers(work: ModelWork) -> tuple[int, ...]:
-    """The layers that stand for all others: the first, the last, and one of each kind between them."""
+    """Return the layers that represent all others: the first, the last, and one of each kind between them."""
     last = len(work.layers) - 1
     kinds = {work.layers[layer]: layer for layer in range(last - 1, 0, -1)}
     return tuple(sorted({0, last, *kinds.values()}))
@@ -33,9 +33,9 @@ def measured_layers(work: ModelWork) -> tuple[int, ...]:
 def measure_layers(
     config: WeftConfig, hf_config: PreTrainedConfig, work: ModelWork, device: torch.device, *, seconds: float
 ) -> tuple[StageCost, ...]:
-    """Costs of each layer for one micro-batch; the first with the embedding, the last with the head and the loss.
+    """Measure the costs of each layer for one micro-batch. The first includes the embedding, the last head and loss.
 
-    Weights are those of the configuration's model, or new ones; of other layers none are made.
+    Weights are those of the configuration's model, or new ones. Other layers' weights are not allocated.
 
     Args:
         work: of the model, which tells its kinds of layers.

@@ -41,15 +41,15 @@ class Position:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How many ranks there are along each axis, and which ranks belong together.
+    """The numbers of ranks along each axis, and the groups of ranks.
 
     Attributes:
-        sites: pipeline ranks of each site, in pipeline order, route after route; one entry where there is one site.
+        sites: pipeline ranks of each site, in pipeline order, route after route. One entry for a single site.
         replicas: of the model.
         context: ranks that share each sequence.
         tensor: ranks that share each layer's matrices.
-        expert: ranks that share the experts of a layer; a divisor of replicas x context.
-        routes: sets of equally many replicas, each of which goes through sites of its own.
+        expert: ranks that share the experts of a layer, a divisor of replicas x context.
+        routes: number of routes, each with the same number of replicas and with sites of its own.
     """
 
     sites: tuple[int, ...]
@@ -92,7 +92,7 @@ class RankLayout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return prod(self._sizes.values())
 
     @property
@@ -101,7 +101,7 @@ class RankLayout:
         return self.lines // self.routes
 
     def rank(self, *, stage: int, replica: int = 0, context: int = 0, tensor: int = 0) -> int:
-        """The global rank at a position."""
+        """Return the global rank at a position."""
         route, replica = divmod(replica, self._sizes["replica"])
         number, at = 0, {"route": route, "stage": stage, "replica": replica, "context": context, "tensor": tensor}
         for axis in AXES:
@@ -109,7 +109,7 @@ class RankLayout:
         return number
 
     def position(self, rank: int) -> Position:
-        """Where a global rank is."""
+        """Return the position of a global rank."""
         at: dict[str, int] = {}
         local, rest = rank % self.lines_of_route, rank
         for axis in reversed(AXES):
@@ -146,8 +146,8 @@ class RankLayout:
     def reference(self) -> int:
         """The route that schedules are planned for, and whose order all replicas follow: the first with most sites.
 
-        Replicas wait for each other inside of a step; that no two of them wait for each other in a circle follows from
-        one order of actions on all ranks of a stage.
+        Replicas wait for each other inside of a step. The same order of actions on all ranks of a stage prevents
+        deadlocks between them.
         """
         return max(range(self.routes), key=lambda route: (len(self.sites_of(route)), -route))
 
@@ -196,7 +196,7 @@ class RankLayout:
 
     @property
     def axis_groups(self) -> dict[str, list[tuple[int, ...]]]:
-        """Ranks that share the work of a layer, by the axis along which they do; without axes of one rank."""
+        """Groups of ranks that share the work of a layer, by axis, without axes of one rank."""
         of_stage = {"tensor": self.tensor_groups, "context": self.context_groups, "expert": self.expert_groups}
         sizes = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
         return {

@@ -28,14 +28,14 @@ from weft.pipeline.states import (
 )
 
 EXACT_BYTES = 4
-"""Bytes of a frozen weight that is kept as it was given."""
+"""Bytes of a frozen weight in its original type."""
 
 
 def memory_checkpoint_bytes(size: PartSize, config: WeftConfig, ranks: int) -> float:
     """Bytes of host memory that one memory checkpoint of a rank takes: fp32 trained weights, moments, the rest.
 
-    The ranks of a stage share its weights out, by ZeRO or because they are on one host; at stage 0 each
-    further host with a replica holds all of them.
+    The ranks of a stage divide its weights, by ZeRO or because they are on one host. At stage 0 each further host with
+    a replica stores all of them.
 
     Args:
         size: of the rank's stages, as a whole.
@@ -115,8 +115,8 @@ def activation_memory(
 ) -> float:
     """Bytes that are left for saved activations on the fullest rank: the M of Centauri's equation 2.
 
-    That is ``pipeline.memory_cap_bytes``, if it is set; or what the states leave of the device,
-    and at least one micro-batch in as many stages as a rank holds.
+    That is ``pipeline.memory_cap_bytes`` if it is set, or the device's memory without the states, but at least one
+    micro-batch in all stages of a rank.
 
     Args:
         states: of each pipeline rank.

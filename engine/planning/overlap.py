@@ -1,4 +1,4 @@
-"""The overlap plan: Centauri's three tiers put to the collectives of ZeRO, stage by stage. No torch."""
+"""The overlap plan: Centauri's three tiers for the collectives of ZeRO, stage by stage. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.pipeline.tiers import (
 )
 
 WHOLE = ((1.0,),)
-"""One chunk: what the operation tier starts from."""
+"""One chunk, with which the operation tier starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class StageOverlap:
 
     Attributes:
         reduce: of its gradients: a reduce-scatter, or the all-reduce of ZeRO-0.
-        gather: of its weights; for ZeRO-0 it does not happen, and takes no time.
+        gather: of its weights. It does not exist for ZeRO-0, and takes no time.
     """
 
     stage: int
@@ -75,7 +75,7 @@ class StageOverlap:
 
     @property
     def cuts(self) -> tuple[float, ...]:
-        """Where the stage's buckets end, as shares of its weights.
+        """Ends of the stage's buckets, as shares of its weights.
 
         A bucket is reduced and gathered as a whole, so the finer plan of the two is used: gathers are
         launched front to back, reductions back to front.
@@ -128,12 +128,11 @@ class OverlapPlan:
 
 
 def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_microbatches: int) -> OverlapPlan:
-    """Every virtual stage's plan, and how many micro-batches are launched together.
+    """Return every virtual stage's plan, and the number of micro-batches that are launched together.
 
-    What can hide a collective is what its rank computes just before it is needed: the forward
-    of the stage before on that rank (none for the first) hides the gather, the backward of the
-    stage after it in the backward's order hides the reduction; both times as many micro-batches
-    as the model tier launches together.
+    A collective is hidden by its rank's computations just before its result is needed. The forward of the previous
+    stage on that rank (none for the first) hides the gather. The backward of the next stage in the backward's order
+    hides the reduction. Both count for all micro-batches that the model tier launches together.
 
     Raises:
         ValueError: a primitive was not measured on a class of link, or a single micro-batch
@@ -152,7 +151,7 @@ def plan_overlap(work: ZeroWork, costs: CostModel, placement: Placement, num_mic
 
 
 def with_collectives(costs: CostModel, plan: OverlapPlan) -> CostModel:
-    """The costs with each stage's reduction and gather in them, for the simulator."""
+    """Return the costs including each stage's reduction and gather, for the simulator."""
     stages = [
         replace(cost, reduce_s=plan.reduce.choice.cost_s, unshard_s=plan.gather.choice.cost_s)
         for cost, plan in zip(costs.stages, plan.stages, strict=True)

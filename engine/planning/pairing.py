@@ -16,7 +16,7 @@ from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.strands.work import Speed, Traffic
 
 HANDOVER_S = 5e-5
-"""Seconds for which a hand-over of the turn between strands occupies a rank."""
+"""Seconds for which a switch between strands occupies a rank."""
 LEAST_COMPUTE = 0.05
 """Share of a measured stage that is taken to be compute where collectives alone seem to take longer."""
 
@@ -25,7 +25,7 @@ def stage_pairs(facts: Facts, split: StageSplit, measured: tuple[StageCost, ...]
     """Return the durations of pairs of virtual stages, or None where they are not known.
 
     Args:
-        measured: costs of the stages; empty to go by the speed of a rank.
+        measured: costs of the stages. If empty, the speed of a rank is used.
     """
     if (given := facts.stage_pairs.get(split.num_stages)) is not None:
         return given

@@ -1,4 +1,4 @@
-"""The plan of a run as a file: JSON for people and programs."""
+"""The plan of a run as a JSON file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 120
 
 
 def plan_to_json(plan: RunPlan) -> str:
-    """The plan with its facts, one line per row of a schedule; numbers without a limit are null."""
+    """Return the plan with its facts as JSON, one line per row of a schedule. Infinite numbers are null."""
     facts = {
         field.name: {"value": _tree(getattr(plan.facts, field.name)), "source": plan.facts.sources.get(field.name)}
         for field in fields(plan.facts)

@@ -31,8 +31,8 @@ class RunPlan:
     """The plan of a run and its predicted cost.
 
     Attributes:
-        facts: what it was planned from.
-        placement: which pipeline rank holds which virtual stages; the sites are those of the layout's reference route.
+        facts: from which it was planned.
+        placement: virtual stages of each pipeline rank, with the sites of the layout's reference route.
         split: layers of each virtual stage.
         costs: of one pipeline on that route, with ZeRO's collectives left out.
         overlap: how ZeRO's collectives are partitioned and overlapped, or None where they are not.
@@ -97,7 +97,7 @@ class RunPlan:
         return predict(self.cell(line), costs, self.members[line].local_rank)
 
     def summary(self) -> str:
-        """One line on the prediction."""
+        """Return one line about the prediction."""
         most = bytes_text(max(memory.total for memory in self.memory))
         cap = f"; {text}" if (text := self.cap_text()) else ""
         return f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}, {most} on the fullest rank{cap}"
@@ -110,13 +110,13 @@ class RunPlan:
 
 
 def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = None) -> RunPlan:
-    """Plan a run from what is known; the same answer for the same facts, but where a search is cut off by time.
+    """Plan a run from facts. The result is deterministic unless a search reaches its time limit.
 
     Args:
-        placement: as `settle_placement` found it before links were opened for it; None asks it.
+        placement: from `settle_placement`, before links were opened. None calls it.
 
     Raises:
-        ValueError: no schedule can be had: a setting does not go with the model or the memory.
+        ValueError: no schedule is possible, because a setting does not fit the model or the memory.
     """
     placement = placement or settle_placement(config, facts)
     split = split_stages(config, facts, placement)
@@ -188,18 +188,18 @@ def split_stages(config: WeftConfig, facts: Facts, placement: Placement) -> Stag
 
 
 def _at_sites(cell: Schedule, sites: tuple[int, ...]) -> Schedule:
-    """The same order of actions where pipeline ranks lie at other sites."""
+    """Return the same order of actions with pipeline ranks at other sites."""
     placement = cell.placement
     return cell if placement.sites == sites else replace(cell, placement=replace(placement, sites=sites))
 
 
 def _on_route(costs: CostModel, facts: Facts, route: int) -> CostModel:
-    """Costs with the links between the sites of a route."""
+    """Return the costs with the links between the sites of a route."""
     return replace(costs, wan_links=facts.links.between(facts.layout.site_numbers(route)))
 
 
 def _route_step_s(facts: Facts, route: int, cells: Mapping[int, Schedule], costs: CostModel) -> float:
-    """Seconds of a step of the slowest DP-cell on a route."""
+    """Return the seconds of a step of the slowest DP-cell on a route."""
     sites, costs = facts.layout.sites_of(route), _on_route(costs, facts, route)
     return max(cell_step_s(_at_sites(cell, sites), costs) for cell in cells.values())
 
@@ -209,7 +209,7 @@ def _step_costs(costs: CostModel, overlap: OverlapPlan | None) -> CostModel:
 
 
 def _stepped(config: WeftConfig, facts: Facts, size: PartSize) -> float:
-    """Weights that a rank's optimiser steps."""
+    """Return the number of weights that a rank's optimiser steps."""
     return size.trained / facts.layout.lines if config.zero.stage else size.held_trained
 
 
@@ -221,7 +221,7 @@ def _plan_overlap(
     parts: Sequence[PartSize],
     states: list[ZeroMemory],
 ) -> OverlapPlan | None:
-    """The three tiers' answers, or None without costs of collectives, or where workloads are not to be partitioned."""
+    """Return the three tiers' choices, or None without costs of collectives, or if partitioning is disabled."""
     if facts.collectives is None or config.zero.partition is not Partition.workload:
         return None
     work = ZeroWork(

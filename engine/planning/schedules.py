@@ -1,4 +1,4 @@
-"""From the configuration to the placement and the schedule. No torch."""
+"""Makes placement and schedule from the configuration. No torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
 
 SPLIT_GAIN = 0.05
-"""Share of the step that split backwards must save on paper; their bookkeeping, up to a tenth of a
-small model's step, is not in the costs."""
+"""Share of the predicted step that split backwards must save. The costs do not include their bookkeeping, which takes
+up to a tenth of a small model's step."""
 
 
 def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict[str, Placement]:
-    """The placements that the configuration allows: one, unless `auto` is to compare them.
+    """Return the placements that the configuration allows: one, unless `auto` compares several.
 
     Args:
         sites: pipeline ranks per site. Empty is one site.
@@ -59,7 +59,7 @@ def plan_placement(
 
     Args:
         sites: pipeline ranks per site. Empty is one site.
-        costs_of: of one pipeline on a placement; a ValueError says that the model cannot be cut so.
+        costs_of: returns the costs of one pipeline on a placement. Raises ValueError if the model cannot be cut for it.
         pipelines: of a DP-cell.
 
     Raises:
@@ -132,7 +132,7 @@ def plan_schedule(
 
     Args:
         num_microbatches: instead of ``config.microbatches``. 0 takes that.
-        costs: of one pipeline, for schedules that look at them; unit costs otherwise.
+        costs: of one pipeline, for schedules that depend on them. Unit costs by default.
         pipelines: of a DP-cell, which is planned as a whole.
         zero_stage: what replicas shard: 0 to 3.
         overlap: whose layer and model tier fixed schedules carry out, as far as memory allows.
@@ -193,7 +193,7 @@ def plan_cells(
     sizes: Collection[int],
     **how: Any,
 ) -> dict[int, Schedule]:
-    """The schedules of DP-cells of these sizes; ``how`` is as of `plan_schedule`."""
+    """Return the schedules of DP-cells of these sizes. For ``how`` see `plan_schedule`."""
     return {size: plan_schedule(config, placement, pipelines=size, **how) for size in sorted(set(sizes))}
 
 
@@ -226,7 +226,7 @@ class RankSchedule:
 
 
 def plan_evaluation(placement: Placement, num_microbatches: int, *, zero_stage: int = 0) -> Schedule:
-    """The lowered schedule of an evaluation: forwards and what they need only, in any number."""
+    """Return the lowered schedule of an evaluation, with any number of forwards and their transfers."""
     keep = {Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD}
     schedule = generate("gpipe", placement, num_microbatches)
     forwards = schedule.with_rows([[slot for slot in row if slot[0].op is Op.F] for row in schedule.rows])

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def with_axes(config: WeftConfig, facts: Facts, nodes: Sequence[int], device: torch.device) -> Facts:
-    """The facts with who shares layers, over which links, and what collectives cost there.
+    """Return the facts with the groups that share layers, their links, and their costs of collectives.
 
     Args:
         nodes: of each rank of the world.
@@ -56,12 +56,12 @@ def with_strands(
     *,
     own_loss: bool,
 ) -> Facts:
-    """The facts with what ranks that share layers compute and exchange, from which pairs of strands are planned.
+    """Return the facts with the computations and collectives inside of layers, from which strand pairs are planned.
 
     Args:
         trained: the whole model, or the config of one that will be made.
         facts: with axes, and exchange.
-        speed: of a rank; measured if it is asked.
+        speed: returns the speed of a rank, measured on demand.
         own_loss: whether the model's own loss is minimised.
     """
     if not facts.axes or any(axis.costs is None for axis in facts.axes.values()):

@@ -349,7 +349,7 @@ def _stage(model: nn.Module, axes: AxisGroups) -> tuple[Stage, dict[int, int]]:
 
 
 class _WholeLogits(Minimised):
-    """Stands for any objective, which may not run without data; all of them communicate alike."""
+    """Substitute for any objective, which may not run without data. All of them communicate equally."""
 
     def __init__(self) -> None:
         super().__init__(Objective.of(next_token_loss))
