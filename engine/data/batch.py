@@ -13,7 +13,7 @@ from weft.engine.data.documents import IGNORED, Document
 Batch = dict[str, Tensor]
 """One micro-batch of B sequences of S tokens on the CPU.
 
-``input_ids``, ``labels`` (-100 is ignored; not shifted, because the model shifts them) and
+``input_ids``, ``labels`` (-100 is ignored, not shifted, because the model shifts them) and
 ``position_ids`` are int64 of shape [B, S]. ``attention_mask`` (1 for tokens, 0 for padding) is
 present only without packing, if rows are padded.
 """
@@ -24,7 +24,7 @@ def collate(rows: Sequence[Sequence[Document]], sequence_length: int, pad: int, 
 
     The positions of each piece start at 0 and its first label is ignored, so that no loss and (with
     Hugging Face's packed attention) no attention crosses into another document. With packing, the
-    rest of a row is one more document of padding; without, it is masked.
+    rest of a row is one more document of padding. Without packing, it is masked.
     """
     shape = (len(rows), sequence_length)
     ids = np.full(shape, pad, dtype=np.int64)

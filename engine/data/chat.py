@@ -24,7 +24,7 @@ TEMPLATES = ("default", "tool_use")
 
 
 class ChatEncoder:
-    """Renders conversations with the chat template; labels the assistant's turns and their closing tokens."""
+    """Renders conversations with the chat template, and labels the assistant's turns and their closing tokens."""
 
     unit = "conversations"
 
@@ -41,7 +41,7 @@ class ChatEncoder:
 
         Args:
             fields: what hold it, as of `chat_columns`.
-            template: Jinja text or a file with it; empty uses the tokenizer's.
+            template: Jinja text or a file with it. Empty uses the tokenizer's.
             limit: truncate conversations to this many tokens.
             now: the time that a template may show.
 
@@ -75,10 +75,10 @@ class ChatEncoder:
         return Conversation.of(row, self.fields)
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode conversations, or lists of messages; one without assistant tokens before the limit gets no tokens.
+        """Encode conversations, or lists of messages. One without assistant tokens before the limit gets no tokens.
 
         Raises:
-            ValueError: a row is not a conversation, or has no assistant token; the message names the row.
+            ValueError: a row is not a conversation, or has no assistant token. The message names the row.
         """
         talks = [value if isinstance(value, Conversation) else Conversation(value) for value in values]
         texts = [self._named(number, self.text, talk) for talk, number in zip(talks, numbers, strict=True)]
@@ -136,7 +136,7 @@ class ChatEncoder:
         return labels
 
     def _named(self, number: int, function: Callable[..., T], *arguments: Any) -> T:
-        """The function's result; its errors name the row."""
+        """Return the function's result, or raise its error with the row."""
         try:
             return function(*arguments)
         except ValueError as error:

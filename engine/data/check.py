@@ -45,7 +45,7 @@ class Seen:
 
 
 def check_source(data: DataConfig) -> Seen:
-    """Read local files once and report what training could not use; hub names are not checked.
+    """Read local files once and report rows that training cannot use. Hub names are not checked.
 
     Raises:
         ValueError: the message has ``data.path``, the file and line if known, and the remedy.

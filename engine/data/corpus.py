@@ -22,7 +22,7 @@ _MACHINE_FILES = ("config-", "_sysconfigdata")
 class Corpus:
     """The documents in a fixed order: modules by path, then help topics by name.
 
-    Contents vary with the Python version; ``sha256`` identifies the text of a run.
+    Contents vary with the Python version. ``sha256`` identifies the text of a run.
     """
 
     texts: tuple[str, ...]
@@ -51,7 +51,7 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
     """Read the embedded corpus, about 700 documents and 11 MB in half a second.
 
     Args:
-        stdlib: folder with the modules; by default this interpreter's.
+        stdlib: folder with the modules, by default this interpreter's.
 
     Raises:
         ValueError: the folder holds no sources (a stripped or zipped Python).
@@ -68,7 +68,7 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
 
 
 def _modules(root: Path) -> Iterator[Path]:
-    """The modules below a folder; those that are skipped are not looked into, because they may hold thousands."""
+    """Yield the modules below a folder. Skipped folders are not searched, because they may hold thousands of files."""
     for folder, folders, names in os.walk(root):
         passed_over = _MACHINE_FILES if Path(folder) == root else ()
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(passed_over)]

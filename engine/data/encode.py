@@ -17,14 +17,14 @@ Columns = dict[str, list[Any]]
 
 
 class Encoder(Protocol):
-    """Turns the fields of a row into tokens; a pure function of the row."""
+    """Turns the fields of a row into tokens, as a pure function of the row."""
 
     fields: tuple[str, ...]
     """Fields of the row to read."""
     unit: str
     """Name of a row in messages."""
     sha256: str
-    """Hex hash of everything that affects the result; names the cache."""
+    """Hex hash of everything that affects the result, which names the cache."""
 
     def value_of(self, row: Mapping[str, Any]) -> Any:
         """Return the value of a row that is to be encoded."""
@@ -50,7 +50,7 @@ class TextEncoder:
         return row.get(self.fields[0])
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode texts; an empty one gets no tokens.
+        """Encode texts. An empty one gets no tokens.
 
         Raises:
             ValueError: a value is not a string.

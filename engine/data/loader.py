@@ -59,7 +59,7 @@ class Share:
 
 
 class MicrobatchLoader(Iterator[Batch]):
-    """Iterates over the micro-batches of one replica; every rank of its pipeline builds an equal loader.
+    """Iterates over the micro-batches of one replica. Every rank of its pipeline builds an equal loader.
 
     The k-th micro-batch after the start, or after resuming at sequence n, holds the global sequences
     n + (k R + r) B to n + (k R + r + 1) B for replica r of R, counted without those that are `left_out`.
@@ -68,7 +68,7 @@ class MicrobatchLoader(Iterator[Batch]):
     """
 
     def __init__(self, share: Share) -> None:
-        """Start at the first sequence; reading starts with the first ``next``."""
+        """Start at the first sequence. Reading starts with the first ``next``."""
         self._share = share
         self._cursor = Cursor()
         self._left_out: list[tuple[int, int]] = []
@@ -93,7 +93,7 @@ class MicrobatchLoader(Iterator[Batch]):
 
     @property
     def epoch(self) -> float:
-        """Number of passes over the data so far; fractional if the data is loaded and not streamed."""
+        """Number of passes over the data so far, fractional if the data is loaded and not streamed."""
         epoch = self._cursor.epoch
         if isinstance(self._share.order.source, StreamedSource):
             return float(epoch)
@@ -102,7 +102,7 @@ class MicrobatchLoader(Iterator[Batch]):
         return epoch + self._cursor.sequence / max(1, self._lengths[epoch])
 
     def sequences(self, epochs: float) -> int:
-        """Number of sequences in the first ``epochs`` passes over loaded data; ``epochs`` may be fractional.
+        """Return the number of sequences in the first ``epochs`` passes over loaded data. ``epochs`` may be fractional.
 
         Raises:
             ValueError: the data has no document.
@@ -146,12 +146,12 @@ class MicrobatchLoader(Iterator[Batch]):
         self._left_out = sorted({*self._left_out, (first, after)})
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last micro-batch, as JSON values; equal on all replicas after the same number."""
+        """Return the position after the last micro-batch, as JSON values, the same on all replicas."""
         left_out = [list(each) for each in self._left_out]
         return {"order": self._share.order.identity, "left_out": left_out, **asdict(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position; the number of replicas and the micro-batch size may have changed.
+        """Go to a saved position. The number of replicas and the micro-batch size may have changed.
 
         Raises:
             ValueError: the state is of other data, another seed or another sequence length.
@@ -166,7 +166,7 @@ class MicrobatchLoader(Iterator[Batch]):
         self._left_out = [(first, after) for first, after in state.get("left_out", ())]
 
     def close(self) -> None:
-        """Stop reading ahead; a later ``next`` resumes at the same position."""
+        """Stop reading ahead. A later ``next`` resumes at the same position."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -192,12 +192,12 @@ def build_loader(
     Args:
         source: what `open_source` returned for the same, where it is open already.
         microbatch_size: sequences per micro-batch.
-        replica: index of the replica; all ranks of its pipeline get equal loaders.
+        replica: index of the replica. All ranks of its pipeline get equal loaders.
         evaluation: make one pass over ``data.eval_split`` or the held-out documents in a fixed
             order, instead of endless training data.
 
     Raises:
-        ValueError: the data cannot be read or encoded; the message names the field and the row.
+        ValueError: the data cannot be read or encoded. The message names the field and the row.
     """
     if not 0 <= replica < num_replicas:
         raise ValueError(f"replica={replica}: there are {num_replicas} replicas, numbered from 0")

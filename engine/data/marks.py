@@ -30,7 +30,7 @@ class Marks:
         return re.compile(rf"{self.tag}(\d+)([ae])")
 
     def put(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with marks; there may be fewer messages than were marked."""
+        """Return the messages with marks, which may be fewer than were marked."""
         marked = list(messages)
         for number, (message, path) in enumerate(self.places):
             if message < len(marked):
@@ -93,7 +93,7 @@ def place_marks(messages: Sequence[Message], text: str, render: Callable[[Sequen
 
 
 def _texts(message: Message) -> list[Path]:
-    """The texts to mark: of each key the text itself, or the last one inside; else a name or the empty content."""
+    """Return the texts to mark: of each key the text itself, or the last one inside, or a name or the empty content."""
     for silent in (_NEVER, _NEVER - {"name"}):
         inside = (path for key, value in message.items() if key not in _NEVER for path in _last(value, silent, (key,)))
         if paths := list(inside):

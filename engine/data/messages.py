@@ -11,7 +11,7 @@ from weft.conf.schema import DataConfig
 _NEEDED = ("role", "content")
 _SHAREGPT = ("from", "value")
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "bot", "model", "chatbot"), "assistant")
-"""ShareGPT's names of roles (``from``); other names stay."""
+"""ShareGPT's names of roles (``from``). Other names stay."""
 CALLER = "function_call"
 """ShareGPT's ``from`` of an assistant's turn whose ``value`` is a call, or a list of them, as JSON."""
 PROMPTED = ("prompt", "completion")

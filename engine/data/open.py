@@ -162,7 +162,7 @@ def _encoder(
 
 
 def _read(data: DataConfig, option: str, cache: Path) -> Rows:
-    """One split of ``data.path``, loaded or streamed; ``option`` is the field that names the split."""
+    """Open one split of ``data.path``, loaded or streamed. ``option`` is the field that names the split."""
     location = locate(data)
     split = getattr(data, option)
     try:

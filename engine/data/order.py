@@ -45,7 +45,7 @@ class Placed(NamedTuple):
     cursor: Cursor
 
     def at(self, sequence: int) -> Cursor:
-        """The cursor of a sequence of the block; the index past the end gives the start of the next block."""
+        """Return the cursor of a sequence of the block. The index past the end gives the start of the next block."""
         return replace(self.cursor, sequence=sequence, consumed=self.cursor.consumed + sequence)
 
     def documents(self, sequence: int) -> list[Document]:
@@ -65,7 +65,7 @@ class Order:
         lay_out: packs the documents of a block into sequences.
         sequence_length: tokens per sequence.
         shuffle: permute documents and sequences within a block, differently in each epoch.
-        endless: repeat epochs without end; otherwise run a single epoch.
+        endless: repeat epochs without end. Otherwise run a single epoch.
     """
 
     source: Source
@@ -103,7 +103,7 @@ class Order:
             epoch, number, start = epoch + 1, 0, {}
 
     def num_sequences(self, epoch: int) -> int:
-        """Number of sequences in one epoch; reads the whole epoch of a streamed source."""
+        """Return the number of sequences in one epoch. Reads the whole epoch of a streamed source."""
         blocks = self.source.blocks({}, self._file_seed(epoch))
         return sum(len(self._layout(block, epoch, number)) for number, block in enumerate(blocks))
 

@@ -30,7 +30,7 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class ContiguousLayout:
-    """Documents joined end to end and cut every ``sequence_length`` tokens; every token appears once.
+    """Documents joined end to end and cut every ``sequence_length`` tokens, so that every token appears once.
 
     Attributes:
         order: documents in joining order, shape [documents].
@@ -83,7 +83,7 @@ class WholeLayout:
 
 
 def lay_out_contiguous(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """Join all documents and cut them; for text, where a document may continue in another sequence.
+    """Join all documents and cut them, for text, where a document may continue in another sequence.
 
     Documents are shuffled before joining and sequences after cutting, so that the parts of a long
     document do not follow each other.
@@ -103,7 +103,7 @@ def lay_out_single(lengths: np.ndarray, sequence_length: int, shuffle: np.random
 
 
 def lay_out_whole(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """Several whole documents per sequence; for conversations, which must not be cut.
+    """Several whole documents per sequence, for conversations, which must not be cut.
 
     Online best fit: each document goes to the fullest open sequence with enough space. A sequence is
     closed when it is full, or when too many are open and it is the fullest.

@@ -55,7 +55,7 @@ class Prefetch(Iterator[T], Generic[T]):
         raise item.error
 
     def close(self) -> None:
-        """Stop the thread after the current item; discard queued items."""
+        """Stop the thread after the current item, and discard queued items."""
         self._shut()
 
 

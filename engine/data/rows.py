@@ -21,7 +21,7 @@ from weft.engine.data.messages import without_nulls
 PARQUET_ROWS = 32
 """Rows of a Parquet file to hold in memory."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape of half a character; JSON writes characters beyond the first 65,536 as two of them."""
+"""Escape of half a character. JSON writes characters beyond the first 65,536 as two of them."""
 
 
 class RowFault(ValueError):
@@ -141,7 +141,7 @@ def _opened(file: Path | str) -> AbstractContextManager[BinaryIO]:
 
 
 def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers, from 1; only a line feed ends one."""
+    """Yield lines with their numbers, from 1. Only a line feed ends one."""
     with _opened(file) as opened:
         for number, line in enumerate(opened, start=1):
             try:

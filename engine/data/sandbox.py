@@ -51,7 +51,7 @@ _LEFT = _Budget()
 
 @contextmanager
 def limited(characters: int) -> Iterator[None]:
-    """Limit what the block renders, by the length of its input; more raises jinja2's `SecurityError`."""
+    """Limit the output of the block, by the length of its input. More raises jinja2's `SecurityError`."""
     _LEFT.steps, _LEFT.characters = MOST_STEPS + characters, MOST_CHARACTERS + PER_CHARACTER * characters
     try:
         yield
@@ -141,7 +141,7 @@ def _check_call(name: str, text: Any, arguments: list[Any]) -> None:
 
 
 def _check_format(text: str, arguments: list[Any]) -> None:
-    """Count what a format string makes; a width may be in it."""
+    """Count the characters that a format string makes, which may contain a width."""
     digits = "".join(letter if letter.isdigit() else " " for letter in text).split()
     if any(len(each) > 6 or int(each) > _MOST_NUMBER for each in digits):
         raise SecurityError(f"a width above {_MOST_NUMBER:,}")

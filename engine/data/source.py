@@ -48,7 +48,7 @@ class Source(Protocol):
 
     @property
     def identity(self) -> str:
-        """Hex hash of the data; a cursor is valid only for the same identity."""
+        """Hex hash of the data. A cursor is valid only for the same identity."""
         ...
 
     def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
@@ -88,7 +88,7 @@ class LoadedSource:
 
 
 class StreamedSource:
-    """A data set that is read during training; a block holds the next ``block_documents`` documents.
+    """A data set that is read during training. A block holds the next ``block_documents`` documents.
 
     The saved state is the data set's state at the start of the block, so that a resumed run reads at
     most one block again and no documents need to be saved.
@@ -126,7 +126,7 @@ class StreamedSource:
         return f"{self._name}: {self._encoder.unit}, streamed in blocks of {self._block_documents}{losses}"
 
     def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
-        """Read from ``start`` on; the last block may be smaller. Only one reader at a time."""
+        """Read from ``start`` on. The last block may be smaller. Only one reader at a time."""
         number = start.get("row", 0)
         dataset = self._dataset.with_format(None)  # a new iteration over the same files
         dataset.set_epoch(shuffle)
@@ -174,7 +174,7 @@ def _losses(truncated: int, left_out: int) -> str:
 
 
 def tokenised(rows: Iterable[Mapping[str, Any]], encoder: Encoder, *, name: str, cache: Path) -> Dataset:
-    """Tokenise ``rows`` once; every rank memory-maps the result from ``cache``.
+    """Tokenise ``rows`` once. Every rank memory-maps the result from ``cache``.
 
     A file there that another user could have written is made anew.
 

@@ -84,7 +84,7 @@ class ChatTemplate:
         token ends, unless the template has generation tags.
 
         Args:
-            tokens: the characters of each token; what comes after the last one is not searched.
+            tokens: the characters of each token. Text after the last one is not searched.
 
         Raises:
             ValueError: the template does not show where a turn begins or ends.

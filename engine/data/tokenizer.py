@@ -60,7 +60,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
 
 
 def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
-    """The cached BPE of this Python's embedded corpus; trained if the cache has none that only this user can change."""
+    """Return the cached BPE of this Python's embedded corpus. It is trained if this user's cache has none."""
     corpus = load_corpus()
     own_folder(cache, "data.cache_dir")
     folder = cache / f"tokenizer-{corpus.sha256[:12]}-{VOCABULARY}"
@@ -84,7 +84,7 @@ def vocabulary_for(words: int, members: int) -> int:
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on ``texts``, with padding, document and turn tokens; deterministic."""
+    """Train a byte-level BPE on ``texts``, with padding, document and turn tokens. Deterministic."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -110,7 +110,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedT
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hex hash of everything that affects the ids of a text; equal on every machine."""
+    """Return a hex hash of everything that affects the ids of a text, equal on every machine."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
     if backend is not None:  # earlier calls set it, and every later call overrides it
@@ -143,7 +143,7 @@ def require_rows(tokenizer: PreTrainedTokenizerBase, rows: int, model: ModelConf
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id for padding; documents never attend to it, and it never counts in the loss."""
+    """Return the id for padding. Documents never attend to it, and it never counts in the loss."""
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in known if token is not None)
 

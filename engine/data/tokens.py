@@ -27,7 +27,7 @@ class Tokens(NamedTuple):
     """Token ids of a text.
 
     Attributes:
-        ids: token ids; if they are not complete, more than the limit.
+        ids: token ids. If they are not complete, more than the limit.
         spans: the characters of each token, or empty if they were not asked for.
         complete: True if the text was read to its end.
     """

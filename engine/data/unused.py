@@ -17,10 +17,10 @@ from weft.engine.data.open import open_rows
 
 
 def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen) -> list[str]:
-    """Lines that name what a run leaves out of its rows; none if it reads everything.
+    """Return lines that name unused parts of a run's rows, or none if it reads everything.
 
     Args:
-        seen: what `check_source` found in local files; a table's columns are read here.
+        seen: results of `check_source` for local files. A table's columns are read here.
 
     Raises:
         ValueError: the data cannot be read.

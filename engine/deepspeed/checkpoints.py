@@ -38,15 +38,15 @@ def save_checkpoint(
 
     Args:
         save_dir: folder of checkpoints.
-        tag: name of the checkpoint's folder; another of that name gives way to it, and
-            ``checkpoint.keep`` does not touch it. None names it by its step.
-        client_state: what the caller wants back from `load_checkpoint`, equal on all ranks:
-            numbers, texts, lists, tuples, dictionaries, tensors and arrays.
-        save_latest: whether `load_checkpoint` may take it where no tag is given.
-        exclude_frozen_parameters: accepted for compatibility; frozen weights are saved, too.
+        tag: name of the checkpoint's folder. It replaces another one of that name, and ``checkpoint.keep`` does not
+            apply to it. None names it by its step.
+        client_state: the caller's state for `load_checkpoint`, equal on all ranks: numbers, texts, lists, tuples,
+            dictionaries, tensors and arrays.
+        save_latest: whether `load_checkpoint` may choose it without a tag.
+        exclude_frozen_parameters: accepted for compatibility. Frozen weights are saved, too.
 
     Raises:
-        CheckpointError: on every rank; checkpoints written before are as they were.
+        CheckpointError: on every rank. Earlier checkpoints are unchanged.
     """
     if engine.weft.checkpoint.background and engine.checkpoint_writer is None:
         engine.checkpoint_writer = BackgroundWriter.open()
@@ -77,19 +77,17 @@ def load_checkpoint(
     Args:
         load_dir: folder of checkpoints, or a checkpoint itself.
         tag: name of a checkpoint in it. None takes the newest.
-        load_optimizer_states, load_lr_scheduler_states: whether to restore these, too; what is
-            not restored stays as it is.
-        load_module_only: restore weights alone, to start a new run from.
+        load_optimizer_states, load_lr_scheduler_states: whether to restore these, too. State that is not restored
+            does not change.
+        load_module_only: restore only weights, to start a new run.
         load_module_strict, custom_load_fn: cannot be changed.
 
     Returns:
-        The checkpoint's path and the caller's state; (None, {}) when no tag is given and there
-        is none.
+        The checkpoint's path and the caller's state, or (None, {}) without a tag if there is no checkpoint.
 
     Raises:
-        CheckpointError: on every rank: the checkpoint named is not there, or what is there
-            cannot be restored.
-        ValueError: an argument that cannot be honoured.
+        CheckpointError: on every rank, if the named checkpoint does not exist, or none can be restored.
+        ValueError: an argument is not supported.
     """
     if not load_module_strict or custom_load_fn is not None:
         raise ValueError(

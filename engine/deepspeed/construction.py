@@ -44,7 +44,7 @@ def broadcast_model(engine: PipelineEngine) -> None:
 def configure_optimizer(
     engine: PipelineEngine, client_optimizer: Optimizer | Callable | None, model_parameters: list[dict[str, Any]]
 ) -> None:
-    """Make the optimiser, and shard it; at every stage of ZeRO it steps `weft.engine.zero`'s buckets."""
+    """Make the optimiser, and shard it. At every stage of ZeRO it steps `weft.engine.zero`'s buckets."""
     if client_optimizer is None:
         engine.basic_optimizer = _basic_optimizer(engine, model_parameters)
     elif isinstance(client_optimizer, Optimizer):
@@ -82,14 +82,14 @@ def configure_optimizer(
 
 
 def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, Any]]) -> Optimizer:
-    """The optimiser that the configuration names; DeepSpeed's own LAMB takes whole parameters on GPUs only."""
+    """Make the configured optimiser. DeepSpeed's own LAMB supports only whole parameters on GPUs."""
     if engine.optimizer_name() == LAMB_OPTIMIZER:
         return Lamb(model_parameters, **(engine.optimizer_params() or {}))
     return engine._configure_basic_optimizer(model_parameters)
 
 
 def configure_lr_scheduler(engine: PipelineEngine) -> None:
-    """Make the schedule; initial rates are kept as torch's schedules keep them, for a resume."""
+    """Make the schedule. Initial rates are stored as by torch's schedules, for a resume."""
     for group in engine.basic_optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     PipelineEngine._configure_lr_scheduler(engine)
