@@ -35,7 +35,7 @@ class MatrixProduct(Product):
     """``activation @ matrix + bias`` over the last dimension: linear layers and Conv1D."""
 
     matrix: Tensor
-    """[in, out]; column-major for nn.Linear, which stores the transpose."""
+    """[in, out], column-major for nn.Linear, which stores the transpose."""
     bias: Tensor | None
     """[out]"""
 
@@ -89,7 +89,7 @@ class Lookup(Product):
     table: Tensor
     """[tokens, width]"""
     padding_idx: int
-    """Row without a gradient; -1 means none."""
+    """Row without a gradient. -1 means none."""
     scale_grad_by_freq: bool
     """Divide a row's gradient by how often it was looked up."""
 

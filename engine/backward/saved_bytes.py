@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """While active, counts the memory of the tensors that autograd saves; shared storage counts once.
+    """Context that counts the memory of the tensors that autograd saves. Shared storage counts once.
 
     Of a checkpointed region only the inputs count, not what is recomputed. Parameters and buffers
     are not counted.

@@ -73,7 +73,7 @@ class SplitBackward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Hook the modules that own matrices; `remove` removes the hooks."""
+        """Hook the modules that own matrices. `remove` removes the hooks."""
         self._module = module
         self._strand = _Strand()
         self._played: Tape | None = None
@@ -91,7 +91,7 @@ class SplitBackward:
 
     @property
     def unsplit(self) -> tuple[str, ...]:
-        """Trainable parameters whose gradient is computed in I; known after the first split forward."""
+        """Trainable parameters whose gradient is computed in I, known after the first split forward."""
         return self._unsplit or ()
 
     def forward(

@@ -22,7 +22,7 @@ class Kept(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Return the parameter under which it is stored; a bias belongs to its matrix."""
+        """Return the parameter under which it is stored. A bias belongs to its matrix."""
         parameter = base_parameter(self.product.parameters[0])
         assert parameter is not None
         return parameter
@@ -73,7 +73,7 @@ class Tape:
 
     @property
     def coming(self) -> Counter[nn.Parameter]:
-        """How often ``accumulate`` and ``play`` will accumulate a gradient of each parameter."""
+        """Return the number of gradients of each parameter that ``accumulate`` and ``play`` will accumulate."""
         filed = self._kept if self._in_backward else self._recorded
         return Counter(parameter for key in filed for parameter in self._factors[key])
 

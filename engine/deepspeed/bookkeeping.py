@@ -66,7 +66,7 @@ def _prints(engine: PipelineEngine, step: int) -> bool:
 
 
 def _write(engine: PipelineEngine, events: list[tuple[str, Tensor | float, int]]) -> None:
-    """Write events to the monitors of rank 0; numbers on a device are waited for only if there are monitors."""
+    """Write events to the monitors of rank 0. Only if there are monitors, this waits for numbers on a device."""
     if engine.global_rank == 0 and engine.monitor.enabled:
         engine.summary_events = [(name, float(value), samples) for name, value, samples in events]
         engine.monitor.write_events(engine.summary_events)

@@ -30,7 +30,7 @@ def eval_batch(
         compute_loss: average the loss over tokens and return it, or None otherwise.
         reduce_output, bcast_loss: accepted for compatibility; the loss is always averaged
             over tokens and replicas, and known to every rank.
-        num_micro_batches: how many to read; as in training if None.
+        num_micro_batches: number to read. None means as in training.
     """
     engine.module.eval()
     schedule = plan_evaluation(

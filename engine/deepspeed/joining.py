@@ -23,7 +23,7 @@ def init_distributed(
     Args:
         config: the run's, or a DeepSpeed configuration (a dictionary or a JSON file) with a section "weft". It is
             needed where ``cluster`` has several sites.
-        timeout_s: of groups; by default ``comm.timeout_s``.
+        timeout_s: of groups, by default ``comm.timeout_s``.
 
     Returns:
         This rank's device.

@@ -60,7 +60,7 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
         tree["bf16"] = tree.pop("bfloat16")  # the name that it had
     tree = _without_removed(tree)
     _refuse(tree, source)
-    # The refused keys that remain have harmless values; the names in their sections are still checked.
+    # The refused keys that remain have harmless values. The names in their sections are still checked.
     tree = {name: value for name, value in tree.items() if name not in REFUSED or isinstance(value, Mapping)}
     check_names(tree, source)
     _check_handled(tree, source)

@@ -32,7 +32,7 @@ class WeftModule(PipelineModule):
         topology = RankTopology(layout)
         mine = layout.position(dist.get_rank()).stage
         held = nn.ModuleList(stages)
-        # To DeepSpeed the pipeline has one layer per rank; it builds only this rank's.
+        # For DeepSpeed the pipeline has one layer per rank, of which it builds only this rank's.
         layers = [held if rank == mine else nn.Identity() for rank in range(layout.stages)]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints its seeds and layers
             super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=True)

@@ -24,14 +24,14 @@ TAKEN_OVER = {
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
 }
-# DeepSpeed's defaults that differ from the schema's; they apply if neither place gives a value.
+# DeepSpeed's defaults that differ from the schema's, which apply if neither configuration has a value.
 DEEPSPEED_DEFAULTS = {"optimizer.clip": 0.0, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "sgd": "sgd"}
 WHOLE_ONLY = frozenset({"adafactor", "lbfgs", "muon"})
 """Optimiser types that need whole parameters, and so do not work with ZeRO's shards."""
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 
-# Keys that DeepSpeed's part of the engine reads unchanged; a section includes everything in it.
+# Keys that DeepSpeed's part of the engine reads unchanged. A section includes everything in it.
 READ_BY_DEEPSPEED = frozenset(
     {
         "bf16.check_grad_overflow",
@@ -213,7 +213,7 @@ def handling(name: str) -> str:
 
 
 def key_table() -> list[str]:
-    """Markdown table of every key and how it is handled; `docs/zero.md` contains it."""
+    """Return a Markdown table of every key and its handling, which `docs/zero.md` contains."""
     rows = [
         *((key, "taken over", f"`{field}`") for key, field in TAKEN_OVER.items()),
         *((key, "read by DeepSpeed", "as there") for key in sorted(READ_BY_DEEPSPEED)),

@@ -74,7 +74,7 @@ class Times(Protocol):
         ...
 
     def passed_ns(self, event: Any) -> int:
-        """`time.monotonic_ns` when the device passed ``event``; waits until it has."""
+        """Return `time.monotonic_ns` when the device passed ``event``. Waits until it has."""
         ...
 
 

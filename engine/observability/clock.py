@@ -8,24 +8,24 @@ from typing import Any, Protocol
 import torch
 
 TIES = 5
-"""Tries to tie the device's clock to the host's."""
+"""Number of tries to align the device's clock with the host's."""
 TIE_EVERY_NS = 5_000_000_000
-"""After which the two may have drifted apart."""
+"""Nanoseconds after which the two may have drifted apart."""
 
 
 class Clock(Protocol):
-    """Takes marks now, tells their times later."""
+    """Sets marks, whose times are read later."""
 
     def mark(self) -> Any:
         """A point in this rank's order of work."""
         ...
 
     def seconds(self, start: Any, mark: Any) -> float:
-        """Seconds from one mark to another; waits until the device has passed both."""
+        """Return the seconds from one mark to another. Waits until the device has passed both."""
         ...
 
     def wall_s(self, mark: Any) -> float:
-        """Seconds since the epoch at which the device passed a mark; waits until it has."""
+        """Return the seconds since the epoch at which the device passed a mark. Waits until it has."""
         ...
 
 
@@ -55,12 +55,12 @@ class CudaClock:
         return event
 
     def seconds(self, start: torch.cuda.Event, mark: torch.cuda.Event) -> float:
-        """Seconds between two events; synchronises on the later one."""
+        """Return the seconds between two events. Synchronises on the later one."""
         mark.synchronize()
         return start.elapsed_time(mark) / 1000
 
     def wall_s(self, mark: torch.cuda.Event) -> float:
-        """Seconds since the epoch at which the device passed an event; the host was there long before."""
+        """Return the seconds since the epoch at which the device passed an event, long after the host."""
         now = self.mark()
         now.synchronize()
         return time() - mark.elapsed_time(now) / 1000
@@ -69,12 +69,12 @@ class CudaClock:
 class DeviceTimes:
     """Host times at which a device passed events, whenever a thread gets round to asking.
 
-    The device's clock is tied to the host's by an event on a stream of its own, between two looks
-    at the host's clock; of several tries the closest two count.
+    The device's clock is aligned with the host's by an event on a separate stream, between two reads of the host's
+    clock. Of several tries the one with the closest reads counts.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Tie the clocks; the device has to be free to run an event."""
+        """Align the clocks. The device must be free to run an event."""
         self._stream = torch.cuda.Stream(device)
         self._tie()
 
@@ -85,7 +85,7 @@ class DeviceTimes:
         return event
 
     def passed_ns(self, event: torch.cuda.Event) -> int:
-        """`time.monotonic_ns` when the device passed ``event``; waits until it has."""
+        """Return `time.monotonic_ns` when the device passed ``event``. Waits until it has."""
         event.synchronize()
         if monotonic_ns() - self._tied_ns > TIE_EVERY_NS:
             self._tie()

@@ -11,7 +11,7 @@ from weft.conf.private import append_private
 
 
 class SetUpTimes:
-    """Seconds of each part of a rank's set-up, on the clock and of its processor; parts follow one another."""
+    """Seconds of each part of a rank's set-up, by the clock and of its processor. Parts follow one another."""
 
     def __init__(self) -> None:
         """Start without an attempt."""
