@@ -1,4 +1,4 @@
-"""`auto` alongside fixed schedules, on random clusters, and against the proven optimum."""
+"""`auto` compared with fixed schedules on random clusters, and with the proven optimum."""
 
 from __future__ import annotations
 

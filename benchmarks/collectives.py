@@ -33,7 +33,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Row:
-    """The plain collective and the chosen rewrite, measured alternately.
+    """The plain collective and the chosen rewrite, measured in turns.
 
     Attributes:
         plain_s, chosen_s: medians of the slowest rank's seconds.
@@ -50,7 +50,7 @@ class Found:
 
     Attributes:
         topology: key of the costs; device: of the overlap.
-        overlap: OEF of each kind of compute alongside a collective of each class of links.
+        overlap: OEF of each kind of compute and a collective of each class of links.
     """
 
     topology: str

@@ -1,4 +1,4 @@
-"""Emulation: an emulated step alongside the real one, alternately; what-ifs alongside real changes."""
+"""Emulation: emulated steps compared with real ones, and what-ifs with real changes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Figures = dict[str, list[dict[str, Any]]]
 def main(argv: Sequence[str]) -> int:
     """Run ``[--parts PART ...] [--jobs NAME ...] ...``; returns 1 if an error is larger than the goal, or not shown.
 
-    Each job runs for real and emulated alternately, in steps that follow each other.
+    Real and emulated steps of a job alternate.
 
     Raises:
-        ValueError: there is no such job, or what is to be added to cannot be read.
+        ValueError: there is no such job, or the results to add to cannot be read.
     """
     args = parse(_parser(), argv, parts=PARTS, jobs=[layout.name for layout in LAYOUTS], what_ifs=list(CHANGES))
     if not 0 < args.layer_ms <= 1000:

@@ -1,4 +1,4 @@
-"""Weft's engine alongside DeepSpeed's and torch's: on one host, across sites, and sharded over a slow link."""
+"""Weft's engine compared with DeepSpeed's and torch's: on one host, across sites, and sharded over a slow link."""
 
 from __future__ import annotations
 

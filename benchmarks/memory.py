@@ -1,4 +1,4 @@
-"""Memory of a rank by ZeRO stage and layout, measured and predicted, alongside DeepSpeed's."""
+"""Memory of a rank by ZeRO stage and layout, measured, predicted, and compared with DeepSpeed's."""
 
 from __future__ import annotations
 

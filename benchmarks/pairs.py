@@ -1,4 +1,4 @@
-"""Steps of the whole engine with strand pairs interleaved, alongside other schedules and engines."""
+"""Steps of the whole engine with strand pairs interleaved, compared with other schedules and engines."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _timeout_s(args: argparse.Namespace, count: int) -> float:
 
 
 def _race(engines: Sequence[str], case: SharedCase, rounds: int) -> dict[str, Found]:
-    """Each engine ``rounds`` times in fresh processes, alternately."""
+    """Run each engine ``rounds`` times in new processes, in turns."""
     runs: dict[str, list[list[SharedRun]]] = {name: [] for name in engines}
     for turn in range(rounds):
         for name in engines:

@@ -1,4 +1,4 @@
-"""The predicted step of twelve layouts on emulated sites, alongside the measured one."""
+"""The predicted step of twelve layouts on emulated sites, compared with the measured one."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Layout:
     """A layout that a sharing is combined with.
 
     Attributes:
-        replicas: alongside those that an expert group is made of.
+        replicas: data-parallel replicas; an expert axis multiplies them.
     """
 
     stages: int = 1

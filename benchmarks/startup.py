@@ -1,4 +1,4 @@
-"""Time from the command to the first step and from the last step to the exit, alongside torchrun, Trainer and peft."""
+"""Time from the command to the first step, and from the last step to the exit, also of torchrun, Trainer and peft."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
 
 
 def _peers(args: argparse.Namespace, folder: Path) -> int:
-    """Weft alongside others, on the same faults."""
+    """Compare Weft with other systems on the same faults."""
     names = args.peers or [name for name in peers.NAMES if peers.is_here(name)]
     found: dict[str, dict[str, str]] = {}
     with suppress(KeyboardInterrupt):

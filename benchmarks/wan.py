@@ -1,4 +1,4 @@
-"""The WAN channel alongside iperf3 on one bed, over distance and connections."""
+"""The WAN channel compared with iperf3 on one netbed, by latency and number of connections."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _case(bed: NetBed, latency_ms: float, connections: int, spinning: bool, args: argparse.Namespace) -> Row:
-    """Both programs alternately, so that a busy machine treats them alike."""
+    """Run both programs in turns, so that other load on the machine affects both."""
     peers, ours = [], []
     for _ in range(args.repeats):
         peers.append(_iperf3(bed, connections, args.seconds, spinning))
@@ -119,7 +119,7 @@ def _median(rates: list[Rate]) -> Rate:
 
 
 def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Rate:
-    """iperf3's receiver-side goodput; alongside two spinning processes where Weft's processes spin."""
+    """Return iperf3's goodput at the receiver, with two spinning processes if Weft's main threads spin."""
     spinners = [_FORK.Process(target=_spin, args=(3600.0,), daemon=True) for _ in range(2 if spinning else 0)]
     try:
         with _iperf3_server(bed):

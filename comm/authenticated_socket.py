@@ -1,4 +1,4 @@
-"""Sockets on which both ends find out whether the other is a process of the same job."""
+"""Sockets on which both ends authenticate each other as processes of the same job."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HELD_BYTES = 1 << 16
 
 
 class Connection(asyncio.Protocol):
-    """An end of a connection, in the clear for its user, which forwards what it receives to another.
+    """One end of a decrypted connection, which forwards what it receives to another.
 
-    Forwarding is a callback of the event loop: a task for each direction would take several times as long, and rank
-    0's store is asked through one loop by all ranks.
+    Forwarding is a callback of the event loop. A task for each direction would take several times as long, and all
+    ranks reach rank 0's store through one loop.
 
     Attributes:
         transport: to the peer.
@@ -35,14 +35,14 @@ class Connection(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self) -> None:
-        """Not connected yet; in a running event loop."""
+        """Create an unconnected end; requires a running event loop."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held = bytearray()
         self._source: Connection | None = None
         self._target: Connection | None = None
 
     def forward_to(self, target: Connection) -> None:
-        """From now on, and what has come so far; while ``target``'s buffer is full, nothing is read."""
+        """Forward all data to ``target``, buffered data first; pause reading while its send buffer is full."""
         self._target, target._source = target, self
         target.transport.write(bytes(self._held))
         self._held.clear()
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Forward, or hold as much as a reader may."""
+        """Forward ``data``, or buffer up to `HELD_BYTES` until there is a target."""
         if self._target is not None:
             self._target.transport.write(data)
             return
@@ -63,17 +63,17 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def pause_writing(self) -> None:
-        """The peer is slower than who sends to it."""
+        """Pause the source, because the peer reads more slowly."""
         if self._source is not None:
             self._source.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """The peer has caught up."""
+        """Let the source continue."""
         if self._source is not None:
             self._source.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell who waits for `lost`."""
+        """Complete `lost`."""
         if not self.lost.done():
             self.lost.set_result(None)
 
@@ -83,13 +83,13 @@ class AuthenticationError(ConnectionError):
 
 
 class AuthenticatedSocket(Protocol):
-    """An address at which the ranks of a job connect to rank 0, and prove to each other that they belong to it."""
+    """An address at which the ranks of a job connect to rank 0, with mutual authentication."""
 
     listener: socket.socket | None
     """On the side that accepts."""
 
     async def authenticate(self, peer: socket.socket) -> Connection:
-        """Check who is at the other end of an accepted connection, which the result then owns.
+        """Authenticate the peer of an accepted connection, which the result then owns.
 
         Raises:
             AuthenticationError: not a process of this job.
@@ -98,7 +98,7 @@ class AuthenticatedSocket(Protocol):
         ...
 
     async def connect(self) -> Connection:
-        """An authenticated connection to the side that accepts.
+        """Open an authenticated connection to the side that accepts.
 
         Raises:
             AuthenticationError: what listens there is not a process of this job.
@@ -108,7 +108,7 @@ class AuthenticatedSocket(Protocol):
 
 
 class AuthenticatedUnixSocket:
-    """An abstract Unix socket; the kernel says which user is at the other end."""
+    """An abstract Unix socket; the kernel reports the user of the peer."""
 
     def __init__(self, name: str, *, listens: bool) -> None:
         """Listen at ``name``, or remember it for `connect`.
@@ -137,10 +137,10 @@ class AuthenticatedUnixSocket:
 
 
 class AuthenticatedTcpSocket:
-    """A host's TCP port, where one knocks, with mutual TLS 1.3 by a certificate that both sides derive from the key.
+    """A host's shared TCP port: a hello, then mutual TLS 1.3 with a certificate that both sides derive from the key.
 
     Attributes:
-        port: this process's part in the port, if it listens.
+        port: this process's `HostPort`, if it listens.
     """
 
     def __init__(self, address: tuple[str, int], *, listens: bool) -> None:
@@ -162,20 +162,20 @@ class AuthenticatedTcpSocket:
             self.address, self.listener = self.port.address, self.port.listener
 
     async def authenticate(self, peer: socket.socket) -> Connection:
-        """Hear the knock, prove the key, and have the peer prove it."""
+        """Read the hello, then authenticate both sides in a TLS handshake."""
         assert self.port is not None
         await self.port.answer(peer)
         return await self.authenticate_handed(peer)
 
     async def authenticate_handed(self, peer: socket.socket) -> Connection:
-        """The same of a connection that another process has handed on."""
+        """Authenticate a connection whose hello another process has read."""
         try:
             return await open_connection(peer, self._accepting, server_side=True)
         except ssl.SSLError as error:
             raise AuthenticationError("another key") from error
 
     async def connect(self) -> Connection:
-        """Connect, have the server prove the key, and prove it in turn."""
+        """Send a hello, then authenticate both sides in a TLS handshake."""
         connection = await connected(socket.socket(family_of(self.address)), self.address)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
@@ -192,10 +192,10 @@ class AuthenticatedTcpSocket:
 async def open_connection(
     end: socket.socket, context: ssl.SSLContext | None = None, *, server_side: bool = False
 ) -> Connection:
-    """The connection of a connected socket, which it owns from now on.
+    """Wrap a connected socket in a `Connection`, which then owns it.
 
     Raises:
-        ssl.SSLError: the other side has another certificate than ``context``, or speaks something else.
+        ssl.SSLError: the peer has another certificate than ``context``, or does not use TLS.
         OSError: it went away.
     """
     loop = asyncio.get_running_loop()
@@ -210,7 +210,7 @@ async def open_connection(
 
 
 def listen(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
-    """A non-blocking listening socket.
+    """Return a non-blocking listening socket.
 
     Raises:
         ValueError: the address cannot be bound.

@@ -1,8 +1,8 @@
 """A host's one TCP port for other hosts, which several processes of a run share.
 
-All of them listen there, and the kernel gives a connection to any one. So a connection begins with a *knock* of 96
-bytes in the clear, which names who it is for and proves the job's key, and a process hands on what is not its own. For
-a rank's endpoint (`comm/wan/door.hpp`) one knocks by its attempt and number, for all else by a `Service`. See
+All of them listen there, and the kernel gives a connection to any one. So a connection begins with a *hello* of 96
+bytes in the clear, which names the recipient and proves the job's key. A process passes a connection for another
+recipient on. A rank's endpoint (`comm/wan/door.hpp`) is named by attempt and rank, all others by a `Service`. See
 docs/decisions/one-port.md.
 """
 
@@ -25,18 +25,18 @@ from time import monotonic, sleep
 from weft.comm.wan.key import WanKey
 
 KNOCK_BYTES = 96
-_SIGNED = struct.Struct("<8s16sII32s")  # magic, attempt, for whom, 0, random bytes; their HMAC follows
+_SIGNED = struct.Struct("<8s16sII32s")  # magic, attempt, recipient, 0, random bytes; their HMAC follows
 _MAGIC = b"weftdoor"
 _NO_ATTEMPT = bytes(16)
 _SENDER = struct.Struct("3i")  # process, user, group
 _WAIT_S, _LOOK_S = 1.0, 0.01
-"""How long a process of this run that is ending may still have what is wanted, and how often that is looked at."""
+"""Seconds to wait for a name that an ending process of this run still has, and seconds between attempts."""
 _MOST_STRANGERS, _STRANGERS_WITHIN_S = 64, 5.0
-"""Peers with another key whose handshake is begun within this time, which is how long one may take."""
+"""Limit of handshakes with peers that have another key, within the time limit of one handshake."""
 
 
 class Service(IntEnum):
-    """Who is knocked for besides endpoints; numbers that no rank has."""
+    """Recipients of connections other than endpoints; the numbers are above all ranks."""
 
     RENDEZVOUS = 0xFFFFFFFE
     CONTROL = 0xFFFFFFFF
@@ -53,23 +53,23 @@ def knock(key: WanKey, service: Service) -> bytes:
 
 
 class HostPort:
-    """A service's part in its host's port: what the kernel gives it, and what other processes hand on.
+    """A service's share of its host's port: connections from the kernel, and those that other processes pass on.
 
-    A forked child keeps nothing of it.
+    Its sockets are closed in a forked child.
 
     Attributes:
-        address: where it listens.
-        listener: accepts connections that have not knocked yet; `answer` hears them.
+        address: the IP address and port on which it listens.
+        listener: accepts connections whose hello `answer` has to read.
     """
 
     def __init__(self, address: tuple[str, int], service: Service, key: WanKey) -> None:
-        """Listen, alongside other processes of this user that share the port; 0 takes one that is free.
+        """Listen on a port that other processes of this user may share; port 0 takes a free one.
 
         Raises:
-            OSError: the address cannot be had, or another process is that service there.
+            OSError: the address cannot be bound, or another process is this service there.
         """
         self._service, self._key = service, key
-        self._heard: set[bytes] = set()  # only who has the key adds to it
+        self._heard: set[bytes] = set()  # random bytes of hellos; only holders of the key can add to it
         self._strangers: deque[float] = deque(maxlen=_MOST_STRANGERS)
         self._loop: asyncio.AbstractEventLoop | None = None
         with ExitStack() as undo:
@@ -85,31 +85,31 @@ class HostPort:
             undo.pop_all()
 
     async def answer(self, guest: socket.socket) -> None:
-        """Hear whom a connection from `listener` is for, and hand it on if that is another; it stays the caller's.
+        """Read the hello of a connection from `listener`, and pass it on if the recipient is another process.
 
-        A peer that proves another key goes on to the handshake, so that both sides can report it, unless many did just
-        now: the buffers of a handshake take 256 KiB.
+        The caller still closes ``guest``. A peer with another key proceeds to the handshake, so that both sides can
+        report it, unless many such peers came just now: the buffers of a handshake take 256 KiB.
 
         Args:
-            guest: non-blocking; no more than the knock is read of it.
+            guest: a non-blocking socket; nothing beyond the hello is read.
 
         Raises:
-            HandedOn: it is for another process.
-            ConnectionError: it did not knock, or nobody of that name is here.
+            HandedOn: another process has the connection now.
+            ConnectionError: it sent no valid hello, or no such recipient is on this host.
         """
         heard = b""
         while len(heard) < KNOCK_BYTES:
             more = await asyncio.get_running_loop().sock_recv(guest, KNOCK_BYTES - len(heard))
             heard += more
             if not more or heard[: len(_MAGIC)] != _MAGIC[: len(heard)]:
-                raise ConnectionError("it did not knock as peers do")
+                raise ConnectionError("it sent no valid hello")
         signed, proof = heard[: _SIGNED.size], heard[_SIGNED.size :]
         _, attempt, whom, _, random = _SIGNED.unpack(signed)
         if not hmac.compare_digest(_proof(self._key, signed), proof):
             self._admit_stranger()
             return
         if random in self._heard:
-            raise ConnectionError("that knock was heard before")
+            raise ConnectionError("this hello was used before")
         self._heard.add(random)
         if (attempt, whom) == (_NO_ATTEMPT, self._service):
             return
@@ -123,7 +123,7 @@ class HostPort:
         """Count a peer with another key.
 
         Raises:
-            ConnectionError: as many as may shake hands at once came within the time that a handshake has.
+            ConnectionError: `_MOST_STRANGERS` such peers came within the time limit of a handshake.
         """
         now = monotonic()
         if len(self._strangers) == _MOST_STRANGERS and now - self._strangers[0] < _STRANGERS_WITHIN_S:
@@ -131,7 +131,7 @@ class HostPort:
         self._strangers.append(now)
 
     def take_handed(self, loop: asyncio.AbstractEventLoop, welcome: Callable[[socket.socket], object]) -> None:
-        """From now on, on ``loop``, call ``welcome`` with what other processes hand on; called on that loop."""
+        """Call ``welcome`` on ``loop`` with each connection that another process passes on; call this on that loop."""
         self._loop = loop
         loop.add_reader(self._mailbox, self._take_all, welcome)
 
@@ -164,12 +164,12 @@ class HostPort:
 
 
 def claim(port: int, service: Service | str) -> socket.socket:
-    """Be the only process of this host that is ``service`` at ``port``, until the result is closed.
+    """Reserve ``service`` at ``port`` on this host for this process, until the result is closed.
 
-    A process that is about to end may have it for a moment longer.
+    Retries for `_WAIT_S`, because a process that is about to end may still have the reservation.
 
     Raises:
-        OSError: another process is.
+        OSError: another process has the reservation.
     """
     mailbox = _kept_from_children(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     mailbox.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -203,7 +203,7 @@ _KEPT: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _kept_from_children(made: socket.socket) -> socket.socket:
-    """A forked child that still had it would keep the port from those who come after its parent."""
+    """Close ``made`` in forked children; otherwise a child would block the port after its parent has ended."""
     _KEPT.add(made)
     return made
 

@@ -65,8 +65,8 @@ class Progress:
                 del result
             del function, future
         self._closed = RuntimeError(f"{self._name} is closed")
-        self._fail_pending(self._closed)  # they came too late, and nobody runs them
-        with torch.no_grad(), suppress(Exception):  # nobody hears of it
+        self._fail_pending(self._closed)  # submitted too late to run
+        with torch.no_grad(), suppress(Exception):  # there is no caller to raise to
             function()
 
     def _fail_pending(self, error: Exception) -> None:

@@ -72,7 +72,7 @@ class _RtsEnd:
         self._rts_thread = Progress(f"weft rts with {self.peer}")
 
     def interrupt(self, error: Exception) -> None:
-        """Have calls fail, and waits for what is not launched yet, from any thread."""
+        """Make calls fail, and waits for what is not launched yet; callable from any thread."""
         self._rts_thread.fail(error)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class RtsSender(_RtsEnd):
         return RtsSend(work, tensor)
 
     def leave(self) -> None:
-        """Close, and let the receiver know that nothing more will come."""
+        """Close, and notify the receiver that no more messages follow."""
         self._rts_thread.close(self._tell_that_it_leaves)
 
     def _send_rts(self, device_reached: Callable[[], None], rts: Tensor, announced: dist.Work) -> None:
@@ -118,9 +118,9 @@ class RtsSender(_RtsEnd):
         self._farewell = self._tell(_LEAVES)
 
     def _tell(self, rts: Tensor) -> dist.Work | None:
-        """Not waited for: gloo sends it when the receiver has come that far, which it may never do.
+        """Send an RTS without waiting: gloo sends it when the receiver has reached it, which may never happen.
 
-        The result has to be kept until then.
+        The caller must keep a reference to the result until then.
         """
         return dist.isend(rts, self.peer, group=self.rts_group)
 
@@ -144,7 +144,7 @@ class RtsReceiver(_RtsEnd):
         rts = torch.empty_like(expected)
         dist.recv(rts, self.peer, group=self.rts_group)
         if (error := self._rts_thread.error) is not None:
-            raise error  # interrupted: nobody waits for it, and nothing must be launched
+            raise error  # interrupted: no caller waits, and nothing must be launched
         if torch.equal(rts, _LEAVES):
             raise ChannelError("it has left")
         assert torch.equal(rts, expected), (
@@ -155,7 +155,7 @@ class RtsReceiver(_RtsEnd):
             return dist.irecv(buffer, self.peer, group=self.group), buffer
 
     def _on_receive_stream(self) -> AbstractContextManager[object]:
-        """The stream of receives, which does not wait for compute."""
+        """Return a context in which the stream of receives is current, which does not wait for compute."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
@@ -189,7 +189,7 @@ class RtsReceive:
 
 
 def _reached(device: torch.device) -> Callable[[], None]:
-    """A callable that blocks until the device has executed what is queued on the current stream so far."""
+    """Return a callable that blocks until the device has executed what is queued on the current stream so far."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event(blocking=True)
@@ -202,4 +202,4 @@ def _rts(number: int, tag: str, num_bytes: int) -> Tensor:
 
 
 _LEAVES = torch.tensor([-1, 0, 0])
-"""In place of an RTS: the sender leaves."""
+"""Sent instead of an RTS when the sender leaves."""

@@ -16,9 +16,9 @@ from weft.conf.owners import is_trusted
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path alongside ``path`` to write to; when the block ends it takes the place of ``path``.
+    """Yield a temporary path in the folder of ``path``, which replaces ``path`` when the block ends.
 
-    Folders above are made. After an error nothing is left of the draft, and ``path`` is as it was.
+    Missing folders are created. After an error the temporary file is removed, and ``path`` is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid4().hex}")  # hosts that share a folder may share process numbers
@@ -65,7 +65,7 @@ class JsonCache:
         return found if isinstance(found, dict) else {}
 
     def add(self, entries: Mapping[str, Any]) -> None:
-        """Put ``entries`` alongside those that are there."""
+        """Add ``entries``, which replace existing ones of the same names."""
         self.replace({**self.read(), **entries})
 
     def remove(self, names: Collection[str]) -> None:

@@ -67,7 +67,7 @@ def _warn(path: Path, reason: str) -> None:
 def _others_write(found: os.stat_result) -> bool:
     folder = stat.S_ISDIR(found.st_mode)
     if folder and found.st_mode & stat.S_ISVTX:
-        return False  # nobody can rename or remove another user's entry
+        return False  # no user can rename or remove another user's entry
     if found.st_mode & stat.S_IWOTH:
         return True
     # Folders are group-writable where each user has a group of their own (umask 002).

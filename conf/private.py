@@ -38,7 +38,7 @@ def private_folder(path: Path) -> Path:
         mode = stat.S_IMODE(found.st_mode)
         if folder == path:
             safe = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not mode & 0o077
-        else:  # a link is as safe as its folder; in a sticky folder nobody can rename another user's entry
+        else:  # a link is as safe as its folder; in a sticky folder no user can rename another's entry
             shared = mode & stat.S_IWOTH and not mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode)
             safe = found.st_uid in (os.geteuid(), 0) and not shared
         if not safe:

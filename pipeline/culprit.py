@@ -1,9 +1,8 @@
-"""Who holds everybody up: judged from each rank's place in its row.
+"""The culprit of a standstill, derived from each rank's place in its row.
 
-Every rank executes a known row, so its place says what it waits for. When nobody moves, a rank
-whose next action has all it needs and which does not run it is the culprit; where a transfer was
-sent and does not arrive though nothing else is missing, it is the link. (MegaScale section 5.2
-reads the same off logs that ranks leave behind.)
+Every rank executes a known row, so its place determines what it waits for. When no rank moves, the culprit is a rank
+whose next action has all its inputs and does not run. If a transfer was sent and does not arrive although nothing else
+is missing, the culprit is the link. (MegaScale section 5.2 derives the same from the ranks' logs.)
 """
 
 from __future__ import annotations
@@ -173,15 +172,15 @@ def find_culprits(
     broken: Iterable[tuple[int, int]] = (),
     sound: Iterable[tuple[int, int]] = (),
 ) -> Finding:
-    """Find who holds everybody up.
+    """Find the rank or link that holds up the others.
 
     Args:
-        places: of every rank of the job.
-        moved: ranks that changed their place lately; while there are any, nobody is to blame.
-        silent: ranks without a sign of life: stopped, or with a thread that holds the interpreter's lock. Their
+        places: the place of every rank of the job.
+        moved: ranks that changed their place recently; if there are any, there is no culprit.
+        silent: ranks without heartbeats: stopped, or with a thread that holds the interpreter's lock. Their
             transfers and collectives stand still with them.
         broken: links, as pairs of ranks in any order, without a connection.
-        sound: links that are known to work: what was sent over them is there, so its receiver is to blame.
+        sound: links that are known to work: messages sent over them have arrived, so the receiver is the culprit.
     """
     if moved:
         return Finding((), tuple(sorted(moved)))
@@ -269,11 +268,11 @@ class _Judge:
 
     @staticmethod
     def _slot_of(row: Sequence[Slot], receive: Action) -> int:
-        """The slot of the send that a receive waits for."""
+        """Return the index of the slot with the send that a receive waits for."""
         for index, slot in enumerate(row):
             if slot[0].op in SENDS and receive_of(slot[0]) == receive:
                 return index
-        raise ValueError(f"{receive}: nobody sends it; is the schedule lowered?")
+        raise ValueError(f"{receive}: no rank sends it; is the schedule lowered?")
 
     def _helpers(self, number: int, slot: Slot) -> Collection[int]:
         """Ranks that carry what a computation or a send waits for: replicas' weights, the receiver's hand."""

@@ -69,7 +69,7 @@ def execution_order(schedule: Schedule, *, send_key: Callable[[Visit], Any] | No
 
 
 def visits_of(schedule: Schedule) -> list[list[Visit]]:
-    """The visits of each row, in order, for those who decide themselves when one takes place."""
+    """Return the visits of each row, in order, for callers that schedule them themselves."""
     return [
         [Visit(rank, index, slot, _needs(schedule, slot)) for index, slot in enumerate(row)]
         for rank, row in enumerate(schedule.rows)
@@ -77,7 +77,7 @@ def visits_of(schedule: Schedule) -> list[list[Visit]]:
 
 
 def time_slots(schedule: Schedule) -> list[list[Slot | None]]:
-    """The rows on a common clock of equal ticks: one slot per tick, None while idle.
+    """Return the rows on a common clock of equal ticks: one slot per tick, None while idle.
 
     Raises:
         ScheduleError: the schedule deadlocks.

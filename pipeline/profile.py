@@ -148,7 +148,7 @@ def _model(data: dict[str, Any], stages: tuple[StageCost, ...]) -> CostModel:
 
 def _layers(data: dict[str, Any]) -> tuple[StageCost, ...]:
     if "stages" in data:
-        raise ValueError("layers: given alongside stages; leave one of them out")
+        raise ValueError("layers: given together with stages; leave one of them out")
     table = known_fields(data["layers"], "layers", (*_STAGE_NAMES, "count"))
     given = count(table.pop("count"), "layers.count", most=MOST_RANKS) if "count" in table else 0
     return _columns(table, "layers", given or _length(table, "layers"), "layers")

@@ -130,7 +130,7 @@ def zero_memory(
     """Return the memory of ``parameters`` weights on a rank.
 
     Args:
-        trained: those of them that have gradients and optimiser state; None: all, with Adam.
+        trained: the weights that have gradients and optimiser state; None: all, with Adam.
         replicas: ranks that hold the same parts of matrices.
         share: parameters of a rank's shard, where parameters have different numbers of holders; None: all have
             ``replicas`` of them.
@@ -138,8 +138,8 @@ def zero_memory(
             time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
             Parameters that stay whole are counted where all are small enough to.
 
-    A collective of shards puts its bucket together alongside where it belongs: one that arrives and
-    one that is being moved are counted.
+    Sharded collectives use a staging buffer, so two buckets are counted: one in flight and one
+    being copied.
     """
     share = parameters / replicas if share is None else share
     trained = trained or TrainedWeights(parameters, share, largest_block)

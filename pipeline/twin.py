@@ -30,10 +30,10 @@ class Pace(Protocol):
 
 
 class OnlineTwin:
-    """All rows of a schedule but one, step after step, on a clock of the caller's.
+    """A simulation of all rows of a schedule but one, step by step, on the caller's clock.
 
-    Costs are those of `simulate`. A rank begins a step when it has ended the one before; who waits for others at
-    its end is told by `hold`.
+    Costs are those of `simulate`. A rank begins a step when it has ended the previous one; `hold` delays a rank that
+    waits for others at its end.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, real: int, pace: Pace | None = None) -> None:
@@ -42,7 +42,7 @@ class OnlineTwin:
         Args:
             schedule: lowered and valid, of a pipeline or a DP-cell.
             costs: of all its virtual stages.
-            pace: changes what things take.
+            pace: modifies durations.
         """
         self.schedule, self.costs, self.real, self._pace = schedule, costs, real, pace
         self._visits = visits_of(schedule)
@@ -54,7 +54,7 @@ class OnlineTwin:
         self.num_visits = 0
 
     def begin(self, at_s: float, pause_s: float = 0.0) -> None:
-        """The real rank begins a step; the others ``pause_s`` after they have ended the one before."""
+        """Begin a step: the real rank at ``at_s``, the others ``pause_s`` after the end of their previous step."""
         if self._began_s is None:
             self._began_s = [at_s] * self.schedule.num_ranks
         else:
@@ -67,10 +67,10 @@ class OnlineTwin:
         self._go_on([rank for rank in range(self.schedule.num_ranks) if rank != self.real])
 
     def sent(self, send: Action, at_s: float) -> None:
-        """The real rank sends; the message leaves when its link is free.
+        """Send from the real rank; the message leaves when its link is free.
 
         Raises:
-            LookupError: nobody receives it.
+            LookupError: no rank receives it.
         """
         if self._senders.get(send) != self.real:
             raise LookupError(f"no rank of schedule {self.schedule.name!r} waits for {send} of rank {self.real}")

@@ -115,7 +115,7 @@ def _check_whole(schedule: Schedule) -> None:
     for half, place in actions.items():
         full = half._replace(op=Op.B)
         if half.op in (Op.I, Op.W) and full in actions:
-            raise ScheduleError(f"{half} stands alongside {full}, which includes it", schedule, *place)
+            raise ScheduleError(f"{half} is redundant with {full}, which includes it", schedule, *place)
     for action in _expected(schedule):
         full = action._replace(op=Op.B)
         if action not in actions and not (action.op in BACKWARD and full in actions):

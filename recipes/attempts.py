@@ -29,25 +29,25 @@ class Held(ExitStack):
 
     Attributes:
         interrupt: has this rank's waits for other ranks fail, from any thread.
-        kept: results for later attempts of this process, which is not given back.
+        kept: results for later attempts of this process, which the stack does not release.
     """
 
     def __init__(self, kept: Kept | None = None) -> None:
-        """Nothing yet."""
+        """Start without resources."""
         super().__init__()
         self.kept = kept or Kept()
         self.interrupt: Callable[[], None] = _nothing
 
 
 def _nothing() -> None:
-    """An attempt that waits for nobody, or is over."""
+    """Interrupt nothing: the attempt has no waits yet, or has ended."""
 
 
 Once = Callable[[Sequence[str], Held], int]
-"""Runs one attempt, from its arguments to its exit code; what it holds goes onto the stack, to be given back."""
+"""Runs one attempt, from its arguments to its exit code; pushes its resources onto the stack, which releases them."""
 log = logging.getLogger(__name__)
 _OWN = ("weft", "rank ")
-"""How the names of Weft's threads begin; libraries keep theirs."""
+"""Prefixes of the names of Weft's threads; threads of libraries are not checked."""
 JOIN_S = 0.05
 STUCK_S = 2.5
 """Seconds after which a rank that was asked to leave, and has not begun to, prints where its threads are."""

@@ -42,10 +42,10 @@ def recipe_job(config: WeftConfig, folder: Path, replicas: int = 0) -> RecipeJob
     """The job of a configuration.
 
     Args:
-        replicas: instead of those that its cluster has space for; 0 takes these.
+        replicas: number of replicas; 0 takes as many as the cluster has ranks for.
 
     Raises:
-        EmulationError: nobody has said how fast its sites' links are, or which hosts it runs on.
+        EmulationError: the configuration lacks the rates of its sites' links, or its hosts.
         ValueError: the cluster does not fit the recipe.
     """
     cluster = config.cluster

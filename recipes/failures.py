@@ -1,4 +1,4 @@
-"""Why this rank ends: its error's class, told to whoever watches over the rank."""
+"""Error reports: the class of the error that ends this rank, written for the supervisor."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _KINDS: dict[type[BaseException], FaultKind] = {
 _OF_SYSTEM = {errno.ENOMEM: FaultKind.host_memory} | dict.fromkeys(OUT_OF_SPACE, FaultKind.disk_full)
 """Errors of the operating system, by number."""
 _NO_HOST_MEMORY = "DefaultCPUAllocator: "
-"""In what torch raises where the host has no memory left; it has no exception for it."""
+"""Part of torch's message when host memory is exhausted; torch has no exception class for it."""
 
 
 def fault_of(error: BaseException) -> FaultKind:
-    """The class of an error that ends a rank."""
+    """Return the fault class of an error that ends a rank."""
     if isinstance(error, SharedError):
         return next((kind for each, kind in _KINDS.items() if each.__name__ == error.kind), FaultKind.input_error)
     for each, kind in _KINDS.items():

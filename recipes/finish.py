@@ -81,7 +81,7 @@ def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
 
 
 def draw_timeline(engine: WeftEngine, timelines: list[Timeline], folder: Path) -> None:
-    """Plot the median of the last steps alongside the simulator's prediction from all of them.
+    """Plot the median of the last steps and the simulator's prediction, which is based on all of them.
 
     Also writes the measured costs, for `weft simulate --costs` and ``pipeline.costs_file``.
     """

@@ -237,7 +237,7 @@ class TrainingRun:
             self.save(tag=BEST)
 
     def _has_stopped(self, progress: Progress) -> bool:
-        """True if the patience is used up, in this attempt or in the one that it resumes."""
+        """True if early stopping ended the run, in this attempt or in the one that it resumes."""
         patience, seen = self.config.train.early_stopping_patience, self.evaluations
         if not patience or seen.without_gain < patience:
             return False

@@ -1,4 +1,4 @@
-"""`weft serve`: one vLLM server alongside each training rank, started and kept running."""
+"""`weft serve`: starts one vLLM server for each training rank, and restarts servers that end."""
 
 from __future__ import annotations
 

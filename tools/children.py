@@ -26,12 +26,12 @@ _FORK = multiprocessing.get_context("fork")
 class Child:
     """``function(say, hear, *args)`` in a process of its own.
 
-    ``say(value)`` and ``hear()`` talk with the parent's `hear` and `say`; what the function returns is the parent's
-    `result`. It ends by itself if this process dies.
+    ``say(value)`` sends to the parent's `hear`, and ``hear()`` receives from its `say`. The function's return value is
+    `result`. The process ends if this one dies.
 
     The server that it is forked from has imported torch and DeepSpeed and done nothing else. It must not be forked from
-    a process that has done more: a process group that nobody holds here any more would be collected there, and wait
-    for its threads, which a fork does not carry over.
+    a process that has done more: a process group without references would be garbage-collected in the child, and wait
+    for its threads, which a fork does not copy.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ class HostCollectives:
     """The measured costs.
 
     Attributes:
-        costs: of collectives in groups of so many ranks, by the topology's key; all groups of a size at once.
-        overlap: OEF of each kind of compute alongside a collective of all ranks.
+        costs: costs of collectives by the topology's key, measured with all groups of a size at once.
+        overlap: OEF of each kind of compute and a collective of all ranks.
         device: key of the overlap.
     """
 

@@ -1,4 +1,4 @@
-"""A figure of a paper alongside ours, and whether it is reproduced."""
+"""A figure of a paper, Weft's figure, and whether the claim is reproduced."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A figure of a paper alongside ours."""
+    """A figure of a paper and Weft's figure."""
 
     figure: str
     what: str

@@ -1,4 +1,4 @@
-"""One job for real and emulated, alternately: each is started once, and one sleeps while the other trains."""
+"""One job, real and emulated, in turns: both start once, and one is stopped while the other trains."""
 
 from __future__ import annotations
 

@@ -43,4 +43,4 @@ CHANGES = {
     "jitter": (_LARGEST_AT_SITES, replace(_LARGEST_AT_SITES, name="4 x 2, 10 ms of jitter", jitter_ms=10.0)),
     "bandwidth": (_LARGEST_AT_SITES, replace(_LARGEST_AT_SITES, name="4 x 2, twice the bandwidth", bandwidth=2.0)),
 }
-"""A job as it is, and with one thing different, on the most ranks that run alongside each other here."""
+"""Pairs of a job and the same job with one change, on as many ranks as this machine can run concurrently."""

@@ -1,4 +1,4 @@
-"""Overlap inside of one micro-batch: collectives and the products alongside them in chunks (MegaScale section 3.2)."""
+"""Overlap inside of one micro-batch: collectives and matrix products run in chunks (MegaScale section 3.2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import Kind, LinkScope, Strand, StrandPair, WeightGradient
 
 CHUNKS = 4
-"""Chunks of a collective and of the products alongside it."""
+"""Chunks of a collective and of the concurrent matrix products."""
 
 
 class Do(Enum):
@@ -50,7 +50,7 @@ def chunked(pair: StrandPair, chunks: int = CHUNKS) -> Iterator[ChunkStep]:
 
 
 def chunked_s(pair: StrandPair, table: OverlapTable, chunks: int = CHUNKS) -> float:
-    """Predicted seconds of `chunked`; what overlap hides counts by the factor of products alongside each link."""
+    """Return the predicted seconds of `chunked`; hidden time is scaled by the OEF of products and each link."""
     now_s = free_s = hidden_s = 0.0
     coming: list[float] = []
     for step in chunked(pair, chunks):

@@ -72,7 +72,7 @@ class Machine:
         """True if nothing takes time, as in a step that only warms up."""
 
     def compute(self, seconds: float, kind: Kind, step: Step) -> None:
-        """Take so long, and longer while links are busy, whose transfers take longer, too."""
+        """Compute for ``seconds``; while links are busy, both compute and transfers are slower."""
         begin_s, seconds = self._now_s, 0.0 if self.hurries else seconds
         busy = [t for t in self._transfers if t.end_s > begin_s]
         self._transfers = busy
@@ -86,7 +86,7 @@ class Machine:
         self.spans.append(StrandSpan(PROCESSOR, step, begin_s, self._free_s))
 
     def start(self, seconds: float, link: LinkScope, step: Step, carried: Any = None) -> _Transfer:
-        """Occupy a link from when it is free, alongside a collective that has been started."""
+        """Occupy a link for ``seconds`` as soon as it is free; returns immediately."""
         seconds = 0.0 if self.hurries else seconds
         start_s = max([self._now_s, *(t.end_s for t in self._transfers if t.link is link)])
         transfer = _Transfer(link, step, start_s, start_s + seconds, carried, self)
@@ -94,7 +94,7 @@ class Machine:
         return transfer
 
     def stood_still(self, until_s: float) -> None:
-        """There was nothing to compute until then."""
+        """Record that there was nothing to compute until ``until_s``."""
         self._free_s = max(self._free_s, until_s)
 
     @property

@@ -14,7 +14,7 @@ def backward_then_forward(pair: StrandPair) -> SegmentPlan:
 
 
 def round_robin(pair: StrandPair) -> SegmentPlan:
-    """Segments alternately, as Wavelet interleaves micro-batches (DHelix's baseline Wavelet+)."""
+    """Alternate segments of both strands, as Wavelet interleaves micro-batches (DHelix's baseline Wavelet+)."""
     turns = max(len(pair.forward.segments), len(pair.backward.segments))
     order = [step for _ in range(turns) for step in (Step.backward, Step.forward)]
     left = {Step.backward: len(pair.backward.segments), Step.forward: len(pair.forward.segments)}
@@ -27,7 +27,7 @@ def round_robin(pair: StrandPair) -> SegmentPlan:
 
 
 def in_place(pair: StrandPair, segments: Iterable[Step]) -> SegmentPlan:
-    """The plan with each weight gradient directly behind the segment that makes it possible."""
+    """Return the plan with each weight gradient directly after the segment that makes it possible."""
     steps, backward, weights = [], 0, 0
     for step in segments:
         steps.append(step)

@@ -15,7 +15,7 @@ _Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Operator:
-    """A base of the paper: compute, or a collective, with the weight gradients that its own strand has alongside it."""
+    """A base of the paper: compute, or a collective with the weight gradients that its own strand overlaps with it."""
 
     compute_s: float = 0.0
     comm_s: float = 0.0
@@ -43,9 +43,9 @@ class Pairing:
 
 
 def pair_operators(pair: StrandPair, table: OverlapTable) -> Pairing:
-    """The best pairing of both strands' operators in their given order.
+    """Return the best pairing of both strands' operators in their given order.
 
-    Weight gradients stay in place; one that can run alongside its own strand's collective is one operator
+    Weight gradients stay in place. One that can overlap with its own strand's collective forms one operator
     with it, as in the paper's figure 10.
     """
     forward, backward = _operators(pair.forward, pair, weights=False), _operators(pair.backward, pair, weights=True)

@@ -1,4 +1,4 @@
-"""The table of engines that is the same for every comparison: measured steps alongside what they are compared with."""
+"""The table of engines that all comparisons share: measured steps and their references."""
 
 from __future__ import annotations
 

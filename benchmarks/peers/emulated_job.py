@@ -12,7 +12,7 @@ from weft.engine.engine import WeftEngine
 
 @dataclass(frozen=True)
 class LayersJob:
-    """A job of layers, measured alongside the same job without emulation; see
+    """A job of layers, compared with the same job without emulation; see
     `weft.tools.emulation.job.EmulatedJob`."""
 
     case: EngineCase

@@ -19,7 +19,7 @@ CHUNK_KB = 8
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with one of its schedules: a function of a module alongside this one, called on every rank.
+    """An engine with one of its schedules: a function of a module of this package, called on every rank.
 
     Attributes:
         schedule: kind of its schedule across sites, for the simulation.
@@ -90,7 +90,7 @@ def _gloo(engine: Engine, schedule: str, contexts: int) -> Engine:
 
 
 def _weft_at_sites(schedule: str, cell: int) -> Engine:
-    # In the clear, as the engines alongside it.
+    # Without TLS, as the engines that it is compared with.
     comm = CommConfig(connections=MANY, cell=cell, chunk_kb=CHUNK_KB, deadline_s=60.0, tls=False)
     title = f"Weft {schedule}, {MANY} connections" + (f", a cell of {cell}" if cell > 1 else "")
     arguments = {"kind": schedule, "placement": "straight", "comm": comm}

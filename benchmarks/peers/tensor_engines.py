@@ -1,4 +1,4 @@
-"""Layers that two ranks share, alongside transformers' and DeepSpeed's own: losses, bytes, time."""
+"""Tensor parallelism on two ranks, compared with transformers' and DeepSpeed's: losses, bytes, time."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _attempt(name: str, case: TrainingCase) -> TrainingRun:
     torch.set_num_threads(1)
     try:
         return {"one process": one_process, **ENGINES}[name](case)
-    except Exception as error:  # any: what an engine cannot do is a finding
+    except Exception as error:  # any: what an engine does not support is a result
         if name == "Weft":
             raise
         return TrainingRun(failure=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

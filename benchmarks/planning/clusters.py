@@ -1,4 +1,4 @@
-"""`auto` alongside every fixed schedule on every placement, on random clusters of 1 to 4 sites."""
+"""`auto` compared with every fixed schedule on every placement, on random clusters of 1 to 4 sites."""
 
 from __future__ import annotations
 

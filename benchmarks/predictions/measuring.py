@@ -33,7 +33,7 @@ class RankSteps:
 
 
 def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...]:
-    """Train a few steps, for what each virtual stage takes; a collective call."""
+    """Train a few steps, and fit the costs of each virtual stage; a collective call."""
     engine = emulated_engine(case, config)
     try:
         time_steps(replace(case, num_warmup=0), engine.train_batch)

@@ -1,1 +1,1 @@
-"""Training and prefill side by side: what `benchmarks bubbles` runs and reckons."""
+"""Training and prefill on the same ranks: the parts of `benchmarks bubbles`."""

@@ -42,7 +42,7 @@ class RankUse:
 
 
 def use_of(work: Spans, prefills: Spans, windows: Spans) -> RankUse:
-    """Reckon one rank."""
+    """Compute the shares of one rank's time within ``windows``."""
     whole_s = length_s(windows)
     busy, idle = intersection(work, windows), intersection(idle_between(work), windows)
     ran = intersection(prefills, windows)

@@ -1,4 +1,4 @@
-"""The servers of a benchmark: `weft serve`, `weft controller`, and a stock vLLM server alongside them."""
+"""The servers of a benchmark: `weft serve`, `weft controller`, and a stock vLLM server to compare with."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def until_ready(urls: Sequence[str], process: subprocess.Popen, path: str = "/he
     for url in urls:
         while True:
             if process.poll() is not None or time.monotonic() > deadline_s:
-                raise RuntimeError(f"{url}: the server did not start; a worker's log lies alongside the boards")
+                raise RuntimeError(f"{url}: the server did not start; a worker's log is in the folder of the boards")
             try:
                 with urllib.request.urlopen(f"{url}{path}", timeout=2):
                     break

@@ -1,4 +1,4 @@
-"""The training side: ranks that step until they are told to stop, and say when each step was."""
+"""The training side: ranks that train until a stop file appears, and record the time of each step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def settings(name: str, *, ranks: int, microbatches: int, schedule: str, wan: bo
 
 
 def train(training: Training) -> list[Cell]:
-    """One rank, until it is told to stop; returns the computations of its last steps, in order."""
+    """Train one rank until the stop file appears; return the computations of its last steps, in order."""
     if training.cores:
         os.sched_setaffinity(0, training.cores)
     if training.bed:

@@ -1,4 +1,4 @@
-"""From the command to the first step and from the last step to the exit: `weft launch` alongside torchrun's Trainer."""
+"""From the command to the first step and from the last step to the exit: `weft launch` and Trainer under torchrun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Run:
 
 
 def compare(rounds: int) -> dict[str, list[Run]]:
-    """Run both sides alternately; returns the runs of each.
+    """Run both sides in turns; return the runs of each.
 
     Raises:
         RuntimeError: a run failed.

@@ -25,7 +25,7 @@ from weft.pipeline.action import Op, Slot
 from weft.tools.preflight import MIN_FREE_BYTES
 
 Culprit = dict[str, Any]
-"""As a journal's fault has it: rank and host, or a link."""
+"""The culprit of a fault in the journal: rank and host, or a link."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Inflicted:
     """A fault that has begun.
 
     Attributes:
-        blamed: who is to blame, in the journal's words (culprit and kind), of which every entry counts; besides,
-            ``site`` stands for any of its hosts, ``between`` for any link between sites and ``ranks`` for those that
-            cannot be distinguished. None where nobody should be blamed, because nothing has to be restarted.
-        at_s: time of day at which it began; some faults wait for the right moment.
-        healed_s: from when on training can go on, where that is later.
+        blamed: the expected culprit and kind, as in the journal; all entries have to agree. In addition, ``site``
+            stands for any of its hosts, ``between`` for any link between sites and ``ranks`` for ranks that cannot
+            be distinguished. None if no culprit is expected, because nothing has to be restarted.
+        at_s: time of day at which it began; some faults wait for a suitable moment.
+        healed_s: time of day from which training can continue, if that is later.
     """
 
     blamed: Culprit | None = None
@@ -50,12 +50,12 @@ class Fault:
     """Something that happens to a run.
 
     Attributes:
-        inflict: does it.
-        alert: kind of the alert that is to be raised, where it is no fault.
-        ends: kind of the fault with which the run should end, because nothing can help it.
-        rounds: whether sums are made in another order from here on, by another number of replicas.
-        grows: whether the run is to have more ranks again.
-        skips: whether a batch is left out.
+        inflict: causes the fault.
+        alert: kind of the alert that has to be raised, if it is not a fault.
+        ends: kind of the fault with which the run should end, because it cannot recover.
+        rounds: True if another number of replicas changes the order of sums from here on.
+        grows: True if the run gets more ranks again.
+        skips: True if a batch is skipped.
     """
 
     name: str
@@ -226,7 +226,7 @@ def _shift_clocks(run: SupervisedRun) -> Inflicted:
 
 @contextmanager
 def _held_still(run: SupervisedRun) -> Iterator[None]:
-    """Nobody writes meanwhile."""
+    """Stop all ranks during the block, so that none writes."""
     pids = [each.pid for each in run.ranks()]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

@@ -21,16 +21,16 @@ PLAIN = (
     f"supervise.least_deadline_s={_DAY_S}",
     f"supervise.setup_deadline_s={_DAY_S}",
 )
-"""Nothing is saved, and nobody minds how long it stands still."""
+"""Settings without checkpoints, whose timeouts allow a run to be stopped for a day."""
 
 
 class Undisturbed:
-    """A run on one host with given settings; between questions it is stopped, and takes no processor time."""
+    """A run on one host with given settings; between queries it is stopped, and takes no processor time."""
 
     def __init__(
         self, folder: Path, settings: Sequence[str], *, stages: int, left_out: tuple[int, int] | None = None
     ) -> None:
-        """Nothing starts before the first question.
+        """Create a run, which starts at the first query.
 
         Args:
             stages: pipeline ranks, halved among sites.

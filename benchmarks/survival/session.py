@@ -194,7 +194,7 @@ def _see_end(run: SupervisedRun, fault: Fault, done: Inflicted, outcome: Surviva
 def _see_no_restart(
     run: SupervisedRun, fault: Fault, done: Inflicted, since_s: float, before: int, outcome: Survival
 ) -> None:
-    """Nobody is to be blamed; an alert may have to be raised."""
+    """Expect no culprit and no restart, and an alert if the fault has one."""
     run.wait_for_step(run.step + 1)
     longest_s = max(seconds for step, seconds in run.step_seconds().items() if step > before)
     outcome.next_step_s = max(0.0, Inflicted().at_s - done.healed_s) if done.healed_s else longest_s
@@ -207,7 +207,7 @@ def _see_no_restart(
 
 
 def _see_restart(run: SupervisedRun, done: Inflicted, looked_s: float, outcome: Survival) -> int:
-    """Somebody is to be blamed, and training to go on; the last step that had ended before it went back."""
+    """Expect a culprit and a restart; return the last step that had ended before training went back."""
     assert done.blamed is not None
     (named, *_) = run.wait_for(lambda: run.events("fault", since=looked_s), "a culprit")
     reached = run.step

@@ -73,8 +73,8 @@ def _engine(module: Any) -> Any:
 class _FlipInBackward:
     """Flips a bit of a replica's weights where its next backward begins.
 
-    From the update of a step until the next forward, what other replicas have updated is on its way: a bit that
-    flips then is overwritten, and nobody is any worse off. In a backward all weights are whole.
+    Between the update of a step and the next forward, shards of other replicas are still being gathered: a bit that
+    flips then is overwritten without effect. In a backward all weights are complete.
     """
 
     def __init__(self, module: Any) -> None:

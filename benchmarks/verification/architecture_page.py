@@ -61,9 +61,9 @@ def page(
     """Return the page `docs/architectures.md`.
 
     Args:
-        findings: of stages.
-        shared: of members of each of `SHARED`.
-        scheduled: of members of each of `SCHEDULED` under schedules, by type; some may be left out.
+        findings: results with stages, by type.
+        shared: results of members of each of `SHARED`, by type.
+        scheduled: results of members of each of `SCHEDULED` under schedules, by type; some may be missing.
     """
     notes: dict[str, int] = {}
     of_axes = {axis: {finding.model_type: finding for finding in shared[axis]} for axis in SHARED}
@@ -135,7 +135,7 @@ def _counts(findings: Sequence[Finding]) -> str:
 
 
 def _cell(finding: Finding | None, notes: dict[str, int]) -> str:
-    """Return the verdict, with the number of its note."""
+    """Return the cell's text, with the number of its note."""
     if finding is None:
         return NOT_TRIED
     if not finding.reason:

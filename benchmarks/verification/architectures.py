@@ -56,14 +56,14 @@ class Finding:
     """One architecture's line of the table.
 
     Attributes:
-        model_type: of the config.
-        model_class: of the causal language model.
+        model_type: ``model_type`` of the config.
+        model_class: class of the causal language model.
         verdict: see `Verdict`.
         reason: why it is not exact, or under which condition it is.
         packing: "apart", "leaks", or empty where it was not tried.
         folder: "loads and exports", what fails, or empty where it was not tried.
         transformers: the version that it was tried with.
-        seconds: it took.
+        seconds: duration of the check.
         shared: ranks along the axes inside of layers, such as "tensor 2"; empty for stages alone.
     """
 
@@ -224,10 +224,10 @@ def survey(
     """Examine each in a process of its own, with limits of time and memory.
 
     Args:
-        jobs: at a time.
+        jobs: number of concurrent processes.
         stop_after_s: start none after this time; 0 goes on to the end.
-        note: called with each finding.
-        trial: what examines a type.
+        note: called with each result.
+        trial: examines an architecture.
     """
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")  # what was imported is there
@@ -281,19 +281,19 @@ def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, sec
 
 
 def write_finding(finding: Finding, file: Path) -> None:
-    """Add a finding to a file of JSON lines."""
+    """Append a result to a file of JSON lines."""
     with file.open("a") as stream:
         stream.write(json.dumps(asdict(finding) | {"verdict": finding.verdict.value}) + "\n")
 
 
 def read_findings(file: Path, shared: str = "") -> dict[str, Finding]:
-    """The last finding of each architecture with this version of transformers.
+    """Return the last result of each architecture with this version of transformers.
 
     Args:
-        shared: as the findings'.
+        shared: of which results; see `Finding`.
 
     Raises:
-        ValueError: a line is none.
+        ValueError: a line is not a result.
     """
     found = {}
     for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), start=1):
@@ -301,7 +301,7 @@ def read_findings(file: Path, shared: str = "") -> dict[str, Finding]:
             fields = json.loads(line)
             finding = Finding(**fields | {"verdict": Verdict(fields["verdict"])})
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file}: line {number} is no finding ({error}); remove it, or the file") from error
+            raise ValueError(f"{file}: line {number} is not a result ({error}); remove it, or the file") from error
         if (finding.transformers, finding.shared) == (transformers.__version__, shared):
             found[finding.model_type] = finding
     return found

@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 
 
 def scheduled_text(sizes: Mapping[str, int]) -> str:
-    """The ranks along each axis as findings name them: ``tensor 2, schedules``."""
+    """Return `Finding.shared` for ranks along each axis under schedules: ``tensor 2, schedules``."""
     return f"{shared_text(sizes)}, schedules"
 
 

@@ -22,7 +22,7 @@ from weft.engine.stages.skeleton import cuttable_layers
 
 
 def shared_text(sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto) -> str:
-    """Ranks along each axis as findings name them: ``tensor 2, context 2, ring``; empty without."""
+    """Return `Finding.shared` for ranks along each axis: ``tensor 2, context 2, ring``, or an empty string."""
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return ", ".join(parts + [exchange.value] * (exchange is not ContextExchange.auto))
 
@@ -74,14 +74,14 @@ def examine_shared(
 
 
 def _refused_by_name(model_type: str, sizes: Mapping[str, int]) -> str:
-    """Why members cannot divide an architecture, where its config alone says so, which takes no small copy."""
+    """Return why members cannot divide an architecture, if the config alone shows it; otherwise an empty string."""
     try:
         config = small_config(model_type)
         raise_vocabulary(config, sizes.get("tensor", 1))
         refuse_unshareable(config, tensor=sizes.get("tensor", 1), expert=sizes.get("expert", 1))
     except UnshareableError as error:
         return reason_of(error)
-    except Exception:  # any: that there is no small copy is told below
+    except Exception:  # any: `prepared` reports that there is no small copy
         return ""
     return ""
 

@@ -1,4 +1,4 @@
-"""Where a driver listens, and how both sides of a connection know each other there."""
+"""The address of a driver, and the authentication of both sides of a connection to it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from weft.comm.host_port import HostPort, Service, family_of, knock
 from weft.comm.wan.key import WanKey
 
 Address = str | tuple[str, int]
-"""A name of this host's Unix sockets, where the kernel says which user is at the other end; or an IP address and the
-TCP port of a host, where one knocks, and both sides prove ``WEFT_KEY`` in a TLS handshake."""
+"""Name of an abstract Unix socket, whose peer's user the kernel reports; or the IP address and shared TCP port of a
+host, where a connection begins with a hello and both sides prove ``WEFT_KEY`` in a TLS handshake."""
 GREETED_WITHIN_S = 5.0
 """Seconds for connecting, the handshake and the greeting."""
 
 
 class Refused(ConnectionError):
-    """The other side is no process of this job."""
+    """The peer is not a process of this job."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """An address, and what is needed to talk there."""
+    """An address with its key and TLS contexts."""
 
     address: Address
     key: WanKey | None
@@ -36,7 +36,7 @@ class Place:
 
     @classmethod
     def of(cls, address: Address) -> Place:
-        """The place at ``address``.
+        """Derive the TLS contexts for ``address``.
 
         Raises:
             ValueError: a TCP address and no ``WEFT_KEY``, or one that is too short.
@@ -47,10 +47,10 @@ class Place:
         return cls(address, key, *contexts(key))
 
     def listen(self) -> socket.socket | HostPort:
-        """A listening Unix socket, or this process's part in the host's port.
+        """Listen on a Unix socket, or on the host's shared port.
 
         Raises:
-            ValueError: the address cannot be had.
+            ValueError: the address cannot be bound.
         """
         try:
             if self.key is not None:
@@ -65,18 +65,18 @@ class Place:
             ) from error
 
     async def admit(self, guest: socket.socket, link: Link) -> None:
-        """Find out who came, and put ``link`` on the connection.
+        """Authenticate an accepted connection, and attach ``link`` to it.
 
         Raises:
-            OSError: no process of this job, or it went away.
+            OSError: the peer is not a process of this job, or it has closed the connection.
         """
         await self._wrap(guest, link, self.listening, server_side=True)
 
     async def enter(self, link: Link) -> None:
-        """Connect, and put ``link`` on the connection.
+        """Connect, authenticate, and attach ``link`` to the connection.
 
         Raises:
-            OSError: nobody is there, or no process of this job.
+            OSError: no process listens, or it is not of this job.
         """
         inside = socket.socket(socket.AF_UNIX if isinstance(self.address, str) else family_of(self.address))
         inside.setblocking(False)
@@ -96,7 +96,9 @@ class Place:
             _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if user != os.getuid():
                 raise Refused(f"user {user}")
-            await loop.connect_accepted_socket(lambda: link, end)  # either end: all it asks for is a connected socket
+            await loop.connect_accepted_socket(
+                lambda: link, end
+            )  # works for both ends: it needs a connected socket only
             return
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if server_side:

@@ -38,12 +38,12 @@ class ControlServer:
         most_bytes: int = MOST_BYTES,
         most_guests: int = MOST_GUESTS,
     ) -> None:
-        """Nobody is heard before `listen`.
+        """Create a server, which accepts connections from `listen` on.
 
         Args:
             on_message: called with the peer's name and its message.
-            on_lost: called when a peer's connection has ended; it may come back.
-            on_connected: called when it has come, or has come back.
+            on_lost: called when a peer's connection has ended; the peer may reconnect.
+            on_connected: called when a peer has connected or reconnected.
         """
         self._on_message, self._on_lost, self._on_connected = on_message, on_lost, on_connected
         self._most_bytes, self._most_guests = most_bytes, most_guests
@@ -123,7 +123,7 @@ class ControlServer:
                 await asyncio.sleep(0)  # a connection that is there is accepted without one turn of the loop
 
     def _receive(self, place: Place, guest: Any, port: HostPort | None = None) -> None:
-        """Greet a guest, who knocks first if the connection is one of ``port``."""
+        """Authenticate a new connection; one of ``port`` begins with a hello."""
         if len(self._guests) >= self._most_guests:
             oldest = next(iter(self._guests))
             del self._guests[oldest]
@@ -133,7 +133,7 @@ class ControlServer:
         task.add_done_callback(lambda task: self._guests.pop(task, None))
 
     async def _greet(self, place: Place, guest: Any, port: HostPort | None) -> None:
-        """See that a guest proves who it is, and says it, in time."""
+        """Require authentication and a greeting within `GREETED_WITHIN_S`."""
         link = Link(
             on_frame=self._take, on_tick=lambda: self._tick(link), on_end=self._end, most_bytes=self._most_bytes
         )

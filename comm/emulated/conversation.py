@@ -68,7 +68,7 @@ class Recorder:
 
         Args:
             expected: to compare with.
-            told: answers that are known already, in order, by the counterpart.
+            told: answers recorded earlier, in order, by counterpart.
         """
         self.rank = rank
         self.heard = Conversation()

@@ -55,9 +55,9 @@ class EmulatedWork(dist.Work):
 class EmulatedGroup(PythonGroup):
     """The interface of gloo's and NCCL's groups, for one rank among emulated ones.
 
-    Numbers stay harmless: every emulated member holds what this rank holds, so that a sum is as many times as much
-    and a maximum the same, and what an emulated member sends is zero. A group's operations end one after the other.
-    They begin before those numbers are written, so that writing them takes no time alongside what the operation takes.
+    Every emulated member holds the same values as this rank: a sum is this rank's value times the group's size, a
+    maximum is unchanged, and emulated members send zeros. A group's operations end in order. An operation begins
+    before its results are written, so that writing them adds nothing to its duration.
     """
 
     BACKEND = BACKEND

@@ -20,9 +20,9 @@ class Call:
         operation: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast``, ``reduce``,
             ``gather``, ``scatter``, ``barrier``, ``send`` or ``recv``.
         ranks: the members' global ranks.
-        num_hosts: that the members are on.
-        crosses: whether they are at several sites.
-        num_bytes: of the whole: the sum's, or all members' parts together.
+        num_hosts: number of hosts of the members.
+        crosses: True if the members are at several sites.
+        num_bytes: bytes of the whole tensor: of the sum, or of all members' parts together.
     """
 
     operation: str
@@ -40,20 +40,20 @@ class Step(Protocol):
         ...
 
     def arrival_s(self, peer: int, tag: str) -> float:
-        """When the message of receive ``tag`` from global rank ``peer`` is here."""
+        """Return when the message of receive ``tag`` from global rank ``peer`` arrives."""
         ...
 
     def ready_s(self, operation: str, ranks: Sequence[int], root: int | None) -> float:
-        """When the last emulated member of a collective has come to it, or its root, where the others need not."""
+        """Return when the last emulated member joins a collective, or its root if the others need not join."""
         ...
 
     def ended(self, operation: str, ranks: Sequence[int], at_s: float) -> None:
-        """This rank has waited for that collective, as the others do."""
+        """This rank, as the other members, has waited for the collective."""
         ...
 
 
 class NoStep:
-    """Between steps and before the first: everybody is ready, and nobody sends."""
+    """The behaviour outside of steps: every emulated rank is ready, and none sends."""
 
     def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
         """See `Step`."""
@@ -72,7 +72,7 @@ class NoStep:
 
 
 class Meeting(Protocol):
-    """Where this rank meets the emulated ones; see `weft.comm.emulated.world.EmulatedWorld`."""
+    """The interface between this rank and the emulated ones; see `weft.comm.emulated.world.EmulatedWorld`."""
 
     rank: int
     clock: EmulatedClock
@@ -81,9 +81,9 @@ class Meeting(Protocol):
     step: Step
 
     def group(self, ranks: Sequence[int]) -> Any:
-        """A process group of global ``ranks``."""
+        """Return a process group of global ``ranks``."""
         ...
 
     def ends_s(self, operation: str, ranks: tuple[int, ...], num_bytes: int, root: int | None, start_s: float) -> float:
-        """When an operation ends that could begin at ``start_s`` for this rank."""
+        """Return when an operation ends that this rank could begin at ``start_s``."""
         ...

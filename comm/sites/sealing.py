@@ -1,4 +1,4 @@
-"""Listening sockets that accept nobody once a process group stands."""
+"""Closing listening sockets to new peers once a process group is connected."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def sealed_afterwards() -> Iterator[None]:
-    """Have the listening sockets that the block opens accept no connection after it.
+    """Drop new connections to the listening sockets that the block opens, once it has ended.
 
-    gloo connects all members of a group when the group is made, takes whoever names the right number, and
-    listens as long as the group lives. In this process nothing else may begin to listen meanwhile.
+    gloo connects all members of a group when the group is created, accepts any peer that sends the right number, and
+    listens as long as the group exists. Nothing else in this process may begin to listen during the block.
     """
     before = _sockets()
     yield

@@ -50,12 +50,12 @@ class WanEndpoint:
         Args:
             rank: this rank's number, by which peers identify it.
             bind: IP address to listen on; the wildcard (0.0.0.0) is refused.
-            job: identifies this attempt of the run, the same on every rank: leftover processes of another
+            job: identifies this attempt of the run, the same on every rank: processes that remain from another
                 attempt, which have the same key, are refused.
             port: 0 chooses a free one; see `address`.
-            door: where another endpoint of this host listens for this one, which then does not; needs ``knocks``.
-            knocks: whether endpoints of one host share a port; the same on all endpoints of the job. What listens
-                (no ``door``) hands connections to the others.
+            door: address of the host's endpoint that listens for this one, which then does not; needs ``knocks``.
+            knocks: True if endpoints of one host share a port; the same on all endpoints of the job. The endpoint
+                that listens (no ``door``) passes connections on to the others.
             connections: TCP connections per link that this side opens; a probe finds the best number.
             deadline_s: seconds of silence after which a link fails.
             timeout_s: seconds after which a transfer on a working link fails, or a link that never connected.
@@ -69,7 +69,7 @@ class WanEndpoint:
         Raises:
             ValueError: an argument is out of range, or the address cannot be bound.
         """
-        assert knocks or door is None, "who does not listen has to be handed its connections"
+        assert knocks or door is None, "an endpoint that does not listen needs knocks=True"
         _check(bind, connections, deadline_s, timeout_s, chunk_bytes, buffer_bytes)
         self.rank = rank
         self._connections, self._timeout_s, self._buffer_bytes = connections, timeout_s, buffer_bytes

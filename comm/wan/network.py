@@ -69,9 +69,9 @@ class WanNetwork:
         Args:
             cells: all crossings of the job, the same on every rank; a pipeline that shares no
                 uplinks is a cell of its own.
-            door: where this host listens already, in a job whose hosts have one port each; otherwise every rank
+            door: the address on which this host listens already, if each host has one port; otherwise every rank
                 listens, from ``comm.port`` on.
-            known: all profiles that an earlier attempt has found; if a rank has them, nothing is probed.
+            known: all profiles that an earlier attempt has measured; if a rank has them, nothing is probed.
 
         Raises:
             ChannelError: on every rank: a link could not be opened, or a probe failed.

@@ -71,7 +71,7 @@ class Transport:
         """Start the thread.
 
         Args:
-            knocks: whether connections, both ways, begin at a host's one port.
+            knocks: True if connections in both directions begin with a hello on a host's shared port.
             settings: further fields of `Options`.
 
         Raises:

@@ -70,7 +70,7 @@ class ControllerConfig:
 
 @dataclass(kw_only=True)
 class PrefillConfig:
-    """The prefill workers: stock vLLM servers alongside the training ranks of a host."""
+    """The prefill workers: stock vLLM servers on the devices of a host's training ranks."""
 
     model: str = ""
     """Model to serve: Hugging Face folder or hub name, as vLLM takes it."""

@@ -98,7 +98,7 @@ class TrainConfig:
     early_stopping_patience: int = 0
     """Stop after this many evaluations in a row without a lower loss; 0 disables early stopping."""
     early_stopping_threshold: float = 0.0
-    """Least improvement of the evaluation loss that resets the patience."""
+    """Least improvement of the evaluation loss that resets the count of evaluations without one."""
     export: bool = True
     """Export a Hugging Face folder at the end."""
     export_dtype: ExportDtype = ExportDtype.base
@@ -113,7 +113,7 @@ class TrainConfig:
     sample_tokens: int = 64
     """Number of tokens to sample."""
     timeline: bool = False
-    """At the end, plot a measured step alongside the predicted one, and write the measured costs."""
+    """At the end, plot a measured step and the predicted one, and write the measured costs."""
 
 
 @dataclass(kw_only=True)

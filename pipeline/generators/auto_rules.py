@@ -10,7 +10,7 @@ from weft.pipeline.generators.auto_bound import lone_microbatch, pace_s
 from weft.pipeline.generators.auto_greedy import Rule
 from weft.pipeline.generators.auto_problem import Problem
 
-# Critical-path rules as (pace, weight_delay, patience, backlog). Chosen greedily from 500: each
+# Critical-path rules as `(pace, weight_delay, patience, backlog)`. Chosen greedily from 500: each
 # improves most on those above it, over 60 random pipelines of 2-12 ranks and 1-32 micro-batches.
 _CRITICAL_PATHS = (
     (1.0, inf, 0.3, 0.5),

@@ -19,11 +19,11 @@ def overlap_effectiveness(first_s: float, second_s: float, together_s: float) ->
 
 @dataclass(frozen=True)
 class OverlapTable:
-    """OEF of pairs of operators; what is not listed overlaps with ``default``.
+    """OEF of pairs of operators; pairs that are not listed have ``default``.
 
     Attributes:
-        compute: of compute alongside a collective.
-        links: of two collectives, one inside of a host and one between hosts.
+        compute: OEF of compute and a concurrent collective.
+        links: OEF of two collectives, one inside of a host and one between hosts.
     """
 
     compute: Mapping[tuple[Kind, LinkScope], float] = field(default_factory=dict)

@@ -50,11 +50,11 @@ def search(
 def search_stages(
     forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float = 0.0
 ) -> SegmentPlan:
-    """A plan for the forward of one stage alongside the backward of another.
+    """Plan the forward of one stage concurrently with the backward of another.
 
-    Up to `_SEARCHED` layers are searched as they are. A longer plan begins and ends like the one for
-    these, and repeats what that does in its middle, from one point to where both strands have
-    advanced by the same number of layers and are as far apart as before.
+    Up to `_SEARCHED` layers are searched directly. A longer plan begins and ends like the plan for
+    `_SEARCHED` layers, and repeats a period of its middle: a stretch in which both strands advance by
+    the same number of layers, so that they end as far apart as they began.
     """
     whole = forward.beside(backward)
     layer, layers = _alike(forward, backward)

@@ -102,7 +102,7 @@ class Strand:
 
 @dataclass(frozen=True)
 class StrandPair:
-    """A forward and a backward that run alongside each other.
+    """A forward and a backward that run concurrently.
 
     Attributes:
         weights: the backward's weight gradients, in the order in which they become possible.

@@ -154,7 +154,7 @@ def test_a_schedule_without_sends_is_no_job():
     rows = [[slot for slot in row if slot[0].op is not Op.SEND_F] for row in lowered.rows]
     job = JobRows((Replica(lowered.with_rows(rows), (0, 1)),))
     receiving = next(number for number, slot in enumerate(rows[1]) if slot[0].op is Op.RECV_F)
-    with pytest.raises(ValueError, match="1RECV_F0: nobody sends it"):
+    with pytest.raises(ValueError, match="1RECV_F0: no rank sends it"):
         find_culprits(job, {0: Place(1, 0, True), 1: Place(1, receiving, True)})
 
 

@@ -118,7 +118,7 @@ def test_written_costs_read_back(tmp_path_factory, costs):
         (("forward_ms: 10", "forward_ms: 1" + "0" * 400), r"stages.forward_ms=1000.*: expected a number"),
         (("sharing: 2", "sharing: true"), r"links.wan.sharing=True: expected a whole number"),
         (("bandwidth_mbps: 100000}", "pair_mbps: 10}"), r"links.local: field 'pair_mbps' is not known"),
-        (("strands:", "layers: {count: 2}\nstrands:"), r"layers: given alongside stages"),
+        (("strands:", "layers: {count: 2}\nstrands:"), r"layers: given together with stages"),
         (("  local: {latency_ms: 0.01, bandwidth_mbps: 100000}", "  local: 3"), r"links.local: expected a table"),
     ],
 )

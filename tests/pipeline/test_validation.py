@@ -32,7 +32,7 @@ ONE = Placement.straight(1)
         (by_hand(TWO, 1, "0F0 0B0", "1F0"), r"1I0 \(or 1B0\) is missing", "1F0  (end)"),
         (by_hand(TWO, 1, "0B0", "1F0 1B0"), r"0F0 is missing", "0B0  (end)"),
         (by_hand(ONE, 1, "0F0 0I0"), r"0W0 \(or 0B0\) is missing", "0I0  (end)"),
-        (by_hand(ONE, 1, "0F0 0B0 0W0"), r"0W0 stands alongside 0B0, which includes it", "0W0"),
+        (by_hand(ONE, 1, "0F0 0B0 0W0"), r"0W0 is redundant with 0B0, which includes it", "0W0"),
         (by_hand(ONE, 1, "0F0 0F0 0B0"), r"0F0 stands twice", "0F0"),
         (by_hand(TWO, 1, "1F0 0B0", "0F0 1B0"), r"1F0 stands on rank 0, its stage is on rank 1", "1F0"),
         (by_hand(ONE, 1, "0F0 0B0 3F0"), r"3F0: there are 1 virtual stages", "3F0"),

@@ -62,7 +62,7 @@ def _rank_with(node: Node, fault: str) -> int:
     return node.ranks - 1 if fault in node.faults else -1
 
 
-# To add a check: a function that returns findings, and a line here.
+# To add a check: a function that returns a list of `Finding`, and a line here.
 CHECKS: Mapping[str, Callable[[Node], Sequence[Finding]]] = {
     "collectives": lambda node: [
         check_local_collectives(

@@ -74,12 +74,12 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> list[Finding]:
-    """A finding for each pair.
+    """Return a `Finding` for each pair.
 
     Args:
         seen: the reports of both ranks of each pair.
-        hosts: of each rank.
-        share: least share of the median rate of pairs of the same kind.
+        hosts: the host of each rank.
+        share: minimum rate, as a share of the median of pairs of the same kind.
     """
     rates: dict[tuple[int, int], float] = {}
     problems: dict[tuple[int, int], str] = {}
@@ -113,7 +113,7 @@ class _Ring:
         self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
 
     def run(self) -> list[Finding]:
-        """Rank 0's findings, on every rank."""
+        """Run all exchanges; return rank 0's results on every rank."""
         timeout = timedelta(seconds=self._args.timeout)
         self._store.set(f"host/{self._rank}", socket.gethostname())
         on_gpu = self._device.type == "cuda"
@@ -128,7 +128,7 @@ class _Ring:
             for pair in pairs:
                 if self._rank in pair:
                     one = self._exchange(pair)
-                    # Told at once: who waits for a silent rank below would be late with it.
+                    # Published at once: a rank that waits for a silent one below would publish too late.
                     self._store.set(f"seen/{number}/{self._rank}", json.dumps([one.bytes_per_s, one.problem]))
             self._meet(f"round{number}")
         if self._rank == 0:
@@ -186,7 +186,7 @@ class _Ring:
         return Finding("all ranks", Verdict.passed, f"all-reduce: {rate:.3g} GB/s per rank", rate, "GB/s")
 
     def _meet(self, name: str) -> None:
-        """Wait for the others, but not for long: who is missing has a finding of its own."""
+        """Wait for the others, at most ``timeout`` seconds; missing ranks are reported by `_judge`."""
         if self._store.add(f"met/{name}", 1) == self._size:
             self._store.set(f"all/{name}", "")
         with suppress(dist.DistError):

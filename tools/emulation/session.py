@@ -41,11 +41,11 @@ class Setting:
 
     Attributes:
         delays: name of the delay model.
-        per_host: ranks of a host, where no hostfile says so.
+        per_host: ranks per host, if there is no hostfile.
         inside: a link inside a host.
         between: a link between hosts of a site.
-        told: the values that all received from rank 0, in order, from a rank that was set up before.
-        expected: what a rank that is set up as all others says; this one is compared with it.
+        told: the values that all ranks receive from rank 0, in order, as recorded from an earlier rank.
+        expected: the conversation of a rank with the settings of all others, to compare with.
     """
 
     delays: str

@@ -1,4 +1,4 @@
-"""Real ranks alternately: each runs against what was measured of the others, until they agree."""
+"""Real ranks in rotation: each runs against the measurements of the others, until they agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's answer as a picture: where each plan's step goes, alongside what it takes and costs."""
+"""The planner's answer as a picture: the parts of each plan's step, with its time and cost."""
 
 from __future__ import annotations
 
