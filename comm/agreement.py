@@ -1,4 +1,4 @@
-"""Agreement on errors: if one rank fails, all ranks learn it, so that none waits for it forever."""
+"""Agreement on errors: if one rank fails, all ranks receive its error, so that none waits for it forever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.comm.exchange import gather
 
 T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
-"""Every rank's value, in the order of ranks, on every rank; a collective call."""
+"""A function that returns every rank's value, in rank order, on every rank; a collective call."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ RUN = "WEFT_RUN"
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
 HELD_BYTES = 1 << 16
-"""Most bytes that a connection may send before its peer is authenticated."""
+"""Maximum number of bytes that a connection may send before its peer is authenticated."""
 
 
 class Connection(asyncio.Protocol):
@@ -28,7 +28,7 @@ class Connection(asyncio.Protocol):
     ranks reach rank 0's store through one loop.
 
     Attributes:
-        transport: to the peer.
+        transport: asyncio's transport to the peer.
         lost: done when the connection has ended.
     """
 
@@ -86,7 +86,7 @@ class AuthenticatedSocket(Protocol):
     """An address at which the ranks of a job connect to rank 0, with mutual authentication."""
 
     listener: socket.socket | None
-    """On the side that accepts."""
+    """The listening socket, on the side that accepts."""
 
     async def authenticate(self, peer: socket.socket) -> Connection:
         """Authenticate the peer of an accepted connection, which the result then owns.

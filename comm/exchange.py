@@ -79,19 +79,19 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
 
 
 def _all_gathered(mine: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
-    """Every rank's bytes, as many as this one has, in host memory: [ranks, bytes]."""
+    """All-gather ``mine``, of equal size on all ranks, to host memory: [ranks, bytes]."""
     told = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.uint8, device=device)
     dist.all_gather(list(told), mine.to(device), group=group)
     return told.cpu()
 
 
 def _first(data: bytes) -> Tensor:
-    """How many bytes there are, and the first of them, uint8 [the same for all ranks]: of most values, all."""
+    """Pack the length and the first bytes of ``data`` (usually all), uint8 of the same size on all ranks."""
     return _tensor(_LENGTH.pack(len(data)) + data[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
 
 
 def _length(first: Tensor) -> int:
-    """The number of bytes that a rank has announced."""
+    """Return the number of bytes that a rank has announced."""
     (length,) = _LENGTH.unpack_from(first.numpy().tobytes())
     if not 0 < length <= MOST_BYTES:
         raise ValueError(f"a rank announced a value of {length} bytes; the maximum is {MOST_BYTES}")

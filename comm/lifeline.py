@@ -50,13 +50,13 @@ class Lifeline:
         self._ended: torch.cuda.Event | None = None
         self._works: list[dist.Work | None] = []
         self.on_loss: Callable[[ChannelError], None] = lambda error: None
-        """Called, on a thread, when a rank is lost: has this rank's waits fail."""
+        """Called on a thread when a rank is lost, to make this rank's waits fail."""
         for peer in self._neighbours:
             threading.Thread(target=self._listen, args=(peer,), name=f"weft lifeline to {peer}", daemon=True).start()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While this rank exchanges data with others. An error that another rank's death has caused becomes its name's.
+        """Mark the block as exchanging data with other ranks; an error caused by a rank's death names that rank.
 
         Raises:
             ChannelError: a rank is lost.

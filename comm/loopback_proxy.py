@@ -56,13 +56,13 @@ class ProcessLocalPort:
 
     @classmethod
     def open(cls) -> ProcessLocalPort:
-        """At a free port."""
+        """Open a free port."""
         listener = socket.socket()
         listener.bind((cls._HOST, 0))
         return cls(listener)
 
     async def connect(self) -> Connection:
-        """A connection to the store, which must be listening."""
+        """Connect to the store, which must be listening."""
         connection = socket.socket()
         connection.bind((self._HOST, 0))
         self._connections.append(connection)

@@ -22,7 +22,7 @@ class Kind(Enum):
 
 
 def cache_folder() -> Path:
-    """Where compiled code is cached: ``$XDG_CACHE_HOME/weft/native``, by default under ``~/.cache``."""
+    """Return the folder of compiled code: ``$XDG_CACHE_HOME/weft/native``, by default under ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(root).expanduser() / "weft" / "native"
 

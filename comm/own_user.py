@@ -1,4 +1,4 @@
-"""Have gloo and NCCL accept connections of this user's own processes only (see own_user.c)."""
+"""Restriction of gloo and NCCL to connections from this user's processes (see own_user.c)."""
 
 from __future__ import annotations
 

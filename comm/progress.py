@@ -29,7 +29,7 @@ class Progress:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future:
-        """Run ``function`` when those before it have ended; it fails if the thread was ended before."""
+        """Run ``function`` after the previous ones; it fails if the thread has ended before."""
         future: Future = Future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -39,12 +39,12 @@ class Progress:
         return future
 
     def fail(self, error: Exception) -> None:
-        """Have all that has not ended fail at once, from any thread: also what is under way, which goes on unheard."""
+        """Fail all calls that have not ended, from any thread; the result of a running one is discarded."""
         self.error = self.error or error
         self._fail_pending(self.error)
 
     def close(self, last: Callable[[], Any] | None = None) -> None:
-        """End the thread, after what was submitted, and after ``last``, which is done also if there was an error."""
+        """End the thread after the submitted calls and ``last``, which runs even after an error."""
         self._queue.put((last or _nothing, None))
 
     def _run(self) -> None:
@@ -75,7 +75,7 @@ class Progress:
 
 
 def _nothing() -> None:
-    """Is done last unless something else is asked for."""
+    """Do nothing: the default of ``last`` in `Progress.close`."""
 
 
 def _fail(future: Future, error: Exception) -> None:

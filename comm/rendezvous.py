@@ -27,7 +27,7 @@ from weft.conf.hosts import is_loopback
 METHOD = "weft://"
 """The ``init_method`` of `torch.distributed.init_process_group` for this rendezvous."""
 _READ_TOGETHER = "GLOO_ENABLE_STORE_V2_API"
-"""Has gloo ask the store for the addresses of all members of a group in one operation, in place of two a member."""
+"""Variable that lets gloo read the addresses of all members of a group in one store operation, not two per member."""
 _ADDRESS_KEY = "weft/store_address"
 """Key of torchrun's store under which rank 0 publishes the address of the authenticated socket."""
 
@@ -97,24 +97,24 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def hosts_port() -> int:
-    """On rank 0, the port of the rendezvous, where other hosts may listen as well; 0 if it is none of all hosts'.
+    """Return, on rank 0, the port of the rendezvous if all hosts share its number; otherwise 0.
 
-    Under torchrun it is a free one of rank 0's host; on one host, and on loopback, there is none.
+    Under torchrun the rendezvous has a free port of rank 0's host; on one host, and on loopback, it has none.
     """
     return _MEETING.address[1]
 
 
 def hand_over(address: tuple[str, int]) -> None:
-    """On rank 0, whose endpoint listens at ``address`` from now on: if the rendezvous does, too, it leaves that to it.
+    """Leave ``address`` to rank 0's endpoint, if the rendezvous listens there.
 
-    The endpoint accepts without Python's interpreter lock, and hands on what is for the rendezvous.
+    The endpoint accepts without Python's interpreter lock, and passes connections for the rendezvous on.
     """
     if _MEETING.proxy is not None and _MEETING.address == address:
         _MEETING.proxy.leave_port()
 
 
 def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
-    """The authenticated socket of the job in the environment; on rank 0 it is listening when this returns."""
+    """Create the authenticated socket of the job in the environment; rank 0 listens when this returns."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if on_one_host():
         # A process that an earlier attempt has left behind, stopped for example, cannot hold this one's name, nor
@@ -163,7 +163,7 @@ def own_address() -> str:
 
 
 def _choose_interface(address: AuthenticatedSocket) -> None:
-    """Have gloo (and NCCL on a single host) listen on the ranks' interface, not on the host name's."""
+    """Make gloo (and NCCL on a single host) listen on the ranks' interface instead of the host name's."""
     if isinstance(address, AuthenticatedUnixSocket):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -52,7 +52,7 @@ class RtsSend:
 
 @dataclass(kw_only=True, eq=False)
 class _RtsEnd:
-    """One end of a direction; both ends use the same groups, which are connected already.
+    """An end of a direction; both ends use the same groups, which are connected already.
 
     Attributes:
         peer: global rank of the other end.

@@ -36,7 +36,7 @@ INLINE_BYTES = 2 << 20
 _HEADER = struct.Struct("=qq")
 """Announces a tensor: slot and bytes, followed by the tag. A slot's first header carries its file descriptor."""
 _NUMBER = struct.Struct("=q")
-"""From the receiver: a slot to reuse. The sender's first message: its rank."""
+"""A number: from the receiver, a slot to reuse; in the sender's first message, its rank."""
 _MAX_HEADER_BYTES = 4096
 
 
@@ -127,7 +127,7 @@ class SharedSender:
         return SharedSend(tensor, self._last)
 
     def interrupt(self) -> None:
-        """Have both ends' waits fail, from any thread."""
+        """Fail the waits of both ends, from any thread."""
         _interrupt(self._control)
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class SharedReceiver:
         return handle
 
     def interrupt(self) -> None:
-        """Have both ends' waits fail, from any thread."""
+        """Fail the waits of both ends, from any thread."""
         _interrupt(self._control)
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class TorchChannel:
 
 
 def between_hosts() -> dist.ProcessGroup | None:
-    """A group for what the hosts of devices tell each other; None where devices are hosts. A collective call.
+    """Create a group over host memory for jobs on GPUs; None on CPUs. A collective call.
 
     It spans the whole world: with bound devices, creating a gloo group of a subset makes the other ranks of
     torch 2.13 wait for a communicator split that the members never perform.

@@ -22,7 +22,7 @@ BUSY = 1.0
 WIDE = 0.25
 """Spread beyond which a measurement is doubtful."""
 CONTRADICTION = 0.25
-"""Least share by which a run differs from a value that it contradicts."""
+"""Minimum share by which a run differs from a value that it contradicts."""
 MEASURED = (
     "collectives.json",
     "overlap.json",

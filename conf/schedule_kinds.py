@@ -32,7 +32,7 @@ class ScheduleRules:
     placements: tuple[PlacementKind, ...]
     """Supported placements; the first is the default."""
     microbatches_per_rank: int = 0
-    """Least micro-batches per step, as a multiple of the pipeline ranks."""
+    """Minimum number of micro-batches per step, as a multiple of the pipeline ranks."""
     looks_at_costs: bool = False
     """True if the generator takes costs, a memory cap and a search time."""
     goes_in_rounds: bool = False

@@ -56,8 +56,7 @@ _THIN = {
 _DPI = 150
 _USUAL_INCHES, _MOST_INCHES = 16.0, 64.0
 _MOST_SPANS, _MOST_RANKS = 60_000, 1_500
-"""Most spans and ranks of a picture: more take minutes to draw, are narrower than a pixel, or exceed a file's
-height."""
+"""Maximum number of spans and ranks of a picture; more take minutes to draw, or exceed a file's height."""
 _SLOT_PIXELS = 19
 """Width of a slot that fits a vertical number."""
 _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))

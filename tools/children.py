@@ -18,7 +18,7 @@ from typing import Any
 PRELOADED = ("weft.tools.rank_server",)
 """Modules to import once before forking, because they take seconds and are the same for every rank."""
 LOG_TAIL_CHARS = 3000
-"""Most characters of a failed child's output to show."""
+"""Maximum number of characters of a failed child's output to show."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _FORK = multiprocessing.get_context("fork")
 

@@ -12,7 +12,7 @@ from weft.engine.data.documents import IGNORED, Document
 from weft.tools.preflight import is_here
 
 MOST_CHARACTERS = 800
-"""Most characters of a row that are shown."""
+"""Maximum number of characters of a row that are shown."""
 
 
 def first_row_lines(config: WeftConfig) -> list[str]:

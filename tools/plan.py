@@ -24,7 +24,7 @@ from weft.tools.planning.report import as_json, as_markdown, explanation, places
 from weft.tools.planning.what_if import changed, marginal_values
 
 MOST_TOKENS = 10**12
-"""Most tokens of a step."""
+"""Maximum number of tokens of a step."""
 SMALL = 64
 """GPUs of a small cluster, at most."""
 

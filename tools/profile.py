@@ -29,7 +29,7 @@ from weft.tools.links import Way, measure_link
 from weft.tools.tables import show, table_of
 
 MOST_PROCESSES = 16
-"""Most ranks of a host without GPUs."""
+"""Maximum number of ranks of a host without GPUs."""
 _LEAST_BETA_S = 1e-13
 """Seconds per byte, below which what was measured shows no bandwidth."""
 

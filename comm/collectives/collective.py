@@ -24,15 +24,15 @@ class Primitive(Enum):
     gather = "gather"
     broadcast = "broadcast"
     all_to_all = "all_to_all"
-    """Another part of every rank's tensor to each rank."""
+    """Every rank sends a different part of its tensor to each rank."""
     shift = "shift"
-    """This rank's tensor to the next rank, the one before's to this one; the first comes behind the last."""
+    """Every rank sends its tensor to the next rank; the last sends to the first."""
 
 
 REDUCING = frozenset({Primitive.reduce_scatter, Primitive.reduces})
-"""From the full tensor to this rank's shard of the sum."""
+"""Primitives that turn the full tensor into this rank's shard of the sum."""
 GATHERING = frozenset({Primitive.all_gather, Primitive.broadcasts})
-"""From this rank's shard to the full tensor."""
+"""Primitives that turn this rank's shard into the full tensor."""
 EXECUTED = (Primitive.all_reduce, *sorted(REDUCING | GATHERING, key=lambda one: one.value), Primitive.all_to_all)
 """The primitives that ranks execute, in the order in which they measure them."""
 
@@ -93,7 +93,7 @@ class Collective:
 
     @classmethod
     def flat(cls, primitive: Primitive, group: Group, *, num_elements: int, itemsize: int) -> Collective:
-        """Over a flat buffer of ``num_elements`` in total (all shards)."""
+        """Create a collective over a flat buffer of ``num_elements`` in total (all shards)."""
         return cls(primitive, group, (num_elements,), itemsize)
 
     @property

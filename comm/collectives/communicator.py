@@ -26,7 +26,7 @@ PLAIN = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
 
 @dataclass(frozen=True)
 class _Axis:
-    """One axis of one mesh, as this rank sees it."""
+    """An axis of a mesh: this rank's process group and executor."""
 
     group: dist.ProcessGroup
     executor: InOrderExecutor
@@ -189,7 +189,7 @@ class Communicator:
 
 @dataclass
 class _Flow:
-    """One chunk going through the steps.
+    """A chunk that passes through the steps.
 
     Between steps the chunk is a tensor [unsharded axes..., elements]: a reducing step removes its
     axis, a gathering step prepends it.

@@ -136,5 +136,5 @@ def _products(rows: list[tuple[float, float]]) -> tuple[list[tuple[float, float]
 
 
 def _explained(line: AlphaBeta, a: float, b: float) -> float:
-    """By how much a one-parameter fit reduces the sum of squares."""
+    """Return by how much a one-parameter fit reduces the sum of squares."""
     return line.alpha_s * a + line.beta_s * b

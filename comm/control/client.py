@@ -1,4 +1,4 @@
-"""An agent's end of the control wire: it connects, and connects again, as often as it takes."""
+"""An agent's end of the control wire, which reconnects after every lost connection."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class ControlClient:
-    """Messages to the driver and from it; all calls on one asyncio loop.
+    """Exchanges messages with the driver; all calls are on one asyncio loop.
 
-    What is sent while there is no connection goes out with the next one. A message arrives once
-    and in order as long as both processes live; a driver that was started again gets what the old
-    one had not acknowledged.
+    Messages sent without a connection are queued for the next one. A message arrives once and in
+    order as long as both processes live. A restarted driver receives what the previous one had not
+    acknowledged.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class ControlClient:
         on_lost: Callable[[], None] = lambda: None,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """Connects from `start` on.
+        """Create a client, which connects from `start` on.
 
         Args:
-            name: by which the driver knows this process; another connection with it replaces this one's.
-            on_connected: called at every connection with a driver that has proved to be of this job.
+            name: identifies this process to the driver; a new connection of the same name replaces the old one.
+            on_connected: called at every authenticated connection with a driver.
 
         Raises:
             ValueError: a TCP address and no ``WEFT_KEY``.
@@ -65,7 +65,7 @@ class ControlClient:
         """Send ``message``, now or when there is a connection.
 
         Args:
-            latest_of: of waiting messages with the same name here only the last one has to arrive.
+            latest_of: only the last of queued messages with the same ``latest_of`` has to arrive.
 
         Raises:
             ValueError: the message is too large.

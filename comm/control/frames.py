@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 MOST_BYTES = 1 << 20
-"""Largest frame, unless its side has another limit."""
+"""Maximum size of a frame, by default."""
 MOST_DEPTH = 32
-"""Containers inside of each other."""
+"""Maximum nesting depth of containers."""
 _LENGTH_BYTES = 4
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 _DECODER = msgspec.json.Decoder(dict[str, Any])
@@ -20,15 +20,15 @@ _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)
 
 
 class FrameError(ValueError):
-    """The peer sent what is no frame of ours."""
+    """The peer sent an invalid frame."""
 
 
 def pack(value: dict[str, Any], most_bytes: int = MOST_BYTES) -> bytes:
-    """The frame of ``value``.
+    """Serialize ``value`` as a frame.
 
     Raises:
-        ValueError: it is too large, or has a number that is not finite.
-        TypeError: there is something in it that JSON does not have.
+        ValueError: the frame is too large, or contains a number that is not finite.
+        TypeError: ``value`` contains a type that JSON does not support.
     """
     data = _ENCODER.encode(value).encode(errors="replace")  # names of files may have surrogates, JSON may not
     if len(data) > most_bytes:
@@ -37,7 +37,7 @@ def pack(value: dict[str, Any], most_bytes: int = MOST_BYTES) -> bytes:
 
 
 class Frames:
-    """Puts the bytes of a stream together to JSON objects."""
+    """Decodes a byte stream to JSON objects."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         """Refuse frames longer than ``most_bytes`` when they are announced."""
@@ -45,7 +45,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[dict[str, Any]]:
-        """The objects that are whole with ``data``.
+        """Yield the objects that ``data`` completes.
 
         Raises:
             FrameError: too long, too deep, or no JSON object.
@@ -72,7 +72,7 @@ def _parsed(frame: bytes) -> dict[str, Any]:
 
 
 def _depth(frame: bytes) -> int:
-    """How many containers lie inside of each other at most."""
+    """Return the maximum nesting depth of containers."""
     depth = most = 0
     for token in _TOKENS.finditer(frame):
         first = frame[token.start()]

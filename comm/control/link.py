@@ -1,4 +1,4 @@
-"""One connection of the control wire: frames in and out, and signs of life."""
+"""A connection of the control wire: frames in both directions, and heartbeats."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, cast
 from weft.comm.control.frames import MOST_BYTES, FrameError, Frames
 
 PING_S = 2.0
-"""Between signs of life on a connection."""
+"""Seconds between heartbeats on a connection."""
 SILENCE_S = 7.0
-"""Without one, after which a connection is given up."""
+"""Seconds without a heartbeat after which a connection is closed."""
 _READ_BYTES = 4096
 MOST_UNSENT_BYTES = 8 << 20
-"""Most unread bytes of a peer before its connection is closed."""
+"""Maximum number of unread bytes of a peer before its connection is closed."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -47,17 +47,17 @@ class Link(asyncio.BufferedProtocol):
         self.greeted, self.ended = asyncio.Event(), asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """As asyncio calls it."""
+        """See `asyncio.BufferedProtocol`."""
         self._transport = cast(asyncio.Transport, transport)
         self._heard = self._ticked = self._written = self._loop.time()
         self._timer = self._loop.call_later(PING_S, self._tick)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """As asyncio calls it; over TLS it writes to slices of it."""
+        """See `asyncio.BufferedProtocol`; over TLS asyncio writes to slices of the buffer."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """As asyncio calls it."""
+        """See `asyncio.BufferedProtocol`."""
         self._heard = self._loop.time()
         try:
             for frame in self._frames.feed(self._buffer[:nbytes]):
@@ -68,7 +68,7 @@ class Link(asyncio.BufferedProtocol):
             self.end(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """As asyncio calls it."""
+        """See `asyncio.BufferedProtocol`."""
         self._timer.cancel()
         self._transport = None
         self.ended.set()

@@ -11,7 +11,7 @@ from weft.comm.control.frames import MOST_BYTES, FrameError, pack
 from weft.comm.control.link import Link
 
 MOST_WAITING_BYTES = 64 << 20
-"""Most bytes of messages that the peer has not acknowledged."""
+"""Maximum number of bytes of messages that the peer has not acknowledged."""
 _ACKNOWLEDGED_EVERY = 32
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ class Sent:
         return self.tensor
 
     def ended(self) -> bool:
-        """It has."""
+        """True: a send ends at once."""
         return True
 
 
@@ -78,7 +78,7 @@ class EmulatedSender:
 
 
 class EmulatedReceiver:
-    """From a neighbour; see `weft.comm.channel.Receiver`."""
+    """The receiving end from a neighbour; see `weft.comm.channel.Receiver`."""
 
     def __init__(self, world: Meeting, peer: int) -> None:
         """``peer`` is a global rank."""

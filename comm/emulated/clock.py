@@ -10,7 +10,7 @@ from time import perf_counter, sleep
 from weft.conf.timer_slack import set_timer_slack
 
 WAKE_UP_S = 1e-4
-"""How late a sleeper may wake up without timer slack."""
+"""Seconds by which a sleeper may wake up late without timer slack."""
 
 
 class EmulatedClock:

@@ -19,18 +19,18 @@ class Mismatch(EmulationError):
 
 @dataclass(frozen=True)
 class Said:
-    """One thing that a rank does with others, as each of them would do its part.
+    """An operation of a rank with others, described equally by all of them.
 
     Attributes:
-        what: such as ``all_reduce SUM`` or ``send 3RECV_F7``.
-        form: of the tensor: number of elements or shape, and behind the last blank the number format.
+        what: the operation, such as ``all_reduce SUM`` or ``send 3RECV_F7``.
+        form: number of elements or shape of the tensor, and after the last blank its number format.
     """
 
     what: str
     form: str = ""
 
     def differs(self, other: Said) -> str:
-        """In what another form of the same thing differs from this one; empty where it is the form that agrees."""
+        """Return how the form of ``other`` differs if ``what`` agrees; otherwise an empty string."""
         if self.what != other.what or not self.form or not other.form:
             return ""
         (mine, my_format), (its, its_format) = self.form.rsplit(" ", 1), other.form.rsplit(" ", 1)
@@ -59,7 +59,7 @@ class Conversation:
 
 
 class Recorder:
-    """Writes down a conversation; with ``expected``, a rank that was set up as all others would have had this one."""
+    """Records a conversation, and compares it with ``expected``, that of a rank with the settings of all others."""
 
     def __init__(
         self, rank: int, expected: Conversation | None = None, told: Mapping[str, Sequence[Any]] | None = None
@@ -76,10 +76,10 @@ class Recorder:
         self._told = told if told is not None else (expected.answers if expected is not None else {})
 
     def say(self, others: Sequence[int], counterpart: str, said: Said) -> None:
-        """Note what this rank does with ``others``, global ranks, the nearest first.
+        """Record an operation with ``others``, global ranks, the nearest first.
 
         Raises:
-            Mismatch: they do something else at this point.
+            Mismatch: they have another operation at this point.
         """
         with self._lock:
             mine = self.heard.said[counterpart]

@@ -38,7 +38,7 @@ class EmulatedWork(dist.Work):
         return self._world.clock.now() >= self._at_s
 
     def is_success(self) -> bool:
-        """It never fails."""
+        """True: emulated operations do not fail."""
         return True
 
     def result(self) -> list[Tensor]:
@@ -184,7 +184,7 @@ class EmulatedGroup(PythonGroup):
         return self._begin("send", tensors, tensors, root=self.ranks[peer])
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
-        """From a member: zeros."""
+        """Receive zeros."""
         work = self._begin("recv", tensors, tensors, root=self.ranks[peer])
         for tensor in tensors:
             tensor.zero_()

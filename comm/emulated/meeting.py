@@ -14,7 +14,7 @@ from weft.comm.emulated.conversation import EmulationError, Recorder
 
 @dataclass(frozen=True)
 class Call:
-    """One collective.
+    """A collective.
 
     Attributes:
         operation: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast``, ``reduce``,

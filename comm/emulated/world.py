@@ -1,4 +1,4 @@
-"""The world of an emulated job: one object answers for all the other ranks."""
+"""The world of an emulated job: one object stands for all the other ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ VALUES = "values"
 
 
 class Asked(Enum):
-    """Small values that ranks exchange, where answers differ from rank to rank."""
+    """Kinds of small values that ranks exchange."""
 
     value = "value"
-    """Anything: every rank answers as this one."""
+    """Other values: every rank has the same as this one."""
     host = "host"
     """The host that a rank is on."""
     tied = "tied"
@@ -42,7 +42,7 @@ class EmulatedNetwork:
     channels: dict[tuple[int, int], Any]
     priorities: dict[str, int] = field(default_factory=dict)
     profiles: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """Nothing is probed: the links' figures are those of the configuration."""
+    """Empty: links are not probed, their figures are those of the configuration."""
     endpoint: None = None
 
     def close(self) -> None:
@@ -53,13 +53,13 @@ class EmulatedNetwork:
 
 
 class EmulatedWorld:
-    """All ranks of a job but this one, as this one meets them.
+    """The interface of this rank to the emulated ranks of its job.
 
     Attributes:
         rank, size: of the job.
-        step: what the others do; `NoStep` outside of steps, where nothing takes time.
-        collective_s: how long a collective takes when all members have come to it.
-        answers: what another rank would answer, by what it is asked: of its global rank and this rank's answer.
+        step: the other ranks' behaviour; `NoStep` outside of steps, when nothing takes time.
+        collective_s: returns the duration of a collective once all members have joined.
+        answers: by kind of value, a function of another rank and this rank's value that returns the other's.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EmulatedWorld:
         Args:
             hosts: number of the host of each rank.
             sites: number of the site of each rank.
-            recorder: takes down what this rank says.
+            recorder: records this rank's operations.
         """
         if not 0 <= rank < size:
             raise EmulationError(f"--real {rank}: there is no such rank; the job has ranks 0 to {size - 1}")
@@ -112,7 +112,7 @@ class EmulatedWorld:
         )
 
     def group(self, ranks: Sequence[int]) -> EmulatedGroup:
-        """A process group; groups of the same ranks differ by how many there were."""
+        """Create a process group; groups of the same ranks are numbered."""
         members = tuple(ranks)
         number = self._made[members] = self._made.get(members, -1) + 1
         span = f"{members[0]} to {members[-1]}" if len(members) > 4 else ", ".join(map(str, members))
@@ -144,7 +144,7 @@ class EmulatedWorld:
     # -- tensors ---------------------------------------------------------------------------------
 
     def channels(self, hops: Collection[tuple[int, int]]) -> dict[tuple[int, int], Any]:
-        """This rank's ends of the hops that it is part of."""
+        """Return this rank's ends of its hops."""
         mine = [hop for hop in hops if self.rank in hop]
         return {
             (here, there): EmulatedSender(self, there) if here == self.rank else EmulatedReceiver(self, here)
@@ -156,7 +156,7 @@ class EmulatedWorld:
         return EmulatedNetwork(self.channels(hops))
 
     def ends_s(self, operation: str, ranks: tuple[int, ...], num_bytes: int, root: int | None, start_s: float) -> float:
-        """When an operation ends that could begin at ``start_s`` for this rank; outside of steps at once."""
+        """Return when an operation ends that this rank could begin at ``start_s``; outside of steps at once."""
         if isinstance(self.step, NoStep) or self.collective_s is None:
             return start_s
         ready_s = max(start_s, self.step.ready_s(operation, ranks, root))
@@ -172,7 +172,7 @@ class EmulatedWorld:
 
 
 def emulated_world() -> EmulatedWorld | None:
-    """The world of this process, if it is an emulated one."""
+    """Return the emulated world of this process; None in a real job."""
     if not dist.is_initialized():
         return None
     group = dist.distributed_c10d._get_default_group()  # torch 2.11 to 2.13
@@ -180,5 +180,5 @@ def emulated_world() -> EmulatedWorld | None:
 
 
 def _create(options: Any, world: EmulatedWorld) -> EmulatedGroup:
-    """As `torch.distributed.Backend.register_backend` wants it, for the first group; see `EmulatedGroup.new_group`."""
+    """Create the first group, for `torch.distributed.Backend.register_backend`; see `EmulatedGroup.new_group`."""
     return world.group(range(world.size))

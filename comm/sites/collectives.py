@@ -99,15 +99,15 @@ def broadcast(exchange: SiteExchange, tensor: Tensor, root: int) -> None:
 
 
 def all_gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    """Every member's tensor, in order of members; all of one size."""
+    """Gather every member's tensor, in order of members; all are of one size."""
     gather(exchange, outputs, tensor, None)
 
 
 def gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor, root: int | None) -> None:
-    """Every member's tensor, in order of members, at ``root``; everywhere if it is None.
+    """Gather every member's tensor, in order of members, at ``root``; everywhere if it is None.
 
     Args:
-        outputs: empty where the result is not wanted.
+        outputs: receive the tensors; empty on members that receive none.
     """
     size = tensor.nbytes
     wanted = [site for site, members in exchange.blocks.items() if root is None or root in members]
@@ -136,10 +136,10 @@ def gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor, ro
 
 
 def scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
-    """The part of ``root``'s tensors that is for this member.
+    """Send a part of ``root``'s tensors to each member.
 
     Args:
-        inputs: of ``root``, a part for each member, of the same size; empty elsewhere.
+        inputs: on ``root``, a part for each member, of the same size; empty elsewhere.
     """
     source, size = _site_of(exchange, root), output.nbytes
 
@@ -156,12 +156,12 @@ def scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], ro
 
 
 def all_to_all(exchange: SiteExchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, alike: bool) -> None:
-    """From each member what it has for this one.
+    """Exchange a part between every two members.
 
     Args:
-        outputs: where each member's goes.
-        inputs: what goes to each member.
-        alike: whether all are of one size, everywhere; otherwise members tell each other first.
+        outputs: receive each member's part.
+        inputs: the part for each member.
+        alike: True if all parts are of one size; otherwise members exchange sizes first.
     """
     mine = torch.tensor([part.nbytes for part in inputs])
     sizes = [torch.empty_like(mine) for _ in range(exchange.size)]
@@ -201,7 +201,7 @@ def all_to_all(exchange: SiteExchange, outputs: Sequence[Tensor], inputs: Sequen
 
 
 def barrier(exchange: SiteExchange) -> None:
-    """Until all members have come."""
+    """Wait until all members have joined."""
     all_reduce(exchange, torch.zeros(1, dtype=torch.uint8), dist.ReduceOp(dist.ReduceOp.SUM))
 
 

@@ -13,7 +13,7 @@ from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.wan.channel import WanChannel, WanHandle
 
 _TEXT_BYTES = 256
-"""Most bytes of the error that a leader sends to its site; 0 bytes mean no error."""
+"""Maximum number of bytes of the error that a leader sends to its site; 0 bytes mean no error."""
 _MOST_UNDER_WAY = 16
 _TAG = 1 << 30  # of gloo's messages; those of the group's users count from 0
 
@@ -37,13 +37,13 @@ class SiteExchange:
         inside: dist.ProcessGroup | None,
         channels: Mapping[int, WanChannel],
     ) -> None:
-        """Every member makes its own.
+        """Create this member's object.
 
         Args:
-            position: this rank's in the group.
-            sites: of each member.
-            inside: the members at this site, in their order; None where there is only one.
-            channels: of a leader, to the leaders of the other sites.
+            position: this rank's index in the group.
+            sites: the site of each member.
+            inside: the group of members at this site, in order; None if there is only one.
+            channels: on a leader, the channels to the leaders of the other sites.
         """
         self.blocks = {site: [at for at, there in enumerate(sites) if there == site] for site in sorted(set(sites))}
         self.site = sites[position]

@@ -198,7 +198,7 @@ class SiteGroup(PythonGroup):
         return self._launch(name, taken, [outputs[0], *parts], outputs, outputs)
 
     def _split(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The part of each member."""
+        """Split ``tensor`` into a part for each member."""
         if sizes:
             return list(tensor.split(list(sizes)))
         return list(tensor.chunk(self.size())) if tensor.numel() else [tensor] * self.size()
@@ -217,7 +217,7 @@ class SiteGroup(PythonGroup):
         written: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> dist.Work:
-        """Have ``run`` called on the exchange and ``tensors`` in host memory."""
+        """Call ``run`` on a thread, with the exchange and copies of ``tensors`` in host memory."""
         copies, exchange = [HostCopy(tensor) for tensor in tensors], self._exchange
 
         def on_thread() -> None:

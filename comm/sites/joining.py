@@ -49,29 +49,29 @@ def by_site(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def door() -> tuple[str, int] | None:
-    """Where this host listens for all of its ranks; None in a job that was not made for several sites."""
+    """Return the address on which this host listens for all of its ranks; None in a job without sites."""
     return dist.distributed_c10d._get_default_group().links.address if spans_sites() else None
 
 
 def leave() -> None:
-    """Before the process ends without cleaning up: deliver the messages to the other sites."""
+    """Deliver queued messages to other sites, before the process ends without cleaning up."""
     if dist.is_initialized() and spans_sites():
         dist.distributed_c10d._get_default_group().links.close()
 
 
 def interrupt_groups() -> None:
-    """Have what groups over several sites wait for fail, from any thread; they are of no use afterwards."""
+    """Fail the waits of groups over several sites, from any thread; the groups are unusable afterwards."""
     if dist.is_initialized() and spans_sites():
         dist.distributed_c10d._get_default_group().links.close(linger_s=0.0)
 
 
 def in_host_memory(backend: str) -> str:
-    """The backend for groups of tensors in host memory, in a job whose backend is ``backend``."""
+    """Return the backend for tensors in host memory in a job whose backend is ``backend``."""
     return backend_of("gloo") if rendezvous.made_here() or backend in (GLOO, NCCL) else "gloo"
 
 
 def _create(options: Any, given: Any, *, inside: Callable[..., Any]) -> Any:
-    """As `torch.distributed.Backend.register_backend` wants it; ``given`` are the `Sites`, for the first group."""
+    """Create a group, for `torch.distributed.Backend.register_backend`; ``given`` are the first group's `Sites`."""
     store, ranks, me = options.store, options.global_ranks_in_group, options.group_rank
     first = isinstance(given, Sites)
     if not first and not spans_sites():

@@ -125,7 +125,7 @@ class SiteLinks:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where this rank's host listens."""
+        """The address on which this rank's host listens."""
         return self._endpoint.address
 
     def channel(self, peer: int, lane: int, timeout: timedelta) -> WanChannel:
@@ -150,10 +150,10 @@ class SiteLinks:
         return int(store.get("lane"))
 
     def await_contact(self) -> None:
-        """Until all links are there.
+        """Wait until all links are connected.
 
         Raises:
-            ChannelError: one is not within ``comm.deadline_s``.
+            ChannelError: a link is not connected within ``comm.deadline_s``.
         """
         limit = monotonic() + self._deadline_s
         for peer, name in self._endpoint.peers.items():

@@ -34,7 +34,7 @@ class HostCopy:
             self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
     def wait(self) -> None:
-        """Until the host has it."""
+        """Wait until the copy in host memory is complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -61,12 +61,12 @@ class CollectiveWork(dist.Work):
         outputs: Sequence[Tensor],
         timeout: timedelta,
     ) -> None:
-        """Made by the group.
+        """Create the work; called by the group.
 
         Args:
-            label: what it is, in errors.
-            written: what it writes.
-            outputs: what `result` returns.
+            label: names the operation in errors.
+            written: copies of the tensors that the operation writes.
+            outputs: returned by `result`.
         """
         super().__init__()
         self._done, self._label, self._written = done, label, written
@@ -89,15 +89,15 @@ class CollectiveWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True if it has ended, well or badly."""
+        """True if it has completed or failed."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """True if it has ended well."""
+        """True if it has completed without an error."""
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> Any:
-        """Its error, if it has ended badly."""
+        """Return the error of a failed operation; otherwise None."""
         return self._done.exception() if self._done.done() else None
 
     def result(self) -> list[Tensor]:
@@ -141,12 +141,12 @@ class TransferWork(dist.Work):
     """A message to another site, or from one."""
 
     def __init__(self, handle: SendHandle, target: Tensor | None) -> None:
-        """``target`` is where what arrives shall be."""
+        """``target`` receives the tensor; None for a send."""
         super().__init__()
         self._handle, self._target = handle, target
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until it is there.
+        """Block until the transfer has completed.
 
         Raises:
             ChannelError: the link has failed, or the time is over.
@@ -162,5 +162,5 @@ class TransferWork(dist.Work):
         return self._handle.ended()
 
     def is_success(self) -> bool:
-        """As far as is known."""
+        """True if it has completed; a failure raises in `wait`."""
         return self.is_completed()

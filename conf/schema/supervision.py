@@ -19,7 +19,7 @@ class SuperviseConfig:
     silence_s: float = 5.0
     """Seconds without a heartbeat after which a host counts as lost."""
     least_deadline_s: float = 4.0
-    """Least time in seconds that ranks may stand still in steady training before the culprit is looked for;
+    """Minimum time in seconds that ranks may stand still in steady training before the culprit is looked for;
     slow steps raise it."""
     setup_deadline_s: float = 600.0
     """Seconds that imports, set-up or the first step may stand still."""

@@ -98,7 +98,7 @@ class TrainConfig:
     early_stopping_patience: int = 0
     """Stop after this many evaluations in a row without a lower loss; 0 disables early stopping."""
     early_stopping_threshold: float = 0.0
-    """Least improvement of the evaluation loss that resets the count of evaluations without one."""
+    """Minimum improvement of the evaluation loss that resets the count of evaluations without one."""
     export: bool = True
     """Export a Hugging Face folder at the end."""
     export_dtype: ExportDtype = ExportDtype.base

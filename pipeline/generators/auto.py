@@ -27,7 +27,7 @@ _ROUNDED_UP = 1 + 1e-9
 _TICK_BITS, _CLOCK_BITS, _LEAST_EXPONENT = 20, 50, -1000
 """A tick is 2**-20 of the pace, or 2**-50 of a step without any parallelism if that is longer."""
 _FIRST_ACTIONS = 1_000_000
-"""Most actions that the list scheduler places over all rules; it tries at least one rule."""
+"""Maximum number of actions that the list scheduler places over all rules; it tries at least one rule."""
 _ACTIONS_PER_SECOND = 4_000_000
 """Actions that the search evaluates per nominal second."""
 

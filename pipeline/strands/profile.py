@@ -12,9 +12,9 @@ from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, Str
 from weft.pipeline.strands.stages import StageStrands
 
 MOST_SEGMENTS = 200
-"""Most segments of a layer; one with experts has some twenty."""
+"""Maximum number of segments of a layer; one with experts has some twenty."""
 MOST_LAYERS = 1000
-"""Most layers of a stage."""
+"""Maximum number of layers of a stage."""
 Member = TypeVar("Member", bound=Enum)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 MAX_CHUNKS = 8
-"""Most chunks per collective; more would cost more in launches than they hide."""
+"""Maximum number of chunks per collective; more would cost more in launches than they hide."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from weft.tools.diagnostics.judging import Judge
 from weft.tools.preflight import MIN_FREE_BYTES
 
 OWN_SHARE = 0.1
-"""Least share of the best speed of this folder: disks that others share vary."""
+"""Minimum share of the best speed of this folder: disks that others share vary."""
 _PIECE = 4 << 20
 _MOST_BYTES, _MOST_S = 128 << 20, 1.5
 

@@ -15,7 +15,7 @@ from weft.tools.diagnostics.judging import Judge
 from weft.tools.local_ranks import answers_of
 
 OWN_SHARE = 0.3
-"""Least share of the best rate of this host."""
+"""Minimum share of the best rate of this host."""
 MOST_S = 15.0
 """Seconds from when all ranks are there, after which one that has not answered is named."""
 

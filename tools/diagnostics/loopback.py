@@ -12,7 +12,7 @@ from weft.engine.supervision.finding import Finding, Verdict
 from weft.tools.diagnostics.judging import Judge
 
 OWN_SHARE = 0.3
-"""Least share of the best rate of this host."""
+"""Minimum share of the best rate of this host."""
 _PIECE, _PIECES = 1 << 20, 256
 _MOST_S = 10.0
 

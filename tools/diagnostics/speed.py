@@ -14,9 +14,9 @@ from weft.pipeline.planner.hardware import GpuKind
 from weft.tools.diagnostics.judging import Judge
 
 SHEET_SHARE = 0.5
-"""Least share of a data sheet's figure: a healthy GPU reaches two thirds or more with these sizes."""
+"""Minimum share of a data sheet's figure: a healthy GPU reaches two thirds or more with these sizes."""
 OWN_SHARE = 0.5
-"""Least share of the best figure of this host."""
+"""Minimum share of the best figure of this host."""
 _REPEATS = 5
 
 
