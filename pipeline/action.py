@@ -92,7 +92,7 @@ def receive_of(send: Action) -> Action:
 
 
 Slot = tuple[Action, ...]
-"""One action, or a strand pair: a forward and a backward of different micro-batches.
+"""An action, or a strand pair: a forward and a backward of different micro-batches.
 
 A pair is atomic: it starts when the inputs of both halves have arrived.
 """

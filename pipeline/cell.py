@@ -123,7 +123,7 @@ class _Post(NamedTuple):
 
 
 def _timed(cell: Schedule, costs: CostModel) -> tuple[list[list[float]], list[_Post]]:
-    """When each slot of each row could start, and the transfers between sites in order."""
+    """Return when each slot of each row could start, and the transfers between sites in order."""
     run = SimulatedStep(cell, costs)
     starts_s: list[list[float]] = [[] for _ in cell.rows]
     posts: list[_Post] = []

@@ -56,7 +56,7 @@ class StageCost:
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in names} | parts[-1]._sent())
 
     def part(self, count: int) -> StageCost:
-        """One of ``count`` equal parts; each sends as much as the whole."""
+        """Return the cost of one of ``count`` equal parts; each sends as much as the whole."""
         return replace(self, **{field.name: getattr(self, field.name) / count for field in fields(self)} | self._sent())
 
     def _sent(self) -> dict[str, float]:
@@ -120,7 +120,7 @@ class CostModel:
 
     @classmethod
     def unit(cls, num_stages: int, *, local: LinkCost | None = None, wan: LinkCost | None = None) -> CostModel:
-        """Every stage takes F = I = W = 1 second and 1 byte of activations; links are free."""
+        """Create unit costs: F, I and W take 1 second each, activations 1 byte, and links are free."""
         one = StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=1.0, output_bytes=1.0)
         return cls(stages=(one,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
 

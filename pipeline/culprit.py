@@ -17,13 +17,13 @@ from weft.pipeline.schedule import Schedule
 
 
 class Place(NamedTuple):
-    """Where a rank is in its row; places of one row compare by how far they are.
+    """A rank's position in its row; positions in the same row are ordered by progress.
 
     Attributes:
-        step: the step that it executes or has executed last; 0 before the first.
-        done: slots of its row that have ended.
-        begun: whether the next slot has begun.
-        waits: waits for others that it has entered and left since, and phases twice; odd while it waits.
+        step: the step in execution, or the last one executed; 0 before the first.
+        done: number of slots of the row that have ended.
+        begun: True if the next slot has begun.
+        waits: waits entered plus waits left in the slot, plus two per phase; odd during a wait.
     """
 
     step: int
@@ -37,7 +37,7 @@ class Replica:
     """A pipeline of the job.
 
     Attributes:
-        schedule: its own, without relays; replicas that run the same one share the value.
+        schedule: its schedule, without relays; replicas with equal schedules share the object.
         ranks: the global rank of each row.
         busy_s: seconds that each row's own computations are predicted to take in a step; empty if unknown.
     """
@@ -49,11 +49,11 @@ class Replica:
 
 @dataclass(frozen=True)
 class JobRows:
-    """All ranks of a job, and what each does in a step.
+    """The rows of all ranks of a job.
 
     Attributes:
         replicas: pipelines; the same row of each holds the same stages.
-        cells: replicas, by number, that share their uplinks between sites; those that share none are left out.
+        cells: numbers of replicas that share their uplinks between sites; others are left out.
     """
 
     replicas: tuple[Replica, ...]
@@ -111,13 +111,13 @@ class JobRows:
 
 @dataclass(frozen=True)
 class Suspect:
-    """One who holds the others up: a rank, or a link.
+    """A rank or a link that holds up the others.
 
     Attributes:
-        rank: its global rank; None if it is a link.
-        links: pairs of global ranks; several where a DP-cell's uplinks carry a transfer together and
-            nothing tells which of them fails.
-        doing: what a rank is at, or which transfer does not arrive.
+        rank: the global rank; None for a link.
+        links: pairs of global ranks; several if the uplinks of a DP-cell carry the transfer and it is
+            unknown which of them fails.
+        doing: the current action of the rank, or the transfer that does not arrive.
     """
 
     rank: int | None
@@ -130,8 +130,8 @@ class Finding:
     """The diagnosis from all ranks' progress.
 
     Attributes:
-        suspects: who holds everybody up; several if the places cannot tell them apart; none while ranks move.
-        running: ranks that moved, while any did: slow at most.
+        suspects: the culprit; several if places do not distinguish them; empty while ranks move.
+        running: ranks that moved, which are slow at most.
     """
 
     suspects: tuple[Suspect, ...]
@@ -144,8 +144,8 @@ class _Candidate:
 
     Attributes:
         rank: the rank, or the receiver.
-        sender: of the transfer; None if it is the rank itself.
-        helpers: ranks whose processes it relies on, because they carry what it waits for; None is everyone.
+        sender: the sender of the transfer; None if the candidate is the rank itself.
+        helpers: ranks whose processes deliver what it waits for; None stands for all ranks.
     """
 
     rank: int
@@ -153,11 +153,11 @@ class _Candidate:
     helpers: Collection[int] | None = ()
 
     def among(self, silent: frozenset[int]) -> frozenset[int]:
-        """Who of the silent ranks would explain it."""
+        """Return the silent ranks on which the candidate depends."""
         return silent if self.helpers is None else silent.intersection((self.rank, *self.helpers))
 
     def delivered(self, job: JobRows, sound: Collection[frozenset[int]]) -> _Candidate:
-        """The receiver alone, where every link works over which the transfer comes."""
+        """Return the receiver alone if all links of the transfer are known to work."""
         if self.sender is None or not all(frozenset(pair) in sound for pair in job.carriers(self.sender, self.rank)):
             return self
         return _Candidate(self.rank, helpers=self.helpers)
@@ -231,12 +231,12 @@ class _Judge:
         self._least_used: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def _from_end(self, rank: int) -> tuple[int, int, bool, int]:
-        """How far a rank is, counted from the end of its row: rows of different lengths end together."""
+        """Return a rank's position relative to the end of its row, because rows of different lengths end together."""
         step, done, begun, waits = self._places[rank]
         return step, done - len(self._job.row(rank)), begun, waits
 
     def candidate(self, rank: int) -> _Candidate | None:
-        """The rank, or what it waits for, if that alone is missing; None if it waits for others."""
+        """Return the rank, or the transfer that it lacks; None if it waits for other ranks."""
         place, row = self._places[rank], self._job.row(rank)
         if place.done >= len(row) or place.step == 0 or (place.begun and row[place.done][0].op is Op.STEP):
             return self._together(rank)
@@ -251,7 +251,7 @@ class _Judge:
         return _Candidate(rank, helpers=self._helpers(number, row[place.done]))
 
     def _together(self, rank: int) -> _Candidate | None:
-        """In ``STEP`` and after it ranks go from one sum over all of them to the next: the last holds up the rest."""
+        """Return the rank if it is last: in ``STEP`` and later all ranks take part in each reduction."""
         return _Candidate(rank, helpers=None) if self._far[rank] == self._least else None
 
     def _receive(self, number: int, rank: int, action: Action) -> _Candidate | None:
@@ -275,7 +275,7 @@ class _Judge:
         raise ValueError(f"{receive}: no rank sends it; is the schedule lowered?")
 
     def _helpers(self, number: int, slot: Slot) -> Collection[int]:
-        """Ranks that carry what a computation or a send waits for: replicas' weights, the receiver's hand."""
+        """Return the ranks whose processes a computation (replicas) or a send (the receiver) relies on."""
         replica, op = self._job.replicas[number], slot[0].op
         ranks = replica.schedule.placement.stage_ranks
         if op in SENDS:
@@ -288,8 +288,8 @@ class _Judge:
     def _replicas_are_there(self, rank: int, stage: int) -> bool:
         """True if all replicas have used a stage in this step as often as this rank has.
 
-        Weights are gathered for, and gradients reduced after, uses of a stage; how often a rank
-        may run ahead of its replicas depends on ZeRO's stage, and none has to be ahead to go on.
+        Weights are gathered for, and gradients reduced after, uses of a stage; how far a rank
+        may run ahead of its replicas depends on the ZeRO stage, and no rank has to be ahead to continue.
         """
         _, row = self._job.seats[rank]
         if len(self._job.replicas) == 1:
@@ -300,14 +300,14 @@ class _Judge:
         return self._least_used[key] >= self._use(rank, stage)
 
     def _use(self, rank: int, stage: int) -> tuple[int, int, int]:
-        """Step, uses of a stage begun in it, and waits entered in the last of them."""
+        """Return the step, the uses of a stage begun in it, and the waits entered in the last use."""
         place, counts = self._places[rank], self._counts(rank, stage)
         done = min(place.done, len(counts) - 1)
         using = place.begun and counts[done + 1] > counts[done]
         return (place.step, counts[done] + using, place.waits if using else _MANY_WAITS)
 
     def _counts(self, rank: int, stage: int) -> list[int]:
-        """Uses of a stage before each slot of a rank's row."""
+        """Count the uses of a stage before each slot of a rank's row."""
         row = self._job.row(rank)
         key = id(row), stage
         if key not in self._used:

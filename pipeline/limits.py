@@ -16,7 +16,7 @@ _MOST_BITS = 4096
 
 
 class _Short(reprlib.Repr):
-    """Also of integers with more digits than Python turns into text, such as a long hexadecimal one."""
+    """A `Repr` that also shortens integers with more digits than Python converts to text."""
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() > _MOST_BITS:

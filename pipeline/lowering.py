@@ -50,7 +50,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def crossings(placement: Placement) -> frozenset[tuple[Op, int]]:
-    """Every (transfer operation, stage) that each micro-batch needs on ``placement``."""
+    """Return every (transfer operation, stage) that each micro-batch needs on ``placement``."""
     ranks = placement.stage_ranks
     found: set[tuple[Op, int]] = set()
     for stage in range(placement.num_stages - 1):

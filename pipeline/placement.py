@@ -63,7 +63,7 @@ class Placement:
 
     @classmethod
     def named(cls, layout: str, num_ranks: int, sites: tuple[int, ...] = (), chunks: int = 2) -> Placement:
-        """One of `LAYOUTS`, with ``chunks`` virtual stages per rank where it is not straight."""
+        """Create one of `LAYOUTS`, with ``chunks`` virtual stages per rank unless it is straight."""
         legs = {"straight": "d", "interleaved": "d" * chunks, "fold": ("du" * chunks)[:chunks]}
         sites = sites or (num_ranks,)
         return cls(sites if layout.startswith("site_") else (num_ranks,), legs[layout.removeprefix("site_")], sites)

@@ -227,7 +227,7 @@ def _write_number(axes: Axes, box: _Box, start: float, end: float, pixel: float)
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, most_bytes: float) -> None:
-    """One bar per rank: its peak activation memory."""
+    """Draw one bar per rank: its peak activation memory."""
     middle = sum(_COMPUTE) / 2
     ranks = [rank + middle for rank in range(timeline.num_ranks)]
     axes.barh(ranks, timeline.peak_bytes, height=_COMPUTE[1] - _COMPUTE[0], color="#d9c7e8", linewidth=0)

@@ -81,7 +81,7 @@ class SimulatedStep:
         return [span for spans in self._rank_spans for span in spans]
 
     def could_start_s(self, visit: Visit) -> float:
-        """When the slot's rank is free and its dependencies are met."""
+        """Return when the slot's rank is free and its dependencies are met."""
         return max(self._rank_free_s[visit.rank], *(self._fact_s[need] for need in visit.needs), 0.0)
 
     def step(self, visit: Visit) -> None:

@@ -14,7 +14,7 @@ from weft.pipeline.timeline import Timeline
 
 
 def grid_text(schedule: Schedule, *, width: int | None = None) -> str:
-    """One line per rank and one column per time slot; every slot takes one column.
+    """Return one line per rank and one column per time slot; every slot takes one column.
 
     Args:
         width: characters per line; columns beyond it are counted instead of shown. None means no limit.
@@ -97,7 +97,7 @@ def own_cap_text(cap_bytes: float, peak: float) -> str:
 
 
 def bound_text(schedule: Schedule, costs: CostModel, step_s: float) -> str:
-    """How far a step is from what no schedule can beat; the arguments are those of `answer_text`."""
+    """Return the distance of a step from the lower bound; the arguments are those of `answer_text`."""
     bound_s = lower_bound_s(Problem(schedule.placement, schedule.num_microbatches, costs))
     above = f"{100 * (step_s / bound_s - 1):.1f} % above" if step_s > bound_s * (1 + 1e-9) else "which is"
     return f"step {step_s:.6g} s, {above} the lower bound of {bound_s:.6g} s for this placement in any memory"

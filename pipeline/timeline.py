@@ -40,7 +40,7 @@ REDUCE_LANE = Lane("reduce")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One slot on one lane. Seconds count from the start of the step.
+    """A slot on a lane. Seconds count from the start of the step.
 
     Transfers last from their first byte to their arrival, and are predicted only.
     """

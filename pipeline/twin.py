@@ -18,14 +18,14 @@ from weft.pipeline.timeline import Span
 
 
 class Pace(Protocol):
-    """How long the emulated ranks take."""
+    """Durations of the emulated ranks."""
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Seconds for an action that costs ``seconds``."""
+        """Return the seconds of an action that costs ``seconds``."""
         ...
 
     def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
-        """Seconds that a message takes beyond its link's latency and bandwidth."""
+        """Return the seconds of a message beyond its link's latency and bandwidth."""
         ...
 
 
@@ -78,10 +78,10 @@ class OnlineTwin:
         self._go_on(self._waiting.pop(send, []))
 
     def arrival_s(self, send: Action) -> float:
-        """When what another rank sends is here.
+        """Return when the message of another rank's ``send`` arrives.
 
         Raises:
-            LookupError: it is never sent; says what it waits for.
+            LookupError: it is never sent; the message names what the sender waits for.
         """
         if send not in self._senders:
             raise LookupError(f"no rank of schedule {self.schedule.name!r} sends {send}")
@@ -91,15 +91,15 @@ class OnlineTwin:
         return found
 
     def reached_s(self, rank: int) -> float:
-        """When a rank has come to the end of its row: to its optimiser's step, with its reductions ended."""
+        """Return when a rank reaches its optimiser's step, with its reductions complete."""
         return self._reached_s.get(rank, self._running.free_s(rank))
 
     def ended_s(self, rank: int) -> float:
-        """When a rank has ended its row."""
+        """Return when a rank has ended its row."""
         return self._running.free_s(rank)
 
     def hold(self, rank: int, until_s: float) -> None:
-        """A rank has not ended before: it waits for others."""
+        """Delay the end of a rank, which waits for others."""
         self._running.hold(rank, until_s)
 
     def spans(self) -> list[Span]:
@@ -112,7 +112,7 @@ class OnlineTwin:
         return self._step
 
     def _go_on(self, ranks: Sequence[int]) -> None:
-        """Let ranks run as far as they come, and those that wait for them."""
+        """Run ``ranks``, and the ranks that wait for them, as far as possible."""
         ready, step = list(ranks), self._running
         while ready:
             rank = ready.pop()
@@ -148,7 +148,7 @@ def _sends(action: Action) -> bool:
 
 
 class _Peers(SimulatedStep):
-    """A simulated step whose ranks begin at times of their own, and one of which runs elsewhere."""
+    """A simulated step whose ranks begin at individual times, and one of which is real."""
 
     def __init__(self, schedule: Schedule, costs: CostModel, pace: Pace | None, began_s: Sequence[float]) -> None:
         super().__init__(schedule, costs)
@@ -156,21 +156,21 @@ class _Peers(SimulatedStep):
         self._pace = pace
 
     def post(self, rank: int, slot: Slot, at_s: float) -> None:
-        """A rank that runs elsewhere sends."""
+        """Post a send of the real rank."""
         end_s = self._send(rank, slot, at_s)
         for action in slot:
             self._fact_s[action] = end_s
 
     def time_of(self, fact: Action) -> float | None:
-        """When a fact was established; None if it is not yet."""
+        """Return when a fact was established; None before."""
         return self._fact_s.get(fact)
 
     def free_s(self, rank: int) -> float:
-        """When a rank has ended what it did so far."""
+        """Return when a rank has ended its work so far."""
         return self._rank_free_s[rank]
 
     def hold(self, rank: int, until_s: float) -> None:
-        """Have a rank wait."""
+        """Delay a rank."""
         self._rank_free_s[rank] = max(self._rank_free_s[rank], until_s)
 
     def _seconds(self, slot: Slot) -> float:

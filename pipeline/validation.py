@@ -140,7 +140,7 @@ def _check_sharded(schedule: Schedule) -> None:
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:
-    """Every action that must be present, with each backward as ``I`` and ``W``."""
+    """Yield every action that must be present, with each backward as ``I`` and ``W``."""
     placement = schedule.placement
     every_stage = range(placement.num_stages)
     moves = crossings(placement) if schedule.ops & (SENDS | RECEIVES) else frozenset()

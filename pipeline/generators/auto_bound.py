@@ -55,7 +55,7 @@ def sending_bound_s(transfers: Sequence[tuple[float, float, float]], count: int)
 
 
 def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:
-    """When a micro-batch that runs alone starts each stage's forward and input gradient, and when it ends."""
+    """Return when a micro-batch that runs alone starts each stage's forward and input gradient, and when it ends."""
     now_s, starts_s = 0.0, {}
     stages = range(problem.placement.single.num_stages)
     for op, order in ((Op.F, stages), (Op.I, reversed(stages))):

@@ -54,7 +54,7 @@ _by_priority = itemgetter(0)
 
 
 class ListScheduler:
-    """One pass of list scheduling under a memory cap, linear in actions except for the event heap.
+    """A pass of list scheduling under a memory cap, linear in actions except for the event heap.
 
     It never exceeds the cap (Atlas section 4.4, rule 2) and never deadlocks: see `_admits`.
     """
@@ -163,7 +163,7 @@ class ListScheduler:
         return True
 
     def _link_has_room_s(self, node: int) -> float:
-        """When an action may start so that its output meets no more than ``rule.backlog`` transfers."""
+        """Return when an action may start so that its output meets no more than ``rule.backlog`` transfers."""
         problem, backlog = self.problem, self.rule.backlog
         link, pair_link = problem.link[node], problem.pair_link[node]
         if link < 0 or backlog == NEVER:

@@ -103,7 +103,7 @@ class _Merger:
         return True
 
     def _leaves_s(self, fact: int) -> float:
-        """When the transfer of a fact begins."""
+        """Return when the transfer of a fact begins."""
         return self._arrival_s[fact] - self.problem.latency_s[fact] - self.problem.transit_s[fact]
 
     def _start_s(self, slot: int) -> float:

@@ -21,7 +21,7 @@ Rows = list[list[int]]
 
 
 class _Transfer(NamedTuple):
-    """How a fact reaches the rank that needs it; `Problem` describes the fields."""
+    """The transfer of a fact to the rank that needs it; `Problem` describes the fields."""
 
     receiver: int = NONE
     link: int = NONE
@@ -33,7 +33,7 @@ class _Transfer(NamedTuple):
 
 @dataclass
 class Problem:
-    """One pipeline step, compiled for speed; rows are lists of node numbers.
+    """A pipeline step, compiled for speed; rows are lists of node numbers.
 
     Node ``token * M + m`` is micro-batch ``m`` of token ``4 * stage + kind`` with kinds F, I,
     W and B. Strand pairs get higher numbers when they are first used. Every token takes its
@@ -195,7 +195,7 @@ class Problem:
         return peak
 
     def microbatch_bytes(self) -> list[float]:
-        """By rank, the bytes that one micro-batch holds after all of its forwards."""
+        """Return, by rank, the bytes that one micro-batch holds after all of its forwards."""
         return [
             sum(self.start_bytes[self.node(Action(Op.F, stage, 0))] for stage in held)
             for held in self.placement.rank_stages
@@ -208,7 +208,7 @@ class Problem:
         return min(map(self.costs.least_pair_scale, held), default=1.0)
 
     def _pair_bytes(self, forward: int, backward: int) -> float:
-        """As `held_along` has it."""
+        """See `held_along`."""
         if self.costs.pairs is None or self.op(backward) is not Op.B:
             return self.start_bytes[forward] + self.start_bytes[backward]
         stages = forward // self.nodes_per_stage, backward // self.nodes_per_stage

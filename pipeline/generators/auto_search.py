@@ -63,7 +63,7 @@ class Search:
         return self._best
 
     def _anneal(self, evaluations: int, enough_s: float, temperature: float) -> None:
-        """One round, cooling from ``temperature`` (a share of the makespan) to a fiftieth of it."""
+        """Run one round of annealing, cooling from ``temperature`` (a share of the makespan) to a fiftieth of it."""
         rows, now_s = [row[:] for row in self._best], self._best_s
         temperature_s, cooling = temperature * now_s, 0.02 ** (1 / max(1, evaluations))
         blocks = self._critical_blocks(rows, self._timed(rows))

@@ -13,7 +13,7 @@ NEVER = inf
 
 @dataclass(frozen=True)
 class Timing:
-    """When each slot runs, and what it waited for.
+    """The time of each slot, and the fact that it waited for.
 
     Attributes:
         makespan_s: when the last rank ends.

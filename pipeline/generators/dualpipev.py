@@ -28,7 +28,7 @@ def generate_dualpipev(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _slots(rank: int, num_ranks: int, num_microbatches: int) -> list[tuple[Token, ...]]:
-    """One rank's row; the step numbers are DualPipeV's."""
+    """Return one rank's row; the step numbers are DualPipeV's."""
     down, up = rank, 2 * num_ranks - 1 - rank  # the rank's two stages
     below = num_ranks - 1 - rank  # ranks between this one and the bottom of the fold
     row: list[tuple[Token, ...]] = []

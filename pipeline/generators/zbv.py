@@ -29,7 +29,7 @@ def generate_zbv(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _tokens(rank: int, num_ranks: int, num_microbatches: int) -> list[Token]:
-    """One rank's row, for at least 2P - 1 micro-batches, which fill the pipeline."""
+    """Return one rank's row, for at least 2P - 1 micro-batches, which fill the pipeline."""
     filled = max(num_microbatches, 2 * num_ranks - 1)
     down, up = rank, 2 * num_ranks - 1 - rank  # the rank's two stages
     upward = num_ranks - rank  # ranks from here to the bottom of the fold, this one included

@@ -94,10 +94,11 @@ class Bounds:
         return self.hops(shape).way_s[here, there]
 
     def slowest_s(self, layer_s: float, after_s: float) -> list[float]:
-        """By stages, what a micro-batch takes at least on the rank that takes longest.
+        """Return, by number of stages, the least seconds of a micro-batch on the slowest rank.
 
         Args:
-            layer_s: seconds of a layer; ``after_s`` of what the last rank does after its layers.
+            layer_s: seconds of a layer.
+            after_s: seconds of the last rank's work after its layers.
         """
         key = ("slowest", layer_s, after_s)
         if key not in self._known:
@@ -230,7 +231,7 @@ class Bounds:
 
 
 def _share(work: LayerWork, parts: int) -> LayerWork:
-    """One of so many equal parts."""
+    """Return one of ``parts`` equal parts."""
     return LayerWork(
         parameters=work.parameters // parts,
         expert_parameters=work.expert_parameters // parts,

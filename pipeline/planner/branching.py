@@ -14,7 +14,7 @@ from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.space import Family, Space
 
 WORTH = 1.002
-"""At first a layout is not looked at more closely if it can only be better by a five hundredth."""
+"""At first, a layout is expanded only if its bound is better than the best score by a five hundredth."""
 SHARE_OF_EQUALS = 4
 """The effort for layouts that are better by less, or cheaper, is at most one part in so many."""
 SHARE_OF_BOUNDS = 5
@@ -24,25 +24,25 @@ BOUNDED = 16
 EXPANDED = 5
 """Actions whose scheduling takes as long as the bound of a layout, a rank."""
 EVERY = 10_000
-"""Effort after which a layout is scheduled, so that bounds have something to be held against early."""
+"""Effort after which a layout is scheduled, so that there is a score to prune with early."""
 OF_MANY, WITHOUT_ROUTE, ON_THE_WAY = 1.04, 1.02, 1.01
-"""How many times its bound the best of a family is expected to score, of a shape, and of a route that goes on."""
+"""Expected ratio of the best score to the bound: for a family, for a shape, and for an unfinished route."""
 MANY_ACTIONS = 1e6
 """Actions for which another layout is scheduled first that may be half as good."""
 LATER = 1.02
-"""How much more is expected of further cuts of a route with every few of them."""
+"""Factor by which that ratio grows with every `TOGETHER` cuts of a route."""
 TOGETHER = 8
-"""Cuts of a route that are looked at together, after those whose slowest rank is the fastest."""
+"""Number of cuts of a route that are expanded together, those with the fastest slowest rank first."""
 
 
 class Search:
-    """One pass of branch and bound.
+    """A pass of branch and bound.
 
     Args:
         request: with the sites of a pipeline, and the effort, of this pass.
         routes: numbers of routes that are searched.
-        best: score of a layout that is known.
-        is_last: nothing is searched after it, so that it goes on to equal layouts, and to what bounds the rest.
+        best: score of a known layout.
+        is_last: True if no pass follows; it then also searches layouts with equal scores, and bounds the rest.
     """
 
     def __init__(self, space: Space, request: Request, routes: range, best: float = inf, *, is_last: bool) -> None:

@@ -43,7 +43,7 @@ class Site:
         return self.hosts * self.gpus_per_host
 
     def units(self, gpus: int) -> int:
-        """How many groups of so many GPUs there are; a group shares a host, or takes whole hosts."""
+        """Return the number of groups of ``gpus`` GPUs; a group shares a host, or takes whole hosts."""
         if gpus <= self.gpus_per_host:
             return self.hosts * (self.gpus_per_host // gpus)
         return self.hosts // -(-gpus // self.gpus_per_host)
@@ -84,7 +84,7 @@ class Cluster:
     efficiency: float = EFFICIENCY
 
     def link(self, here: int, there: int) -> Link | None:
-        """Between two sites; None if they are not neighbours."""
+        """Return the link between two sites; None if they are not neighbours."""
         return self.links.get((min(here, there), max(here, there)))
 
     def number(self, name: str, what: str) -> int:

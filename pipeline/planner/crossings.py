@@ -49,13 +49,14 @@ class Crossings:
     def of(
         self, shape: Shape, route: Route, roomiest: list[tuple[int, int]]
     ) -> tuple[list[tuple[int, float]], float, float] | None:
-        """How many ranks lie how many seconds from the first, in order; seconds of a micro-batch on the slowest
-        uplink; and of a step for a rank that sends both ways.
+        """Return (ranks, seconds from the first rank) in order, and the seconds of the slowest uplink.
 
-        Ranks that a route leaves are as near as links and the roomiest sites allow. None where these do not suffice.
+        The second value is that uplink's seconds for a micro-batch, the third those of a step for a rank that sends
+        in both directions. Ranks that the route does not place are as near as links and the largest sites allow; None
+        if these do not suffice.
 
         Args:
-            roomiest: sites with the ranks that they have space for, the roomiest first.
+            roomiest: sites with the number of ranks that fit, the largest first.
         """
         known = self.hops(shape)
         sent_s = [known.sent_s[hop] for hop in pairwise(route.sites)]
@@ -118,7 +119,7 @@ class Crossings:
 
 
 def _least(seconds: dict[tuple[int, int], float]) -> dict[int | None, float]:
-    """By the site that hops leave, and None for any."""
+    """Return the minimum by sending site, and over all sites under None."""
     least: dict[int | None, float] = {}
     for (here, _), one in seconds.items():
         for site in (here, None):

@@ -75,14 +75,14 @@ def _in_flight(rank: Rank, cap_bytes: float) -> Array:
 
 
 def largest(of_ways: list[list[Array]]) -> list[Array]:
-    """By rank, the largest of all routes."""
+    """Return, by rank, the maximum over all routes."""
     import numpy as np
 
     return [np.maximum.reduce(each) for each in zip(*of_ways, strict=True)]
 
 
 def smallest(of_ways: list[list[Array]]) -> list[Array]:
-    """By rank, the least of all routes."""
+    """Return, by rank, the minimum over all routes."""
     import numpy as np
 
     return [np.minimum.reduce(each) for each in zip(*of_ways, strict=True)]

@@ -66,10 +66,10 @@ class CutTable:
         return max(float(rank_s[stop - count, stop]) for rank_s, stop, count in each)
 
     def _rest(self, is_marked: bool) -> list[Array]:
-        """By rank, the least that the slowest of it and those behind it takes, by its first layer.
+        """Return, by rank and its first layer, the least time of the slowest among it and later ranks.
 
         Args:
-            is_marked: one of them has to be marked.
+            is_marked: True if one of these ranks has to be marked.
         """
         return self._rest_marked_s if is_marked else self._rest_s
 

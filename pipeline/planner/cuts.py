@@ -129,7 +129,7 @@ class Cuts:
     def _through(
         self, way: Layout, rank_stages: Sequence[Sequence[int]], ranks: list[Rank], hop_s: list[float]
     ) -> list[tuple[Array, Array]]:
-        """By rank and its first layer, the least seconds of forwards, and of input gradients, ahead of it."""
+        """Return, by rank and its first layer, the least seconds of forwards and input gradients on earlier ranks."""
         import numpy as np
 
         size, found = len(self._work.layers) + 1, []
@@ -153,7 +153,7 @@ class Cuts:
         return found
 
     def _behind(self, ranks: list[Rank], hop_s: list[float]) -> list[Array]:
-        """By rank and the first layer after it, the least seconds until a micro-batch is back."""
+        """Return, by rank and the first layer after it, the least seconds until a micro-batch returns."""
         import numpy as np
 
         behind_s = np.full(len(self._work.layers) + 1, inf)
@@ -204,7 +204,7 @@ class Cuts:
         return {True: {name: one[None, :] - one[:, None] for name, one in sums.items()}, False: least}
 
     def _rooms(self, shape: Shape, site: Site, *, first: bool, last: bool) -> tuple[Array, Array]:
-        """By layers, bytes that a rank has for activations, and those of a micro-batch."""
+        """Return, by number of layers, the bytes free for activations on a rank, and those of a micro-batch."""
         key = ("rooms", *self._memory_key(shape), site.gpu.name, first, last)
         if key not in self._known:
             import numpy as np

@@ -221,7 +221,7 @@ class Estimates:
 
     @cached_property
     def _uplinks(self) -> list[dict[int, tuple[float, float]]]:
-        """By site, to each site with GPUs that it has a link to: the delay, and seconds in which a GPU sends a byte.
+        """Return, by site and linked site with GPUs, the delay and the seconds per byte of a GPU.
 
         The fastest uplinks come first.
         """

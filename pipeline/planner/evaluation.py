@@ -57,7 +57,7 @@ class Evaluation:
         )
 
     def _whole(self, degrees: Degrees) -> Shape:
-        """One stage with one micro-batch, which is as large as any may be; or as small, where steps are to be short."""
+        """Return a shape of one stage with one micro-batch of maximum size, or size 1 for the latency objective."""
         request = self._request
         size = request.sequences or request.pins.get("microbatch_size", MOST_SEQUENCES)
         size = size if request.sequences or request.objective is not Objective.latency else 1
@@ -94,10 +94,10 @@ class Evaluation:
         return self._request.bound_of(step_s, price, self._bounds.price_seconds(shape), 0.0, self._tokens(shape))
 
     def crowding(self, shape: Shape) -> float:
-        """How many times its bound a step is expected to take, because memory has space for few micro-batches.
+        """Return the expected ratio of a step to its bound, if memory holds few micro-batches.
 
-        If all ranks hold as many layers, the first has space for some micro-batches on their way and back. Other cuts
-        may do better, so this proves nothing; the search looks first where it is low.
+        The estimate is based on the micro-batches in flight that fit the first rank if layers are divided evenly. Other
+        cuts may do better, so it is not a bound. The search begins where it is low.
         """
         part, held = self._even_part(shape)
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in self._cluster.sites)

@@ -66,7 +66,7 @@ def pipeline_latency(
 
 
 def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_bytes: float, rule: str) -> Latency:
-    """By one rule: what is counted on has to be of the same."""
+    """Extrapolate a step by one rule, from a prefix that the same rule scheduled."""
     first = first_microbatches(placement.single.num_stages)
     if num_microbatches <= first:
         return _scheduled(placement, num_microbatches, costs, cap_bytes, rule)[0]
@@ -84,12 +84,12 @@ def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_
 
 
 def _period(finished_s: Sequence[float]) -> tuple[int, float]:
-    """After how many micro-batches a pipeline repeats itself, and after how many seconds; on average, if it does not.
+    """Return the period of a pipeline in micro-batches and in seconds; (1, average) if it is not periodic.
 
-    Looked for where it is full: in the middle half.
+    Only the middle half is examined, in which the pipeline is full.
 
     Args:
-        finished_s: when each micro-batch has come back.
+        finished_s: when each micro-batch has finished its backward.
     """
     begin, end = len(finished_s) // 4, 3 * len(finished_s) // 4
     pauses_s = [after - before for before, after in pairwise(finished_s[begin : end + 1])]
@@ -104,7 +104,7 @@ def _period(finished_s: Sequence[float]) -> tuple[int, float]:
 
 
 def first_microbatches(num_stages: int) -> int:
-    """Micro-batches up to which a pipeline of so many virtual stages is scheduled as a whole."""
+    """Return up to how many micro-batches a pipeline of ``num_stages`` virtual stages is scheduled as a whole."""
     return max(4 * num_stages + 8, 32)
 
 

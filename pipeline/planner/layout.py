@@ -51,7 +51,7 @@ class Shape:
         return len(self.legs) if self.arrangement == "fold" else 1
 
     def placed(self, stages: tuple[int, ...]) -> Placement:
-        """One pipeline on so many ranks at each site."""
+        """Return the placement of one pipeline with ``stages`` ranks at each site."""
         return Placement.named(self.arrangement, self.num_stages, stages)
 
     @property
@@ -98,7 +98,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Shape):
-    """One way to train.
+    """A way to train: a shape with sites, layers and cells.
 
     Attributes:
         sites: numbers of the sites used, in pipeline order, route after route.

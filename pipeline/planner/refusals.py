@@ -1,4 +1,4 @@
-"""Why layouts were refused, and from that why there is no plan and what to change."""
+"""Reasons for which layouts were refused, and the error if there is no plan."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Refusals:
         self._least_price = float("inf")
 
     def gpus(self) -> None:
-        """There are fewer GPUs than it takes."""
+        """Count a layout that needs more GPUs than there are."""
         self._reasons["gpus"] += 1
 
     def links(self) -> None:
-        """Sites with enough GPUs have no links."""
+        """Count a layout whose sites with enough GPUs have no links."""
         self._reasons["links"] += 1
 
     def memory(self, least_bytes: float = float("inf"), where: str = "") -> None:
-        """A GPU would have to hold more than it can: at least so many bytes in a layout of such a shape."""
+        """Count a layout that needs ``least_bytes`` on a GPU, more than it has; ``where`` describes its shape."""
         self._least_bytes = min(self._least_bytes, (least_bytes, where))
         self._reasons["memory"] += 1
 
     def price(self, an_hour: float) -> None:
-        """It costs more than is allowed."""
+        """Count a layout that costs ``an_hour``, above the limit."""
         self._least_price = min(self._least_price, an_hour)
         self._reasons["price"] += 1
 
     def explained(self) -> str:
-        """Why there is no plan, and what to change, by what was refused most often."""
+        """Return the most frequent reason and its remedy."""
         if not self._reasons:
             return self._no_shape()
         reason, _ = self._reasons.most_common(1)[0]
@@ -66,7 +66,7 @@ class Refusals:
         )
 
     def _no_shape(self) -> str:
-        """Which pinned field no layout has, and what it could be."""
+        """Return an error that names a pinned value that no layout has, with possible values."""
         pins = self._request.pins
         for name, value in pins.items():
             if name == "microbatches" and not self._request.sequences:
@@ -77,7 +77,7 @@ class Refusals:
             if found and value not in found:
                 field = next(field for field, held in PINS.items() if held == name)
                 some = ", ".join(map(str, sorted(found)[:12])) + (", ..." if len(found) > 12 else "")
-                return f"--pin {field}={value}: no layout has it alongside the batch and the GPUs; choose one of {some}"
+                return f"--pin {field}={value}: no layout has it with this batch and these GPUs; choose one of {some}"
         return (
             "no layout: the pinned fields, the batch, the GPUs, links, --max-sites and --keep-data-in go with none; "
             "loosen one of them, or choose a --batch-tokens that more numbers of replicas divide"

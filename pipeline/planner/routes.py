@@ -98,7 +98,7 @@ class Routes:
                         yield Route((*taken, site), (*ranks, held))
 
     def _of(self, shape: Shape) -> tuple[list[int], list[Hashable], list[Hashable]]:
-        """By site, the ranks that it has space for, its kind, and what stands for it."""
+        """Return, by site, its capacity in ranks, its kind and its equivalence class."""
         key = (shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
             caps = room(self._cluster, *key)
@@ -108,7 +108,7 @@ class Routes:
 
 
 def _kinds(cluster: Cluster, caps: list[int], request: Request) -> list[Hashable]:
-    """By site, all that a route through it depends on but links; prices only where money counts."""
+    """Return, by site, the properties that matter to a route, except links; prices only if cost matters."""
     money = request.objective is Objective.cost or request.max_cost_per_hour
     return [
         (
@@ -124,7 +124,7 @@ def _kinds(cluster: Cluster, caps: list[int], request: Request) -> list[Hashable
 
 
 def _alike(cluster: Cluster, kinds: list[Hashable]) -> list[Hashable]:
-    """By site, what stands for it: its kind if sites of a kind also have the same links, else itself."""
+    """Return, by site, its equivalence class: its kind if all sites of a kind have equal links, else its number."""
     links: dict[Hashable, Hashable] = {}
     for here in range(len(kinds)):
         for there in range(here):

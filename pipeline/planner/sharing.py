@@ -1,4 +1,4 @@
-"""How ranks that a micro-batch reaches at different times share the work of a step."""
+"""Division of a step's work among ranks that a micro-batch reaches at different times."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Space:
         return _Part(group.family, crosses, *fields, low[at], high[at], bounds)
 
     def _count(self, group: Group) -> int:
-        """How many shapes there are, folds within sites and over them counted as one."""
+        """Count the shapes; folds within sites and over them count as one."""
         import numpy as np
 
         pins, is_shared = self.request.pins, group.replicas * group.family.context > 1

@@ -1,4 +1,4 @@
-"""How fast a rank computes at each site, as far as bounds need it, whichever layers it holds."""
+"""Lower bounds of a rank's compute time at each site, whichever layers it holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well operators overlap: DHelix's overlap effectiveness factor (section 3.2)."""
+"""The overlap of operators: DHelix's overlap effectiveness factor (section 3.2)."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class OverlapTable:
         return OverlapTable(compute, factor(self.links), factor(self.default))
 
     def slowdown(self, kind: Kind | None, links: tuple[LinkScope, ...]) -> float:
-        """By how much everything that runs at once is slowed down.
+        """Return the factor by which all concurrent operators are slowed down.
 
-        Two operators that take T each alone then take (2 - OEF) T together, as equation 1 says, and
-        so does the shorter of two unequal ones with its share of the longer.
+        Two operators that take T each alone then take (2 - OEF) T together, see equation 1. For
+        unequal operators the same holds for the shorter one and an equal part of the longer.
 
         Args:
-            kind: of the compute that runs, if any.
-            links: those that are busy.
+            kind: the kind of compute that runs, if any.
+            links: the busy links.
         """
         slow = 1.0
         if kind is not None:

@@ -63,16 +63,16 @@ class PairCosts:
         return max(saved * saved_bytes - freed * freed_bytes for saved, freed in progress)
 
     def for_cell(self, pipelines: int) -> PairCosts:
-        """Those of a DP-cell of so many pipelines."""
+        """Return the costs of a DP-cell of ``pipelines`` pipelines."""
         return replace(self, stages=self.stages * pipelines)
 
     def joined(self, bounds: list[int]) -> PairCosts:
-        """With stages ``bounds[i]`` to ``bounds[i + 1]`` as one."""
+        """Return the costs with stages ``bounds[i]`` to ``bounds[i + 1]`` joined to one."""
         parts = (self.stages[start:stop] for start, stop in pairwise(bounds))
         return replace(self, stages=tuple(reduce(StageStrands.then, part) for part in parts))
 
     def divided(self, parts: int) -> PairCosts:
-        """With each stage as so many of equal layers.
+        """Return the costs with each stage divided into ``parts`` stages of equal layers.
 
         Raises:
             ValueError: the layers of a stage do not divide.

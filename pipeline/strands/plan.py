@@ -14,7 +14,7 @@ from weft.pipeline.strands.state import PairState
 
 
 class Step(Enum):
-    """Whose turn it is."""
+    """A step of a plan, by the strand that runs."""
 
     forward = "F"
     """The forward's next segment: wait for what it needs, compute, start its collective."""
@@ -27,7 +27,7 @@ class Step(Enum):
 
 
 def steps_of(pair: StrandPair) -> dict[Step, int]:
-    """How many steps of each kind a plan of ``pair`` has."""
+    """Return the number of steps of each kind in a plan of ``pair``."""
     return {
         Step.forward: len(pair.forward.segments),
         Step.backward: len(pair.backward.segments),
@@ -83,7 +83,7 @@ class SegmentPlan:
 
     @property
     def handovers(self) -> int:
-        """How often the turn changes from strand to strand."""
+        """Number of switches between strands."""
         turns = [step for step in self.steps if step is not Step.weight]
         return sum(one is not other for one, other in pairwise(turns))
 
@@ -91,7 +91,7 @@ class SegmentPlan:
         """Predicted duration of a pair under this plan, until both strands' last collectives have ended.
 
         Args:
-            handover_s: of a hand-over of the turn from strand to strand.
+            handover_s: seconds of a switch between strands.
         """
         state, at, turn = PairState(), dict.fromkeys(Step, 0), None
         for step in self.steps:

@@ -76,7 +76,7 @@ def strands_to_tables(pairs: PairCosts) -> dict[str, Any]:
 
 
 def _stage(data: Any, name: str, layers: dict[str, StrandPair]) -> StageStrands:
-    """One table of layers, or several in order where a layer comes again."""
+    """Parse one table of layers, or a list of tables if a layer occurs again."""
     runs = []
     for entry in data if isinstance(data, list) else [data]:
         for layer, times in known_fields(entry, name, tuple(layers)).items():

@@ -8,7 +8,7 @@ from itertools import repeat
 
 
 class LinkScope(Enum):
-    """Where a collective's bytes go; collectives of one class share their links, those of two do not."""
+    """The class of links that a collective uses; only collectives of the same class share links."""
 
     inside_host = "inside_host"
     between_hosts = "between_hosts"

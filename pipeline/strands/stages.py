@@ -53,11 +53,11 @@ class StageStrands:
         return StrandPair(self.whole.forward, other.whole.backward, other.whole.weights)
 
     def then(self, other: StageStrands) -> StageStrands:
-        """This stage and another behind it, as one."""
+        """Return this stage and ``other`` after it, joined to one."""
         return StageStrands.of(part for runs in (self.runs, other.runs) for part, count in runs for _ in range(count))
 
     def without(self, layer: StrandPair, times: int) -> StageStrands:
-        """With so many fewer of a layer, in the longest run of it."""
+        """Return the stage with ``times`` fewer of a layer, removed from its longest run."""
         longest = max((count, number) for number, (part, count) in enumerate(self.runs) if part == layer)[1]
         runs = ((part, count - times * (number == longest)) for number, (part, count) in enumerate(self.runs))
         return StageStrands(tuple(runs))

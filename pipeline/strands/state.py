@@ -37,37 +37,37 @@ class PairState(NamedTuple):
     backward: Transfer = IDLE
 
     def waited(self, table: OverlapTable, *, forward: bool) -> PairState:
-        """Once the strand's collective has ended, with the processor idle until then."""
+        """Return the state when the strand's collective has ended, with the processor idle until then."""
         state = self
         while (state.forward if forward else state.backward).left_s > 0:
             state = state.until_next_end(table, None, float("inf"))[0]
         return state
 
     def computed(self, table: OverlapTable, seconds: float, kind: Kind) -> PairState:
-        """After compute that takes so many seconds alone."""
+        """Return the state after compute that takes ``seconds`` alone."""
         state, left_s = self, seconds
         while left_s > 0:
             state, left_s = state.until_next_end(table, kind, left_s)
         return state
 
     def handed(self, table: OverlapTable, seconds: float) -> PairState:
-        """After a hand-over of the turn, which occupies the processor so long and slows nothing down."""
+        """Return the state after a switch of strands, which occupies the processor and slows down no collective."""
         state, left_s = self, seconds
         while left_s > 0:
             state, left_s = state.until_next_end(table, None, left_s)
         return state
 
     def ran(self, table: OverlapTable, segment: Segment, *, forward: bool) -> PairState:
-        """After a segment of a strand: its wait, its compute, and the start of its collective."""
+        """Return the state after a segment: its wait, its compute, and the start of its collective."""
         state = self.waited(table, forward=forward).computed(table, segment.compute_s, segment.kind)
         return state.started(segment, forward=forward)
 
     def ended(self, table: OverlapTable) -> PairState:
-        """Once both collectives have ended."""
+        """Return the state when both collectives have ended."""
         return self.waited(table, forward=True).waited(table, forward=False)
 
     def started(self, segment: Segment, *, forward: bool) -> PairState:
-        """With a segment's collective under way, if it has one."""
+        """Return the state with the segment's collective started, if it has one."""
         if segment.link is None:
             return self
         other = self.backward if forward else self.forward
@@ -76,7 +76,7 @@ class PairState(NamedTuple):
         return self._replace(forward=mine) if forward else self._replace(backward=mine)
 
     def until_next_end(self, table: OverlapTable, kind: Kind | None, left_s: float) -> tuple[PairState, float]:
-        """Until the compute or a collective that runs has ended; and what is left of the compute."""
+        """Advance to the next end of compute or a collective; return the state and the remaining compute."""
         running = [t for t in (self.forward, self.backward) if t.left_s > 0 and not t.second]
         first_s = min([left_s, *(transfer.left_s for transfer in running)])
         slow = table.slowdown(kind, tuple(transfer.link for transfer in running if transfer.link is not None))
@@ -84,7 +84,7 @@ class PairState(NamedTuple):
             t._replace(left_s=t.left_s - first_s if t.left_s > first_s else 0.0) if t in running else t
             for t in (self.forward, self.backward)
         )
-        # What waited for a collective that has ended runs now.
+        # A collective that waited for one that has ended runs now.
         if not forward.left_s:
             forward, backward = IDLE, backward._replace(second=False)
         if not backward.left_s:
