@@ -33,7 +33,7 @@ def check(config: WeftConfig, *, complete: bool = True) -> None:
 
 
 def missing(config: WeftConfig) -> Iterator[str]:
-    """One line for each required field that is not set."""
+    """Yield a line for each required field that is not set."""
     model, data, kind = config.model, config.data, config.data.kind.name
     if not model.path and not model.arch:
         yield "model.arch='': no model is given; set model.path, or model.arch to a model_type"

@@ -122,7 +122,7 @@ def _require_choice(group: str, choice: str) -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """One readable line from Hydra's nested exception."""
+    """Extract a readable line from Hydra's nested exception."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return (

@@ -76,7 +76,7 @@ class JsonCache:
             self.path.unlink(missing_ok=True)
 
     def replace(self, entries: Mapping[str, Any]) -> None:
-        """Have ``entries`` and no others."""
+        """Replace all entries by ``entries``."""
         text = json.dumps(entries, indent=1)
         with replacing(self.path) as draft:
             draft.touch(mode=0o600)

@@ -44,7 +44,7 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def own_start() -> int:
-    """When this process began, in clock ticks since boot."""
+    """Return the start time of this process, in clock ticks since boot."""
     state = process_state(os.getpid())
     assert state is not None
     return state.started

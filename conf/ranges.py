@@ -138,7 +138,7 @@ def value_of(config: WeftConfig, name: str) -> Any:
 
 
 def out_of_range(config: WeftConfig) -> Iterator[str]:
-    """One line for each number outside its range; null is none."""
+    """Yield a line for each number outside its range; null is not checked."""
     for name, allowed in RANGES.items():
         value = value_of(config, name)
         if value is not None and value not in allowed:

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class PlacementKind(Enum):
-    """Which rank holds which virtual stages (see `PipelineConfig.placement`)."""
+    """The assignment of virtual stages to ranks (see `PipelineConfig.placement`)."""
 
     any = "any"
     straight = "straight"
@@ -25,7 +25,7 @@ EVERY_PLACEMENT = tuple(kind for kind in PlacementKind if kind is not PlacementK
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRules:
-    """How a kind of schedule is generated, and what it supports."""
+    """The generator of a kind of schedule, and the features that it supports."""
 
     generator: str
     """`module.function` under `weft.pipeline.generators`, imported on use; empty if a file holds the rows."""

@@ -43,7 +43,7 @@ def routes_of(cluster: ClusterConfig) -> list[list[str]]:
 
 
 def site_problems(config: WeftConfig) -> Iterator[str]:
-    """One line for each problem with the sites and the links between them."""
+    """Yield a line for each problem with the sites and the links between them."""
     sites = config.cluster.sites
     names = [site.name for site in sites]
     for name, count in Counter(names).items():

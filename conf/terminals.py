@@ -23,6 +23,6 @@ def columns_of(stream: TextIO) -> int:
 
 
 def columns_behind(stream: TextIO, environment: Mapping[str, str]) -> int:
-    """As `columns_of`; of the terminal that the environment names, if ``stream`` is a pipe."""
+    """Return `columns_of` the stream, or the width in ``environment`` if that is 0."""
     text = environment.get(COLUMNS, "")
     return columns_of(stream) or (int(text) if text.isdecimal() else 0)

@@ -54,7 +54,7 @@ def to_yaml(config: WeftConfig) -> str:
 
 
 def explain(error: OmegaConfBaseException) -> str:
-    """One line that names the field, from OmegaConf's error."""
+    """Return a line that names the field of OmegaConf's error."""
     known = field_types()
     name = str(error.full_key or error.key or "")
     value = getattr(error, "value", None)

@@ -142,7 +142,7 @@ class Completion:
     """
 
     def __init__(self) -> None:
-        """Nothing was received yet."""
+        """Start before the first byte."""
         self._ended = False
 
     def is_aborted(self, part: bytes) -> bool:

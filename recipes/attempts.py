@@ -140,13 +140,13 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
 
 
 def _leave(held: Held) -> None:
-    """Have whatever waits for other ranks fail: on a thread, when the agent asks this rank to leave.
+    """Fail all waits for other ranks; runs on a thread when the agent requests that this rank leaves.
 
-    One that does not get away says where it stands before its agent ends it.
+    A rank that does not leave prints its threads' stacks before its agent kills it.
 
-    gloo needs none of it: the connections of ranks that have left or ended are closed, so what waits for
-    them fails. But a transfer between sites would wait until it is sure that the other end has gone, and
-    others for the rank that waits. A rank that waits for one that does not leave is killed by its agent.
+    gloo does not need this: the connections of ranks that have left are closed, so waits for them fail. A
+    transfer between sites, however, waits until its deadline, and other ranks wait for it. A rank that waits
+    for one that does not leave is killed by its agent.
     """
     faulthandler.dump_traceback_later(STUCK_S)
     try:

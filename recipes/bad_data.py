@@ -1,4 +1,4 @@
-"""Which data steps have read, so that a run which goes back can leave out what was bad."""
+"""The data that each step has read, so that a run that goes back can skip bad batches."""
 
 from __future__ import annotations
 

@@ -20,17 +20,17 @@ from weft.recipes.preparation import prepare
 
 @dataclass(frozen=True)
 class RecipeJob:
-    """Its own model, data and settings, without checkpoints, evaluations and logs.
+    """The job of a recipe, with its model, data and settings, without checkpoints, evaluations and logs.
 
     Attributes:
-        folder: what a run of it would leave, such as the result of the model's self-check.
+        folder: receives the files of a run, such as the result of the model's self-check.
     """
 
     config: WeftConfig
     folder: Path
 
     def engine(self) -> WeftEngine:
-        """As `weft train` makes it."""
+        """Create the engine, as `weft train` does."""
         config, device = join_job(self.config)
         config, _, loader, _ = prepare(config, self.folder, Kept())
         engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device)

@@ -53,7 +53,7 @@ def fault_of(error: BaseException) -> FaultKind:
 
 @contextmanager
 def reported(where: Callable[[], tuple[int, tuple[int, int]]] | None = None) -> Iterator[None]:
-    """If the block fails, leave an error file where `ERROR_FILE` says; the first error of an attempt stands.
+    """Write an error report to the path in `ERROR_FILE` if the block fails; the first report of an attempt remains.
 
     Args:
         where: the step under way and the range of its batches in the data, as in `ErrorReport`.

@@ -103,9 +103,9 @@ class LogWriter:
 
 
 class JsonLines:
-    """One JSON object per line, flushed after every line; a number that is not finite becomes null.
+    """A log of one JSON object per line, flushed after every line; a number that is not finite becomes null.
 
-    On a full disk, lines wait until there is room.
+    On a full disk, lines are queued until there is space.
     """
 
     def __init__(self, path: Path, start: int | None = None) -> None:

@@ -180,7 +180,7 @@ def train(
 
 
 def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
-    """Have checkpoints taken in host memory, where a supervisor keeps it when ranks end."""
+    """Enable checkpoints in host memory, if a supervisor keeps it when ranks end."""
     if not config.checkpoint.memory_every:
         return
     try:

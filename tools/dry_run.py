@@ -93,7 +93,7 @@ def _memory_checkpoint_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
 
 
 def overlap_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
-    """How ZeRO's collectives are partitioned and overlapped, with the reasons."""
+    """Return lines on how ZeRO's collectives are partitioned and overlapped, with the reasons."""
     lines = [f"ZeRO-{config.zero.stage} over {plan.facts.sources['collectives']}"]
     return lines + ([] if plan.overlap is None else [*plan.overlap.lines()])
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def deny_table(entries: Mapping[str, Denial]) -> Table:
-    """Who is kept out, since when, and why."""
+    """Return a table of denied hosts, with time and reason."""
     table = Table("host", "since", "by", "reason")
     for host, denial in sorted(entries.items()):
         table.add_row(host, datetime.fromtimestamp(denial.at).isoformat(" ", "seconds"), denial.by, denial.reason)

@@ -47,7 +47,7 @@ def _marked(row: Document, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what would steer a terminal."""
+    """Escape control characters."""
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 

@@ -227,7 +227,7 @@ def write_environment(env: Mapping[str, str], path: Path) -> Path:
 
 
 def secrets_file(path: Path) -> Path:
-    """Where the secret ones lie that `write_environment` left out of ``path``."""
+    """Return the file of the secret variables that `write_environment` left out of ``path``."""
     return path.with_name(f"{path.name}.secrets")
 
 

@@ -30,14 +30,14 @@ _HERE = partial(run_ranks, 2)
 
 
 class Way(Enum):
-    """How messages get from rank to rank."""
+    """The transport of messages between ranks."""
 
     shared = "shared memory"
-    """Weft's, inside of a host."""
+    """Weft's channel inside of a host."""
     network = "network"
     """Weft's channel over gloo, inside of a site."""
     gloo = "gloo"
-    """As the other engines."""
+    """gloo alone, as in the other engines."""
 
 
 def measure_link(num_bytes: int, way: Way, *, run: Callable[..., list] = _HERE, idle_s: float = 0.0) -> LinkCost:

@@ -46,9 +46,9 @@ def run_group(command: Sequence[str], *, env: Mapping[str, str], grace_s: float)
 
 
 def end_with_launcher(environment: Mapping[str, str]) -> None:
-    """Have this rank end when the `weft launch` that has started it ends, however that happens.
+    """End this rank when the `weft launch` that started it ends for any reason.
 
-    Between them are processes of DeepSpeed's launcher, which outlive a `weft launch` that is killed.
+    DeepSpeed's launcher is between them, and outlives a killed `weft launch`.
     """
     pid, _, host = environment.get(LAUNCHER, "").partition(" ")
     if not pid or host != socket.gethostname():

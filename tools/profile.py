@@ -79,7 +79,7 @@ _HEAD = (
 
 
 def _ranks(asked: str | None) -> int:
-    """How many processes measure collectives: one per GPU, or two where there is none."""
+    """Return how many processes measure collectives: one per GPU, or two without GPUs."""
     most = torch.cuda.device_count() if torch.cuda.is_available() else MOST_PROCESSES
     if asked is None:
         return min(most, torch.cuda.device_count() or 2)

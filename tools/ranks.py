@@ -53,7 +53,7 @@ def run_with(
     enter: Sequence[Callable[[], object]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """As `run_ranks`, with variables of each rank's own; ``enter`` and ``environment`` are those of `Child`."""
+    """Run ranks like `run_ranks`, with variables for each; ``enter`` and ``environment`` are those of `Child`."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
         ranks = []

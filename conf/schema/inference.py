@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class KvConnector(Enum):
-    """How prefill workers send KV caches to decode instances."""
+    """The transport of KV caches from prefill workers to decode instances."""
 
     none = "none"
     nixl = "nixl"

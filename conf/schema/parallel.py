@@ -1,4 +1,4 @@
-"""How a model is cut, scheduled and sharded."""
+"""Settings of pipelines, parallelism inside of layers, and ZeRO."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.conf.schema.training import Precision
 
 
 class SplitKind(Enum):
-    """How layers are divided among virtual stages."""
+    """The division of layers among virtual stages."""
 
     even = "even"
     cost = "cost"
@@ -26,7 +26,7 @@ class Partition(Enum):
 
 
 class PairChoice(Enum):
-    """Which strand pairs run interleaved (DHelix section 4.2)."""
+    """The strand pairs that run interleaved (DHelix section 4.2)."""
 
     auto = "auto"
     always = "always"
@@ -35,7 +35,7 @@ class PairChoice(Enum):
 
 @dataclass(kw_only=True)
 class PipelineConfig:
-    """How the model is placed on ranks, and the schedule that they run."""
+    """The placement of the model on ranks, and their schedule."""
 
     stages: int = 1
     """Number of pipeline ranks; the number of replicas is world size / (stages x context x tensor)."""
@@ -89,7 +89,7 @@ class ContextExchange(Enum):
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the work inside of a layer is shared; a replica has stages x context x tensor ranks."""
+    """Parallelism inside of layers; a replica has stages x context x tensor ranks."""
 
     tensor: int = 1
     """Ranks that share each layer's matrices, the embedding and the head, and between blocks the

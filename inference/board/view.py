@@ -67,7 +67,7 @@ class BoardView:
         return not self.writer or start_ticks(self.writer) != self._words[Header.STARTED]
 
     def why_dead(self, now_s: float) -> str:
-        """Why its writer is not alive, or empty."""
+        """Return why the writer is not alive; empty if it is."""
         words = self._words
         if not words[Header.PID]:
             return f"{self.path}: training has ended"

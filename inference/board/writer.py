@@ -41,7 +41,7 @@ WAKING_GAP_NS = 1_000_000
 
 
 class BoardWriter:
-    """One rank's board; the calls of a step are `begin`, then alternating `busy` and `idle`.
+    """A rank's board; the calls of a step are `begin`, then alternating `busy` and `idle`.
 
     `busy` while busy and `idle` while idle are no-ops, so marks may be nested.
     """

@@ -1,4 +1,4 @@
-"""Other controllers of the same workers: each publishes the work that it has placed, and counts that of the others."""
+"""Other controllers of the same workers: each publishes its placed work, and takes that of the others into account."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ class Ticket:
 
 
 class Worker:
-    """One prefill worker."""
+    """A prefill worker."""
 
     def __init__(self, index: int, address: PrefillWorkerConfig, board: Bubbles) -> None:
         self.index = index
         self.url = address.url.rstrip("/")
         self.key = ",".join(map(os.path.abspath, address.boards))
-        """Its name among controllers, which may reach it by different URLs."""
+        """Identifies the worker among controllers, which may use different URLs."""
         self.board = board
         self.up = False
         self.heard_s = -inf
@@ -157,11 +157,11 @@ class Worker:
         return left_s + sum(ticket.work_s for ticket in self.tickets[1:])
 
     def free_s(self, now_s: float) -> float:
-        """When its work is expected to end."""
+        """Return when its work is expected to end."""
         return self.end_s(now_s, now_s, self.left_s(now_s) + self.others.left_s)
 
     def end_s(self, now_s: float, free_s: float, work_s: float) -> float:
-        """When further work ends that begins at ``free_s`` or later, as slow as the worker has been recently."""
+        """Return when work that begins at ``free_s`` or later ends, at the worker's recent speed."""
         return self.pattern.end(free_s, work_s * self.slowdown.factor(now_s)) if work_s else free_s
 
     def waits(self) -> bool:

@@ -1,1 +1,1 @@
-"""Which worker ends a prompt soonest: prefill costs, bubble patterns, placement, replay."""
+"""Placement of prompts on the worker that ends first: prefill costs, bubble patterns, placement, replay."""

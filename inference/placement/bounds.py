@@ -44,9 +44,9 @@ class PlacementBounds:
         self._passed_s = np.empty((_STEPS, 0))
         """Positions of the bubbles at equal steps through the current period."""
         self._growth_s = np.empty((_STEPS, 0))
-        """Their growth until the next step."""
+        """Growth of the positions until the next step."""
         self._pause_s = np.empty((_STEPS, 0))
-        """How long they are constant before they grow, at most."""
+        """Maximum time for which positions are constant before they grow."""
         self._delay_s = np.empty((0, _ROUNDS * _CELLS), np.float32)
         """Time minus position at the begin of each cell, for each round."""
         self._allot(16)

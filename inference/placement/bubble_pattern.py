@@ -11,7 +11,7 @@ import numpy as np
 
 
 class BubblePattern:
-    """When a worker may run, and when given work ends.
+    """The periodic times in which a worker may run, and the end of work on it.
 
     Work is measured in seconds and divisible (chunked prefill). It takes ``overhead_s`` more for each
     bubble that it runs in. Patterns are equal if all their results are.
@@ -122,7 +122,7 @@ class BubblePattern:
         return self._origin_s + cycles * self._period_s + opens_s + rests_s - np.array(self._done)[index]
 
     def begin(self, free_s: float) -> float:
-        """When work begins on a worker that is free at ``free_s``; inf if never."""
+        """Return when work begins on a worker that is free at ``free_s``; inf if never."""
         if not self._ends:
             return inf
         cycle, phase_s = divmod(free_s - self._origin_s, self._period_s)
@@ -132,11 +132,11 @@ class BubblePattern:
         return self._origin_s + cycle * self._period_s + max(phase_s, self._starts[index])
 
     def end(self, free_s: float, work_s: float) -> float:
-        """When work ends on a worker that is free at ``free_s``; inf if never."""
+        """Return when work ends on a worker that is free at ``free_s``; inf if never."""
         return self.time(self.position(free_s) + work_s) if self._ends else inf
 
     def spans(self, free_s: float, work_s: float) -> Iterator[tuple[float, float]]:
-        """When the work runs, including overhead: (start, end), in order."""
+        """Yield when the work runs, including overhead: (start, end), in order."""
         left_s = work_s
         while left_s > 0.0:
             begin_s, end_s = self.begin(free_s), self.end(free_s, left_s)

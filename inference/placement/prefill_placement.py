@@ -16,7 +16,7 @@ _SMALL_HEAP = 4
 
 
 class Slot(NamedTuple):
-    """Where and when a prompt would run, in seconds of the patterns' clock."""
+    """A prompt's worker and times, in seconds of the patterns' clock."""
 
     worker: int
     begin_s: float
@@ -55,7 +55,7 @@ class PrefillPlacement:
     """
 
     def __init__(self, period_s: float) -> None:
-        """Without workers; the run's step time is ``period_s``."""
+        """Create a placement without workers; the run's step time is ``period_s``."""
         self._period_s = period_s
         self._tables = [_Table(period_s)]
         self._first = 0

@@ -29,7 +29,7 @@ class PromptWork:
 
     @classmethod
     def of(cls, cost: PrefillCost, *, gap_s: float, chunk_tokens: int, max_tokens: int) -> PromptWork:
-        """From a learnt cost model, for steps after ``gap_s`` of idle time."""
+        """Derive the work from a learnt cost model, for steps after ``gap_s`` of idle time."""
         none, one, pair = (cost.predict_s(tokens, context, gap_s) for tokens, context in ((0, 0), (1, 0), (1, 1)))
         context_s = pair - one
         return cls(

@@ -31,7 +31,7 @@ short on a busy host."""
 
 @dataclass(frozen=True)
 class Worker:
-    """One vLLM server.
+    """A vLLM server.
 
     Attributes:
         index: its number on this host.

@@ -56,7 +56,7 @@ class Gate:
         """Why a board's writer was not alive at the last `grant`; empty if all were."""
 
     def grant(self, wanted: int, context: int) -> tuple[int, Opening | None]:
-        """How many tokens are predicted to finish before the bubble closes, less the guard; 0 if none.
+        """Return how many tokens are predicted to finish before the bubble closes, less the guard; 0 if none.
 
         Args:
             wanted: the number of pending tokens.

@@ -75,7 +75,7 @@ def is_leaving(path: Path) -> bool:
 
 
 def problem_of(path: Path, now_ns: int) -> str:
-    """Why the engine that publishes at ``path`` makes no progress; empty if it does, or has not published yet."""
+    """Return why the engine that publishes at ``path`` makes no progress; empty if it does or is still unpublished."""
     try:
         words = _read(path)
     except OSError:

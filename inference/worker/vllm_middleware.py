@@ -106,7 +106,7 @@ class ApiMiddleware:
 
 
 class PrefillOnlyMiddleware(ApiMiddleware):
-    """Also refuses requests that would have to be decoded here."""
+    """Middleware that also refuses requests that need decoding here."""
 
     def check(self, value: Mapping[str, Any]) -> None:
         """See `check_prefill_only`."""

@@ -31,11 +31,11 @@ Clock = Callable[[], float]
 def all_to_all(
     device: torch.device, *, rounds: int = 3, damage: bool = False, clock: Clock = time.perf_counter
 ) -> Exchanged:
-    """Every rank sends every rank numbers of its own; a collective call.
+    """Send distinct numbers from every rank to every rank; a collective call.
 
     Args:
         damage: for tests: this rank sends one wrong number.
-        clock: in seconds; a process's own time is left alone by other processes.
+        clock: returns seconds; process time excludes other processes.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     share = _NUMBERS // size

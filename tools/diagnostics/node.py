@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """One line for each check."""
+    """Return a table with a line for each check."""
     made = Table("check", "verdict", "what it says")
     colours = {Verdict.passed: "green", Verdict.failed: "red", Verdict.does_not_apply: "dim"}
     for finding in findings:

@@ -23,7 +23,7 @@ NODE_FAULTS = (
     "hung-rank",
 )
 NODE_CHECKS = ("collectives", "memory", "gemm", "bits", "disk", "space", "clock", "loopback", "gpu", "xid")
-"""In the order in which they are done."""
+"""Names of the checks, in order of execution."""
 
 RING = """
 Run by all ranks of a job (`deepspeed --hostfile FILE --module weft.tools.doctor ring`, torchrun, srun), or with

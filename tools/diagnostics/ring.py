@@ -30,7 +30,7 @@ _JOIN_S = 120.0  # imports take a while on a busy host
 
 @dataclass(frozen=True)
 class _Seen:
-    """One rank's measurement of a pair."""
+    """A rank's measurement of a pair."""
 
     pair: tuple[int, int]
     bytes_per_s: float
@@ -38,10 +38,10 @@ class _Seen:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Be a rank of the ring, or start all of them; 1 if any pair failed.
+    """Run as a rank of the ring, or start all ranks; return 1 if any pair failed.
 
     Raises:
-        ValueError: no job is there to be a rank of.
+        ValueError: RANK is not set, or there are fewer than two ranks.
     """
     if args.ranks:
         return _start(args)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Every rank with the next around the ring, in as few rounds of pairs without a common rank as there can be."""
+    """Yield the pairs of neighbours around the ring, in the fewest rounds of pairs without a common rank."""
     yield [(rank, rank + 1) for rank in range(0, size - 1, 2)]
     if size > 2:
         yield [(rank, (rank + 1) % size) for rank in range(1, size - 1 + (size + 1) % 2, 2)]
@@ -161,7 +161,7 @@ class _Ring:
         return _Seen(pair, done.bytes_per_s, problem)
 
     def _judge(self) -> list[Finding]:
-        """From the reports of all ranks; those that tell nothing are named."""
+        """Evaluate the reports of all ranks, and name ranks without one."""
         seen: list[_Seen] = []
         silent: dict[int, Finding] = {}
         deadline = time.monotonic() + 2 * self._args.timeout

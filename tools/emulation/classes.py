@@ -61,10 +61,10 @@ def classes_of(
 
 
 def representatives(classes: list[RankClass], most: int) -> list[RankClass]:
-    """At most ``most`` classes, of every kind one, and else spread evenly over the pipeline.
+    """Select at most ``most`` classes: one of every kind, the others spread evenly over the pipeline.
 
     Raises:
-        EmulationError: there are more kinds.
+        EmulationError: there are more kinds than ``most``.
     """
     if len(classes) <= most:
         return classes

@@ -1,4 +1,4 @@
-"""One real rank of an emulated job, in a process of its own: set up once, then steps whenever it is its turn."""
+"""A real rank of an emulated job, in its own process: set up once, then runs steps on command."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Session:
         )
 
     def collectives(self, costs: CostModel) -> CostModel:
-        """With what replicas reduce and gather of each stage, as the delay model says."""
+        """Return the costs with the delay model's seconds of each stage's reductions and gathers."""
         layout, sizes = self.plan.layout, stage_sizes(self.plan.facts.model, self.plan.split)
         ranks = layout.data_groups(0)[0]
         if len(ranks) == 1:

@@ -22,7 +22,7 @@ _FROM_ROOT = ("broadcast", "scatter", "recv")
 
 
 class JobPace:
-    """How long emulated ranks take: as the delay model says, under what is different; see `weft.pipeline.twin.Pace`."""
+    """Durations of emulated ranks, from the delay model and the what-if settings; see `weft.pipeline.twin.Pace`."""
 
     def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
         """Create the pace of the twin of ``line``."""
@@ -51,7 +51,7 @@ class TwinStep:
     def __init__(
         self, world: EmulatedWorld, plan: RunPlan, costs: CostModel, delays: CheckedDelays, what_if: WhatIf, seed: int
     ) -> None:
-        """Stand for all ranks but the world's.
+        """Emulate all ranks but the world's.
 
         Args:
             costs: of the virtual stages of one pipeline.
@@ -170,7 +170,7 @@ class TwinStep:
             self._ended_s = self._world.clock.now()
 
     def _others(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Other ranks of this one's pipeline among ``ranks``, as the cell numbers them."""
+        """Return other ranks of this one's pipeline among ``ranks``, in the cell's numbering."""
         if ranks not in self._members:
             found = (self._plan.layout.position(rank) for rank in ranks if rank != self._world.rank)
             self._members[ranks] = tuple(self._first_rank + at.stage for at in found if at.line == self._line)

@@ -28,10 +28,10 @@ TRIAL_STEPS = 3
 
 
 class RealRank:
-    """A real rank in a process of its own, which ends with this one."""
+    """A real rank in its own process, which ends with this one."""
 
     def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
-        """Start it; `prepared` waits until it is set up."""
+        """Start the process, and wait until it is set up."""
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.rank = rank
         threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
@@ -39,7 +39,7 @@ class RealRank:
         self.prepared: Prepared = self._result()
 
     def ask(self, order: str, *args: Any) -> Any:
-        """Have a `Session` do something, and wait."""
+        """Send a command to the `Session`, and wait for its result."""
         self._child.say((order, args))
         return self._result()
 
@@ -62,13 +62,13 @@ class Emulation:
     """The result of an emulation.
 
     Attributes:
-        plan: of the run.
-        classes: of its ranks.
+        plan: the run's plan.
+        classes: the classes of its ranks.
         real: the class of each real rank.
-        turns: the last of each.
+        turns: the last turn of each real rank.
         rounds: seconds of a step, round by round.
-        costs: of a pipeline's virtual stages, as measured.
-        set_up_s: of each real rank.
+        costs: measured costs of a pipeline's virtual stages.
+        set_up_s: seconds of each real rank's set-up.
     """
 
     plan: RunPlan
@@ -86,12 +86,12 @@ class Emulation:
 
     @property
     def change(self) -> float:
-        """By what share the step changed in the last round."""
+        """Relative change of the step in the last round."""
         return abs(self.rounds[-1] / self.rounds[-2] - 1) if len(self.rounds) > 1 else 0.0
 
     @property
     def agreed(self) -> bool:
-        """True if the last round said what the round before it did."""
+        """True if the step changed by at most `AGREED` in the last round."""
         return self.change <= AGREED
 
 
@@ -217,7 +217,7 @@ def _chosen(
 def _with_measured(
     costs: CostModel, turns: Sequence[Turn], real: Sequence[RankClass], classes: Sequence[RankClass]
 ) -> CostModel:
-    """With what was measured of real ranks, for all stages of ranks of the same kind."""
+    """Return the costs with measurements of real ranks for all stages of ranks of the same kind."""
     stages = list(costs.stages)
     of_kind: dict[Any, list[dict[int, StageCost]]] = {}
     for turn, each in zip(turns, real, strict=True):

@@ -73,7 +73,7 @@ class WhatIf:
         return cls(**found)
 
     def check(self, num_ranks: int, num_stages: int) -> None:
-        """Refuse ranks and stages that the job has not.
+        """Check that the job has the named ranks and stages.
 
         Raises:
             EmulationError: it has no such rank or stage.
@@ -83,11 +83,11 @@ class WhatIf:
                 raise EmulationError(f"--what-if {name}={unknown[0]}: the job has 0 to {count - 1}")
 
     def factor(self, rank: int, stage: int) -> float:
-        """Speed of a global rank of a pipeline stage over what it has."""
+        """Return the factor on the speed of a global rank at a pipeline stage."""
         return self.slow.get(rank, 1.0) * self.speed.get(stage, 1.0)
 
     def costs(self, costs: CostModel) -> CostModel:
-        """With the links as they would be."""
+        """Return the costs with changed links."""
         links = tuple((pair, self._link(link)) for pair, link in costs.wan_links)
         return replace(costs, wan=self._link(costs.wan), wan_links=links)
 
@@ -100,7 +100,7 @@ class WhatIf:
         )
 
     def late_s(self, rng: random.Random) -> float:
-        """Seconds that the next message between sites is late."""
+        """Return the seconds by which the next message between sites is late."""
         late_s = rng.uniform(0.0, self.jitter_ms / 1e3) if self.jitter_ms else 0.0
         return late_s + (TIMEOUT_S if self.loss and rng.random() < self.loss else 0.0)
 

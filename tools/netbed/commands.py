@@ -33,7 +33,7 @@ def site_commands(topology: Topology, site: str, netns: Callable[[str], str]) ->
 
 
 def node_commands(topology: Topology, name: str) -> list[str]:
-    """One address: the site's subnet over the bridge, everything else over the line."""
+    """Return the commands that give a node its address: the site's subnet is on the bridge, all else over the line."""
     address = topology.address(name)
     return [
         "link set lo up",

@@ -59,7 +59,7 @@ def launch(overrides: Sequence[str], *, window_kb: float) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen], *, patience_s: float) -> int:
-    """Until all have ended; after the first failure the others have ``patience_s`` to notice and say so."""
+    """Wait until all ranks have ended, after the first failure for at most ``patience_s``; return the exit code."""
     code, limit = 0, float("inf")
     while any(rank.poll() is None for rank in ranks) and monotonic() < limit:
         failed = next((rank.returncode for rank in ranks if rank.returncode), 0)

@@ -53,7 +53,7 @@ class Topology:
     nodes: tuple[Node, ...]
     """All nodes, by site."""
     links: tuple[Link, ...] = ()
-    """One for every pair of sites."""
+    """A link for every pair of sites."""
     mtu: int = 9000
     """Bytes of the largest packet."""
     window_kb: float = 0.0

@@ -77,7 +77,7 @@ def _adapters(lora: LoraConfig | None) -> dict[str, Any]:
 
 
 def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:
-    """How layers are shared, where they are."""
+    """Return the parallelism inside of layers, if any."""
     sizes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tensor", "context", "expert")}
     if any(found.cluster.sites[site].gpus_per_host % layout.tensor for site in layout.sites):
         sizes["tensor_across_hosts"] = True
@@ -99,7 +99,7 @@ def _costs_of_a_rank(costs: CostModel, layout: Layout) -> CostModel:
 
 
 def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """By site, its hosts and the ranks on each: all ranks of one pipeline rank after the other."""
+    """Yield each site with its hosts and their ranks, ordered by pipeline rank."""
     for number, held in zip(layout.sites, layout.stages, strict=True):
         site = found.cluster.sites[number]
         left = held * layout.lines_of_route
@@ -112,7 +112,7 @@ def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, i
 
 
 def _routes(found: Plan, layout: Layout) -> dict[str, Any]:
-    """Which sites each set of replicas goes through, where there are several."""
+    """Return the sites of each route, if there are several."""
     if layout.routes == 1:
         return {}
     return {"routes": [[found.cluster.sites[site].name for site in way.sites] for way in layout.ways]}

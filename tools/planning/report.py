@@ -35,7 +35,7 @@ def rows(found: Plan, most: int) -> list[dict[str, str]]:
 
 
 def places(found: Plan, most: int) -> Iterator[str]:
-    """Where each plan of the ranking lies, and why it lost; or what binds the first."""
+    """Yield the sites of each plan of the ranking, with the reason for its rank."""
     for place, one in enumerate(found.ranked[:most], start=1):
         more = ", ".join(options(one.layout))
         yield f"{place}: {route_text(found.cluster, one.layout)}{f', {more}' if more else ''}; {reason(found, one)}"
@@ -67,7 +67,7 @@ def degrees(one: Prediction) -> str:
 
 
 def reason(found: Plan, one: Prediction) -> str:
-    """Why it lost against the first; what binds the first."""
+    """Return why a plan is worse than the best; for the best, what binds it."""
     if one is found.best:
         return f"best; bound by {one.binds}"
     behind = found.request.score(one) / found.request.score(found.best) - 1
@@ -97,7 +97,7 @@ def summary(found: Plan, seconds: float) -> Iterator[str]:
 
 
 def explanation(found: Plan, one: Prediction) -> Iterator[str]:
-    """Where a layout's time and memory go."""
+    """Explain a layout's time and memory."""
     layout, zero = one.layout, one.memory.zero
     yield f"layers by stage: {', '.join(map(str, layout.layers))}; schedule {layout.schedule}, ZeRO-{layout.zero_stage}"
     if layout.connections:

@@ -58,7 +58,7 @@ def changed(cluster: Cluster, question: str) -> Cluster:
 
 
 def marginal_values(found: Plan) -> Iterator[tuple[str, float]]:
-    """By how much the best score falls if a link or a site of the best plan, or any other site, has a tenth more."""
+    """Yield by how much the best score falls if a link of the best plan, or any site, has a tenth more."""
     cluster, best = found.cluster, found.request.score(found.best)
     for here, there in found.best.layout.links:
         link = cluster.link(here, there)
