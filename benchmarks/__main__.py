@@ -15,7 +15,7 @@ from weft.tools.cli import report_bad_input, unwind_on_termination
 
 @cache
 def benches() -> Mapping[str, str]:
-    """One-line summary of each benchmark, by name."""
+    """Return a one-line summary of each benchmark, by name."""
     trees = {path.stem: ast.parse(path.read_text()) for path in sorted(Path(__file__).parent.glob("[!_]*.py"))}
     return {
         name: (ast.get_docstring(tree) or "").partition("\n")[0].rstrip(".")

@@ -20,13 +20,13 @@ LEAVE_S = 30.0
 
 @dataclass(frozen=True)
 class Item:
-    """One thing to run.
+    """A command to run.
 
     Attributes:
-        name: of its file of output.
-        shows: what it is run for.
+        name: name of the output file.
+        shows: what the command demonstrates.
         command: arguments; the first is a program, or a module of this Python after ``-m``.
-        num_gpus: what it needs.
+        num_gpus: number of GPUs that it needs.
     """
 
     name: str
@@ -133,7 +133,7 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Have it end, unless it has."""
+    """End the process, unless it has ended."""
     process.terminate()
     try:
         process.wait(LEAVE_S)

@@ -30,7 +30,7 @@ losses of different schedules are to be, relative; and how much more memory is a
 ACTIVATIONS = 2 / 3
 """Share of a rank's memory for activations (DHelix figure 5)."""
 SAME = (HALVES, ROUND_ROBIN, OURS)
-"""Whose losses are to be equal bit by bit: one schedule, with pairs interleaved or not."""
+"""Engines whose losses must be equal bit for bit: one schedule, with pairs interleaved or not."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def dhelix_11(_: int) -> Iterator[Claim]:
 
 
 def centauri_10(_: int) -> Iterator[Claim]:
-    """Which collectives take longest where replicas (DP) each share their weights over a group of GPUs (FSDP)."""
+    """Compare the collectives of replicas (DP) with those of the groups that shard their weights (FSDP)."""
     weights = 6.7e9
     site = Site(name="A", hosts=6, gpus_per_host=8, gpu=GPU_KINDS["A100"], network_bps=200e9)
     for replicas, shards, longest in ((3, 16, "FSDP"), (6, 8, "DP"), (12, 4, "DP")):
@@ -174,4 +174,4 @@ FIGURES: dict[str, tuple[Callable[[int], Iterator[Claim]], str]] = {
         "micro-batch a step",
     ),
 }
-"""By name: what makes the claims, and what is assumed where the paper is silent."""
+"""By name: the function that yields the claims, and the assumption that the paper leaves open."""

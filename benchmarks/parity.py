@@ -1,4 +1,4 @@
-"""How far stages are from Hugging Face's own run, for every architecture and variant."""
+"""Differences of stages from Hugging Face's own run, for every architecture and variant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.engine.stages.comparison import Difference, Outcome, difference, stage
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Difference):
-    """How far a backend is from Hugging Face's own run."""
+    """The difference of a backend from Hugging Face's own run."""
 
     arch: str
     variant: str
@@ -31,7 +31,7 @@ Backend = Callable[[Sequence[ParityCase]], Iterator[Outcome]]
 
 
 def in_process(cases: Sequence[ParityCase]) -> Iterator[Outcome]:
-    """Every stage in this process, one after the other."""
+    """Run every stage in this process, one after the other."""
     return (staged_outcome(case.stages(range(case.num_stages)), case.microbatches, case.num_items) for case in cases)
 
 

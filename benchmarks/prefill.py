@@ -1,4 +1,4 @@
-"""How long it takes to find a bubble and a worker for a prompt."""
+"""Time to find a bubble and a worker for a prompt."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collect
 
 
 def ratio_cells(ratios: Sequence[float]) -> dict[str, str]:
-    """How often one side took less, as long and longer than the other, by the ratios of what they took."""
+    """Return how often one side was shorter, equal and longer, from the ratios of durations."""
     cells = {
         "shorter": sum(ratio < 1 / ROUNDING for ratio in ratios),
         "equal": sum(1 / ROUNDING <= ratio <= ROUNDING for ratio in ratios),

@@ -108,10 +108,10 @@ LAYOUTS: Mapping[str, Layout] = {
 
 @dataclass(frozen=True)
 class Found:
-    """How far the losses of a layout are from those of one process.
+    """The difference of a layout's losses from those of one process.
 
     Attributes:
-        off: largest relative difference over all steps.
+        off: maximum relative difference over all steps.
     """
 
     arch: str
@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _refusals(arch: str, args: argparse.Namespace) -> dict[str, str]:
-    """Why an architecture cannot be shared in some ways, by their names."""
+    """Return why an architecture does not support some sharings, by name."""
     found = {}
     for sharing in args.sharings:
         parallel = SHARINGS[sharing]
@@ -175,7 +175,7 @@ def _refusals(arch: str, args: argparse.Namespace) -> dict[str, str]:
 
 
 def _of_arch(arch: str, args: argparse.Namespace, refused: Collection[str]) -> list[Found]:
-    """Every layout of an architecture; those of as many ranks one after the other in the same processes."""
+    """Run every layout of an architecture; layouts of equally many ranks share processes."""
     wanted: dict[int, list[tuple[str, str, WeftConfig, bool]]] = {}
     for sharing, layout in itertools.product(args.sharings, args.layouts):
         if sharing in refused:

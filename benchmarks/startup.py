@@ -45,7 +45,7 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 def _ratios(begun: Mapping[str, Sequence[Run]]) -> dict[str, float]:
-    """How many times as long as the peer `weft launch` takes, by what is measured."""
+    """Return the ratios of `weft launch` to its peer, by measured quantity."""
     names = ("first_step_s", "exit_s", "cpu_s")
     pairs = list(zip(begun[WEFT], begun[PEER], strict=True))
     return {name: median(getattr(own, name) / getattr(peer, name) for own, peer in pairs) for name in names}

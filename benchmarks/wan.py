@@ -48,7 +48,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One case: both programs on the same bed, one after the other."""
+    """A case: both programs on the same netbed, one after the other."""
 
     latency_ms: float
     connections: int

@@ -211,4 +211,4 @@ ATLAS: dict[str, tuple[Callable[[int], Iterator[Claim]], str]] = {
     "atlas-run-time": (run_time, "all numbers of cells are bounded; those that can still win are scheduled"),
     "atlas-savings": (savings, "the paper names no price"),
 }
-"""By name: what makes the claims, and what is assumed where the paper is silent."""
+"""By name: the function that yields the claims, and the assumption that the paper leaves open."""

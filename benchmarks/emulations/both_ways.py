@@ -31,10 +31,10 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Beside:
-    """One job, both ways.
+    """The step of a job, real and emulated.
 
     Attributes:
-        real_s, emulated_s: seconds of a step: of each run, the median.
+        real_s, emulated_s: seconds of a step, the median of each run.
     """
 
     name: str
@@ -44,18 +44,18 @@ class Beside:
 
     @property
     def own(self) -> float:
-        """By how much real runs differ from their median, at most."""
+        """Largest relative difference of a real run from their median."""
         return max(abs(s / median(self.real_s) - 1) for s in self.real_s)
 
     @property
     def error(self) -> float:
-        """By how much the emulated step differs from the real one."""
+        """Relative difference of the emulated step from the real one."""
         return median(self.emulated_s) / median(self.real_s) - 1
 
 
 @dataclass
 class Turns:
-    """Files by which real ranks and an emulation take turns; called while the ranks run, again and again."""
+    """Files with which real ranks and an emulation alternate; called repeatedly while the ranks run."""
 
     folder: Path
     rounds: int
@@ -63,7 +63,7 @@ class Turns:
     emulated_s: list[float] = field(default_factory=list)
 
     def __call__(self) -> None:
-        """Emulate, if it is the emulation's turn, and give the real ranks theirs."""
+        """Emulate if the real ranks wait, then let them run."""
         number = len(self.emulated_s)
         if number == self.rounds or not self._file("ready", number).exists():
             sleep(_POLL_S)
@@ -72,7 +72,7 @@ class Turns:
         self._file("go", number).touch()
 
     def wait(self, number: int) -> None:
-        """Until it is the real ranks' turn, which are all ready; a collective call of theirs."""
+        """Wait until the real ranks may run; a collective call of them."""
         dist.barrier()
         if dist.get_rank() == 0:
             self._file("ready", number).touch()
@@ -84,10 +84,10 @@ class Turns:
 
 
 def compare(layout: Layout, links: Links, work: EmulatedWork, rounds: int, steps: int, at_once: int) -> Beside:
-    """Rounds of one job, emulated and real.
+    """Run rounds of one job, emulated and real.
 
     Args:
-        at_once: emulated job's real ranks that run side by side, as all of the real job's do.
+        at_once: real ranks of the emulated job that run concurrently, as all ranks of the real job do.
     """
     between = links.near if layout.sites else links.local
     setting = Setting(

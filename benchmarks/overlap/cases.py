@@ -64,7 +64,7 @@ class OverlapCase:
 
     @property
     def table(self) -> OverlapTable:
-        """How well operators overlap."""
+        """The OEFs of operators."""
         return OverlapTable(default=self.factor, links=self.factor)
 
     def stage(self) -> StageStrands:
@@ -129,7 +129,7 @@ NAMES = (COMPUTE, SEQUENTIAL, B_THEN_F, CHUNKS, ROUND_ROBIN, PAIRS, OURS)
 
 
 def _scaled(pair: StrandPair, compute: float, comm: float) -> StrandPair:
-    """With compute and collectives so much longer."""
+    """Return the pair with compute and collectives scaled by factors."""
 
     def segment(given: Segment) -> Segment:
         return replace(

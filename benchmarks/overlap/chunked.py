@@ -25,10 +25,10 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """One of these, and for how many seconds it occupies the processor or the link.
+    """A step, and the seconds for which it occupies the processor or the link.
 
     Attributes:
-        last: whether a chunk is its collective's last.
+        last: True for the last chunk of a collective.
     """
 
     do: Do
@@ -71,7 +71,7 @@ def chunked_s(pair: StrandPair, table: OverlapTable, chunks: int = CHUNKS) -> fl
 def chunked_strand(
     strand: Strand, weights: tuple[WeightGradient, ...] = (), chunks: int = CHUNKS
 ) -> Iterator[ChunkStep]:
-    """One of the two strands of `chunked`."""
+    """Yield the steps of one of the two strands of `chunked`."""
     longest_s = max((max(s.leading_s, s.trailing_s) for s in strand.segments), default=0.0)
     on_their_way = 0
     for index, segment in enumerate(strand.segments):

@@ -1,4 +1,4 @@
-"""One rank of emulated strands: compute takes its time, collectives are real and take their links' time besides."""
+"""A rank of emulated strands: compute is a sleep, collectives are real and also occupy their emulated links."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Transfer:
     machine: Machine
 
     def wait(self) -> Any:
-        """Until all have brought their part, and the link's time is over."""
+        """Wait until the real collective and the link's emulated time have ended."""
         begin_s = perf_counter()
         result = None if self.carried is None else self.carried.wait()
         came_s = perf_counter()
@@ -57,10 +57,10 @@ class _Transfer:
 
 
 class Machine:
-    """A processor and a queue per link; operators that run at once slow each other down as a table says.
+    """A processor and a queue per link; concurrent operators slow each other down according to a table.
 
-    Where the host runs ahead, as a GPU's does, what it takes between two computations is hidden: a computation
-    begins when the one before has ended, or what was waited for has come.
+    If the host runs ahead, as with a GPU, its time between two computations is hidden: a computation begins when the
+    previous one and its dependencies have ended.
     """
 
     def __init__(self, table: OverlapTable, *, runs_ahead: bool = False) -> None:

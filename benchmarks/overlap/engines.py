@@ -134,11 +134,11 @@ class OrderedPairs(PairCosts):
     order: Order = round_robin
 
     def plan(self, forward: int, backward: int, *, weights: bool = True) -> SegmentPlan:
-        """As `PairCosts`; the backward is a full one."""
+        """See `PairCosts.plan`; the backward is a full one."""
         return self.order(self.stages[forward].beside(self.stages[backward]))
 
     def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
-        """As `PairCosts`."""
+        """See `PairCosts.scale`."""
         pair = self.stages[forward].beside(self.stages[backward])
         plan = self.order(pair)
         return plan.seconds(pair, self.overlap, self.handover_s) / pair.sequential_s
@@ -243,7 +243,7 @@ class SharedEngine:
     arguments: Mapping[str, Any] | None = None
 
     def __call__(self, case: SharedCase) -> SharedRun:
-        """One rank of it."""
+        """Run one rank."""
         torch.set_num_threads(1)
         return self.function(case, **self.arguments or {})
 

@@ -193,7 +193,7 @@ class SharedStage(EmulatedStage):
     def __init__(
         self, make: Callable[[], SharedLayer], group: AxisGroup, *, index: int, layers: Sequence[range]
     ) -> None:
-        """As `EmulatedStage`, of layers that ``make`` makes and ``group`` shares."""
+        """Create a stage as `EmulatedStage` does, with layers from ``make`` that ``group`` shares."""
         super().__init__(EmulatedWork(hidden_bytes=4 * HIDDEN), index=index, layers=layers, make=make)
         size = group.size
         self.cuts = {name: Cut((size, 1), 0, group.index, size) for name, _ in self.named_global_parameters()}

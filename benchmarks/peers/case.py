@@ -47,15 +47,15 @@ class EngineCase:
     work: EmulatedWork = field(default_factory=EmulatedWork)
     """Work of a layer."""
     link: LinkCost = field(default_factory=LinkCost)
-    """Between two ranks, as measured: for the simulation, and for engines that plan."""
+    """Measured cost of a link between two ranks, for the simulation and for engines that plan."""
     num_replicas: int = 1
-    """Pipelines side by side, each of `num_ranks`."""
+    """Number of pipelines, each of `num_ranks`."""
     sites: tuple[int, ...] = ()
     """Pipeline ranks per site; empty is one site."""
     profile: StageProfile | None = None
     """Measured costs of stages, for engines that plan; None uses `work`."""
     wan: LinkCost = field(default_factory=LinkCost)
-    """Between two ranks of different sites, over as many connections as fill it."""
+    """Cost of a link between two ranks of different sites, over as many connections as saturate it."""
     in_a_row: bool = False
     """Measure steps that follow each other without a barrier, which would cross the WAN."""
     num_warmup: int = 3
@@ -69,7 +69,7 @@ class EngineCase:
 
     @property
     def name(self) -> str:
-        """Its size in a table."""
+        """The case's size in a table."""
         mib = self.work.hidden_bytes / 2**20
         return f"{self.num_layers} layers, {self.num_microbatches} micro-batches, {mib:g} MiB"
 
@@ -86,7 +86,7 @@ class RankRun:
     step_s: tuple[float, ...]
     cells: tuple[str, ...]
     ended_s: float = 0.0
-    """When the last step ended, on the clock of `time.perf_counter`."""
+    """Time at which the last step ended, on the clock of `time.perf_counter`."""
     pipeline_s: float = 0.0
     """Seconds of the last step from its first action to its last on any rank; 0 if not measured."""
     profile: CostModel | None = None

@@ -23,12 +23,12 @@ from weft.engine.distributed import init_distributed
 
 
 def run_1f1b(case: EngineCase, timeout_s: float) -> RankRun:
-    """One rank of DeepSpeed's 1F1B."""
+    """Run one rank of DeepSpeed's 1F1B."""
     return _run(case, timeout_s, PipelineModule)
 
 
 def run_dualpipev(case: EngineCase, timeout_s: float) -> RankRun:
-    """One rank of DeepSpeed's DualPipeV."""
+    """Run one rank of DeepSpeed's DualPipeV."""
     return _run(case, timeout_s, DualPipeVModule)
 
 
@@ -39,7 +39,7 @@ def _run(case: EngineCase, timeout_s: float, kind: type[PipelineModule]) -> Rank
 
 
 def run_sharded(case: ZeroCase, stage: int) -> list[ZeroRun]:
-    """One rank of ZeRO-``stage`` over all ranks."""
+    """Run one rank of ZeRO-``stage`` over all ranks."""
     init_distributed(case.timeout_s)
     work = case.work(case.compute_s[0])
     model = nn.Sequential(*(EmulatedLayer(work) for _ in range(case.num_layers)))
@@ -56,7 +56,7 @@ def run_sharded(case: ZeroCase, stage: int) -> list[ZeroRun]:
 
 
 def run_pipelined(case: ZeroCase, num_stages: int) -> list[ZeroRun]:
-    """One rank of ZeRO-1 over the replicas of a 1F1B pipeline.
+    """Run one rank of ZeRO-1 over the replicas of a 1F1B pipeline.
 
     A rank has a share of the layers and, for the same global batch, as many times the
     micro-batches: its compute is the same as without a pipeline.

@@ -19,5 +19,5 @@ class LayersJob:
     config: WeftConfig
 
     def engine(self) -> WeftEngine:
-        """As benchmarks make it."""
+        """Create the engine, as benchmarks do."""
         return emulated_engine(self.case, self.config)

@@ -70,7 +70,7 @@ def layers_per_stage(num_layers: int, num_stages: int) -> int:
 
 
 WAKE_UP_S = 1e-4
-"""How late a sleeper may wake up without timer slack: 0.05 to 0.07 ms was usual, 10 ms of work at a time."""
+"""Seconds by which a sleeper may wake up late without timer slack; 0.05 to 0.07 ms was usual for 10 ms of work."""
 
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
@@ -80,9 +80,9 @@ _LIBC = ctypes.CDLL(None)
 
 @cache
 def keep_freed_memory() -> None:
-    """Have glibc keep what tensors free, for this process, as a GPU's allocator does.
+    """Make glibc keep freed tensor memory for this process, as a GPU's allocator does.
 
-    Else each product's memory goes back to Linux and is faulted in anew, which with nine ranks on two cores
+    Otherwise each product's memory is returned to Linux and faulted in again, which with nine ranks on two cores
     took 2 to 3 ms of a layer's weight gradient.
     """
     if hasattr(_LIBC, "mallopt"):

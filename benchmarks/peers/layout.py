@@ -45,16 +45,16 @@ class Links:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to lay the model out.
+    """A layout of the model on ranks.
 
     Attributes:
-        microbatches: of a replica.
+        microbatches: micro-batches of a replica.
         sites: pipeline ranks at each site of a netbed, where every rank is a node; empty is one host.
-        layers: of each virtual stage; empty is even.
+        layers: number of layers of each virtual stage; empty is even.
         cell: replicas that share their uplinks.
         slow: a global rank and its speed over that of the others.
-        bandwidth: of uplinks, over the usual.
-        jitter_ms: that a message between sites takes longer at most.
+        bandwidth: factor on the bandwidth of uplinks.
+        jitter_ms: maximum extra delay of a message between sites.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Layout:
         return WhatIf(slow=slow, bandwidth=self.bandwidth, jitter_ms=self.jitter_ms)
 
     def case(self, links: Links, steps: int, work: EmulatedWork) -> EngineCase:
-        """Its layers."""
+        """Return the case of this layout's layers."""
         return EngineCase(
             num_ranks=self.stages,
             num_layers=NUM_LAYERS,
@@ -99,7 +99,7 @@ class Layout:
         )
 
     def config(self, cache_dir: str, *, timeout_s: float) -> WeftConfig:
-        """Its settings; the schedule is not searched for by the clock."""
+        """Return the configuration, without a timed search for a schedule."""
         pipeline = PipelineConfig(
             stages=self.stages,
             schedule=ScheduleKind[self.schedule],
@@ -137,7 +137,7 @@ def wan_topology(
     latency_ms: float = LATENCY_MS,
     window_kb: float = WINDOW_KB,
 ) -> Topology:
-    """So many nodes at each site, whose queues hold a window of each of many connections that start together."""
+    """Create a netbed with nodes at each site, whose queues hold a window of each of many connections."""
     return Topology.even(
         nodes, uplink_mbps=rate_mbps, latency_ms=latency_ms, mtu=1500, window_kb=window_kb, queue_ms=200.0
     )
@@ -151,7 +151,7 @@ def profile(bed: NetBed) -> LinkProfile:
 
 
 def measured_links(topology: Topology, work: EmulatedWork) -> Links:
-    """Between two nodes of a site and between two of different sites, with pauses as long as a layer."""
+    """Measure links inside of a site and between sites, with pauses as long as a layer."""
     with NetBed.up(topology) as bed:
         wan = profile(bed)
         pair = partial(run_ranks_in, bed, bed.nodes[:2])

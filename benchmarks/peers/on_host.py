@@ -22,13 +22,13 @@ from weft.tools.ranks import run_ranks
 START_S = 60.0
 """Allowance for starting the ranks of a run."""
 SLOWNESS = 10.0
-"""How many times its ideal a step may take before the run is given up."""
+"""Multiple of its ideal that a step may take before the run is aborted."""
 SIZES = ((8, 8), (8, 16), (16, 8), (16, 16))
 """Layers and micro-batches."""
 HIDDEN_MIB = (1, 8)
 NUMBERS = range(1, len(SIZES) * len(HIDDEN_MIB) + 1)
 GOAL, GOAL_ENGINE, GOAL_CASE = 1.10, "weft-1f1b", 2
-"""Most that a step of this engine may take over the simulation of its schedule, on the case of this number."""
+"""Maximum ratio of a step to the simulation of its schedule, for this engine and number of case."""
 _LEGEND = (
     "ideal: the engine's own schedule simulated with free communication. simulated: with the link as measured here.\n"
     "profiled: with the times that computations took in the run's warm-up, too, where the engine reports them.\n"
@@ -41,13 +41,13 @@ _LEGEND = (
 
 @dataclass(frozen=True)
 class HostRun:
-    """One run of an engine on a case: measured steps, and its own schedule simulated.
+    """A run of an engine on a case: measured steps, and the simulation of its schedule.
 
     Attributes:
-        ideal_s: its schedule simulated with free communication.
-        simulated_s: with the link as measured.
-        profiled_s: with what its computations took in the warm-up, too; None if it does not report that.
-        live_layers: per rank, most layer activations alive at once in that schedule.
+        ideal_s: simulated step with free communication.
+        simulated_s: simulated step with the measured link.
+        profiled_s: simulated step with the computations of the warm-up, too; None if the engine does not report them.
+        live_layers: per rank, maximum number of live layer activations in that schedule.
     """
 
     step_s: tuple[float, ...]

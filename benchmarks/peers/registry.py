@@ -1,4 +1,4 @@
-"""Every engine that benchmarks compare: on ranks of one host, across sites, and with sharded data parallelism."""
+"""The engines that benchmarks compare: on ranks of one host, across sites, and with sharded data parallelism."""
 
 from __future__ import annotations
 

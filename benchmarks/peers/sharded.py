@@ -23,7 +23,7 @@ START_S = 60.0
 PIPELINE_MICROBATCHES = 4
 """A rank's batch goes through a pipeline in so many pieces at least, or little but its fill would be seen."""
 SLOWNESS = 4.0
-"""How many times its step without overlap an engine may take before the run is given up."""
+"""Multiple of its step without overlap that an engine may take before the run is aborted."""
 
 
 def main(argv: Sequence[str]) -> int:

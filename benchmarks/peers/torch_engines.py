@@ -31,7 +31,7 @@ _KINDS: Mapping[str, tuple[type[_PipelineSchedule], str]] = MappingProxyType(
 
 
 def run(case: EngineCase, timeout_s: float, kind: str) -> RankRun:
-    """One rank of a schedule of torch.distributed.pipelining."""
+    """Run one rank of a schedule of torch.distributed.pipelining."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     rank, pipeline, replicas = _groups(case)
     make, legs = _KINDS[kind]

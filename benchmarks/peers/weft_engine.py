@@ -34,11 +34,11 @@ from weft.pipeline.placement import Placement
 def run(
     case: EngineCase, timeout_s: float, kind: str, placement: str, comm: CommConfig | None = None, chunks: int = 0
 ) -> RankRun:
-    """One rank of Weft's engine with a schedule of ``kind``.
+    """Run one rank of Weft's engine with a schedule of ``kind``.
 
     Args:
-        comm: how sites are joined.
-        chunks: most live activations of virtual stages, for each pipeline rank; 0 is no cap.
+        comm: settings of the links between sites.
+        chunks: maximum number of live activations of virtual stages per pipeline rank; 0 is no cap.
     """
     config = WeftConfig(
         pipeline=PipelineConfig(

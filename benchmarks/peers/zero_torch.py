@@ -44,7 +44,7 @@ def run_plain(case: ZeroCase) -> dict[str, float]:
 
 
 def run_ddp(case: ZeroCase) -> list[ZeroRun]:
-    """One rank of DDP, with buckets of one layer."""
+    """Run one rank of DDP, with buckets of one layer."""
     init_distributed(case.timeout_s)
     work = case.work(case.compute_s[0])
     layers = [EmulatedLayer(work) for _ in range(case.num_layers)]
@@ -58,7 +58,7 @@ def run_ddp(case: ZeroCase) -> list[ZeroRun]:
 
 
 def run_fsdp2(case: ZeroCase) -> list[ZeroRun]:
-    """One rank of FSDP2, layer by layer, gradients reduced once in a step."""
+    """Run one rank of FSDP2, layer by layer, gradients reduced once in a step."""
     init_distributed(case.timeout_s)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     work = case.work(case.compute_s[0])

@@ -139,7 +139,7 @@ def _link(random: Random) -> LinkCost:
 
 
 def compare(cluster: Cluster, search_s: float = 0.0) -> Outcome:
-    """Every fixed kind on every placement that it goes with, and `auto` over all placements."""
+    """Schedule every fixed kind on every placement that it supports, and `auto` over all placements."""
     fixed_s, fixed = float("inf"), ""
     own: dict[str, tuple[float, str]] = {}
     candidates = placements(cluster.num_ranks, cluster.sites)

@@ -1,4 +1,4 @@
-"""How far `auto` is from the proven optimum."""
+"""Distance of `auto` from the proven optimum."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ MICROBATCHES = 12
 
 
 def _at(*sites: int, **settings: Any) -> Layout:
-    """With so many pipeline ranks at each site; named by what it is."""
+    """Create a layout with ``sites`` pipeline ranks at each site, named by its settings."""
     replicas = settings.get("replicas", 1)
     given = {"schedule": "auto", "zero": 0, "microbatches": MICROBATCHES // replicas, **settings}
     layout = Layout("", stages=sum(sites), sites=sites, **given)

@@ -1,4 +1,4 @@
-"""One rank of a layout: what its plan predicts of a step, and what steps took."""
+"""A rank of a layout: the predicted step and the measured steps."""
 
 from __future__ import annotations
 

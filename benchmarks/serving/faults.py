@@ -60,7 +60,7 @@ class Target:
             time.sleep(0.001)
 
     def ask(self, number: int, tokens: int) -> Answer:
-        """Have a worker prefill a prompt."""
+        """Request the prefill of a prompt from a worker."""
         return send(self.urls[number], tokens, key=self.key)
 
     def post(self, body: bytes) -> Answer:

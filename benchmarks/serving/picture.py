@@ -18,7 +18,7 @@ COLOURS = {
     "STEP": ("#7b8794", "optimiser"),
     "prefill": ("#d64545", "prefill"),
 }
-"""By operation: colour and name."""
+"""Colour and name of each operation."""
 
 
 def draw(

@@ -31,7 +31,7 @@ def steps_within(steps: Spans, windows: Spans) -> list[float]:
 
 @dataclass(frozen=True)
 class RankUse:
-    """How a rank's time was used in some windows, as shares of it."""
+    """The use of a rank's time in some windows, as shares."""
 
     trained: float
     prefilled: float
@@ -56,7 +56,7 @@ def use_of(work: Spans, prefills: Spans, windows: Spans) -> RankUse:
 
 
 def histogram(late_s: Sequence[float]) -> list[tuple[str, int]]:
-    """How many steps ended how late, by class."""
+    """Count the steps in classes of lateness."""
     classes = [(f"<= {LATE_MS[0]:g} ms", sum(late <= 0.0 for late in late_s))]
     for low, high in [*pairwise(LATE_MS), (LATE_MS[-1], float("inf"))]:
         classes.append((f"{low:g}-{high:g} ms", sum(low < 1e3 * late <= high for late in late_s)))
@@ -76,7 +76,7 @@ class FaultFigures:
     hit_s: float
     after_s: float
     num_steps: int
-    """While it lasted."""
+    """Number of steps during the fault."""
 
     @property
     def change(self) -> float:

@@ -50,7 +50,7 @@ def prefills_of(folder: Path, workers: Sequence[Worker]) -> dict[int, list[dict]
 
 
 def spans_of(prefills: Iterable[dict]) -> list[tuple[float, float]]:
-    """When they ran."""
+    """Return the times of prefills."""
     return [(record["start_s"], record["end_s"]) for record in prefills]
 
 
@@ -125,7 +125,7 @@ def _mark_ns(folder: Path) -> float:
 
 
 def _bubbles_per_request(records: Iterable[dict]) -> list[int]:
-    """In how many bubbles each prompt was computed."""
+    """Count the bubbles in which each prompt was computed."""
     found: dict[str, set] = {}
     for record in records:
         for request in record["tokens"]:

@@ -20,7 +20,7 @@ ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a trace."""
+    """A request of a trace."""
 
     after_s: float
     """Seconds after the first one."""

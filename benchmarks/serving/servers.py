@@ -17,7 +17,7 @@ from weft.conf.schema import WeftConfig
 ARGUMENTS = ["--dtype", "float32", "--no-enable-prefix-caching"]
 """Arguments of every vLLM server: equal prompts are computed again."""
 START_S = 300.0
-"""In which a server has to answer."""
+"""Seconds in which a server has to answer after its start."""
 
 
 def settings_of(config: WeftConfig) -> list[str]:

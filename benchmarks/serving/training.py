@@ -35,7 +35,7 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class Cell:
-    """One computation of a rank; seconds of CLOCK_MONOTONIC."""
+    """A computation of a rank, in seconds of CLOCK_MONOTONIC."""
 
     op: str
     start_s: float

@@ -27,7 +27,7 @@ class Watch:
         self._thread.start()
 
     def work(self, worker: Worker) -> list[tuple[float, float]]:
-        """Everything that the rank computed, in order."""
+        """Return the times of the rank's computations, in order."""
         return [span for _, spans in sorted(self._steps[worker.index].items()) for span in spans]
 
     def marks(self, worker: Worker) -> int:

@@ -1,4 +1,4 @@
-"""From the command to the first step and from the last step to the exit: `weft launch` and Trainer under torchrun."""
+"""Start and exit times of `weft launch` and of Trainer under torchrun."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOOK_S = 0.01
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a side.
+    """A run of a side.
 
     Attributes:
-        said_s: until its first output.
-        first_step_s: from the command to the first step.
-        exit_s: from the last step to the end, with a checkpoint and an export in between.
+        said_s: seconds until its first output.
+        first_step_s: seconds from the command to the first step.
+        exit_s: seconds from the last step to the exit, including a checkpoint and an export.
         cpu_s: processor time of all its processes.
     """
 

@@ -133,7 +133,7 @@ def stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def hold_lock(run: SupervisedRun, number: int) -> Inflicted:
-    """Have a thread of the rank keep the interpreter's lock."""
+    """Make a thread of the rank hold the interpreter's lock."""
     rank = run.rank(number)
     run.order(number, "hold_lock", seconds=60)
     return _blame(rank)
@@ -337,7 +337,7 @@ ENDLESS_NAN = (Fault("every batch gives NaN", lambda run: _poison(run, 1 << 30),
 
 
 def _fill_disk(run: SupervisedRun) -> Inflicted:
-    """Nothing is left of the file system that the run's folder is on, until a checkpoint has been left out for it."""
+    """Fill the file system of the run's folder until a checkpoint has been skipped."""
     ballast = run.folder / "ballast"
     with open(ballast, "wb", buffering=0) as file, suppress(OSError):
         while True:

@@ -78,7 +78,7 @@ class OneMachine:
         return subprocess.Popen(command, env=environment, **keywords)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """No resources to release."""
 
 
 class LocalHosts(OneMachine):
@@ -160,7 +160,7 @@ class BedHosts:
         self._off |= set(hosts)
 
     def switch_on(self) -> None:
-        """Every host is there again, with nothing running on it, and every line works."""
+        """Restore every host, without processes, and every line."""
         self.bed.heal()
         for host in self._off:
             self._lan(host, "up")
@@ -171,7 +171,7 @@ class BedHosts:
         self.bed.run(host, ["ip", "link", "set", "lan0", state], check=True)
 
     def _processes(self, host: str) -> list[psutil.Process]:
-        """Everything that runs on a host."""
+        """Return the processes of a host."""
         here = os.stat(self.bed.namespace(host)).st_ino
         found = []
         for process in psutil.process_iter():

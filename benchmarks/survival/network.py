@@ -19,7 +19,7 @@ def _hosts(run: SupervisedRun) -> BedHosts:
 
 
 def _kill_connection(run: SupervisedRun) -> Inflicted:
-    """One of those of a hop between sites: of the pair of hosts with most, one."""
+    """Close one TCP connection of the pair of hosts at different sites that has most."""
     bed = _hosts(run).bed
     for near in HOSTS[:2]:
         for far in HOSTS[2:]:
@@ -34,7 +34,7 @@ def _kill_connection(run: SupervisedRun) -> Inflicted:
 
 
 def _slow_down(run: SupervisedRun) -> Inflicted:
-    sleep(_SLOW_S / 2)  # what is usual has to be known
+    sleep(_SLOW_S / 2)  # the usual rate has to be measured first
     begun = Inflicted()
     _hosts(run).bed.slow(*SITES, by=10.0, for_s=_SLOW_S)
     sleep(_SLOW_S)
@@ -42,7 +42,7 @@ def _slow_down(run: SupervisedRun) -> Inflicted:
 
 
 def _cut(run: SupervisedRun, for_s: float) -> Inflicted:
-    """Between sites; one that is short is waited for."""
+    """Cut the line between sites; wait for the end of a short cut."""
     begun = Inflicted({"between": SITES})
     _hosts(run).bed.cut(*SITES, for_s=for_s)
     if for_s > 10.0:
@@ -63,13 +63,13 @@ def _return(run: SupervisedRun) -> Inflicted:
 
 
 def _heal(run: SupervisedRun) -> Inflicted:
-    """Wait until the line does by itself."""
+    """Wait until the line heals by itself."""
     run.wait_for(lambda: not _hosts(run).bed.status().faults, "the line to heal")
     return Inflicted()
 
 
 def _switch_off_for_a_while(run: SupervisedRun, *hosts: str) -> Inflicted:
-    """Hosts without which the run can only wait, which is given time to be seen."""
+    """Switch off hosts that the run needs, until it reports that it waits for them."""
     begun = _switch_off(run, *hosts)
     run.wait_for(lambda: "waiting for hosts" in run.tail(), "the run to wait for hosts")
     sleep(2.0)

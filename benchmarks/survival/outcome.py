@@ -9,7 +9,7 @@ from typing import Any
 NAMED_WITHIN_S = 10.0
 NEXT_STEP_WITHIN_S = 30.0
 ROUNDING = 1e-3
-"""Most that a loss may differ by, relatively, where sums are made in another order."""
+"""Maximum relative difference of losses whose sums have another order."""
 
 
 @dataclass

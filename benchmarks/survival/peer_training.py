@@ -18,9 +18,9 @@ from typing import Any
 
 CHECKPOINT_EVERY = 5
 PAD_S = 0.2
-"""By which a step is longer than this model's."""
+"""Seconds added to each step."""
 SAVE_S = 0.5
-"""By which a checkpoint takes longer, so that a rank can be killed in it."""
+"""Seconds added to each checkpoint, so that a rank can be killed during one."""
 TIMEOUT_S = 15
 """Timeout of collectives: torch's default of half an hour is too long here."""
 HOLD_LOCK, TAKE_MEMORY = signal.SIGUSR1, signal.SIGUSR2

@@ -63,21 +63,21 @@ SETTINGS = (
     "logging.progress=false",
 )
 MARK = "WEFT_PEER_JOB"
-"""Environment variable by which a job's processes are found."""
+"""Environment variable that marks a job's processes."""
 STEADY = 4
-"""Steps of one process after which training goes on for good."""
+"""Number of steps of one process after which training counts as recovered."""
 _FIRST_STEPS_S = 180.0
 _COMES_BACK_S = 2.0
-"""After which whoever runs a cluster has started a dead agent again."""
+"""Seconds after which the cluster has restarted a dead agent."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Something that starts ranks and starts them again.
+    """A launcher that starts and restarts ranks.
 
     Attributes:
-        command: of a node, by its number, a port and the node's folder.
-        environment: besides.
+        command: returns the command of a node, from its number, a port and its folder.
+        environment: additional environment variables.
     """
 
     name: str
@@ -92,7 +92,7 @@ def _torchrun(node: int, port: int, folder: Path) -> list[str]:
 
 
 def _nvrx(node: int, port: int, folder: Path) -> list[str]:
-    """With a heartbeat of every step, as its documentation asks for, and intervals of a second."""
+    """Return the command with a heartbeat per step, as its documentation requires, and intervals of a second."""
     module = [sys.executable, "-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
     limits = ["--ft-initial-rank-heartbeat-timeout=120", "--ft-rank-heartbeat-timeout=5"]
     often = ["--ft-workload-check-interval=1", "--ft-restart-check-interval=1", "--ft-enable-nic-monitor=False"]
@@ -242,7 +242,7 @@ FAULTS: Mapping[str, Pair] = {
     "an agent killed": (_kill_agent, lambda run: kill_agent(run, HOSTS[1])),
     "newest checkpoint truncated, and a rank killed": (_truncate, lambda run: damaged(truncate, run, 3)),
 }
-"""Done to a peer's job, and to Weft's."""
+"""The functions that cause a fault in a peer's job and in Weft's."""
 
 
 def survive(name: str, fault: str, folder: Path, patience_s: float) -> str:
@@ -262,9 +262,9 @@ def survive(name: str, fault: str, folder: Path, patience_s: float) -> str:
 
 
 def _goes_on(job: PeerJob, before: int, begun: float, patience_s: float) -> str:
-    """When steps come again; of a process that comes after ``before``, if there is one.
+    """Return when training continues, in a process other than ``before`` if there is one.
 
-    "Unwatched" are ranks that go on although their agent has ended, and that no other has taken over.
+    "Unwatched" ranks continue although their agent has ended, and no other agent supervises them.
     """
     while time() < begun + patience_s:
         later = [(at, pid) for at, pid, _ in job.steps() if at > begun]

@@ -40,10 +40,10 @@ class Undisturbed:
         self._run: SupervisedRun | None = None
 
     def losses(self, until: int) -> dict[int, float]:
-        """By step, at least until that one.
+        """Return the losses by step, at least up to step ``until``.
 
         Raises:
-            RuntimeError: the run has ended, or it does not get there.
+            RuntimeError: the run has ended, or does not reach that step in time.
         """
         if self._run is None:
             self._folder.mkdir(parents=True)

@@ -104,7 +104,7 @@ class SupervisedRun:
         return [event for event in found if event["at"] >= since and kind in ("", event["event"])]
 
     def losses(self) -> dict[int, float]:
-        """By step."""
+        """Return the losses by step."""
         return {step: record["loss"] for step, record in self._metrics.read().items()}
 
     def step_seconds(self) -> dict[int, float]:
@@ -148,7 +148,7 @@ class SupervisedRun:
         return PlaceReader(page_path(self.folder, host))
 
     def reading(self, rank: RankProcess) -> Reading | None:
-        """Where a rank is."""
+        """Return a rank's published progress."""
         return self.page(rank.host).read(rank.local_rank)
 
     def agents(self, hosts: Sequence[str] = HOSTS) -> list[psutil.Process]:
@@ -199,7 +199,7 @@ class SupervisedRun:
     # -- what is done to it ----------------------------------------------------------------------
 
     def order(self, rank: int, do: str, **arguments: Any) -> None:
-        """Have a rank do something to itself; see `sitecustomize`."""
+        """Send a command to a rank; see `sitecustomize`."""
         draft = self.orders / f".{rank}"
         draft.write_text(json.dumps({"do": do, **arguments}))
         draft.replace(self.orders / str(rank))
@@ -225,7 +225,7 @@ class SupervisedRun:
 
 
 def _end_with_bench() -> None:
-    """Have the kernel ask this process to end when the bench is killed."""
+    """Let the kernel end this process when the benchmark is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

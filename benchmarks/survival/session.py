@@ -28,7 +28,7 @@ from benchmarks.survival.reference import Undisturbed, difference
 from benchmarks.survival.run import SupervisedRun
 
 USUAL_STEPS = 8
-"""Between two faults."""
+"""Steps between two faults."""
 _AHEAD_STEPS = 100
 _FIRST_STEPS_S = 300.0
 _END_S = 300.0
@@ -235,7 +235,7 @@ def _tells(alert: Mapping, blamed: Mapping) -> bool:
 
 
 def _grown(run: SupervisedRun, since_s: float) -> float:
-    """When every rank had done a step after hosts came back; 0 if that has not been."""
+    """Return when every rank had completed a step after hosts returned; 0 before."""
     grown = [event for event in run.events("attempt", since=since_s) if event["reason"] == "grow"]
     good = run.events("good_step", since=grown[0]["at"]) if grown else []
     return good[0]["at"] if good else 0.0

@@ -139,7 +139,7 @@ def _leave_out(_: Any, first: int, after: int) -> None:
 
 
 class _Paused:
-    """In the place of the event that a heartbeat's thread waits for between two ticks: ends no wait."""
+    """A replacement of the event that a heartbeat's thread waits for between two ticks; blocks it until ``over``."""
 
     def __init__(self) -> None:
         self.over = threading.Event()

@@ -1,4 +1,4 @@
-"""Every causal architecture of transformers, tried in stages: exact, refused, or why it could not be tried."""
+"""Every causal architecture of transformers in stages: exact, refused, or the reason why it was not tried."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NO_LOSS = "with `loss=weft.next_token_loss`; its own loss does not run on text a
 
 @dataclass(frozen=True)
 class Finding:
-    """One architecture's line of the table.
+    """A row of the table: the result of an architecture.
 
     Attributes:
         model_type: ``model_type`` of the config.
@@ -79,7 +79,7 @@ class Finding:
 
 
 def causal_types() -> list[str]:
-    """Every ``model_type`` that transformers has a causal language model for."""
+    """Return every ``model_type`` for which transformers has a causal language model."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -147,7 +147,7 @@ def _fails_as_a_whole(error: ValueError) -> bool:
 
 
 def _wider(small: PreTrainedModel) -> Iterator[tuple[list[dict[str, Tensor]], int]]:
-    """More than the self-check tries: several micro-batches, padding and packed documents, in two stages."""
+    """Yield cases beyond the self-check: several micro-batches, padding and packed documents, in two stages."""
     plain = tried_batch(small)
     padded = plain | {"attention_mask": torch.ones_like(plain["input_ids"]), "labels": plain["labels"].clone()}
     padded["attention_mask"][0, -3:] = 0
@@ -202,7 +202,7 @@ def realigned(model: nn.Module) -> nn.Module:
 
 
 def reason_of(error: Exception) -> str:
-    """Why an architecture was not accepted, without what could be done."""
+    """Return why an architecture was refused, without the remedy."""
     text = " ".join(str(error).split()).removeprefix("model: ")
     text = re.sub(r"^(parallel\.\w+=?\d*(, )?)+: ", "", text)
     for remedy in ("; choose another architecture", "; check model.overrides", "; set parallel", "; choose a divisor"):

@@ -143,7 +143,7 @@ class _Step:
         ]
 
     def _serial_quanta(self) -> int:
-        """Everything one after the other."""
+        """Return the duration of all actions in sequence."""
         total = sum(map(self._duration, self._actions()))
         ways = (self._way(action) for action in self._actions())
         return total + sum(occupancy + latency for _, occupancy, latency in filter(None, ways))
@@ -182,14 +182,14 @@ class _Step:
                 self.model.add(start == self._end(action._replace(op=Op.I))).only_enforce_if(whole)
 
     def _made(self, action: Action) -> cp_model.LinearExpr:
-        """When the fact that ``action`` establishes holds on its own rank."""
+        """Return when the fact that ``action`` establishes holds on its own rank."""
         if action.op is not Op.I:
             return self._end(action)
         weight = action._replace(op=Op.W)
         return self._end(action) + self._duration(weight) * self.whole[weight]
 
     def _transfers(self) -> None:
-        """Every need, over the links."""
+        """Constrain the transfers of all needs over the links."""
         ranks = self.placement.stage_ranks
         arrives: dict[Action, Any] = {}
         lanes: dict[tuple[int, str], list[_Transfer]] = {}
@@ -214,7 +214,7 @@ class _Step:
                     self.model.add(start >= (self._end(need) if action.op is Op.W else self._made(need)))
 
     def _serve(self, transfers: list[_Transfer]) -> None:
-        """One transfer at a time over a link, first made first sent."""
+        """Constrain a link to one transfer at a time, in the order in which their facts are established."""
         self.model.add_no_overlap(
             [self.model.new_fixed_size_interval_var(t.leaves, t.occupancy, f"send {t.action}") for t in transfers]
         )

@@ -19,7 +19,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One comparison."""
+    """A comparison."""
 
     arch: str
     variant: str
@@ -81,7 +81,7 @@ VARIANTS: dict[str, tuple[Callable[[str], ModelConfig], torch.dtype, bool]] = {
 
 
 def cases(archs: Sequence[str], variants: Sequence[str], stage_counts: Sequence[int]) -> Iterator[ParityCase]:
-    """Every combination."""
+    """Yield every combination."""
     for arch in archs:
         for variant in variants:
             make, dtype, packed = VARIANTS[variant]

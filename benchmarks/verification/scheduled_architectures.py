@@ -142,7 +142,7 @@ def schedule_of(kind: str, num_stages: int) -> Schedule:
 
 
 def _num_stages(model: nn.Module, sizes: Mapping[str, int]) -> int:
-    """As many as schedules take, or one where the architecture cannot be cut or shared so."""
+    """Return the number of stages of the schedules, or 1 if the architecture does not support it."""
     whole = hf_model(model)
     try:
         cuttable_layers(whole)
