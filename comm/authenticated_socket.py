@@ -14,7 +14,7 @@ from weft.comm.host_port import HostPort, Service, family_of, knock
 from weft.comm.wan.key import WanKey
 
 RUN = "WEFT_RUN"
-"""Environment variable of supervised ranks: tells their run from others on the same machine."""
+"""Environment variable of supervised ranks that identifies their run among others on the same machine."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
 HELD_BYTES = 1 << 16

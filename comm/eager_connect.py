@@ -2,7 +2,7 @@
 
 NCCL connects lazily, inside the first operation between two ranks, and that call blocks the host
 until the peer issues the matching one. Two ranks that both post a receive first would deadlock,
-so whoever creates a group connects it here.
+so code that creates a group connects it here.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def gather(
     Args:
         value: anything that `weft.comm.values.encode` accepts.
         kinds: dataclasses and enums that may occur in values.
-        asked: what it is, where ranks that are emulated answer it differently.
+        asked: the kind of value, for emulated ranks whose values differ.
 
     Raises:
         ValueError: a rank sent something else.

@@ -27,7 +27,7 @@ _LEAVES = -1
 """In place of a lost rank's number: the sender closes in order."""
 _POLL_S = 0.05
 GRACE_S = 1.0
-"""Seconds that a device has to end what it is at, if a rank has ended: it may have been through before that."""
+"""Seconds that a device has to end its work after a rank has ended; that work may not need the rank any more."""
 _FAREWELL = timedelta(seconds=5)
 
 
@@ -155,7 +155,7 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def abort_devices_groups() -> None:
-    """End, from any thread, whatever this rank's device waits for; what it computes from then on is garbage."""
+    """Abort the waits of this rank's device, from any thread; its later results are garbage."""
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if not on_host(group)]  # torch 2.11 to 2.13
     nccl = next(filter(None, map(_nccl, groups)), None)
     if nccl is not None:  # otherwise one abort may wait for another

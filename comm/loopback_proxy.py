@@ -108,7 +108,7 @@ class LoopbackProxy:
         self._loop.call_soon_threadsafe(self._accept_for, address)
 
     def leave_port(self) -> None:
-        """Accept no more at the host's port: who listens there as well hands on what is for the store."""
+        """Stop accepting at the host's port; the other listener there passes connections for the store on."""
         self._loop.call_soon_threadsafe(self._leave_port)
 
     def _leave_port(self) -> None:

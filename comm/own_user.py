@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def refuse_other_users(*, one_host: bool) -> None:
     """Close connections of other users at every listener of torch's and NCCL's libraries; idempotent.
 
-    Listeners that are opened later are included, whoever opens them. Without a C compiler, or on a kernel that does not
-    tell the owner of a connection, a warning is logged.
+    Listeners that any code opens later are included. Without a C compiler, or on a kernel that does not
+    report the owner of a connection, a warning is logged.
 
     Args:
         one_host: also refuse connections from other hosts, because no rank is there.

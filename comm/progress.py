@@ -1,4 +1,4 @@
-"""A thread that does what is submitted, in order."""
+"""A thread that runs submitted calls in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Progress:
     """Runs one function after the other on a thread of its own; after an error it runs no other.
 
     Attributes:
-        error: the first; None as long as there is none.
+        error: the first error; None without one.
     """
 
     def __init__(self, name: str) -> None:

@@ -71,5 +71,5 @@ class PythonGroup(dist.ProcessGroup):
 
 
 def reduction(opts: Any) -> Any:
-    """The reduction that an operation's options ask for: a sum where there are none."""
+    """Return the reduction in an operation's options; a sum without options."""
     return _SUM if opts is None else opts.reduceOp

@@ -2,7 +2,7 @@
 
 torch's own store listens on every address of its host without authentication. Here it accepts
 connections of its own process only. The other ranks connect through an authenticated socket: a Unix
-socket if all of them are on one host, whose kernel tells the peer's user; a TCP port on one address
+socket if all of them are on one host, whose kernel reports the peer's user; a TCP port on one address
 otherwise, with TLS whose certificates are derived from ``WEFT_KEY``. See docs/decisions/rendezvous.md.
 """
 
@@ -123,7 +123,7 @@ def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
         return AuthenticatedUnixSocket(f"weft-{os.getuid()}-ranks-{run}-{attempt}", listens=rank == 0)
     if not under_torchrun():
         return AuthenticatedTcpSocket((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
-    # torchrun's agent has its store at that port. It only tells the address of our socket: an unauthenticated peer
+    # torchrun's agent has its store at that port. It only publishes the address of our socket: an unauthenticated peer
     # that answers in its place cannot prove the key.
     agent = dist.TCPStore(master, port, is_master=False, timeout=timeout)
     key = f"{_ADDRESS_KEY}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"

@@ -1,4 +1,4 @@
-"""Read text, JSON and YAML that somebody else wrote, which may be damaged or made to exhaust time or memory."""
+"""Read untrusted text, JSON and YAML, which may be damaged or made to exhaust time or memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Loader(yaml.SafeLoader):
         self._depth, self._most_values = 0, max(MOST_VALUES, len(text))
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a value, unless it lies too deep."""
+        """Compose a value, unless it is nested too deeply."""
         self._depth += 1
         if self._depth > MOST_NESTING + 1:  # values inside of the innermost container
             raise ValueError(f"nested more than {MOST_NESTING} deep; write it flatter")

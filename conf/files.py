@@ -54,7 +54,7 @@ class JsonCache:
     def read(self) -> dict[str, Any]:
         """All entries; none where there is no file, or one that is not readable or that others could have written.
 
-        A number that is not finite makes it unreadable: what is cached here is planned with.
+        A number that is not finite makes it unreadable, because plans are based on the cached values.
         """
         if not is_trusted(self.path):
             return {}

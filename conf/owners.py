@@ -41,7 +41,7 @@ def own_folder(path: Path, setting: str) -> Path:
         setting: names the folder, for the error.
 
     Raises:
-        ValueError: another user can change what is in the folder, or it cannot be made.
+        ValueError: another user can change the folder's contents, or it cannot be created.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def shared_memory_folder(user: int, *, within: Path = Path("/dev/shm")) -> Path:
     """Return the folder of ``user`` in shared memory; all processes of this user on the host get the same one.
 
     It is ``weft-UID``, and need not exist. If another user has taken that name, it is the oldest folder of ours whose
-    name begins so, which is made if there is none.
+    name begins so, which is created if missing.
     """
     usual = within / f"weft-{user}"
     if user != os.geteuid() or not os.path.lexists(usual) or _is_own_folder(usual):

@@ -1,4 +1,4 @@
-"""Processes: what the kernel reports of one, and a quick end of this one."""
+"""Processes: their state as reported by the kernel, and a quick end of this one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """The state of a process; None if there is none of this id."""
+    """Return the state of a process; None if there is no process with this id."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()

@@ -1,4 +1,4 @@
-"""A recipe file, which somebody else may have written: bounded in size, and without secrets of whoever runs it."""
+"""A recipe file, which is untrusted: bounded in size, and without secrets of the user who runs it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class RunLock:
         """Lock the folder, and create it if it is missing.
 
         Raises:
-            ValueError: another run holds the lock; the message says which.
+            ValueError: another run holds the lock; the message names it.
             OSError: the folder cannot be written.
         """
         make_run_folder(folder)

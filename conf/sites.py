@@ -70,7 +70,7 @@ def _side_by_side(config: WeftConfig) -> Iterator[str]:
         return
     hostfile = config.cluster.hostfile
     if hostfile and not Path(hostfile).expanduser().is_file():
-        return  # that is said elsewhere
+        return  # reported elsewhere
     held = iter(ranks_per_site(config))
     cuts = {tuple(next(held) for _ in route) for route in config.cluster.routes}
     if len(cuts) > 1:
@@ -132,12 +132,12 @@ def _shared_out(config: WeftConfig, held: Mapping[str, int], where: str) -> Iter
 
     Args:
         held: ranks of each site.
-        where: the field that says so, and whose ranks they are.
+        where: names the field and the owner of the ranks in the error.
     """
     cluster, stages = config.cluster, config.pipeline.stages
     total, several = sum(held.values()), len(cluster.routes) > 1
     if total % stages:
-        return  # that is said when replicas are counted
+        return  # reported when replicas are counted
     lines, rest = divmod(total // stages, num_routes(cluster))
     if rest:
         yield (

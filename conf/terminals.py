@@ -8,11 +8,11 @@ from typing import TextIO
 
 _USUAL = 80
 COLUMNS = "WEFT_COLUMNS"
-"""Environment variable of ranks: width of the terminal to which what they print is passed on."""
+"""Environment variable of ranks: width of the terminal that shows their output."""
 
 
 def columns_of(stream: TextIO) -> int:
-    """Width of the terminal that ``stream`` is; 0 if it is none, or has no size, as under `ssh -tt` and `script`."""
+    """Return the width of a terminal; 0 if ``stream`` is none, or has no size, as under `ssh -tt` and `script`."""
     if not stream.isatty():
         return 0
     try:

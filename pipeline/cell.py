@@ -35,7 +35,7 @@ def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
 
 
 def _moved(slot: Slot, stages: int) -> Slot:
-    """The same slot of another pipeline, so many virtual stages further."""
+    """Return the same slot of another pipeline, ``stages`` virtual stages further."""
     return tuple(action._replace(stage=action.stage + stages) for action in slot)
 
 

@@ -108,7 +108,7 @@ class CostModel:
         local: a link between two ranks of one site.
         wan: a link between two sites, unless ``wan_links`` names that pair.
         wan_links: links of particular site pairs, by (from site, to site).
-        pairs: what is known of the insides of virtual stages, from which strand pairs are planned; None where
+        pairs: the segments of virtual stages, from which strand pairs are planned; None where
             nothing is, so that interleaving gains nothing.
     """
 
@@ -155,7 +155,7 @@ class CostModel:
         return replace(self, stages=stages, pairs=self.pairs and self.pairs.joined(bounds))
 
     def pair_s(self, forward: Action, backward: Action) -> float:
-        """Seconds of a strand pair, by its segment plan; what its halves take together where there is none."""
+        """Return the seconds of a strand pair by its segment plan; without one, the sum of its halves."""
         halves_s = sum(self.stages[action.stage].seconds(action.op) for action in (forward, backward))
         return halves_s * self.pair_scale(forward.stage, backward.stage, backward.op)
 

@@ -26,7 +26,7 @@ def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
 
     Args:
         timelines: measured steps of one schedule.
-        costs: provides links and bytes, and the seconds of what was not measured.
+        costs: provides links and bytes, and the seconds of actions that were not measured.
     """
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for timeline in timelines:
@@ -46,7 +46,7 @@ def fit_overlap(timelines: Sequence[Timeline], costs: CostModel) -> tuple[Overla
     steps, so that the speed of the device plays no part.
 
     Args:
-        costs: what the steps were planned with.
+        costs: the costs with which the steps were planned.
     """
     if (pairs := costs.pairs) is None:
         return None

@@ -37,7 +37,7 @@ def check_size(num_stages: int, num_microbatches: int) -> None:
     """Check that a step has no more than ``MOST_ACTIONS`` actions.
 
     Raises:
-        ValueError: it has more; the message says how many.
+        ValueError: it has more; the message names their number.
     """
     actions = 3 * num_stages * num_microbatches
     if actions > MOST_ACTIONS:

@@ -66,7 +66,7 @@ def saved_bytes(cost: StageCost, op: Op) -> float:
 
 
 def freed_bytes(cost: StageCost, op: Op) -> float:
-    """Bytes that ``op`` frees when it ends: what the forward or the input gradient saved."""
+    """Return the bytes that ``op`` frees when it ends: those that the forward or the input gradient saved."""
     if op is Op.I or op is Op.B:
         return cost.activation_bytes
     return cost.weight_saved_bytes if op is Op.W else 0.0

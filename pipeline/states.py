@@ -28,15 +28,15 @@ def optimizer_bytes(optimizer: OptimizerConfig) -> int:
 
 
 def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *, together: bool) -> float:
-    """Return what an optimiser takes besides its state as it steps.
+    """Return the bytes of an optimiser's step, beyond its state.
 
-    AdamW of torch: roots of the second moments. It holds them twice where it takes one parameter after the other, as
-    on a CPU. SGD: gradients with weight decay, in the same way. LAMB: all updates, and a root.
+    AdamW of torch: roots of the second moments, two copies if it steps one parameter after the other, as on a CPU.
+    SGD: gradients with weight decay, in the same way. LAMB: all updates, and a root.
 
     Args:
         stepped: weights that a rank's optimiser steps.
-        largest: of the largest parameter.
-        together: whether all parameters are stepped at once, as on a GPU.
+        largest: elements of the largest parameter.
+        together: True if all parameters are stepped at once, as on a GPU.
     """
     largest = min(stepped, largest)
     if optimizer.kind is OptimizerKind.lamb:
@@ -91,10 +91,10 @@ class RankMemory:
     Attributes:
         zero: of weights, gradients and optimiser, sharded as they are.
         activations: saved ones, of all micro-batches that are alive.
-        working: what a backward takes besides them.
-        beside: those of the buffers that are there while most activations are. The others come
+        working: further bytes of a backward.
+        beside: bytes of buffers that exist while most activations do. The others come
             when a rank's backwards are over, as gradients are reduced.
-        stepping: what the optimiser takes as it steps, when activations and buffers are gone.
+        stepping: bytes of the optimiser's step, when activations and buffers are gone.
     """
 
     zero: ZeroMemory

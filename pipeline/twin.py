@@ -1,6 +1,6 @@
 """The online twin: the other ranks of a pipeline, simulated while one of its ranks runs for real.
 
-It is notified when the real rank sends, and tells when what the others send arrives.
+It is notified when the real rank sends, and returns when the other ranks' messages arrive.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def validate(schedule: Schedule, *, costs: CostModel | None = None, memory_cap_b
         memory_cap_bytes: limit on the activation memory of any rank; None means no cap.
 
     Raises:
-        ScheduleError: a check fails; the message marks the failing cell and says what it waits for.
+        ScheduleError: a check fails; the message marks the failing cell and names its missing inputs.
         ValueError: ``memory_cap_bytes`` is given without ``costs``.
     """
     _check_cells(schedule)

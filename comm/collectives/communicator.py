@@ -37,8 +37,8 @@ class Handle:
     """A collective in flight; see `weft.comm.channel.Handle`.
 
     Attributes:
-        what: it is, for error messages.
-        target: of its chunks; None is what the only one returns.
+        what: names the collective in error messages.
+        target: the output of its chunks; None: the result of the only chunk.
     """
 
     what: str
@@ -93,7 +93,7 @@ class Communicator:
         Args:
             groups: disjoint groups, the same on every rank.
             timeout_s: seconds after which an unfinished collective fails.
-            name: what it carries, for error messages.
+            name: names its contents in error messages.
             meshes: partitions to open for each group; `Group.meshes` if None.
             primitives: what axes are connected for before their first use.
 
@@ -211,7 +211,7 @@ class _Flow:
     def run(self, number: int, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
         """Run step ``number`` on the previous step's result; the first slices the chunk, the last writes it back.
 
-        The last returns the target, so that its own result is freed before anybody waits.
+        The last returns the target, so that its own result is freed before a caller waits.
         """
         step = self._steps[number]
         if number == 0:

@@ -58,7 +58,7 @@ class CollectiveCosts:
 
     table: Mapping[tuple[LinkClass, Primitive], AlphaBeta]
     spread: float | None = field(default=None, compare=False)
-    """Median share by which what was measured differs from these costs; None where nothing was."""
+    """Median relative difference of the measurements from these costs; None without measurements."""
 
     @classmethod
     def of_links(cls, links: Mapping[LinkClass, AlphaBeta]) -> CollectiveCosts:
@@ -86,7 +86,7 @@ class CollectiveCosts:
         return rounds(primitive, size) * cost.alpha_s + moved_share(primitive, size) * num_bytes * cost.beta_s
 
     def sample_s(self, sample: Sample) -> float:
-        """Seconds of what was measured, by these costs."""
+        """Return the seconds of a sample by these costs."""
         return self.step_s(sample.primitive, sample.link, sample.size, sample.num_bytes)
 
     def steps_s(self, rewrite: Rewrite) -> tuple[float, ...]:

@@ -110,7 +110,7 @@ class Mesh:
 
 @lru_cache(maxsize=64)
 def _coarse_shapes(nodes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Shapes of one axis inside nodes and one between them; every stage of a job asks for the same nodes' order."""
+    """Shapes of one axis inside nodes and one between them; all stages of a job use the same order of nodes."""
     size = len(nodes)
     shapes = [(first, size // first) for first in range(2, size) if size % first == 0]
     return tuple(

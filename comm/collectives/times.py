@@ -24,7 +24,7 @@ Kind = tuple[LinkClass, Primitive, int, int]
 
 
 class Times:
-    """Marks before and after the last primitives; on a GPU events, which are read when they are asked for."""
+    """Marks before and after the last primitives; on a GPU events, which are read on demand."""
 
     def __init__(self) -> None:
         self._marks: dict[Kind, deque[tuple[Any, Any]]] = defaultdict(partial(deque, maxlen=KEPT))

@@ -9,7 +9,7 @@ from datetime import datetime
 from weft.comm.wan.key import WanKey
 
 CONTROL, RENDEZVOUS = "control certificate", "rendezvous certificate"
-"""Purposes: who has been let in at one wire has no certificate of the other."""
+"""Purposes of certificates: one that is valid for one wire is not valid for the other."""
 
 
 def contexts(key: WanKey, purpose: str = CONTROL) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -28,7 +28,7 @@ def contexts(key: WanKey, purpose: str = CONTROL) -> tuple[ssl.SSLContext, ssl.S
 def _context(protocol: int, certificate: str, private: str) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # whoever holds the key is one of us, whatever its address
+    context.check_hostname = False  # holders of the key are trusted, at any address
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # every connection proves the key anew
@@ -60,7 +60,7 @@ def _certificate(seed: bytes) -> tuple[str, str]:
         .issuer_name(name)
         .public_key(private.public_key())
         .serial_number(1)
-        # Clocks may be wrong by any amount: what ends a key's life is that the job has ended.
+        # Clocks may be wrong by any amount, so certificates do not expire; the key is of one job.
         .not_valid_before(datetime(1970, 1, 1))
         .not_valid_after(datetime(9999, 12, 31))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

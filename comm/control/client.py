@@ -73,7 +73,7 @@ class ControlClient:
         self._session.send(message, latest_of)
 
     async def close(self) -> None:
-        """Send what has been written, and end the connection."""
+        """Send queued messages, and close the connection."""
         if self._running is not None:
             link = self._session.link
             if link is not None:

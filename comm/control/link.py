@@ -25,7 +25,7 @@ class Link(asyncio.BufferedProtocol):
     longer than a heartbeat does.
 
     Attributes:
-        greeted: set by whoever has read the peer's greeting.
+        greeted: set when the peer's greeting has been read.
         ended: set when the connection has ended.
     """
 
@@ -105,7 +105,7 @@ class Link(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def finish(self) -> None:
-        """Close when what was written has gone."""
+        """Close when the written data has been sent."""
         self._reason = self._reason or "closed"
         if self._transport is not None:
             with suppress(RuntimeError):

@@ -58,7 +58,7 @@ class ControlServer:
         """Begin to listen; returns where, with the port that was taken for port 0.
 
         Raises:
-            ValueError: the address cannot be had, or it needs ``WEFT_KEY`` and there is none.
+            ValueError: the address cannot be bound, or it needs ``WEFT_KEY`` and there is none.
         """
         place = Place.of(address)
         entrance = place.listen()
@@ -93,7 +93,7 @@ class ControlServer:
             session.link.end("forgotten")
 
     async def close(self) -> None:
-        """Send what has been written, and end all connections."""
+        """Send queued messages, and close all connections."""
         if self._accepting is not None:
             self._accepting.cancel()
             with suppress(asyncio.CancelledError):

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Session:
     """Messages to a peer and from it: numbered, kept until acknowledged, sent again over the next connection.
 
-    A process that is started again is a new session: it begins with what was not acknowledged.
+    A restarted process is a new session, which begins with the messages that were not acknowledged.
     """
 
     def __init__(self, *, name: str, most_bytes: int = MOST_BYTES) -> None:
@@ -39,7 +39,7 @@ class Session:
         return {"name": self._name, "session": self._mine, "of": self.theirs, "received": self._received}
 
     def attach(self, link: Link, greeting: dict[str, Any]) -> None:
-        """Go on over ``link``, whose peer said ``greeting``; what it has not got goes out."""
+        """Continue over ``link``, whose peer sent ``greeting``; resend messages that it has not received."""
         if greeting["session"] != self.theirs:
             self.theirs, self._received = greeting["session"], 0
         self.link, self._told = link, self._received
@@ -93,12 +93,12 @@ class Session:
         return message
 
     def give_sign(self) -> None:
-        """Give the peer a sign of life, and tell it what has come, unless it has had one and knows."""
+        """Send a heartbeat and an acknowledgement, unless the peer has received both recently."""
         if self.link is not None and (self.link.quiet or self._told != self._received):
             self.acknowledge()
 
     def acknowledge(self) -> None:
-        """Tell the peer how much has come."""
+        """Acknowledge the received messages."""
         self._told = self._received
         if self.link is not None:
             self.link.write(pack({"received": self._received}))

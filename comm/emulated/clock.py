@@ -21,7 +21,7 @@ class EmulatedClock:
         self.twin_s = 0.0
         """Seconds inside `left_out` so far."""
         self.waited_s = 0.0
-        """Seconds that the rank's own thread was asked to wait so far, on this clock."""
+        """Seconds that the rank's own thread has waited so far, on this clock."""
         self._main = threading.get_ident()
 
     def now(self) -> float:
@@ -45,7 +45,7 @@ class EmulatedClock:
             pass
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract so many seconds from the time of what was just done; a negative number adds them."""
+        """Subtract seconds from the duration of the last work; a negative number adds them."""
         self._left_out_s += seconds
 
     @contextmanager

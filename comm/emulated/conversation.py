@@ -1,4 +1,4 @@
-"""The messages of a rank to each of the others, in order: recorded once, and compared with what they expect of it."""
+"""The messages of a rank to each of the others, in order: recorded, and compared with the others' expectations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class EmulationError(ValueError):
-    """An emulation cannot go on; says what the user can change."""
+    """An emulation cannot continue; the message contains the remedy."""
 
 
 class Mismatch(EmulationError):
@@ -47,10 +47,10 @@ class Said:
 
 @dataclass
 class Conversation:
-    """All that one rank said, by whom it said it to: a message's peer, or the members of one process group.
+    """All operations of a rank, by counterpart: a message's peer, or the members of a process group.
 
     Attributes:
-        said: in order, by the counterpart.
+        said: the operations in order, by counterpart.
         answers: what one rank sent to all, in order, by the counterpart.
     """
 

@@ -1,4 +1,4 @@
-"""A process group of which one member is real: collectives end when the delay model says."""
+"""A process group of which one member is real: the delay model determines when collectives end."""
 
 from __future__ import annotations
 

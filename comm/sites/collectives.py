@@ -1,7 +1,7 @@
 """The collectives of torch.distributed over several sites, in terms of one exchange between their leaders.
 
-They are right for any size, and meant for small ones: a leader takes in what its site's members say, and
-tells them the result. Sums are taken in order of ranks inside a site, then in order of sites, on every rank
+They are correct for any size, and intended for small tensors: a leader receives its members' values, and
+sends them the result. Sums are taken in order of ranks inside a site, then in order of sites, on every rank
 alike.
 """
 

@@ -64,12 +64,12 @@ class SiteExchange:
         return [site for site in self.blocks if site != self.site]
 
     def run(self, said: Tensor, sizes: Sequence[int], lead: Callable[[list[Tensor]], Tensor], num_bytes: int) -> Tensor:
-        """Hand this rank's bytes to the leader, and get what it makes of its site's.
+        """Send this rank's bytes to the leader, and receive the result that it makes of its site's.
 
         Args:
             said: this rank's bytes, uint8 [its entry of ``sizes``].
-            sizes: how many bytes each member at this site says.
-            lead: called at the leader with what was said, in order of members; it may `swap` once.
+            sizes: number of bytes of each member at this site.
+            lead: called at the leader with all members' bytes, in order; it may `swap` once.
             num_bytes: how many bytes ``lead`` returns.
 
         Returns:
@@ -92,7 +92,7 @@ class SiteExchange:
 
         Args:
             outgoing: the message to each site; it must not be changed any more.
-            incoming: how many bytes each site tells.
+            incoming: number of bytes from each site.
         """
         tag = str(self._number)
         receives = {

@@ -77,7 +77,7 @@ class SiteGroup(PythonGroup):
         self._closer = weakref.finalize(self, self._progress.close)
 
     def shutdown(self) -> None:
-        """Run what was launched, and nothing more; of the job's first group, end the links, too."""
+        """Run what was launched, and nothing more; the job's first group also closes the links."""
         self._closer()
         self._inside = None
         if self._owns_links and self._progress.error:
@@ -86,7 +86,7 @@ class SiteGroup(PythonGroup):
             self.links.close()
 
     def abort(self) -> None:
-        """End at once; what is under way fails."""
+        """End at once; operations in flight fail."""
         self._closer()
         self._inside = None
         if self._owns_links:

@@ -23,7 +23,7 @@ _DEVICES = ["cpu", "cuda"]
 def backend_of(inside: str) -> str:
     """The backend for a job over several hosts, where that of a site is ``inside``: gloo or nccl.
 
-    Once it is the job's, every group that `torch.distributed.new_group` makes, whoever calls it, is one of
+    Once it is the job's, every group that `torch.distributed.new_group` creates, for any caller, is one of
     ``inside`` if its ranks are of one site, and a `SiteGroup` otherwise. A job that was not made with `Sites`
     is of one site. Groups of gloo accept no connection once they stand.
     """

@@ -1,4 +1,4 @@
-"""A rank's links to ranks of other sites, for what process groups say: opened when a group needs them."""
+"""A rank's links to ranks of other sites for process groups, opened when a group needs them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sites:
 class SiteLinks:
     """An endpoint for process groups, whose address the other ranks find in the job's store.
 
-    The store is asked when a link is made, and never after.
+    The store is read when a link is created, and never after.
     """
 
     def __init__(self, store: dist.Store, sites: Sites, *, rank: int) -> None:
@@ -132,7 +132,7 @@ class SiteLinks:
         """The channel to ``peer`` on a lane, over the one link between the two; both call this.
 
         Raises:
-            ChannelError: the store does not say where the peer is.
+            ChannelError: the store has no address of the peer.
         """
         if not self._endpoint.linked(peer):
             self._endpoint.link(peer, address=self._address(peer) if self._rank < peer else None)
@@ -166,7 +166,7 @@ class SiteLinks:
                 sleep(0.01)
 
     def close(self, *, linger_s: float = _LINGER_S) -> None:
-        """Send what is left, for at most ``linger_s``, and stop listening.
+        """Send queued data, for at most ``linger_s``, and stop listening.
 
         A host's first rank listens for all of them, so it closes last: ranks end with a barrier, as torch's do
         because of the store on rank 0.

@@ -105,7 +105,7 @@ class WanNetwork:
             self.endpoint.close()
 
     def abandon(self) -> None:
-        """Close this rank's end of all links at once, with nothing said to the others, some of which have ended."""
+        """Close this rank's ends of all links without collective calls; some peers may be gone."""
         if self.endpoint is not None:
             self.endpoint.close(linger_s=0.0)
 
@@ -135,7 +135,7 @@ class WanNetwork:
                 sleep(0.01)
 
     def _use_known(self) -> None:
-        """Use as many connections as an earlier probe has found to be enough."""
+        """Use the number of connections that an earlier probe found sufficient."""
         for (sender, peer), profile in self.profiles.items():
             if self.endpoint is not None and sender == self.endpoint.rank:
                 self.endpoint.use(peer, profile.connections)

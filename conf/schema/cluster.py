@@ -42,9 +42,9 @@ class SiteConfig:
     """Pipeline ranks of the site if there is no hostfile (one machine, emulation); otherwise the
     hosts' slots decide."""
     nodes: int = 0
-    """Hosts that slurm or kubernetes is asked for, without spares; 0 if a hostfile names them."""
+    """Number of hosts to request from slurm or kubernetes, without spares; 0 if a hostfile names them."""
     spares: int = 0
-    """Further hosts that slurm or kubernetes is asked for, to take the place of those that fail."""
+    """Number of further hosts to request from slurm or kubernetes, which replace hosts that fail."""
     select: dict[str, str] = field(default_factory=dict)
     """Where slurm or kubernetes looks for the site's hosts: {partition: NAME} or {constraint: FEATURE} for slurm,
     labels of nodes for kubernetes."""
@@ -95,7 +95,7 @@ class ClusterConfig:
     master_addr: str = "127.0.0.1"
     """Rendezvous address of the ranks."""
     master_port: int = 29500
-    """Rendezvous port of the ranks, and unless `comm.port` or `supervise.port` say otherwise the one TCP port of each
+    """Rendezvous port of the ranks, and unless `comm.port` or `supervise.port` is set the one TCP port of each
     host for other hosts, which a firewall has to let pass; 0 picks a free one (one machine only)."""
     manager: ClusterManager = ClusterManager.ssh
     """Program that starts processes on the hosts: ssh (from the hostfile), slurm or kubernetes; local runs every host

@@ -74,8 +74,8 @@ class TrainConfig:
     output_dir: str = "runs"
     """Parent folder of run folders."""
     shared: bool = False
-    """Let other users read checkpoints, exports, metrics and plots of the run, as the umask says; otherwise its folder
-    is private (0700). Settings and the supervisor's files are private in any case."""
+    """Let other users read checkpoints, exports, metrics and plots of the run, as the umask allows; otherwise the
+    folder is private (0700). Settings and the supervisor's files are private in any case."""
     steps: int = 100
     """Number of optimiser steps."""
     epochs: float = 0.0

@@ -92,7 +92,7 @@ class BoardView:
         return [row for row in map(self._row, steps) if row is not None]
 
     def forecast(self, running: Row) -> Forecast:
-        """The forecast from earlier steps of the same kind with as many edges as the latest of them."""
+        """Return the forecast from earlier steps of the same kind with as many edges as the latest one."""
         known = self._forecast
         if known is None or known[0] != running.step:
             self._forecast = known = running.step, self._forecast_for(running)

@@ -90,7 +90,7 @@ class BoardWriter:
         self._bell = Futex(memoryview(self._memory), Header.BELL * WORD_BYTES)
 
     def _restore(self) -> None:
-        """Publish the board in a new file, because somebody has removed the old one; readers map it by themselves."""
+        """Publish the board in a new file, because the old one was removed; readers map it by themselves."""
         self._file_lost = False
         before = self._words
         try:

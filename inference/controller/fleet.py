@@ -17,7 +17,7 @@ from weft.inference.requests import Refusal
 GAP_S = 0.05
 """Idle time before a chunk that predictions assume: a bubble's first step follows training's work."""
 MAX_PLACEMENTS = 4
-"""Number of times that a prompt is placed if other controllers take what it was placed in."""
+"""Number of placements of a prompt if other controllers take its bubbles first."""
 NO_BUBBLES_S = 2
 """Retry-After if no bubbles are predicted."""
 

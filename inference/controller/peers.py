@@ -75,7 +75,7 @@ class Peers:
         return total
 
     def close(self) -> None:
-        """Withdraw what was published."""
+        """Withdraw the published work."""
         self._path.unlink(missing_ok=True)
         os.close(self._file)
 

@@ -186,7 +186,7 @@ class Worker:
         """Remove a ticket; learn the worker's speed from one that was answered.
 
         It was computed since the ticket before it ended, together with what others had done in the meantime. A short
-        one that found the worker idle tells nothing: most of its time went into the wait for a bubble.
+        one that found the worker idle is ignored: most of its time went into the wait for a bubble.
         """
         self.tickets.remove(ticket)
         passed_s = self.passed_s(now_s)

@@ -38,7 +38,7 @@ def lower_bound_s(problem: Problem) -> float:
 
 
 def sending_bound_s(transfers: Sequence[tuple[float, float, float]], count: int) -> float:
-    """Seconds until so many micro-batches have gone over one link and to their end.
+    """Return the seconds until all micro-batches have crossed one link and ended.
 
     Of any of a micro-batch's transfers, the link carries all after the least head and before the least tail: those
     with no lesser head and no lesser tail bound it, for each of both (one machine with heads and tails).

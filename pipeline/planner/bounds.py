@@ -38,7 +38,7 @@ class Bounds:
         self._known: dict[Hashable, Any] = {}
 
     def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0) -> float | None:
-        """Seconds of a step; None if GPUs, links or so many sites do not suffice.
+        """Return the seconds of a step; None if GPUs, links or the allowed number of sites do not suffice.
 
         Args:
             route: how the pipeline begins; ranks that it leaves may lie at any other sites.
@@ -112,7 +112,7 @@ class Bounds:
         return self._known[key]
 
     def crowded_s(self, shape: Shape, in_flight: int) -> float:
-        """A step in which so many micro-batches at a time are on their way through the whole model and back."""
+        """Return the least seconds of a step with ``in_flight`` micro-batches in flight."""
         return shape.microbatches * self._least_of(shape, ANYWHERE).through_s / in_flight
 
     def _layers_held(self, shape: Shape) -> float:
@@ -139,7 +139,7 @@ class Bounds:
     def price_seconds(self, shape: Shape, route: Route = ANYWHERE) -> float:
         """Prices of GPUs per hour times the seconds for which they compute in a step, together.
 
-        Ranks may share the model out as they like: each part of it costs what it costs where that is least.
+        Any division of the model is allowed: each part has its cost on the cheapest rank.
 
         Args:
             route: how the pipelines begin; ranks that it leaves may lie at any other sites.

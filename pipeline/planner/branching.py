@@ -1,4 +1,4 @@
-"""Branch and bound: parts of the space are taken apart, or scheduled, by what they are expected to score."""
+"""Branch and bound: parts of the space are divided, or scheduled, in the order of their expected scores."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from weft.pipeline.planner.space import Family, Space
 WORTH = 1.002
 """At first, a layout is expanded only if its bound is better than the best score by a five hundredth."""
 SHARE_OF_EQUALS = 4
-"""The effort for layouts that are better by less, or cheaper, is at most one part in so many."""
+"""The effort for layouts that are better by less, or cheaper, is at most 1 / `SHARE_OF_EQUALS` of all."""
 SHARE_OF_BOUNDS = 5
-"""The effort at the end for the parts of the least bound is one part in so many."""
+"""The effort at the end for the parts of the least bound is 1 / `SHARE_OF_BOUNDS` of all."""
 BOUNDED = 16
 """Actions whose scheduling takes as long as the bound of a route."""
 EXPANDED = 5
@@ -104,7 +104,7 @@ class Search:
                 self._take_apart(heappop(opened))
 
     def _go_by_bounds(self) -> None:
-        """Look first at what has the least bound, from now on."""
+        """Expand the part with the least bound first, from now on."""
         self._by_bound = True
         self._opened[:] = [one._replace(expected=one.bound) for one in self._opened]
         self._placed[:] = [one._replace(expected=one.bound) for one in self._placed]

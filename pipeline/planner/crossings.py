@@ -1,4 +1,4 @@
-"""The links that pipelines cross: what they take of a micro-batch, and how far ranks lie from the first one."""
+"""The links that pipelines cross: their seconds for a micro-batch, and the delay of ranks from the first one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Hops:
     Attributes:
         way_s: of each hop; ``sent_s`` until it has left, one pair of hosts at a time, and ``held_s`` for which the
             uplink is held.
-        quickest_s: of so many of the quickest hops together.
+        quickest_s: sum of the quickest hops, by their number.
         cell: replicas that pool their uplinks at most: each sends one after the other, so much faster.
         least_way_s: of the quickest hop from a site, or from any (None); ``least_sent_s`` and ``least_held_s`` alike.
     """

@@ -22,7 +22,7 @@ class CutTable:
     """Bounds of a step for cuts of a route, by dynamic programming from the last rank to the first.
 
     Attributes:
-        rank_s: by rank, what a step takes at least because of it, by its first layer and the first after it.
+        rank_s: by rank, the lower bound that it implies for a step, by its first layer and the first after it.
         ends_s: by rank, alike, what follows the pipeline.
         rank_stages: virtual stages of each rank.
         marked_s: as ``rank_s``, where a rank may be one that the table is about: only cuts with such a rank are in it.
@@ -114,7 +114,7 @@ class CutTable:
         """Layers by rank of cuts within limits, from a rank and its first layer on.
 
         Args:
-            most: what the ranks ahead take at most, of the pipeline and of what follows it.
+            most: maximum seconds of earlier ranks, for the pipeline and for what follows it.
             limits: of the pipeline, of what follows it, and of both together; the last is not reached.
             is_marked: one of the ranks has to be marked.
         """

@@ -201,7 +201,7 @@ class Estimates:
         return {}
 
     def least_across_from_s(self, here: int, known: Sequence[int], routes: int, sent: float) -> float:
-        """Return the least seconds for a GPU at a site to send so many bytes to each of the other routes' sites.
+        """Return the least seconds for a GPU at a site to send ``sent`` bytes to each of the other routes' sites.
 
         Args:
             known: of these sites, those that are settled; the others are those with the best links.
@@ -352,7 +352,7 @@ class Estimates:
         return starting_s * (members - 1) + num_bytes / self._rate(span, site)
 
     def _rate(self, span: int, site: Site) -> float:
-        """Bytes per second of a GPU among so many neighbouring ones."""
+        """Return the bytes per second of a GPU in a group of neighbouring ones."""
         return (
             site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
         )

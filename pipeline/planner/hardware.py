@@ -1,4 +1,4 @@
-"""The hardware table: what vendors say of GPUs."""
+"""The hardware table: data sheets of GPUs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class GpuKind:
         peak: dense operations per second by number format.
         memory_bytes: of the device.
         bytes_per_s: memory bandwidth.
-        scale_up_bytes_per_s: one way, between GPUs of a host: NVLink, or PCIe where there is none.
-        scale_up_latency_s: a member's share of what a collective inside of a host takes to start.
+        scale_up_bytes_per_s: one way, between GPUs of a host: NVLink, otherwise PCIe.
+        scale_up_latency_s: latency of a collective inside of a host, per member.
         has_nvlink: whether that is NVLink among all GPUs of a host.
     """
 
@@ -87,7 +87,7 @@ def gpu_kind(name: str, field: str = "gpu") -> GpuKind:
     """The kind of that name, whatever its case.
 
     Raises:
-        ValueError: there is none; the message has the nearest names.
+        ValueError: there is no such GPU; the message has the nearest names.
     """
     by_upper = {known.upper(): kind for known, kind in GPU_KINDS.items()}
     if (found := by_upper.get(name.upper())) is not None:
@@ -102,5 +102,5 @@ def kind_of_device(name: str) -> GpuKind | None:
     plain = name.upper().replace(" ", "-")
     if "A100" in plain and "40GB" in plain:
         return GPU_KINDS["A100-40GB"]
-    known = sorted(GPU_KINDS, key=len, reverse=True)  # a longer name says more
+    known = sorted(GPU_KINDS, key=len, reverse=True)  # a longer name is more specific
     return next((GPU_KINDS[kind] for kind in known if kind in plain), None)

@@ -1,4 +1,4 @@
-"""The layout: how a model lies on sites and GPUs, and what is predicted of it."""
+"""The layout: the placement of a model on sites and GPUs, and its predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEGS = {"straight": "d", "fold": "du", "site_fold": "du", "site_interleaved": "d
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """All of a layout but where it lies.
+    """All of a layout except its sites.
 
     Attributes:
         num_stages: pipeline ranks.
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def crossings(self) -> int:
-        """Times that a micro-batch's forward crosses each border between sites, and its backward comes back."""
+        """Number of times that a micro-batch's forward crosses each border between sites; equal for the backward."""
         return len(self.legs) if self.arrangement == "fold" else 1
 
     def placed(self, stages: tuple[int, ...]) -> Placement:
@@ -205,9 +205,9 @@ class Prediction:
         return self.price_per_hour * self.step_s / 3600 + self.egress_per_step
 
     def hours(self, tokens: float) -> float:
-        """Return the hours to train on so many tokens."""
+        """Return the hours to train on ``tokens`` tokens."""
         return tokens / self.tokens_per_s / 3600
 
     def cost(self, tokens: float) -> float:
-        """Return the cost of training on so many tokens."""
+        """Return the cost of training on ``tokens`` tokens."""
         return tokens / self.tokens * self.cost_per_step

@@ -113,7 +113,7 @@ def load_measured(path: Path) -> Measured:
     """Read what `weft profile` has written.
 
     Raises:
-        ValueError: the file cannot be read, or does not say what it was measured on.
+        ValueError: the file cannot be read, or does not name the GPU and model that were measured.
     """
     layers = load_pieces(path)
     data = read_yaml(path, most_bytes=MOST_BYTES)

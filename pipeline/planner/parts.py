@@ -1,4 +1,4 @@
-"""The parts of the space that a search has still to look at, and what it returns."""
+"""The parts of the space that a search has not expanded yet, and its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Opened(NamedTuple):
     """A part of the space that is still to be looked at.
 
     Attributes:
-        expected: score by which the search goes; ``bound`` is what it scores at least.
+        expected: score that orders the search; ``bound`` is a lower bound of the score.
         shape: of a family, with any of its numbers of stages, or all but its route.
         crowding: by how much ``expected`` and ``bound`` differ; None while that is not known.
         cuts: further cuts of a whole route.

@@ -1,4 +1,4 @@
-"""The request: what to train, what to look for, and what a plan has to keep to."""
+"""The request: the training, the objective, and the constraints of a plan."""
 
 from __future__ import annotations
 

@@ -20,13 +20,13 @@ from weft.pipeline.planner.workload import ModelWork
 DEEPENING = (1, 2)
 """Sites of a pipeline at first, where there are more than a few; a single site always comes first."""
 SHARE_OF_FEW = 3
-"""The effort for pipelines of few sites: one part in so many, for each number of sites, besides."""
+"""The additional effort for pipelines of few sites: one part in so many, for each number of sites."""
 SHARE_OF_SEVERAL = 3
-"""The effort for replicas at different sites: one part in so many, besides."""
+"""The additional effort for replicas at different sites: one part in so many."""
 RANKED = 6
-"""Layouts that are ranked at least, if there are as many that differ."""
+"""Minimum number of ranked layouts, if there are as many different ones."""
 SHARE_OF_PRICES = 4
-"""The effort for the fastest layout of each price: one part in so many, for each, besides."""
+"""The additional effort for the fastest layout of each price: one part in so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     sites are searched first, and those of replicas at different sites last.
 
     Raises:
-        ValueError: no layout fits; the message says what binds.
+        ValueError: no layout fits; the message names the binding constraint.
     """
     space = Space(cluster, work, request)
     found = _fastest_by_price(cluster, work, request) if request.objective is Objective.cost else []
@@ -166,7 +166,7 @@ def _fastest_by_price(cluster: Cluster, work: ModelWork, request: Request) -> li
 def _deepening(num_sites: int, max_sites: int) -> list[int]:
     """Sites that pipelines may go through, search by search; 0 is no limit.
 
-    Few sites are searched through soon, and what they take ends much of the search for more.
+    Few sites are searched quickly, and their result prunes much of the search for more.
     """
     first = [sites for sites in DEEPENING if num_sites > FEW_SITES or sites == 1]
     return [sites for sites in first if not max_sites or sites < max_sites] + [max_sites]

@@ -22,7 +22,7 @@ class Speed(NamedTuple):
         layer_s: seconds of a micro-batch on the layer that takes least; ``layer_forward_s`` of its forward, and
             ``layer_through_s`` without the gradients of its weights, each of the layer that takes least.
         after_s: seconds of a micro-batch on what follows the layers.
-        ends_s: seconds of a step besides the pipeline.
+        ends_s: seconds of a step outside of the pipeline.
     """
 
     whole_s: float

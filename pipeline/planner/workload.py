@@ -1,4 +1,4 @@
-"""The workload: what one sequence asks of each layer of a model, in weights, operations and bytes."""
+"""The workload: weights, operations and bytes of each layer of a model for one sequence."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ WORK_FORM = 5
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
 LOSS_WORKING_BYTES = 8
-"""Bytes per logit that the loss's backward takes besides: fp32 gradients of these and of the logits."""
+"""Additional bytes per logit of the loss's backward: fp32 gradients of these and of the logits."""
 CUT_LOSS_WORKING_BYTES = {2: 6, 4: 4}
 """The same by bytes of an activation where members share the vocabulary: an fp32 gradient, and its copy in theirs."""
 
 
 GATHERED_WIDTHS = 2
-"""Hidden states of the whole sequence that members of a tensor group keep of a layer: the inputs of attention and of
-the feed-forward part, which they have gathered."""
+"""Gathered hidden states that members of a tensor group save per layer: the inputs of attention and of the
+feed-forward part."""
 
 
 def gathered_widths(tensor: int, context: int, attended: float) -> float:
-    """Return what a layer saves of the parts of others, in hidden states of what one rank has.
+    """Return the gathered activations that a layer saves, in hidden states of a rank's own part.
 
     Args:
-        tensor, context: ranks that share a layer's weights, and a sequence.
-        attended: keys and values of a token in hidden states, where each rank gathers those of all.
+        tensor, context: number of ranks that share a layer's weights, and a sequence.
+        attended: size of a token's keys and values in hidden states, if each rank gathers those of all.
     """
     return float(GATHERED_WIDTHS * (tensor - 1)) + attended * (context - 1)
 
 
 def share_of_loss(tensor: int, weight_bytes: int) -> float:
-    """Return what the loss's backward takes, over what it takes where no ranks share the vocabulary."""
+    """Return the memory of the loss's backward relative to an unshared vocabulary."""
     return 1.0 if tensor == 1 else CUT_LOSS_WORKING_BYTES[weight_bytes] / LOSS_WORKING_BYTES
 
 
@@ -55,7 +55,7 @@ class LayerWork:
     unrecomputed_bytes: float = 0.0
     """Those of them that gradient checkpointing saves, too: all that do not belong to a decoder layer."""
     working_bytes: float = 0.0
-    """Bytes of its backward besides, where that is much: the loss's."""
+    """Additional bytes of its backward, if large: those of the loss."""
     routed_bytes: float = 0.0
     """Hidden states that go to routed experts, once for each expert of a token."""
     routed_layers: float = 0.0
@@ -100,7 +100,7 @@ class LayerWork:
     def backward_bytes(
         self, num_layers: int, *, recomputes: bool, gathered_bytes: float = 0.0, loss_share: float = 1.0
     ) -> float:
-        """Bytes that a backward takes besides those: the loss's, or a layer's that is recomputed.
+        """Return the additional bytes of a backward: those of the loss, or of a recomputed layer.
 
         Args:
             loss_share: that is taken of `working_bytes`.
@@ -116,7 +116,7 @@ NOTHING = LayerWork(parameters=0)
 
 
 def loss_work(logits: float) -> LayerWork:
-    """The work of a loss over so many logits."""
+    """Return the work of a loss over ``logits`` logits."""
     saved = logits * LOSS_BYTES
     return LayerWork(
         parameters=0, activation_bytes=saved, unrecomputed_bytes=saved, working_bytes=logits * LOSS_WORKING_BYTES

@@ -17,7 +17,7 @@ class Step(Enum):
     """A step of a plan, by the strand that runs."""
 
     forward = "F"
-    """The forward's next segment: wait for what it needs, compute, start its collective."""
+    """The forward's next segment: wait for its inputs, compute, start its collective."""
     backward = "B"
     """The backward's next segment."""
     weight = "W"
@@ -49,7 +49,7 @@ class SegmentPlan:
         """Read the text form.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is not a plan.
         """
         steps: list[Step] = []
         for word in text.split():
@@ -64,10 +64,10 @@ class SegmentPlan:
         return " ".join(f"{count if count > 1 else ''}{letter}" for letter, count in runs)
 
     def check(self, pair: StrandPair) -> None:
-        """Refuse a plan that does not run a pair: every segment once, weight gradients after what they need.
+        """Refuse a plan that does not run a pair: every segment once, weight gradients after their inputs.
 
         Raises:
-            ValueError: says at which step it fails.
+            ValueError: the message names the failing step.
         """
         done = dict.fromkeys(Step, 0)
         for number, step in enumerate(self.steps):
@@ -108,7 +108,7 @@ class SegmentPlan:
 def turned(
     state: PairState, turn: Step | None, step: Step, table: OverlapTable, handover_s: float
 ) -> tuple[PairState, Step | None]:
-    """The state once it is the turn of the strand of ``step``, and whose turn it is then; at first it is anybody's."""
+    """Return the state after a switch to the strand of ``step``, and that strand; the first step needs no switch."""
     if step is Step.weight or step is turn:
         return state, turn
     return (state if turn is None else state.handed(table, handover_s)), step

@@ -21,7 +21,7 @@ Member = TypeVar("Member", bound=Enum)
 def strands_from_tables(data: Any, num_stages: int) -> PairCosts:
     """Read what `strands_to_tables` writes.
 
-    The format; see `weft.pipeline.strands.segments` for what the words mean::
+    The format; see `weft.pipeline.strands.segments` for the meaning of the terms::
 
         strands:
           layers:

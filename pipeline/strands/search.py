@@ -73,7 +73,7 @@ def search_stages(
 
 _SEARCHED = 6
 _BAND = 1.5
-"""Layers that the strands may be apart, in what is longer than two."""
+"""Maximum distance of the strands in layers, in plans of more than two layers."""
 
 
 def _alike(forward: StageStrands, backward: StageStrands) -> tuple[StrandPair, int]:
@@ -164,7 +164,7 @@ def _as_good(label: _Label, than: _Label, handover_s: float) -> bool:
 
 
 def _left(transfer: Transfer, other: Transfer, gained_s: float) -> float:
-    """Seconds until a collective ends if nothing slows it down, so many seconds later."""
+    """Return the seconds until a collective ends if nothing slows it down, ``gained_s`` later."""
     queue_s = other.left_s if transfer.second else 0.0
     return max(0.0, transfer.left_s + queue_s - gained_s) if transfer is not IDLE else 0.0
 

@@ -1,4 +1,4 @@
-"""Segments of a strand: what a forward or a backward computes between two collectives."""
+"""Segments of a strand: the compute of a forward or a backward between two collectives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Segment:
         compute_s: seconds of compute alone.
         link: of the collective; None where the strand ends without one.
         comm_s: seconds of the collective alone.
-        leading_s: of the compute, products that take in what the collective before has brought.
+        leading_s: the part of the compute that consumes the result of the previous collective.
         trailing_s: of the compute, products that make what this collective carries.
     """
 
@@ -60,7 +60,7 @@ class WeightGradient:
     """A weight gradient of the backward, which may wait: nothing in either strand needs it.
 
     Attributes:
-        after: index of the segment of the backward that makes what it is computed from.
+        after: index of the backward segment that produces its input.
         compute_s: its seconds.
     """
 
@@ -148,7 +148,7 @@ class StrandPair:
         return StrandPair(self.forward.then(other.forward), backward, (*other.weights, *weights))
 
     def repeated(self, times: int) -> StrandPair:
-        """The pair over so many layers like these, at least one."""
+        """Return the pair over ``times`` layers like this one, at least one."""
         whole = self
         for again in repeat(self, times - 1):
             whole = whole.then(again)

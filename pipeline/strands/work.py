@@ -58,7 +58,7 @@ class Traffic:
     Attributes:
         axis: tensor, context or expert.
         primitive: such as all_gather.
-        num_bytes: of what it works on: all members' parts together of what is gathered or scattered.
+        num_bytes: bytes of the tensor; for gathers and scatters, of all members' parts together.
     """
 
     axis: str
@@ -71,7 +71,7 @@ class SegmentWork:
     """Compute, and the collective that it ends with.
 
     Attributes:
-        leading_flops: of products that take in what the collective before has brought.
+        leading_flops: operations of products that consume the result of the previous collective.
         trailing_flops: of products that make what this one carries.
     """
 
