@@ -50,15 +50,15 @@ _OWN = ("weft", "rank ")
 """Prefixes of the names of Weft's threads; threads of libraries are not checked."""
 JOIN_S = 0.05
 STUCK_S = 2.5
-"""Seconds after which a rank that was asked to leave, and has not begun to, prints where its threads are."""
+"""Seconds after which a rank that received a leave command, and does not leave, prints its threads' stacks."""
 THREADS_S = 10.0
-"""Seconds that threads of an attempt have to end; a process that keeps one ends, and is started anew."""
+"""Seconds that threads of an attempt have to end; otherwise the process ends, and is restarted."""
 
 
 def run_attempts(argv: Sequence[str], once: Once) -> int:
-    """Run ``once`` until it ends, again and again if an agent says so; returns the exit code.
+    """Run ``once`` for each attempt that the agent assigns; return the exit code.
 
-    Without an agent (``WEFT_AGENT``), errors are the caller's.
+    Without an agent (``WEFT_AGENT``) there is one attempt, whose errors propagate.
 
     Args:
         argv: arguments of the first attempt; later ones come with the assignment.
@@ -77,7 +77,7 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
             return ended
         if not _threads_ended(threads):
             return 1
-        faulthandler.cancel_dump_traceback_later()  # it may have been asked to leave meanwhile
+        faulthandler.cancel_dump_traceback_later()  # a leave command may have arrived meanwhile
         SET_UP.done("leave")
         assignment = agent.park(ended)
         if assignment is None:
@@ -89,7 +89,7 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
 
 
 def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, held: Held) -> int | str:
-    """The exit code of an attempt; or why it has ended before it was done, with all of it given back.
+    """Run an attempt; return its exit code, or why it ended early, after its resources were released.
 
     Raises:
         Exception: a fault of this rank.
@@ -106,7 +106,7 @@ def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, held: Held) -> i
                 held.pop_all()
                 raise
             faulthandler.cancel_dump_traceback_later()
-            held.interrupt = _nothing  # it would hold the engine
+            held.interrupt = _nothing  # it would keep the engine alive
             agent.tell_leaving()
             print(f"\nweft train: {lost or 'asked to leave'}", file=sys.stderr)
             reason = lost or str(error)
@@ -116,7 +116,7 @@ def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, held: Held) -> i
 
 
 def _forget(error: BaseException | None) -> None:
-    """Let go of what the frames of an error and of those before it hold: the engine, tensors, process groups."""
+    """Clear the frames of an error and of its causes, which hold the engine, tensors and process groups."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -124,7 +124,7 @@ def _forget(error: BaseException | None) -> None:
 
 
 def _threads_ended(others: set[threading.Thread]) -> bool:
-    """True if all threads have ended but those that were there before the first attempt."""
+    """True if all of Weft's threads have ended except those from before the first attempt."""
     limit = monotonic() + THREADS_S
     while True:
         gc.collect()  # a thread that has failed is held by its error, and holds a process group
@@ -152,7 +152,7 @@ def _leave(held: Held) -> None:
     try:
         held.interrupt()
         interrupt_groups()
-    except Exception:  # the thread goes on to hear the agent
+    except Exception:  # the thread continues to read from the agent
         log.exception("leaving an attempt")
     if dist.is_initialized():
         abort_devices_groups()

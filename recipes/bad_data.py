@@ -5,13 +5,13 @@ from __future__ import annotations
 from weft.engine.zero import SkippedTooOften
 
 MOST_TIMES = 3
-"""Times that the training may come to bad data before it has learnt from any beyond; the last of them ends it."""
+"""Number of returns to a checkpoint without progress beyond the bad data; the last ends the training."""
 _REMEMBERED = 64
-"""Steps whose positions in the data are kept: more than may be skipped in a row."""
+"""Number of steps whose positions in the data are remembered: more than may be skipped in a row."""
 
 
 class BadData:
-    """Positions of the last steps in the data, and how often the training has gone back without getting on."""
+    """Positions of the last steps in the data, and the number of returns without progress."""
 
     def __init__(self) -> None:
         """Begin, with no step."""

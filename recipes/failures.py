@@ -68,6 +68,6 @@ def reported(where: Callable[[], tuple[int, tuple[int, int]]] | None = None) -> 
             report = ErrorReport(kind=fault_of(error), message=message, step=step, data=data, ranks=ranks)
             try:
                 write_report(Path(path), report)
-            except OSError as failure:  # the exit code is left to say something
+            except OSError as failure:  # the exit code remains
                 print(f"weft train: {ERROR_FILE}={path}: {failure.strerror}", file=sys.stderr)
         raise

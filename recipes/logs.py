@@ -34,14 +34,14 @@ class Log(Protocol):
         """Record metrics after ``step`` steps; ``kind`` is train or eval."""
 
     def go_back(self, step: int) -> None:
-        """Forget what was recorded after ``step`` steps, as far as the destination can."""
+        """Remove records after ``step`` steps, if the destination supports it."""
 
     def close(self) -> None:
         """Flush and close."""
 
 
 def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
-    """Open the logs that ``config.logging`` asks for, on the one rank that writes them.
+    """Open the logs that ``config.logging`` enables, on the one rank that writes them.
 
     Args:
         folder: the run's folder.
@@ -79,7 +79,7 @@ class LogWriter:
         self._await(lambda log: log.write(kind, step, metrics))
 
     def go_back(self, step: int) -> None:
-        """Forget what was recorded after ``step`` steps."""
+        """Remove records after ``step`` steps."""
         self._await(lambda log: log.go_back(step))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Imported once by the process from which `weft launch` forks ranks: what a recipe needs, Hydra among it."""
+"""The imports of a recipe, Hydra among them, done once by the process from which `weft launch` forks ranks."""
 
 import weft.engine.preloaded
 import weft.recipes.train  # noqa: F401

@@ -77,7 +77,7 @@ def prepare(
 
 
 def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return fingerprints of what a run reads besides the model, for its checkpoints."""
+    """Return fingerprints of a run's inputs except the model, for its checkpoints."""
     template = json.dumps(with_template(tokenizer, config.data.chat_template).chat_template)
     found = {
         "the tokenizer": tokenizer_sha256(tokenizer),
@@ -90,10 +90,10 @@ def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def _check_model(config: WeftConfig, passed: Path) -> None:
-    """The self-check, unless an earlier attempt has passed it with the same settings.
+    """Run the self-check, unless an earlier attempt has passed it with the same settings.
 
     Args:
-        passed: file in the run's folder that says so.
+        passed: file in the run's folder that records a passed check.
     """
     done = {"model": to_tree(config)["model"], "packing": config.data.packing, "rows": config.train.microbatch_size}
     with suppress(OSError, ValueError):
@@ -174,7 +174,7 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
 
 
 def _with_skips(config: WeftConfig) -> WeftConfig:
-    """The configuration with ``supervise.max_skips`` settled: runs that somebody watches over skip bad steps."""
+    """Return the configuration with ``supervise.max_skips`` resolved: supervised runs skip bad steps."""
     if config.supervise.max_skips is not None:
         return config
     most = SKIPS if is_supervised(config) or config.supervise.spike else 0

@@ -76,7 +76,7 @@ class Progress:
         return self
 
     def begin_step(self) -> None:
-        """Count time from now on: what was done since the last step is no part of a step."""
+        """Start the clock of a step; time since the last step does not count."""
         self._since, self._read = perf_counter(), self._loader.tokens
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -102,11 +102,11 @@ class TrainingRun:
                 return
 
     def end(self) -> None:
-        """Check and save what was trained, or save it and stop if a signal has asked for that; a collective call.
+        """Check and save the model, or save it and stop after a stop signal; a collective call.
 
         Raises:
             NonFiniteError: on every rank: training has diverged.
-            Stopped: on every rank: a signal has asked a rank to stop.
+            Stopped: on every rank: a rank has received a stop signal.
         """
         self.engine.check_finite()
         if self.config.checkpoint.final:
@@ -116,12 +116,12 @@ class TrainingRun:
             self.stop()
 
     def save_last(self) -> None:
-        """Save what was trained since the last checkpoint, and wait for storage that is full or read-only.
+        """Save the last steps, and wait for storage that is full or read-only.
 
         A collective call.
 
         Raises:
-            StorageError: on every rank: storage has taken nothing for ``checkpoint.storage_wait_s``.
+            StorageError: on every rank: writing has failed for ``checkpoint.storage_wait_s``.
         """
         begun, limit_s = perf_counter(), self.config.checkpoint.storage_wait_s
         while True:
@@ -139,7 +139,7 @@ class TrainingRun:
             sleep(RETRY_S)
 
     def stop(self) -> NoReturn:
-        """Save what a signal has interrupted, and report where a resume begins; a collective call.
+        """Save after a stop signal, and report where a resume begins; a collective call.
 
         Raises:
             Stopped: always, on every rank.
@@ -162,7 +162,7 @@ class TrainingRun:
 
     def _save_if_there_is_room(self, step: int, progress: Progress) -> None:
         """Save between steps; where storage takes nothing training goes on with the checkpoints that there are."""
-        for do in (self.engine.finish_checkpoints, self.save):  # what was written meanwhile, then what is due
+        for do in (self.engine.finish_checkpoints, self.save):  # checkpoints that were being written, then due ones
             try:
                 do()
             except StorageError as error:
@@ -170,11 +170,11 @@ class TrainingRun:
                 progress.note(f"step {step}: no checkpoint: {error}; {later}")
 
     def _distrust(self, error: ReplicasDiffer) -> None:
-        """Set aside what may hold damaged numbers; a collective call.
+        """Set checkpoints aside that may hold damaged numbers; a collective call.
 
-        Memory checkpoints may be of after the fault. One in storage was compared when it was written, as far as
-        replicas hold the same: of ZeRO's shards there is one copy, and who wrote a wrong one may have had it before,
-        so with those the run goes back to before the last comparison that passed.
+        Memory checkpoints may be from after the fault. A checkpoint in storage was compared among replicas when it
+        was written. ZeRO's shards have one copy, which may have been wrong already, so with shards the run returns
+        to a step before the last comparison that passed.
         """
         if self.engine.memory is not None:
             self.engine.memory.forget()
@@ -186,14 +186,14 @@ class TrainingRun:
             print_once(f"set aside, for they may hold damaged numbers: {', '.join(map(str, aside))}")
 
     def _tell_set_up(self, step: int) -> None:
-        """Leave in a supervised run's folder how long this rank has taken to its first step."""
+        """Write the seconds to this rank's first step to a supervised run's folder."""
         SET_UP.done("first step")
         if self.engine.heartbeat.place is not None:
             where = {"attempt": attempt_number(), "rank": self.engine.global_rank, "step": step}
             SET_UP.write(self.folder / "supervisor" / "set_up.jsonl", **where)
 
     def _go_back(self, error: SkippedTooOften, progress: Progress) -> int:
-        """Return to the newest checkpoint, and leave out what the skipped steps read; the number of steps done.
+        """Return to the newest checkpoint, and skip the data of the skipped steps; return the number of steps done.
 
         Raises:
             NonFiniteError: on every rank: there is no checkpoint, or going back has not helped.
@@ -208,7 +208,7 @@ class TrainingRun:
         with self.engine.heartbeat.within(Phase.checkpoint):
             path = self._restore(self._checkpoints)
             if self.engine.memory is not None:
-                self.engine.memory.forget()  # what it has is of the steps that are taken back
+                self.engine.memory.forget()  # its checkpoints are of the undone steps
         if path is None:
             raise NonFiniteError(
                 f"{error.summary}; {read}, and there is no checkpoint to go back to: set checkpoint.every; "

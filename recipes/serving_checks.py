@@ -18,7 +18,7 @@ from weft.inference.worker.arguments import problems_of
 from weft.inference.worker.command import workers_of
 
 FIXED_BYTES = 1 << 30
-"""GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, one step's activations."""
+"""GPU memory of a vLLM worker in addition to weights and KV cache: CUDA context, libraries, one step's activations."""
 ENGINE_CHECK_S = 60.0
 MOST_LOG_BYTES = 2**22
 _PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
@@ -59,7 +59,7 @@ def check_engine(config: WeftConfig) -> None:
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         has_vllm = not subprocess.run([python, "-c", look], capture_output=True, timeout=ENGINE_CHECK_S).returncode
-    except subprocess.TimeoutExpired:  # a busy machine; if it is missing the worker says so
+    except subprocess.TimeoutExpired:  # a busy machine; if it is missing the worker reports it
         has_vllm = True
     if not has_vllm:
         raise ValueError(
@@ -134,7 +134,7 @@ def model_bytes(folder: Path) -> int:
 
 
 def cache_bytes(folder: Path, tokens: int) -> int:
-    """Bytes of a prompt's KV cache; 0 if the model's configuration does not tell."""
+    """Return the bytes of a prompt's KV cache; 0 if the model's configuration lacks the sizes."""
     try:
         config = parse_json(read_text(folder / "config.json"))
         config = config.get("text_config", config)

@@ -93,7 +93,7 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
 
 
 def _take_signals(config: WeftConfig) -> StopSignals | None:
-    """Take the signals that ask to stop: during the set-up they end this process, if no steps can be lost by that."""
+    """Handle stop signals; during the set-up they end this process, unless that could lose steps."""
     if not config.checkpoint.on_signal:
         return None
     signals = StopSignals(config.checkpoint.signal_deadline_s).open()
@@ -104,10 +104,10 @@ def _take_signals(config: WeftConfig) -> StopSignals | None:
 
 
 def _exit_code(config: WeftConfig, heartbeat: Heartbeat, held: Held, signals: StopSignals | None) -> int:
-    """0 where training has come to its end; another where a signal has ended it.
+    """Train, and return 0 at the end of training, or another code if a signal has ended it.
 
     Raises:
-        RuntimeError: something has ended this rank without an error before training was done.
+        RuntimeError: ``sys.exit(0)`` was called before training was done.
     """
     try:
         train(config, heartbeat, held, signals)
@@ -129,10 +129,10 @@ def train(
     """Run the training that ``config`` describes on this rank, to its end; a collective call.
 
     Args:
-        heartbeat: tells whoever watches over the run how it goes.
-        held: gets what gives this rank's part back, with nothing said to other ranks, where an error
-            may end this attempt and not the process.
-        signals: requests to stop, open; None leaves signals alone.
+        heartbeat: publishes progress to the supervisor.
+        held: receives callbacks that release this rank's resources without collective calls, if an error
+            may end the attempt but not the process.
+        signals: the open handler of stop signals; None leaves signals unhandled.
 
     Raises:
         ValueError: bad input, with the same message on every rank.
@@ -259,7 +259,7 @@ def reports_error(error: ValueError) -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    """`main` as a process of its own, once or as often as an agent says; returns the exit code.
+    """Run `main` as a process, once or for each attempt of an agent; return the exit code.
 
     Errors are printed once per job.
     """

@@ -34,7 +34,7 @@ def _expand(text: str) -> str:
 
 
 def report(config: ModelConfig) -> str:
-    """Check a model and say how it is cut.
+    """Check a model and print how it is cut.
 
     Raises:
         ValueError: as `self_check`.
@@ -55,7 +55,7 @@ def report(config: ModelConfig) -> str:
 
 
 def shared_lines(config: WeftConfig) -> list[str]:
-    """Check that members can share the layers of a model along the axes of a configuration, and say so.
+    """Check that members can share the layers of a model along the axes of a configuration, and print the result.
 
     Raises:
         ValueError: as `check_axes`.

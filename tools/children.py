@@ -1,4 +1,4 @@
-"""Functions that run in processes of their own, forked from a server that has imported what they share."""
+"""Functions that run in separate processes, forked from a server with shared imports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class Child:
-    """``function(say, hear, *args)`` in a process of its own.
+    """A process that runs ``function(say, hear, *args)``.
 
     ``say(value)`` sends to the parent's `hear`, and ``hear()`` receives from its `say`. The function's return value is
     `result`. The process ends if this one dies.
@@ -45,17 +45,17 @@ class Child:
         preload: Sequence[str] = PRELOADED,
         from_here: bool = False,
     ) -> None:
-        """Start it.
+        """Start the process.
 
         Args:
-            name: for errors.
-            function: importable, and its arguments can be pickled.
-            enter: called first.
-            environment: its variables; None takes the server's.
-            log: file that gets its output, and whose end is part of errors.
-            preload: what the server imports, if it does not run yet.
-            from_here: fork it from this process, which saves a server's imports: right where this process has imported
-                the same and has neither a thread, a GPU nor a process group.
+            name: names it in errors.
+            function: an importable function; its arguments must be picklable.
+            enter: functions to call first.
+            environment: environment variables; None takes the server's.
+            log: file for its output, the end of which is part of errors.
+            preload: modules that the server imports, if it does not run yet.
+            from_here: fork from this process, which saves the server's imports. Requires that this process has imported
+                the same modules and has no other thread, GPU or process group.
         """
         self.name, self._log = name, log
         context = _FORK if from_here else _CONTEXT
@@ -80,11 +80,11 @@ class Child:
         return self._process.pid
 
     def say(self, value: Any) -> None:
-        """Give the function a value."""
+        """Send a value to the function."""
         self._pipe.send(value)
 
     def hear(self, timeout_s: float | None = 60.0) -> Any:
-        """The next value that the function says; None waits without a limit."""
+        """Receive the next value from the function; None waits without a limit."""
         return self._next("said", timeout_s)
 
     def has_news(self) -> bool:
@@ -101,12 +101,12 @@ class Child:
         return self._next("returned", timeout_s)
 
     def kill(self) -> None:
-        """End it now, as a crash would."""
+        """Kill the process."""
         self._process.kill()
         self._process.join()
 
     def output(self) -> str:
-        """The end of what it has printed, on a line of its own; empty without a log."""
+        """Return the end of its output, on a new line; empty without a log."""
         if self._log is None or not self._log.exists():  # the child makes it, which takes long on a busy machine
             return ""
         return f"\n{self._log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"

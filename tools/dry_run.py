@@ -1,4 +1,4 @@
-"""The dry run: what a run would be, printed before any process is started."""
+"""The dry run: prints the plan of a run before any process is started."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def report(config: WeftConfig) -> str:
     """Each rank's stages, parameters and memory, ZeRO's collectives, the predicted step, and the first row of data.
 
     Raises:
-        ValueError: as `expected_plan`, and what a run would refuse of its inputs.
+        ValueError: see `expected_plan`; also for inputs that a run would refuse.
     """
     config = fit_batch(config, world_size(config.cluster))
     preflight(config, checks=INPUTS)

@@ -80,7 +80,7 @@ def own_environment() -> dict[str, str]:
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Return what a command line asks for."""
+    """Parse a command line."""
     parser = argparse.ArgumentParser(
         prog="weft launch",
         usage="weft launch [--config-file FILE] [launcher options] [recipe=NAME] [key=value ...]",

@@ -60,7 +60,7 @@ def measure_host(ranks: int) -> HostCollectives:
 
 
 def keep(found: HostCollectives, cache_dir: str) -> None:
-    """Add what was measured to the files in which runs on this host look it up."""
+    """Add the measurements to the files that runs on this host read."""
     for key, costs in found.costs.items():
         CostCache.in_folder(cache_dir).write(key, costs)
     overlap_cache(cache_dir).write(found.device, found.overlap)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
-    """Start what a command line asks for; returns the ranks' exit code.
+    """Start the run of a command line; return the ranks' exit code.
 
     Args:
         early: the agent of this host, if it was started before.
@@ -86,11 +86,11 @@ def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
 
 
 def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
-    """True if a supervisor starts the ranks: if it is asked for, or hosts are many and nothing asks for DeepSpeed's.
+    """True if a supervisor starts the ranks: if enabled, or on several hosts without options for DeepSpeed's launcher.
 
     Raises:
-        ValueError: it is asked for, with options that are of DeepSpeed's launcher; or only a supervisor can do what
-            the cluster's settings ask for.
+        ValueError: it is enabled, with options of DeepSpeed's launcher; or the cluster's settings need a
+            supervisor.
     """
     cluster, enabled = config.cluster, config.supervise.enabled
     if enabled and options:
@@ -118,7 +118,7 @@ def starts_here(config: WeftConfig, options: Sequence[str], *, supervised: bool)
 
 
 def run_here(config: WeftConfig, folder: Path, early: EarlyAgent, *, supervised: bool) -> int:
-    """Run all ranks on this host, forked from a process that has imported what they need; returns the exit code.
+    """Run all ranks on this host, forked from a process with their imports; return the exit code.
 
     That process checks the inputs, too, so that nothing is imported twice.
 
@@ -205,16 +205,16 @@ def job_key(config: WeftConfig, outer: Mapping[str, str], options: Sequence[str]
 
 
 def write_config(config: WeftConfig, path: Path) -> Path:
-    """The resolved configuration as a YAML file, whole or absent; `weft launch recipe=FILE` repeats the run."""
+    """Write the resolved configuration as a YAML file, atomically; `weft launch recipe=FILE` repeats the run."""
     write_private(path, to_yaml(config))  # it may hold tokens and paths
     return path
 
 
 def write_environment(env: Mapping[str, str], path: Path) -> Path:
-    """The variables that ssh does not carry, after those of the user's own `.deepspeed_env`.
+    """Write the variables that ssh does not carry, after those of the user's own `.deepspeed_env`.
 
-    DeepSpeed's launchers write them into command lines, where every user of every host reads them. So
-    what is secret goes by a file of its own, whose name alone is in there.
+    DeepSpeed's launchers write them into command lines, which every user of every host can read. So
+    secrets are in a separate file, and only its name is a variable.
     """
     variables = own_environment()
     variables |= {name: value for name, value in forwarded(env).items() if "\n" not in value}

@@ -25,7 +25,7 @@ TIMEOUT_S = 120.0
 
 Send = Callable[[Tensor], Any]
 Receive = Callable[[TensorSpec], Any]
-"""Start a transfer; what they return can be waited for."""
+"""Start a transfer, and return a handle with `wait`."""
 _HERE = partial(run_ranks, 2)
 
 

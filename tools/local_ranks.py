@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.tools.children import Child, with_news
 
-_ARRIVE_S = 120.0  # imports take long where the disk is cold or the host busy; who calls has limits of its own
+_ARRIVE_S = 120.0  # imports take long if the disk is cold or the host busy; callers have their own limits
 
 
 def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) -> dict[int, Any]:
@@ -25,7 +25,7 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
 
     Args:
         work: importable; a collective call.
-        most_s: seconds from when all ranks are there, after which those that have not answered are given up.
+        most_s: time limit in seconds, from when all ranks have started.
 
     Returns:
         By rank: the result, or the traceback of an error, a text. Ranks that did not answer are left out.
@@ -48,7 +48,7 @@ def _is_fit_to_fork() -> bool:
 
 
 def _gather(children: Sequence[Child], most_s: float) -> dict[int, Any]:
-    """The next that each rank says and that comes in time, or its error."""
+    """Receive the next value of each rank, or its error; ranks that miss ``most_s`` are left out."""
     answers: dict[int, Any] = {}
     waiting = dict(zip(children, range(len(children)), strict=True))
     deadline = time.monotonic() + most_s

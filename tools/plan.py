@@ -83,7 +83,7 @@ def _lora(args: argparse.Namespace) -> LoraConfig | None:
 
 
 def _as_measured(cluster: Cluster, work: ModelWork, path: Path) -> Cluster:
-    """The cluster with what a profile measured of layers and of collectives."""
+    """Return the cluster with a profile's measured costs of layers and collectives."""
     measured = load_measured(path)
     try:
         return measured.applied(work, cluster)

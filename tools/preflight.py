@@ -58,7 +58,7 @@ def check_cluster(config: WeftConfig) -> None:
     """Check that the processes to start fit the pipeline and can reach the rendezvous."""
     cluster = config.cluster
     check_world(config, world_size(cluster))
-    one_machine = (ClusterManager.local, ClusterManager.slurm)  # Slurm itself says where its nodes are
+    one_machine = (ClusterManager.local, ClusterManager.slurm)  # Slurm itself reports its nodes
     if cluster.hostfile and is_loopback(cluster.master_addr) and cluster.manager not in one_machine:
         away = [host for host in read_hostfile(cluster.hostfile) if not is_loopback(host)]
         if away:
@@ -129,7 +129,7 @@ def is_here(path: str) -> bool:
 
 
 def check_schedule(config: WeftConfig) -> None:
-    """Check that files of a schedule and of costs can be read, and are of as many virtual stages."""
+    """Check that the files of a schedule and of costs are readable and have the right number of virtual stages."""
     first, *_ = open_placements(config.pipeline).values()
     if config.pipeline.costs_file:
         read_costs(config.pipeline, first.num_stages)

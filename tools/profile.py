@@ -1,4 +1,4 @@
-"""`weft profile`: what a model's layers take on this machine, as costs that plans and runs read."""
+"""`weft profile`: measures a model's layers on this machine, as costs that plans and runs read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weft.tools.tables import show, table_of
 MOST_PROCESSES = 16
 """Maximum number of ranks of a host without GPUs."""
 _LEAST_BETA_S = 1e-13
-"""Seconds per byte, below which what was measured shows no bandwidth."""
+"""Seconds per byte below which a measurement does not show a bandwidth."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -126,7 +126,7 @@ def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
 
 
 def _local(stages: Sequence[StageCost]) -> LinkCost:
-    """The link between two ranks of this machine, by what a layer hands on."""
+    """Measure the link between two ranks of this machine with a layer's output."""
     return measure_link(max(4, int(max(stage.output_bytes for stage in stages)) // 4 * 4), Way.shared)
 
 

@@ -32,7 +32,7 @@ def run_ranks(
     Args:
         function: importable; returns plain data. It finds the usual RANK, WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT.
-        timeout_s: seconds after which the run is given up.
+        timeout_s: seconds after which the run is aborted.
         meanwhile: called again and again until the first rank has ended.
 
     Raises:

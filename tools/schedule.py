@@ -144,9 +144,9 @@ def place(kind: str, num_ranks: int, layout: str | None, sites: tuple[int, ...],
     """The placement of ``kind`` over ``num_ranks`` ranks.
 
     Args:
-        layout: one of `LAYOUTS`; None or any takes what the kind needs.
+        layout: one of `LAYOUTS`; None or any takes the default of the kind.
         sites: ranks per site; empty is one site.
-        chunks: virtual stages per rank; None takes what the layout has. Several chunks on a
+        chunks: virtual stages per rank; None takes the layout's number. Several chunks on a
             straight layout are interleaved.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`weft doctor cache`: list what was measured on this machine, with date, load and spread, or remove it."""
+"""`weft doctor cache`: list the measurements of this machine, with date, load and spread, or remove them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(args: argparse.Namespace) -> int:
     """List the values, or remove those that the options name.
 
     Raises:
-        ValueError: nothing has the name of what is to be removed.
+        ValueError: there is no measurement with the name to remove.
     """
     folder = Path(args.folder or DataConfig.cache_dir).expanduser()
     folders = dict.fromkeys((folder, cache_folder().parent))

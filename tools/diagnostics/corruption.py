@@ -70,9 +70,9 @@ def check_bits(device: torch.device, flip: bool = False) -> Finding:
 
 
 def _tiles(device: torch.device, form: torch.dtype, spread: int) -> int:
-    """Tiles in a row of a product: so many that a GPU is filled, and on a processor no more than there is time for.
+    """Return the tiles in a row of a product: enough to fill a GPU, on a CPU as many as the time allows.
 
-    One without instructions for bfloat16 takes half a second for a tile of it, where another takes milliseconds.
+    A CPU without bfloat16 instructions takes half a second for a bfloat16 tile, others take milliseconds.
     """
     if device.type == "cuda":
         return 16

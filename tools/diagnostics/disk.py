@@ -1,4 +1,4 @@
-"""The disk of a folder: free space, and how fast it takes what is written."""
+"""The disk of a folder: free space, and write speed."""
 
 from __future__ import annotations
 

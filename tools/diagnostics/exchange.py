@@ -17,8 +17,8 @@ class Exchanged:
     """A rank's measurement of an operation.
 
     Attributes:
-        bytes_per_s: that the rank sent; the best of a few rounds.
-        wrong_from: ranks whose contribution came wrong, as far as the operation tells; all of them where it does not.
+        bytes_per_s: bytes per second sent by the rank, in the best of a few rounds.
+        wrong_from: ranks whose contribution arrived wrong; all ranks if the operation does not distinguish them.
     """
 
     bytes_per_s: float

@@ -10,7 +10,7 @@ from weft.conf.measurements import Measurement, Measurements
 from weft.engine.supervision.finding import Finding, Verdict
 
 TRIES = 3
-"""Measurements before a figure counts as too low: another process may have been in the way."""
+"""Measurements before a figure counts as too low: another process may have disturbed it."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Judge:
     def by_data_sheet(
         self, check: str, measure: Callable[[], float], *, peak: float, share: float, unit: str
     ) -> Finding:
-        """Passed if a measurement reaches ``share`` of what the vendor says."""
+        """Pass if a measurement reaches ``share`` of the data sheet's figure."""
         figure, least = _best(measure, share * peak), share * peak
         says = f"{figure:.3g} {unit}, {figure / peak:.0%} of the data sheet's {peak:.3g}"
         return Finding(check, _verdict(figure >= least), says, figure, unit, least)
 
     def by_own_best(self, check: str, device: str, measure: Callable[[], float], *, share: float, unit: str) -> Finding:
-        """Passed if a measurement reaches ``share`` of the best that passed here before; the first one passes."""
+        """Pass if a measurement reaches ``share`` of the best that passed here before; the first one passes."""
         name = f"{check}, {device}"
         known = self.cache.read().get(name)
         best = float(known.value) if known and isinstance(known.value, (int, float)) and known.value > 0 else 0.0

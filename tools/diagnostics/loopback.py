@@ -1,4 +1,4 @@
-"""TCP on this host's loopback: what the kernel carries, and whether it arrives as it was sent."""
+"""TCP on this host's loopback: throughput, and integrity of the data."""
 
 from __future__ import annotations
 

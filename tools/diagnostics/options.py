@@ -1,4 +1,4 @@
-"""Command lines of `weft doctor node` and `weft doctor ring`, without what they import to check."""
+"""Command lines of `weft doctor node` and `weft doctor ring`, without the imports of the checks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def classes_of(
 
     Args:
         hosts: number of each rank's host.
-        device_of: what is special about the devices of a pipeline rank.
+        device_of: returns a key that distinguishes the devices of a pipeline rank.
     """
     layout, placement = plan.layout, plan.placement
     found: dict[tuple[Any, ...], list[int]] = {}

@@ -11,7 +11,7 @@ from weft.tools.emulation.turns import AGREED, Emulation
 
 
 def report(found: Emulation, setting: Setting) -> str:
-    """The step, each real rank's part of it, and what the simulator says of the same costs."""
+    """Return the step, each real rank's part of it, and the simulator's step with the same costs."""
     layout, schedule = found.plan.layout, found.plan.cell()
     lines = [
         f"{layout.world_size:,} ranks: {layout.stages} pipeline ranks x {layout.lines} lines at {len(layout.sites)} "
@@ -51,7 +51,7 @@ def _disagreement(found: Emulation) -> str:
 
 
 def _beside_simulation(found: Emulation, setting: Setting) -> str:
-    """The simulator's step with the measured costs, and what it leaves out."""
+    """Return the simulator's step with the measured costs, and its difference from the emulated one."""
     costs = setting.what_if.costs(found.costs)
     simulated_s = cell_step_s(found.plan.cell(), costs)
     between_s = found.step_s - simulated_s

@@ -62,9 +62,9 @@ class Prepared:
     """A real rank that is set up.
 
     Attributes:
-        plan: of the run.
-        set_up_s: seconds that it took.
-        heard: what it said to the others and heard from them meanwhile.
+        plan: the run's plan.
+        set_up_s: seconds of the set-up.
+        heard: the recorded conversation of the set-up.
     """
 
     plan: RunPlan
@@ -77,14 +77,14 @@ class Turn:
     """Some steps of a real rank.
 
     Attributes:
-        rank: its number.
+        rank: its global rank.
         step_s: seconds of each step.
         stages: costs of its virtual stages, as measured.
         actions: seconds of each computation of a step.
         busy_s: seconds of a step in which it computed.
-        twin_s: seconds of a step that the twin took, which count for nothing.
-        memory_bytes: that the process had at most.
-        heard: all that it said.
+        twin_s: seconds per step that the twin took, which the clock excludes.
+        memory_bytes: peak memory of the process.
+        heard: the recorded conversation.
     """
 
     rank: int
@@ -201,7 +201,7 @@ class Session:
         return CheckedDelays(name, make, job)
 
     def _tied_of(self, rank: int, mine: dict[str, bool]) -> dict[str, bool]:
-        """Names of parameters that another rank shares: what is tied lies at both ends of the model."""
+        """Return the tied parameters of another rank: those of this one at both ends of the model, otherwise none."""
         plan = next(
             value for value in reversed(self.world.recorder.heard.answers[VALUES]) if isinstance(value, RunPlan)
         )

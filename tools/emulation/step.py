@@ -1,4 +1,4 @@
-"""A step of an emulated job: the twin of this rank's pipeline, and what it says to groups and channels."""
+"""A step of an emulated job: the twin of this rank's pipeline, as groups and channels see it."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class TwinStep:
         self._ran, self._received_s = (), 0.0
 
     def slot_begins(self, slot: Slot) -> None:
-        """Note when; what the slot before has taken ends here."""
+        """Record the begin of a slot, which ends the previous one's duration."""
         clock = self._world.clock
         self._note(clock.now())
         self._begun_s, self._waited_s, self._begun_cpu_s = clock.now(), clock.waited_s, thread_time()
 
     def slot_ends(self, slot: Slot) -> None:
-        """Note when, and stretch what was computed to the speed that this rank would have."""
+        """Record the end of a slot, and scale its compute to the speed that this rank would have."""
         op, clock = slot[0].op, self._world.clock
         now = clock.now()
         self._ran = slot
@@ -108,7 +108,7 @@ class TwinStep:
     def _note(self, end_s: float) -> None:
         """Record the duration of the last slot, until ``end_s``, so that the host's own work between slots counts.
 
-        What a receive took beyond its wait is the next computation's.
+        The time of a receive beyond its wait counts for the next computation.
         """
         slot, self._ran = self._ran, ()
         if not slot:

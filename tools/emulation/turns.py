@@ -105,10 +105,10 @@ def emulate(
     real: Sequence[int] = (),
     at_once: int = 1,
 ) -> Emulation:
-    """Emulate a job of ``size`` ranks once; arguments and errors as of `emulated`.
+    """Emulate a job of ``size`` ranks once; see `emulated` for further arguments and errors.
 
     Args:
-        steps: measured at last.
+        steps: number of steps in the final measurement.
     """
     with emulated(job, size, setting, most=most, real=real, at_once=at_once) as measure:
         return measure(steps)
@@ -124,15 +124,15 @@ def emulated(
     real: Sequence[int] = (),
     at_once: int = 1,
 ) -> Iterator[Callable[[int], Emulation]]:
-    """A job of ``size`` ranks whose real ranks are set up: what measures so many steps, as often as it is called.
+    """Set up the real ranks of a job of ``size`` ranks; yield a function that measures a number of steps.
 
     Args:
-        most: real ranks, where they are chosen.
-        real: global ranks that are to be real; empty chooses.
-        at_once: real ranks that run side by side, each on a core or a device of its own.
+        most: maximum number of real ranks, if they are chosen.
+        real: global ranks to run for real; if empty, they are chosen.
+        at_once: real ranks that run concurrently, each on its own core or device.
 
     Raises:
-        EmulationError: what an emulated rank meets, or the delay model, does not go on; or the ranks would not be
+        EmulationError: an operation with an emulated rank, or the delay model, fails; or the ranks would not be
             on CPUs.
         ValueError: bad input that the ranks themselves refuse.
     """
@@ -196,7 +196,7 @@ def _run(ranks: Sequence[RealRank], steps: int, costs: CostModel, what_if: WhatI
 
 
 def _agree(rounds: Sequence[float], turns: Sequence[Turn]) -> bool:
-    """Return True if the step changed in the last round by no more than its ``turns`` can tell."""
+    """Return True if the step changed in the last round by no more than `AGREED`, or the spread of ``turns``."""
     spread = median((max(turn.step_s) - min(turn.step_s)) / median(turn.step_s) for turn in turns)
     return len(rounds) > 1 and abs(rounds[-1] / rounds[-2] - 1) <= max(AGREED, spread)
 
@@ -204,7 +204,7 @@ def _agree(rounds: Sequence[float], turns: Sequence[Turn]) -> bool:
 def _chosen(
     classes: list[RankClass], plan: RunPlan, real: Sequence[int], most: int, line: int, first: int
 ) -> list[tuple[int, RankClass]]:
-    """Real ranks with their classes, of one line where its ranks are of these classes."""
+    """Choose real ranks with their classes, preferably in pipeline replica ``line``."""
     if real:
         return [(rank, next(each for each in classes if rank in each.ranks)) for rank in real]
     chosen = []

@@ -11,7 +11,7 @@ from weft.comm.emulated.conversation import EmulationError
 from weft.pipeline.costs import CostModel, LinkCost
 
 TIMEOUT_S = 0.2
-"""Seconds until TCP sends what was lost again: the kernel's shortest timeout."""
+"""Seconds until TCP retransmits: the kernel's shortest timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class WhatIf:
     """The conditions that differ.
 
     Attributes:
-        slow: speed of single global ranks over what they have.
-        speed: the same, of all ranks of a pipeline stage: another kind of GPU.
-        bandwidth: of links between sites, over what they have.
-        latency_ms: that messages between sites take longer, one way.
-        jitter_ms: that a message between sites takes longer at most; evenly distributed.
-        loss: share of messages between sites that a retransmission delays.
-        replicas: of the pipeline; 0 are those of the job.
+        slow: factor on the speed of single global ranks.
+        speed: factor on the speed of all ranks of a pipeline stage, for another kind of GPU.
+        bandwidth: factor on the bandwidth of links between sites.
+        latency_ms: extra one-way latency between sites.
+        jitter_ms: maximum extra delay of a message between sites, uniformly distributed.
+        loss: share of messages between sites that are retransmitted.
+        replicas: number of replicas; 0 keeps the job's.
     """
 
     slow: dict[int, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class WhatIf:
         others.
 
         Raises:
-            EmulationError: a condition is not known, or its value is none.
+            EmulationError: a condition is unknown, or its value is invalid.
         """
         found: dict[str, Any] = {"slow": {}, "speed": {}}
         for text in given:

@@ -1,1 +1,1 @@
-"""Cluster managers: how a run asks them for hosts, and what it finds when it has them."""
+"""Cluster managers: requests for hosts, and the hosts of an allocation."""

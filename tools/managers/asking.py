@@ -1,4 +1,4 @@
-"""Requests of `weft launch` to a cluster manager: ask for hosts, or find those of its allocation."""
+"""Requests of `weft launch` to a cluster manager: request hosts, or read those of the allocation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weft.tools.managers import kubernetes, slurm
 def hosts_or_request(
     config: WeftConfig, words: Sequence[str], folder: Path, write: str | None, environment: Mapping[str, str]
 ) -> WeftConfig | None:
-    """The configuration on the hosts that a manager has given; None where they were asked for instead.
+    """Return the configuration on the hosts of the allocation; None if hosts were requested instead.
 
     Args:
         config: a run whose hosts a manager chooses.
-        words: what `weft launch` was given, without ``--write``.
-        folder: the run's.
+        words: arguments of `weft launch`, without ``--write``.
+        folder: the run's folder.
         write: file for the request, which is then not submitted; None submits it.
 
     Raises:

@@ -32,7 +32,7 @@ def job_set(config: WeftConfig) -> str:
     last ``spares`` wait. The Secret with the key and the volume claim have to be there.
 
     Raises:
-        ValueError: something that a JobSet needs is not set, or a name is none that Kubernetes takes.
+        ValueError: a setting that a JobSet needs is missing, or a name is not valid in Kubernetes.
     """
     _check(config)
     name = config.train.name

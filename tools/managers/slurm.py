@@ -1,4 +1,4 @@
-"""Slurm: the script that asks for a run's nodes, and the nodes of the allocation that this process is in."""
+"""Slurm: the script that requests a run's nodes, and the nodes of this process's allocation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def script(config: WeftConfig, overrides: Sequence[str], python: str) -> str:
         python: that runs weft on the nodes.
 
     Raises:
-        ValueError: what `cluster.sites.select` says cannot be asked of one job.
+        ValueError: `cluster.sites.select` cannot be expressed as one job.
     """
     common = ["--ntasks-per-node=1", "--exclusive", "--no-kill", *config.cluster.slurm.options]
     lines = ["#!/bin/bash", f"#SBATCH --job-name={shlex.quote(config.train.name)}", "#SBATCH --requeue"]
@@ -77,7 +77,7 @@ def with_allocation(config: WeftConfig, environment: Mapping[str, str], hostfile
     """The configuration with the hosts of the allocation that ``environment`` describes; writes the hostfile.
 
     Raises:
-        ValueError: the allocation does not have what the sites need, or Slurm does not answer.
+        ValueError: the allocation lacks nodes that the sites need, or Slurm does not answer.
     """
     nodes = [node for number, names in _groups(environment) for node in _nodes(names, number)]
     sites = config.cluster.sites

@@ -137,7 +137,7 @@ class NetBed:
         return self._netns("node", self._known(node))
 
     def enter(self, node: str) -> None:
-        """Move this thread, and what it starts from now on, into ``node``; for forked children."""
+        """Move this thread, and processes that it starts later, into ``node``; for forked children."""
         netns = os.open(self.namespace(node), os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(netns, _CLONE_NEWNET):
@@ -224,7 +224,7 @@ class NetBed:
     def _start(self, topology: Topology) -> None:
         assert self._router is not None and self._router.stdin is not None and self._router.stdout is not None
         self._router.stdin.write(router_input(topology))
-        self._router.stdin.flush()  # and it stays open: its end tells the router that we are gone
+        self._router.stdin.flush()  # and it stays open: its end notifies the router that this process is gone
         if self._router.stdout.readline() != "ready\n":
             assert self._router.stderr is not None
             raise ValueError(f"weft netbed: {self._router.stderr.read().strip()}")

@@ -124,7 +124,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "down": lambda args: _bed(args).down(),
 }
 
-# kind: what it does, its option, its meaning
+# kind: effect, option, meaning of the option
 _FAULTS: dict[str, tuple[Callable[[NetBed, argparse.Namespace], None], str, str]] = {
     "cut": (lambda bed, a: bed.cut(a.a, a.b, for_s=a.for_s), "", "drop everything"),
     "flap": (lambda bed, a: bed.flap(a.a, a.b, every_s=a.value, for_s=a.for_s), "every", "cut and heal alternately"),

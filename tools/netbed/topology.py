@@ -97,7 +97,7 @@ class Topology:
 
     @classmethod
     def even(cls, sites: Sequence[int], *, uplink_mbps: float, latency_ms: float, **more: Any) -> Topology:
-        """Sites s0, s1 and so on with so many nodes each, equal and equally far apart.
+        """Create sites s0, s1 and so on with ``sites[i]`` nodes each, equal and equally far apart.
 
         Nodes are n0, n1 and so on, in the order of sites; ``more`` is as of `Topology`.
         """
@@ -146,7 +146,7 @@ def load(path: Path) -> Topology:
         links: [{sites: [east, west], latency_ms: 20}]
 
     Raises:
-        ValueError: names what is wrong.
+        ValueError: the topology is invalid; the message names the field.
     """
     try:
         raw = read_yaml(path, most_bytes=2**20)

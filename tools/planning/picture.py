@@ -58,7 +58,7 @@ def plot_plans(found: Plan, most: int, path: Path) -> None:
 
 
 def _parts(one: Prediction) -> dict[str, float]:
-    """Seconds of a step, by what they go into."""
+    """Return the seconds of a step by part."""
     idle_s = max(0.0, one.step_s - one.collective_s - one.optimizer_s - one.busy_s)
     return dict(zip(_PARTS, (one.busy_s, idle_s, one.collective_s, one.optimizer_s), strict=True))
 

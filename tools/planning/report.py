@@ -13,7 +13,7 @@ from weft.pipeline.text import bytes_text
 
 
 def rows(found: Plan, most: int) -> list[dict[str, str]]:
-    """The ranking, a row each, in about 100 characters; `places` says the rest of each layout."""
+    """The ranking, a row each, in about 100 characters; `places` prints the rest of each layout."""
     tokens = found.request.tokens
     return [
         {
@@ -42,7 +42,7 @@ def places(found: Plan, most: int) -> Iterator[str]:
 
 
 def options(layout: Layout) -> Iterator[str]:
-    """Describe a layout's options besides its degrees."""
+    """Describe a layout's options other than its degrees."""
     if layout.zero_stage > 1:
         yield f"ZeRO-{layout.zero_stage}"
     if layout.checkpointing:
