@@ -25,7 +25,7 @@ def benches() -> Mapping[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``NAME [options]``, or list the benchmarks; returns the exit code (2 for bad input).
+    """Run ``NAME [options]``, or list the benchmarks and return the exit code (2 for bad input).
 
     Each is `main(argv) -> int` of the module ``benchmarks.NAME``, and prints a table of ratios measured
     side by side in one run.

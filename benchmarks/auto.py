@@ -12,7 +12,7 @@ PARTS = {"duels": duels, "clusters": clusters, "optimal": optimal}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[--parts PART ...]``; returns 1 if a part misses its goal."""
+    """Run ``[--parts PART ...]`` and return 1 if a part misses its goal."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks auto", description=__doc__)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="PART", help=f"of {', '.join(PARTS)}")
     for part in PARTS.values():

@@ -107,7 +107,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _bed(self) -> Iterator[str]:
-        """The name of a bed with a node per rank, whose line runs on the training's core; empty without WAN.
+        """The name of a bed with a node per rank, whose line runs on the training's core, or empty without WAN.
 
         From then on this process, which sends the requests, keeps to the workers' cores.
         """

@@ -61,7 +61,7 @@ class Found:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``collectives``; returns the exit code.
+    """Run ``collectives`` and return the exit code.
 
     Under a launcher the ranks are the job's; otherwise nodes are made in a netbed.
     """

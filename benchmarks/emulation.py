@@ -30,7 +30,7 @@ Figures = dict[str, list[dict[str, Any]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[--parts PART ...] [--jobs NAME ...] ...``; returns 1 if an error is larger than the goal, or not shown.
+    """Run ``[--parts PART ...] [--jobs NAME ...] ...`` and return 1 if an error is larger than the goal, or not shown.
 
     Real and emulated steps of a job alternate.
 

@@ -10,7 +10,7 @@ GROUNDS = {"host": on_host.main, "sites": on_sites.main, "sharded": sharded.main
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``host|sites|sharded [options]``; returns 1 if a goal is missed.
+    """Run ``host|sites|sharded [options]`` and return 1 if a goal is missed.
 
     Raises:
         ValueError: no such ground, or it refuses its options.

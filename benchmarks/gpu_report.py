@@ -90,7 +90,7 @@ def items(out: Path) -> tuple[Item, ...]:
 
 
 def write_report(argv: Sequence[str]) -> int:
-    """Run every item that this machine can; returns 1 if one failed."""
+    """Run every item that this machine can and return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report")
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made alongside it"

@@ -28,7 +28,7 @@ M_MMAP_THRESHOLD = -3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="replicas")
     args = parse(parser, argv)

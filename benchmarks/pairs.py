@@ -42,7 +42,7 @@ class Found:
         spread: range of the middle half of the steps over it.
         losses: of the first round.
         most_live: layers that the fullest rank held, the most.
-        planned_s: of a step, by the engine; None if it does not say.
+        planned_s: of a step, by the engine, or None if it does not say.
     """
 
     seconds: float

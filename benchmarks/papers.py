@@ -28,7 +28,7 @@ CHUNKS_A_RANK = 6
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the claims and what was assumed where a paper is silent; returns 0."""
+    """Print the claims and what was assumed where a paper is silent and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks papers", description=__doc__)
     parser.add_argument("--stages", type=int, default=60, help="pipeline ranks and micro-batches of Atlas 6.3; its: 60")
     parser.add_argument("--only", choices=list(FIGURES), action="append", help="some figures only")

@@ -58,7 +58,7 @@ def compare(case: ParityCase, backend: str, got: Outcome) -> Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[ARCH ...] [--variants ...] [--stages ...]``, or ``--all``; 1 if a difference is above the tolerance.
+    """Run ``[ARCH ...] [--variants ...] [--stages ...]``, or ``--all``, and return 1 if a difference is above the tolerance.
 
     Raises:
         ValueError: an unknown architecture or variant.
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _all(args: argparse.Namespace) -> int:
-    """Try every causal architecture, going on where an earlier call has stopped; 1 if one is silently wrong."""
+    """Try every causal architecture, going on where an earlier call has stopped; return 1 if one is silently wrong."""
     from benchmarks.verification import (
         architecture_page,
         architectures,

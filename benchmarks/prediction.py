@@ -33,7 +33,7 @@ APART = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``prediction ...``; returns 0 if the predictions are as close as they have to be."""
+    """Run ``prediction ...`` and return 0 if the predictions are as close as they have to be."""
     args = parse(_parser(), argv)
     if unknown := [number for number in args.only or () if not 1 <= number <= len(LAYOUTS)]:
         raise ValueError(f"--only {unknown[0]}: there are {len(LAYOUTS)} layouts; choose from 1 to {len(LAYOUTS)}")

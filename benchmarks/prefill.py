@@ -29,7 +29,7 @@ COST = PromptWork(step_s=5e-3, token_s=107e-6, context_s=3.5e-9)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the time per prompt over fleet, load and patterns; returns 0."""
+    """Print the time per prompt over fleet, load and patterns and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks prefill", description=__doc__)
     parser.add_argument("--requests", type=int, default=5_000, help="prompts placed in each row")
     args = parse(parser, argv)

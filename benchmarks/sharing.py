@@ -121,7 +121,7 @@ class Found:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``sharing``; returns 0 if all losses are those of one process, 1 if not.
+    """Run ``sharing`` and return 0 if all losses are those of one process, 1 if not.
 
     Raises:
         ValueError: all that is asked for is refused, or steps are fewer than 1.

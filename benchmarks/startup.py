@@ -16,7 +16,7 @@ MOST_CPU = 1.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run both sides in turns; returns 1 if Weft starts or exits later, or takes more processor time."""
+    """Run both sides in turns and return 1 if Weft starts or exits later, or takes more processor time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks startup", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turns (default 3)")
     args = parse(parser, argv)

@@ -46,7 +46,7 @@ SETTINGS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``survive [--only TEXT ...] [key=value ...]``; returns 1 if a goal is missed."""
+    """Run ``survive [--only TEXT ...] [key=value ...]`` and return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks survive", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="only faults whose name contains one")
     parser.add_argument("--list", action="store_true", help="print the names of all faults, by run")

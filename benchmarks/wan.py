@@ -63,7 +63,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``wan ...``; returns the exit code."""
+    """Run ``wan ...`` and return the exit code."""
     args = parse(_parser(), argv)
     load()  # compiled here, not while a run is timed
     if shutil.which("iperf3") is None:

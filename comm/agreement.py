@@ -10,7 +10,7 @@ from weft.comm.exchange import gather
 
 T = TypeVar("T")
 Gather = Callable[[Any], list[Any]]
-"""A function that returns every rank's value, in rank order, on every rank; a collective call."""
+"""A function that returns every rank's value, in rank order, on every rank. A collective call."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Outcome(Generic[T]):
     """The result of `attempt`.
 
     Attributes:
-        results: this rank's result, or every rank's with ``share``; empty after a failure.
+        results: this rank's result, or every rank's with ``share``, or empty after a failure.
         failure: None if every rank succeeded.
     """
 
@@ -50,7 +50,7 @@ def attempt(
     catch: tuple[type[Exception], ...] = (Exception,),
     share: bool = False,
 ) -> Outcome[T]:
-    """Run ``action`` on every rank and agree on whether all of them succeeded; a collective call.
+    """Run ``action`` on every rank and agree on whether all of them succeeded. A collective call.
 
     Args:
         gather: all-gathers a value over the participating ranks.

@@ -61,7 +61,7 @@ class Receiver(Protocol):
     """The receiving end."""
 
     def recv(self, tag: str, spec: TensorSpec) -> Handle:
-        """Start receiving a tensor of ``spec``; returns at once."""
+        """Start receiving a tensor of ``spec`` and return at once."""
         ...
 
 

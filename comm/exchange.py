@@ -26,7 +26,7 @@ def gather(
     kinds: tuple[type, ...] = (),
     asked: Asked = Asked.value,
 ) -> list[Any]:
-    """All ranks' values, in rank order; a collective call over ``group``.
+    """All ranks' values, in rank order. A collective call over ``group``.
 
     `torch.distributed.all_gather_object` does the same with pickle, which would execute code sent by
     an unauthenticated peer.
@@ -53,7 +53,7 @@ def gather(
 
 
 def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> Any:
-    """Rank ``src``'s value on every rank; a collective call over the world.
+    """Rank ``src``'s value on every rank. A collective call over the world.
 
     Args:
         value: ignored on ranks other than ``src``.

@@ -35,7 +35,7 @@ class Lifeline:
     """Tells this rank which other rank has died, and frees its device; see the module."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Post the receives, on threads of their own; a collective call over the world.
+        """Post the receives, on threads of their own. A collective call over the world.
 
         Args:
             group: of the whole world, between hosts.
@@ -150,7 +150,7 @@ class Lifeline:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind all that a GPU was given; None for a CPU, which has done it."""
+    """Return an event behind all that a GPU was given, or None for a CPU, which has done it."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

@@ -16,7 +16,7 @@ class Progress:
     """Runs one function after the other on a thread of its own; after an error it runs no other.
 
     Attributes:
-        error: the first error; None without one.
+        error: the first error, or None without one.
     """
 
     def __init__(self, name: str) -> None:

@@ -71,7 +71,7 @@ def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> I
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store of the job that the launcher's environment describes; a collective call, errors as of `_meet`."""
+    """The store of the job that the launcher's environment describes. A collective call. Errors: see `_meet`."""
     address = job_socket(rank, timeout)
     refuse_other_users(one_host=on_one_host())
     _choose_interface(address)

@@ -35,7 +35,7 @@ def shorten_switch_interval() -> None:
 
 @dataclass(frozen=True)
 class RtsSend:
-    """A launched send; see `weft.comm.channel.SendHandle`."""
+    """A launched send. See `weft.comm.channel.SendHandle`."""
 
     work: dist.Work
     tensor: Tensor
@@ -81,7 +81,7 @@ class _RtsEnd:
 
 
 class RtsSender(_RtsEnd):
-    """The sending end; see `weft.comm.channel.Sender`."""
+    """The sending end. See `weft.comm.channel.Sender`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +126,7 @@ class RtsSender(_RtsEnd):
 
 
 class RtsReceiver(_RtsEnd):
-    """The receiving end; see `weft.comm.channel.Receiver`."""
+    """The receiving end. See `weft.comm.channel.Receiver`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +161,7 @@ class RtsReceiver(_RtsEnd):
 
 @dataclass(frozen=True)
 class RtsReceive:
-    """A receive that is launched when its RTS arrives; see `weft.comm.channel.Handle`."""
+    """A receive that is launched when its RTS arrives. See `weft.comm.channel.Handle`."""
 
     launched: Future[tuple[dist.Work, Tensor]]
     link: str

@@ -41,7 +41,7 @@ _MAX_HEADER_BYTES = 4096
 
 
 def share(hops: Collection[Hop], *, timeout_s: float) -> tuple[dict[Hop, SharedSender | SharedReceiver], list[Hop]]:
-    """Open the channels between CPU ranks of one host; a collective call over the whole world.
+    """Open the channels between CPU ranks of one host. A collective call over the whole world.
 
     Args:
         hops: directed pairs of ranks, the same on every rank.
@@ -101,7 +101,7 @@ def host_identity() -> tuple[object, ...]:
 
 
 class SharedSender:
-    """The sending end; see `weft.comm.channel.Sender`."""
+    """The sending end. See `weft.comm.channel.Sender`."""
 
     def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
         """``control`` is connected to the receiver's socket."""
@@ -167,7 +167,7 @@ class SharedSender:
 
 @dataclass(frozen=True)
 class SharedSend:
-    """A tensor that is or will be in shared memory; see `weft.comm.channel.SendHandle`."""
+    """A tensor that is or will be in shared memory. See `weft.comm.channel.SendHandle`."""
 
     tensor: Tensor
     written: Future[None] | None
@@ -184,7 +184,7 @@ class SharedSend:
 
 
 class SharedReceiver:
-    """The receiving end; see `weft.comm.channel.Receiver`."""
+    """The receiving end. See `weft.comm.channel.Receiver`."""
 
     def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
         """``control`` is connected to the sender's socket."""
@@ -250,7 +250,7 @@ class SharedReceiver:
 
 
 class SharedReceive:
-    """A receive whose tensor is read in place; see `weft.comm.channel.SendHandle`."""
+    """A receive whose tensor is read in place. See `weft.comm.channel.SendHandle`."""
 
     def __init__(self, receiver: SharedReceiver, tag: str, spec: TensorSpec) -> None:
         """Created by `SharedReceiver`, which sets ``tensor``."""

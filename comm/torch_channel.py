@@ -29,7 +29,7 @@ RTS_TIMEOUT = timedelta(days=7)
 
 @dataclass(frozen=True)
 class TorchHandle:
-    """A transfer over gloo; see `weft.comm.channel.Handle`."""
+    """A transfer over gloo. See `weft.comm.channel.Handle`."""
 
     work: dist.Work | Future[dist.Work]
     tensor: Tensor
@@ -57,7 +57,7 @@ class TorchHandle:
 
 
 class TorchChannel:
-    """One direction between this rank and ``peer`` over gloo; see `weft.comm.channel.Channel`."""
+    """One direction between this rank and ``peer`` over gloo. See `weft.comm.channel.Channel`."""
 
     def __init__(self, *, peer: int, sending: bool, group: dist.ProcessGroup, timeout_s: float) -> None:
         """Both ranks of the pair create their end with the same ``group``.
@@ -99,7 +99,7 @@ class TorchChannel:
 
 
 def between_hosts() -> dist.ProcessGroup | None:
-    """Create a group over host memory for jobs on GPUs; None on CPUs. A collective call.
+    """Create a group over host memory for jobs on GPUs, or None on CPUs. A collective call.
 
     It spans the whole world: with bound devices, creating a gloo group of a subset makes the other ranks of
     torch 2.13 wait for a communicator split that the members never perform.
@@ -112,7 +112,7 @@ def between_hosts() -> dist.ProcessGroup | None:
 def connect(
     hops: Collection[Hop], *, device: torch.device, timeout_s: float, rts_group: dist.ProcessGroup | None
 ) -> dict[Hop, Any]:
-    """Open the directed channels of this rank; a collective call over the whole world.
+    """Open the directed channels of this rank. A collective call over the whole world.
 
     Hops without a common rank share a process group, so that a rank uses each group for one hop, from
     one thread; four groups suffice for any number of pipelines. NCCL creates communicators only for
@@ -143,7 +143,7 @@ def connect(
 
 
 def _groups(hops: Collection[Hop], timeout: timedelta) -> dict[Hop, dist.ProcessGroup]:
-    """The process group of each hop of this rank; a collective call over the whole world."""
+    """The process group of each hop of this rank. A collective call over the whole world."""
     me, colors = dist.get_rank(), edge_colors(hops)
     groups: dict[Hop, dist.ProcessGroup] = {}
     # gloo connects all members of a group to each other, NCCL only those that communicate. A group over several sites

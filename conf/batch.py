@@ -44,7 +44,7 @@ def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
 
 
 def check_world(config: WeftConfig, world_size: int) -> WeftConfig:
-    """Check that the pipeline and the batch fit the number of processes; returns what `fit_batch` does.
+    """Check that the pipeline and the batch fit the number of processes and return what `fit_batch` does.
 
     Raises:
         ValueError: `world_size` is not a multiple of the ranks of a replica, the replicas do not share out

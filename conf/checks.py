@@ -54,7 +54,7 @@ def per_replica(config: WeftConfig) -> tuple[int, list[str]]:
 
 
 def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:
-    """The placement that is configured, or that the schedule needs; None if `auto` chooses it."""
+    """The placement that is configured, or that the schedule needs, or None if `auto` chooses it."""
     rules: ScheduleRules = pipeline.schedule.value
     if rules.goes_in_rounds:
         return PlacementKind.interleaved

@@ -9,7 +9,7 @@ from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConf
 
 
 def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run with ``world_size`` processes; see `deepspeed_sections`.
+    """The DeepSpeed configuration of a run with ``world_size`` processes. See `deepspeed_sections`.
 
     Raises:
         ValueError: `world_size` does not fit the pipeline (see `check_world`).

@@ -33,7 +33,7 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """Return the state of a process; None if there is no process with this id."""
+    """Return the state of a process, or None if there is no process with this id."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()

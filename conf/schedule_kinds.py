@@ -28,7 +28,7 @@ class ScheduleRules:
     """The generator of a kind of schedule, and the features that it supports."""
 
     generator: str
-    """`module.function` under `weft.pipeline.generators`, imported on use; empty if a file holds the rows."""
+    """`module.function` under `weft.pipeline.generators`, imported on use, or empty if a file holds the rows."""
     placements: tuple[PlacementKind, ...]
     """Supported placements; the first is the default."""
     microbatches_per_rank: int = 0

@@ -13,7 +13,7 @@ from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
 
 
 def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
-    """Pipeline ranks of each site, in pipeline order, route after route; empty for one site.
+    """Pipeline ranks of each site, in pipeline order, route after route, or empty for one site.
 
     A site holds consecutive stages, with all of their replicas (Atlas section 4.2), or, where there are several
     routes, with the replicas of one.

@@ -12,7 +12,7 @@ COLUMNS = "WEFT_COLUMNS"
 
 
 def columns_of(stream: TextIO) -> int:
-    """Return the width of a terminal; 0 if ``stream`` is none, or has no size, as under `ssh -tt` and `script`."""
+    """Return the width of a terminal, or 0 if ``stream`` is none, or has no size, as under `ssh -tt` and `script`."""
     if not stream.isatty():
         return 0
     try:

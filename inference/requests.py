@@ -24,7 +24,7 @@ class Refusal(Exception):
 
     Attributes:
         status: HTTP status.
-        retry_after_s: seconds after which the same request may succeed; 0 if never.
+        retry_after_s: seconds after which the same request may succeed, or 0 if never.
     """
 
     def __init__(self, status: int, message: str, *, retry_after_s: int = 0) -> None:

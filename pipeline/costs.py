@@ -108,7 +108,7 @@ class CostModel:
         local: a link between two ranks of one site.
         wan: a link between two sites, unless ``wan_links`` names that pair.
         wan_links: links of particular site pairs, by (from site, to site).
-        pairs: the segments of virtual stages, from which strand pairs are planned; None where
+        pairs: the segments of virtual stages, from which strand pairs are planned, or None if
             nothing is, so that interleaving gains nothing.
     """
 
@@ -168,7 +168,7 @@ class CostModel:
         return 1.0 if self.pairs is None else self.pairs.scale(forward, backward, weights=op is Op.B)
 
     def least_pair_scale(self, stages: Iterable[int]) -> float:
-        """Return the smallest scale of any pair of these stages on one rank; 1 if no pair gains."""
+        """Return the smallest scale of any pair of these stages on one rank, or 1 if no pair gains."""
         held = tuple(stages) if self.pairs is not None else ()
         return min((self.pair_scale(f, b, op) for f in held for b in held for op in (Op.B, Op.I)), default=1.0)
 

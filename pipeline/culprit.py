@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """A rank's position in its row; positions in the same row are ordered by progress.
 
     Attributes:
-        step: the step in execution, or the last one executed; 0 before the first.
+        step: the step in execution, or the last one executed, or 0 before the first.
         done: number of slots of the row that have ended.
         begun: True if the next slot has begun.
         waits: waits entered plus waits left in the slot, plus two per phase; odd during a wait.
@@ -39,7 +39,7 @@ class Replica:
     Attributes:
         schedule: its schedule, without relays; replicas with equal schedules share the object.
         ranks: the global rank of each row.
-        busy_s: seconds that each row's own computations are predicted to take in a step; empty if unknown.
+        busy_s: seconds that each row's own computations are predicted to take in a step, or empty if unknown.
     """
 
     schedule: Schedule
@@ -74,7 +74,7 @@ class JobRows:
         return self.replicas[number].schedule.rows[row]
 
     def predicted_s(self, rank: int) -> float:
-        """Seconds that a rank's own computations are predicted to take in a step; 0 if that is not known."""
+        """Seconds that a rank's own computations are predicted to take in a step, or 0 if that is not known."""
         number, row = self.seats[rank]
         predicted = self.replicas[number].busy_s
         return predicted[row] if predicted else 0.0
@@ -114,7 +114,7 @@ class Suspect:
     """A rank or a link that holds up the others.
 
     Attributes:
-        rank: the global rank; None for a link.
+        rank: the global rank, or None for a link.
         links: pairs of global ranks; several if the uplinks of a DP-cell carry the transfer and it is
             unknown which of them fails.
         doing: the current action of the rank, or the transfer that does not arrive.
@@ -144,7 +144,7 @@ class _Candidate:
 
     Attributes:
         rank: the rank, or the receiver.
-        sender: the sender of the transfer; None if the candidate is the rank itself.
+        sender: the sender of the transfer, or None if the candidate is the rank itself.
         helpers: ranks whose processes deliver what it waits for; None stands for all ranks.
     """
 
@@ -236,7 +236,7 @@ class _Judge:
         return step, done - len(self._job.row(rank)), begun, waits
 
     def candidate(self, rank: int) -> _Candidate | None:
-        """Return the rank, or the transfer that it lacks; None if it waits for other ranks."""
+        """Return the rank, or the transfer that it lacks, or None if it waits for other ranks."""
         place, row = self._places[rank], self._job.row(rank)
         if place.done >= len(row) or place.step == 0 or (place.begun and row[place.done][0].op is Op.STEP):
             return self._together(rank)

@@ -198,7 +198,7 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
 
 
 def _write_number(axes: Axes, box: _Box, start: float, end: float, pixel: float) -> bool:
-    """Write the micro-batch into the box, vertically if only that fits; returns False if neither fits."""
+    """Write the micro-batch into the box, vertically if only that fits and return False if neither fits."""
     if box.action.op not in COMPUTE:
         return True
     text = str(box.action.microbatch)

@@ -121,7 +121,7 @@ class SimulatedStep:
         return self._schedule.placement.stage_ranks[action.stage]
 
     def _send(self, rank: int, slot: Slot, posted_s: float) -> float:
-        """Post a transfer; returns its arrival time."""
+        """Post a transfer and return its arrival time."""
         op, stage, _ = slot[0]
         placement = self._schedule.placement
         self._rank_free_s[rank] = self._occupy(rank, SEND_LANE, slot, posted_s, self._seconds(slot))
@@ -143,7 +143,7 @@ class SimulatedStep:
         return self._occupy(rank, Lane.transfer(letter, peer), slot, posted_s, transit_s, link.latency_s, queues)
 
     def _relay(self, rank: int, slot: Slot, sent: Action) -> float:
-        """Record the transfer that this rank's uplink carries a part of; returns its arrival time."""
+        """Record the transfer that this rank's uplink carries a part of and return its arrival time."""
         spans = self._rank_spans[self._rank_of(sent)]
         whole = next((span for span in reversed(spans) if span.slot == (sent,)), None)
         if whole is not None:
@@ -164,7 +164,7 @@ class SimulatedStep:
         latency_s: float = 0.0,
         queues: Mapping[tuple[int, str], float] | None = None,
     ) -> float:
-        """Wait until all queues are free and occupy each for its seconds; returns the end time.
+        """Wait until all queues are free and occupy each for its seconds and return the end time.
 
         Args:
             seconds: duration of the work.

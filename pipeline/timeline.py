@@ -91,7 +91,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> float:
-        """Fraction of all ranks' time without compute; 0 for an empty step."""
+        """Fraction of all ranks' time without compute, or 0 for an empty step."""
         whole_s = self.step_s * self.num_ranks
         return 1.0 - sum(self.busy_s) / whole_s if whole_s else 0.0
 

@@ -162,7 +162,7 @@ class _Peers(SimulatedStep):
             self._fact_s[action] = end_s
 
     def time_of(self, fact: Action) -> float | None:
-        """Return when a fact was established; None before."""
+        """Return when a fact was established, or None before."""
         return self._fact_s.get(fact)
 
     def free_s(self, rank: int) -> float:

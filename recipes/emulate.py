@@ -22,7 +22,7 @@ from weft.tools.emulation.what_if import WhatIf
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[options] [recipe=NAME] [key=value ...]``; returns the exit code.
+    """Run ``[options] [recipe=NAME] [key=value ...]`` and return the exit code.
 
     Raises:
         ValueError: bad input, or the delay model or a rank does not go on.

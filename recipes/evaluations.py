@@ -10,7 +10,7 @@ class Evaluations:
     """Summary of evaluation losses, as needed for early stopping and the best checkpoint."""
 
     best_loss: float | None = None
-    """Lowest loss; None before the first evaluation."""
+    """Lowest loss, or None before the first evaluation."""
     best_step: int = 0
     """Step after which the lowest loss was measured."""
     without_gain: int = 0
@@ -20,7 +20,7 @@ class Evaluations:
     """Step of the last evaluation; one that a signal has left out comes when the run is resumed."""
 
     def add(self, step: int, loss: float, *, threshold: float = 0.0) -> bool:
-        """Record an evaluation; returns whether it is the best so far.
+        """Record an evaluation and return whether it is the best so far.
 
         Args:
             threshold: least improvement that resets ``without_gain``.

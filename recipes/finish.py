@@ -25,7 +25,7 @@ from weft.recipes.hub import push
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the outputs that ``config.train`` enables; a collective call."""
+    """Write the outputs that ``config.train`` enables. A collective call."""
     if config.train.export:
         target = folder / "export"
         export(engine, target, **_export_options(config, tokenizer))
@@ -47,7 +47,7 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
 
 
 def check_finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Check before training that `finish` can write its outputs; a collective call.
+    """Check before training that `finish` can write its outputs. A collective call.
 
     Raises:
         ValueError: it cannot.

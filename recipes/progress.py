@@ -45,7 +45,7 @@ class Progress:
     def __init__(
         self, config: WeftConfig, engine: WeftEngine, folder: Path, loader: MicrobatchLoader, start: int
     ) -> None:
-        """Open the logs; a collective call.
+        """Open the logs. A collective call.
 
         Args:
             folder: the run's folder; rank 0 creates it.
@@ -85,7 +85,7 @@ class Progress:
         self._logs.close()
 
     def step(self, step: int, loss: Tensor) -> None:
-        """Record a finished step; a collective call every ``logging.every`` steps."""
+        """Record a finished step. A collective call every ``logging.every`` steps."""
         done = self._interval
         done.steps, done.seconds = done.steps + 1, done.seconds + perf_counter() - self._since
         done.tokens += self._loader.tokens - self._read
@@ -95,7 +95,7 @@ class Progress:
         self._shown.step(step, text)
 
     def end(self) -> None:
-        """Record the last step of a run that ends here, if it has no record; a collective call."""
+        """Record the last step of a run that ends here, if it has no record. A collective call."""
         if self._interval.steps:
             self.note(f"step {self._interval.last[0]}: {self._record()}")
 
@@ -107,7 +107,7 @@ class Progress:
         self._interval = _Interval()
 
     def _record(self) -> str:
-        """Write the record of the steps since the last one, and return it as a line; a collective call."""
+        """Write the record of the steps since the last one, and return it as a line. A collective call."""
         metrics, step = self._metrics(self._interval), self._interval.last[0]
         self._interval = _Interval()
         if self._is_writer:

@@ -54,7 +54,7 @@ class TrainingRun:
         return step, (first, self.loader.consumed)
 
     def train(self, start: int, progress: Progress) -> None:
-        """Train from step ``start`` on, with evaluations and checkpoints in between; a collective call."""
+        """Train from step ``start`` on, with evaluations and checkpoints in between. A collective call."""
         train, every, heartbeat = self.config.train, self.config.checkpoint.every, self.engine.heartbeat
         began, step = perf_counter(), start
         SET_UP.done("progress")
@@ -102,7 +102,7 @@ class TrainingRun:
                 return
 
     def end(self) -> None:
-        """Check and save the model, or save it and stop after a stop signal; a collective call.
+        """Check and save the model, or save it and stop after a stop signal. A collective call.
 
         Raises:
             NonFiniteError: on every rank: training has diverged.
@@ -139,7 +139,7 @@ class TrainingRun:
             sleep(RETRY_S)
 
     def stop(self) -> NoReturn:
-        """Save after a stop signal, and report where a resume begins; a collective call.
+        """Save after a stop signal, and report where a resume begins. A collective call.
 
         Raises:
             Stopped: always, on every rank.
@@ -170,7 +170,7 @@ class TrainingRun:
                 progress.note(f"step {step}: no checkpoint: {error}; {later}")
 
     def _distrust(self, error: ReplicasDiffer) -> None:
-        """Set checkpoints aside that may hold damaged numbers; a collective call.
+        """Set checkpoints aside that may hold damaged numbers. A collective call.
 
         Memory checkpoints may be from after the fault. A checkpoint in storage was compared among replicas when it
         was written. ZeRO's shards have one copy, which may have been wrong already, so with shards the run returns
@@ -248,7 +248,7 @@ class TrainingRun:
         return True
 
     def save(self, tag: str | None = None) -> None:
-        """Write a checkpoint, including the loader's position and the evaluations; a collective call."""
+        """Write a checkpoint, including the loader's position and the evaluations. A collective call."""
         self.engine.save_checkpoint(str(self._checkpoints), tag=tag, client_state=self._state())
 
     def _state(self) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class TrainingRun:
         self.evaluations = Evaluations(**{"last_step": self.engine.global_steps} | state.get("evaluations", {}))
 
     def resume(self) -> int:
-        """Resume from the nearest checkpoint if there is one; returns the number of steps done. A collective call.
+        """Resume from the nearest checkpoint if there is one and return the number of steps done. A collective call.
 
         Memory of this host or its partner's comes first, unless storage has a later step.
         """
@@ -288,7 +288,7 @@ class TrainingRun:
         return self._went_on(f"resumed after step {engine.global_steps} from {path}")
 
     def _went_on(self, done: str) -> int:
-        """Say from where the run goes on; returns the number of steps done."""
+        """Say from where the run goes on and return the number of steps done."""
         engine = self.engine
         steps = self.config.train.steps
         print_once(f"{done}; train.steps={steps} are done" if engine.global_steps >= steps else done)
@@ -298,18 +298,18 @@ class TrainingRun:
         return engine.global_steps
 
     def _step_in_storage(self) -> int:
-        """Step of the newest checkpoint of the run folder; 0 if there is none."""
+        """Step of the newest checkpoint of the run folder, or 0 if there is none."""
         return next((manifest.step for _, manifest in to_resume(self._checkpoints)), 0)
 
     def _restore(self, where: Path) -> str | None:
-        """Restore the newest checkpoint at ``where``, if there is one, and return its path; a collective call."""
+        """Restore the newest checkpoint at ``where``, if there is one, and return its path. A collective call."""
         path, state = together(lambda: self.engine.load_checkpoint(str(where)))
         if path is not None:
             self._set_state(state)
         return path
 
     def load_best(self) -> None:
-        """Load the weights of the lowest evaluation loss; a collective call."""
+        """Load the weights of the lowest evaluation loss. A collective call."""
         if self.evaluations.best_loss is None:
             print_once("checkpoint.load_best_model_at_end: no evaluation yet, so the last weights are exported")
             return
@@ -320,7 +320,7 @@ class TrainingRun:
         )
 
     def _step_of_best(self) -> int:
-        """Step of the tagged checkpoint; 0 if there is none. A collective call."""
+        """Step of the tagged checkpoint, or 0 if there is none. A collective call."""
 
         def step() -> int:
             try:

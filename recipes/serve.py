@@ -136,7 +136,7 @@ class _WorkerProcess:
         self._missed = self._starts = 0
         self._log, self._log_begin = Path(), 0
         self.failure = ""
-        """Reason for which the worker is not restarted; empty if it is."""
+        """Reason for which the worker is not restarted, or empty if it is."""
 
     def check(self) -> None:
         """Start the worker, or check its health."""

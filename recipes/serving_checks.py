@@ -76,7 +76,7 @@ def check_engine(config: WeftConfig) -> None:
 
 
 def reason_of(log: Path, begin: int) -> str:
-    """The first error in a worker's log from byte ``begin`` on; empty if there is none."""
+    """The first error in a worker's log from byte ``begin`` on, or empty if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(begin)
@@ -125,7 +125,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def model_bytes(folder: Path) -> int:
-    """Size of a model's weight files; 0 if there are none in a known format."""
+    """Size of a model's weight files, or 0 if there are none in a known format."""
     try:
         index = parse_json(read_text(folder / "model.safetensors.index.json"))
         return int(index["metadata"]["total_size"])
@@ -134,7 +134,7 @@ def model_bytes(folder: Path) -> int:
 
 
 def cache_bytes(folder: Path, tokens: int) -> int:
-    """Return the bytes of a prompt's KV cache; 0 if the model's configuration lacks the sizes."""
+    """Return the bytes of a prompt's KV cache, or 0 if the model's configuration lacks the sizes."""
     try:
         config = parse_json(read_text(folder / "config.json"))
         config = config.get("text_config", config)
@@ -151,7 +151,7 @@ def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -
 
     Args:
         device_bytes: memory of a GPU.
-        training_bytes: predicted memory of a rank; 0 if unknown.
+        training_bytes: predicted memory of a rank, or 0 if unknown.
 
     Returns:
         Both shares in one line of text.
@@ -187,7 +187,7 @@ def _gb(count: float) -> str:
 
 
 def least_gpu_bytes(devices: Sequence[str]) -> int:
-    """Memory of the smallest of these GPUs according to nvidia-smi; 0 if that is not available."""
+    """Memory of the smallest of these GPUs according to nvidia-smi, or 0 if that is not available."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(devices)}"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout

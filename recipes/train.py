@@ -66,7 +66,7 @@ PATIENCE_S = 5.0
 
 
 def main(argv: Sequence[str], held: Held | None = None) -> int:
-    """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank; returns the exit code.
+    """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank and return the exit code.
 
     Args:
         held: as of `train`.
@@ -126,7 +126,7 @@ def train(
     held: Held | None = None,
     signals: StopSignals | None = None,
 ) -> WeftEngine:
-    """Run the training that ``config`` describes on this rank, to its end; a collective call.
+    """Run the training that ``config`` describes on this rank, to its end. A collective call.
 
     Args:
         heartbeat: publishes progress to the supervisor.
@@ -201,7 +201,7 @@ def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
 
 
 def _lock_folder(config: WeftConfig, folder: Path, held: Held) -> Callable[[], None]:
-    """Lock the run's folder for this run, and write the configuration into it; returns what unlocks it.
+    """Lock the run's folder for this run, and write the configuration into it and return what unlocks it.
 
     A collective call.
 
@@ -227,7 +227,7 @@ def _lock_folder(config: WeftConfig, folder: Path, held: Held) -> Callable[[], N
 
 
 def _check_outputs(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the plan, and check that checkpoints and exports can be written; a collective call.
+    """Write the plan, and check that checkpoints and exports can be written. A collective call.
 
     Raises:
         ValueError: on every rank: they cannot.

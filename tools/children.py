@@ -106,7 +106,7 @@ class Child:
         self._process.join()
 
     def output(self) -> str:
-        """Return the end of its output, on a new line; empty without a log."""
+        """Return the end of its output, on a new line, or empty without a log."""
         if self._log is None or not self._log.exists():  # the child makes it, which takes long on a busy machine
             return ""
         return f"\n{self._log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"

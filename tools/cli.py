@@ -42,7 +42,7 @@ BAD_INPUT = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``weft COMMAND ...``; returns the exit code (2 for bad input)."""
+    """Run ``weft COMMAND ...`` and return the exit code (2 for bad input)."""
     if argv is None:
         atexit.register(gc.freeze)  # with torch imported, a last search for garbage takes more than a second
     args = list(sys.argv[1:] if argv is None else argv)
@@ -80,7 +80,7 @@ def unwind_on_termination() -> None:
 
 
 def report_bad_input(name: str, command: Callable[[], int]) -> int:
-    """Run a command; returns its exit code, or prints a ValueError after the command's name and returns 2."""
+    """Run a command and return its exit code, or prints a ValueError after the command's name and returns 2."""
     try:
         _require_home()
         status = command()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``weft doctor CHECK ...``; returns the exit code."""
+    """Run ``weft doctor CHECK ...`` and return the exit code."""
     parser = argparse.ArgumentParser(prog="weft doctor", description=__doc__)
     checks = parser.add_subparsers(dest="check", required=True)
     _net_options(checks.add_parser("net", help="probe the links between sites", description=_NET))

@@ -8,7 +8,7 @@ from weft.tools.early_launch import early_agent, read_arguments
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[launcher options] [recipe=NAME] [key=value ...]``; returns the ranks' exit code.
+    """Run ``[launcher options] [recipe=NAME] [key=value ...]`` and return the ranks' exit code.
 
     Raises:
         ValueError: bad input, found before any rank starts.

@@ -24,7 +24,7 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
     any.
 
     Args:
-        work: importable; a collective call.
+        work: importable. A collective call.
         most_s: time limit in seconds, from when all ranks have started.
 
     Returns:

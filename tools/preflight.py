@@ -43,7 +43,7 @@ def preflight(
 
 
 def check_inputs(argv: Sequence[str]) -> int:
-    """Run the checks of `INPUTS` on the configuration in a file, as a process; returns its exit code."""
+    """Run the checks of `INPUTS` on the configuration in a file, as a process, and return its exit code."""
     (file,) = argv
     try:
         preflight(load([], recipe_file=file), checks=INPUTS)

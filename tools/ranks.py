@@ -24,13 +24,13 @@ def run_ranks(
     timeout_s: float = 120.0,
     meanwhile: Callable[[], object] | None = None,
 ) -> list[Any]:
-    """Run ``function(*args)`` on every rank; returns each rank's result.
+    """Run ``function(*args)`` on every rank and return each rank's result.
 
     Each rank is a `Child`. Its output goes to a file, which is shown only if it fails. Ranks are killed
     when this function ends, and end by themselves if this process dies.
 
     Args:
-        function: importable; returns plain data. It finds the usual RANK, WORLD_SIZE,
+        function: importable and return plain data. It finds the usual RANK, WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT.
         timeout_s: seconds after which the run is aborted.
         meanwhile: called again and again until the first rank has ended.

@@ -8,7 +8,7 @@ from weft.tools.evict import command_parser, parse_hosts
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``weft readmit HOST ... [key=value ...]``; 1 where one of them was not kept out.
+    """Run ``weft readmit HOST ... [key=value ...]`` and return 1 if one of them was not denied.
 
     Raises:
         ValueError: no host is named, or the deny-list cannot be read.

@@ -32,7 +32,7 @@ MOST_CELL = 64
 
 
 def main(argv: list[str]) -> int:
-    """Run ``weft schedule KIND --ranks P --microbatches M ...``; returns the exit code.
+    """Run ``weft schedule KIND --ranks P --microbatches M ...`` and return the exit code.
 
     Raises:
         ValueError: an option does not go with the others; names it and the remedy.

@@ -18,7 +18,7 @@ from weft.tools.schedule import costs_of, draw, emit
 
 
 def main(argv: list[str]) -> int:
-    """Run ``weft simulate SCHEDULE [--costs FILE]``; returns the exit code.
+    """Run ``weft simulate SCHEDULE [--costs FILE]`` and return the exit code.
 
     Raises:
         ValueError: a file cannot be read, or the schedule cannot run; names the place.

@@ -113,7 +113,7 @@ def _run(
 
 
 def _shares(timeline: Timeline, cell: Sequence[BubblePattern], args: argparse.Namespace) -> float:
-    """Print where the ranks' time goes; returns the share that prefills can use."""
+    """Print where the ranks' time goes and return the share that prefills can use."""
     whole_s = timeline.step_s * timeline.num_ranks
     usable = sum(pattern.open_s for pattern in cell) / whole_s
     show(

@@ -72,7 +72,7 @@ class Turns:
         self._file("go", number).touch()
 
     def wait(self, number: int) -> None:
-        """Wait until the real ranks may run; a collective call of them."""
+        """Wait until the real ranks may run. A collective call of them."""
         dist.barrier()
         if dist.get_rank() == 0:
             self._file("ready", number).touch()

@@ -35,7 +35,7 @@ class _Transfer:
 
     Attributes:
         end_s: when it ends if nothing slows it down any more.
-        carried: the collective itself; None for a part that goes without.
+        carried: the collective itself, or None for a part that goes without.
     """
 
     link: LinkScope
@@ -86,7 +86,7 @@ class Machine:
         self.spans.append(StrandSpan(PROCESSOR, step, begin_s, self._free_s))
 
     def start(self, seconds: float, link: LinkScope, step: Step, carried: Any = None) -> _Transfer:
-        """Occupy a link for ``seconds`` as soon as it is free; returns immediately."""
+        """Occupy a link for ``seconds`` as soon as it is free and return immediately."""
         seconds = 0.0 if self.hurries else seconds
         start_s = max([self._now_s, *(t.end_s for t in self._transfers if t.link is link)])
         transfer = _Transfer(link, step, start_s, start_s + seconds, carried, self)

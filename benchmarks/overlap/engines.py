@@ -118,7 +118,7 @@ class SharedRun:
         step_s: seconds of each measured step.
         losses: of all steps.
         most_live: layers whose forward had begun and whose input gradient was not complete, at most.
-        planned_s: what the engine took a step to last; None if it does not say.
+        planned_s: what the engine took a step to last, or None if it does not say.
     """
 
     step_s: tuple[float, ...]

@@ -88,9 +88,9 @@ class RankRun:
     ended_s: float = 0.0
     """Time at which the last step ended, on the clock of `time.perf_counter`."""
     pipeline_s: float = 0.0
-    """Seconds of the last step from its first action to its last on any rank; 0 if not measured."""
+    """Seconds of the last step from its first action to its last on any rank, or 0 if not measured."""
     profile: CostModel | None = None
-    """Costs fitted to the warm-up's steps, all but the first; None if not measured."""
+    """Costs fitted to the warm-up's steps, all but the first, or None if not measured."""
 
 
 def middle_and_spread(step_s: Sequence[float]) -> tuple[float, float]:

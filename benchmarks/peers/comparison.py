@@ -19,7 +19,7 @@ class Measured:
         title: its name in the table.
         case: title of its table.
         step_s: seconds of every step, of all rounds.
-        references: seconds that a step is compared with, by name; None if the engine does not report them.
+        references: seconds that a step is compared with, by name, or None if the engine does not report them.
         ratios: references over which the table has a ratio.
         compared_s: seconds that are compared with the references; None takes the median step.
         notes: further cells, by column.

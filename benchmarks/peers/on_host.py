@@ -58,7 +58,7 @@ class HostRun:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every engine on every case; returns 1 if Weft's 1F1B misses its goal."""
+    """Run every engine on every case and return 1 if Weft's 1F1B misses its goal."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks engines host", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of three steps")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each engine, in turns")

@@ -36,7 +36,7 @@ _SHORT_S = 15.0  # a step that is worth a warm-up
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every engine at every latency; returns 0."""
+    """Run every engine at every latency and return 0."""
     args = parse(_parser(), argv, engines=SITES)
     load()  # compiled here, not while a run is timed
     each = args.forward / 1e3

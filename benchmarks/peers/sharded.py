@@ -27,7 +27,7 @@ SLOWNESS = 4.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every engine at every share of communication; returns 0 if the goals are met, 1 if not."""
+    """Run every engine at every share of communication and return 0 if the goals are met, 1 if not."""
     args = parse(_parser(), argv, engines=SHARDED)
     names = list(ABLATION) if args.ablation else args.engines
     with (

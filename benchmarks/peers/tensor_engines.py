@@ -103,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def race(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
-    """Race all engines on each architecture; returns the runs, and True if Weft's losses are those of one process."""
+    """Race all engines on each architecture and return the runs, and True if Weft's losses are those of one process."""
     met, figures = True, []
     for arch in args.race:
         with TemporaryDirectory(prefix="weft-bench-tensor-") as folder:

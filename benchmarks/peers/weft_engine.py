@@ -88,7 +88,7 @@ def engine_of(
     stage: Callable[[PreparedRun, int], EmulatedStage],
     data: Iterator[Batch],
 ) -> WeftEngine:
-    """Weft's engine of emulated stages, planned from ``facts``; a collective call.
+    """Weft's engine of emulated stages, planned from ``facts``. A collective call.
 
     Args:
         stage: makes the virtual stage of a number, once all is planned.

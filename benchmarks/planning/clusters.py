@@ -45,7 +45,7 @@ class Outcome:
     """`auto` and the best fixed schedule of any placement, under one cap.
 
     Attributes:
-        fixed: kind and placement of the best fixed schedule under the cap; empty if none keeps to it.
+        fixed: kind and placement of the best fixed schedule under the cap, or empty if none keeps to it.
         fixed_s: its step; infinite if there is none.
         auto: over all placements.
         slower: fixed kinds and placements that were faster, where `auto` was held to the same placement.
@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> tuple[object, bool]:
-    """Print how often `auto` is faster, equal and slower; returns the outcomes, and True if it is never slower."""
+    """Print how often `auto` is faster, equal and slower and return the outcomes, and True if it is never slower."""
     count(args.clusters, "--clusters")
     count(args.first, "--first", least=0)
     seeds = range(args.first, args.first + args.clusters)

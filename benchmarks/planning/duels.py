@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> tuple[object, bool]:
-    """Print how often `auto` is shorter, equal and longer; returns the duels, and True if it is never longer."""
+    """Print how often `auto` is shorter, equal and longer and return the duels, and True if it is never longer."""
     counts = range(1, args.microbatches + 1, args.every)
     comparisons = [
         comparison for ranks in range(2, args.ranks + 1) for count in counts for comparison in compare(ranks, count)

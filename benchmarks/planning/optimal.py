@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> tuple[object, bool]:
-    """Print both tables; returns the results, and True if `auto` meets its goal (mean 2 %, worst 5 %)."""
+    """Print both tables and return the results, and True if `auto` meets its goal (mean 2 %, worst 5 %)."""
     closed = list(closed_cases(args.cases, args.limit, args.search))
     gaps = [result.gap for result in closed]
     mean, worst = sum(gaps) / len(gaps), max(gaps)

@@ -33,7 +33,7 @@ class RankSteps:
 
 
 def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...]:
-    """Train a few steps, and fit the costs of each virtual stage; a collective call."""
+    """Train a few steps, and fit the costs of each virtual stage. A collective call."""
     engine = emulated_engine(case, config)
     try:
         time_steps(replace(case, num_warmup=0), engine.train_batch)
@@ -44,7 +44,7 @@ def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...
 
 
 def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
-    """Train a few steps in a row; a collective call."""
+    """Train a few steps in a row. A collective call."""
     engine = emulated_engine(case, config)
     try:
         time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)

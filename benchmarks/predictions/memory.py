@@ -83,7 +83,7 @@ class _InlineExecutor:
 
 
 def _peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak:
-    """This rank's memory in a layout; a collective call."""
+    """This rank's memory in a layout. A collective call."""
     from weft.engine.initialize import initialize
 
     config = compose([*QUICKSTART, *layout, *settings])

@@ -55,7 +55,7 @@ def spans_of(prefills: Iterable[dict]) -> list[tuple[float, float]]:
 
 
 def report_serving(found: Findings) -> dict[str, object]:
-    """Print what prefill gained and what it cost; returns the figures."""
+    """Print what prefill gained and what it cost and return the figures."""
     windows = found.windows
     off_s, on_s = (steps_within(found.steps, windows.spans[name]) for name in ("off", "on"))
     print(f"\na mark on the board: {_mark_ns(found.folder):.0f} ns, {found.watch.marks(found.workers[0])} a step")
@@ -88,7 +88,7 @@ def report_serving(found: Findings) -> dict[str, object]:
 
 
 def report_faults(found: Findings) -> dict[str, object]:
-    """Print the median step before, during and after each fault; returns the figures."""
+    """Print the median step before, during and after each fault and return the figures."""
     calm = [steps_within(found.steps, [span]) for span in found.windows.spans["calm"]]
     middles = [median(steps) for steps in calm if steps]
     apart = (max(middles) - min(middles)) / median(middles)

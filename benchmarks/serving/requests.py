@@ -36,9 +36,9 @@ class Answer:
     sent_s: float
     ttft_s: float
     status: int
-    """HTTP status; 0 if there was no answer."""
+    """HTTP status, or 0 if there was no answer."""
     predicted_s: float = 0.0
-    """The controller's prediction of `ttft_s`; 0 without a controller."""
+    """The controller's prediction of `ttft_s`, or 0 without a controller."""
 
 
 def read_trace(path: Path, count: int, *, most_tokens: int, over_s: float) -> list[Request]:
@@ -81,7 +81,7 @@ def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
 
 
 def replay(requests: Sequence[Request], urls: Sequence[str], *, key: str, seed: int = 0) -> list[Answer]:
-    """Send each request at its time, to the workers in turn; returns when all are answered."""
+    """Send each request at its time, to the workers in turn and return when all are answered."""
     begin_s = time.monotonic()
     with ThreadPoolExecutor(NUM_SENDERS) as senders:
         waiting = []

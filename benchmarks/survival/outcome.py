@@ -23,7 +23,7 @@ class Survival:
             where it never has to stop.
         lost: steps that were trained again.
         difference: of the losses from the fault to the next one from those of an undisturbed run, the largest,
-            relatively; None if none was compared.
+            relatively, or None if none was compared.
         rounds: whether sums are made in another order than in the undisturbed run.
         ends: whether the run is to end.
         note: what went wrong otherwise.
@@ -74,7 +74,7 @@ class Survival:
 
 
 def is_right(said: Mapping[str, Any], blamed: Mapping[str, Any], host_of: Mapping[int, str]) -> bool:
-    """True if a journal's culprit and kind are who is to blame; see `Inflicted`.
+    """True if a journal's culprit and kind are who is to blame. See `Inflicted`.
 
     Args:
         host_of: the host of each rank.

@@ -66,7 +66,7 @@ class Undisturbed:
 
 
 def difference(found: Mapping[int, float | None], expected: Mapping[int, float | None]) -> float | None:
-    """The largest relative difference of a loss; 0 where all are the same to the last digit, None of no loss.
+    """Return the largest relative difference of a loss, 0 if all are equal to the last digit, None without losses.
 
     Raises:
         KeyError: a step is not expected.

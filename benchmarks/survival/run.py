@@ -199,7 +199,7 @@ class SupervisedRun:
     # -- what is done to it ----------------------------------------------------------------------
 
     def order(self, rank: int, do: str, **arguments: Any) -> None:
-        """Send a command to a rank; see `sitecustomize`."""
+        """Send a command to a rank. See `sitecustomize`."""
         draft = self.orders / f".{rank}"
         draft.write_text(json.dumps({"do": do, **arguments}))
         draft.replace(self.orders / str(rank))

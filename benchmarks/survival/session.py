@@ -235,7 +235,7 @@ def _tells(alert: Mapping, blamed: Mapping) -> bool:
 
 
 def _grown(run: SupervisedRun, since_s: float) -> float:
-    """Return when every rank had completed a step after hosts returned; 0 before."""
+    """Return when every rank had completed a step after hosts returned, or 0 before."""
     grown = [event for event in run.events("attempt", since=since_s) if event["reason"] == "grow"]
     good = run.events("good_step", since=grown[0]["at"]) if grown else []
     return good[0]["at"] if good else 0.0

@@ -64,7 +64,7 @@ class Finding:
         folder: "loads and exports", what fails, or empty where it was not tried.
         transformers: the version that it was tried with.
         seconds: duration of the check.
-        shared: ranks along the axes inside of layers, such as "tensor 2"; empty for stages alone.
+        shared: ranks along the axes inside of layers, such as "tensor 2", or empty for stages alone.
     """
 
     model_type: str
@@ -290,7 +290,7 @@ def read_findings(file: Path, shared: str = "") -> dict[str, Finding]:
     """Return the last result of each architecture with this version of transformers.
 
     Args:
-        shared: of which results; see `Finding`.
+        shared: of which results. See `Finding`.
 
     Raises:
         ValueError: a line is not a result.

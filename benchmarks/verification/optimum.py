@@ -149,7 +149,7 @@ class _Step:
         return total + sum(occupancy + latency for _, occupancy, latency in filter(None, ways))
 
     def _way(self, action: Action) -> tuple[tuple[int, str], int, int] | None:
-        """Link, occupancy and latency of what ``action`` sends; None if it sends nothing."""
+        """Link, occupancy and latency of what ``action`` sends, or None if it sends nothing."""
         to = {Op.F: action.stage + 1, Op.I: action.stage - 1}.get(action.op, -1)
         ranks, sites = self.placement.stage_ranks, self.placement.rank_sites
         if not 0 <= to < len(ranks) or ranks[to] == ranks[action.stage]:

@@ -172,7 +172,7 @@ def _batches(whole: PreTrainedModel) -> Sequence[Batch]:
 
 
 def _difference(model: nn.Module, sizes: Mapping[str, int], num_stages: int, kind: str) -> str:
-    """Return the difference between members under a schedule and the whole model; empty if none."""
+    """Return the difference between members under a schedule and the whole model, or empty if none."""
     batches = _batches(hf_model(model))
     items = torch.tensor(sum(map(count_label_tokens, batches)))
     schedule = schedule_of(kind, num_stages)

@@ -150,7 +150,7 @@ def _told(batch: Batch) -> Batch:
 def _difference(
     small: PreTrainedModel, batches: Sequence[Batch], sizes: Mapping[str, int], stages: int, exchange: ContextExchange
 ) -> str:
-    """Return the difference between the members' outcome and the whole model's; empty if none."""
+    """Return the difference between the members' outcome and the whole model's, or empty if none."""
     for batch in batches:
         _told(batch)
     items = torch.tensor(sum(map(count_label_tokens, batches)))

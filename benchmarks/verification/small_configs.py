@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 DECODER = {"is_decoder": True}
-"""For architectures that are bidirectional by default."""
+"""Makes architectures causal that are bidirectional by default."""
 GROUPED = {"head_dim": 128, "num_key_value_heads": 8}
 EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
 PER_KIND = {kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("full_attention", "sliding_attention")}

@@ -41,7 +41,7 @@ class CostCache:
         return cls(Path(cache_dir).expanduser() / "collectives.json")
 
     def read(self, key: str) -> CollectiveCosts | None:
-        """The costs of a topology; None if they were not measured, or long ago, or the file is unreadable."""
+        """The costs of a topology, or None if they were not measured, or long ago, or the file is unreadable."""
         known = Measurements(self.path).read().get(key)
         if known is None or known.is_old:
             return None
@@ -60,7 +60,7 @@ class CostCache:
         Measurements(self.path).keep({key: list(_rows(costs))}, costs.spread)
 
     def correct(self, key: str, samples: Iterable[Sample], *, load: float) -> None:
-        """Replace the costs of primitives that a run's collectives contradict; see `Measurement.refutes`.
+        """Replace the costs of primitives that a run's collectives contradict. See `Measurement.refutes`.
 
         Args:
             samples: of the run.

@@ -42,7 +42,7 @@ class Substitution:
     """A row of Centauri's table 2: a primitive and the sequence that replaces it.
 
     Attributes:
-        pruned: why the planner never uses it; empty if it does.
+        pruned: why the planner never uses it, or empty if it does.
     """
 
     primitive: Primitive

@@ -34,7 +34,7 @@ class _Axis:
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A collective in flight; see `weft.comm.channel.Handle`.
+    """A collective in flight. See `weft.comm.channel.Handle`.
 
     Attributes:
         what: names the collective in error messages.
@@ -88,7 +88,7 @@ class Communicator:
         meshes: Mapping[Group, Iterable[Mesh]] | None = None,
         primitives: Collection[Primitive] = PLAIN,
     ) -> Communicator | None:
-        """A communicator for the group that this rank is in; a collective call over the world.
+        """A communicator for the group that this rank is in. A collective call over the world.
 
         Args:
             groups: disjoint groups, the same on every rank.

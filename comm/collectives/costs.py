@@ -58,7 +58,7 @@ class CollectiveCosts:
 
     table: Mapping[tuple[LinkClass, Primitive], AlphaBeta]
     spread: float | None = field(default=None, compare=False)
-    """Median relative difference of the measurements from these costs; None without measurements."""
+    """Median relative difference of the measurements from these costs, or None without measurements."""
 
     @classmethod
     def of_links(cls, links: Mapping[LinkClass, AlphaBeta]) -> CollectiveCosts:

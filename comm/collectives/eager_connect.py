@@ -1,4 +1,4 @@
-"""Eager connection of collective groups; see `weft.comm.eager_connect`."""
+"""Eager connection of collective groups. See `weft.comm.eager_connect`."""
 
 from __future__ import annotations
 

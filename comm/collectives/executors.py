@@ -29,7 +29,7 @@ class InOrderExecutor(Protocol):
     """Runs steps in submission order."""
 
     def submit(self, work: Work, after: Pending) -> Pending:
-        """Run ``work`` on the result of ``after``; returns immediately."""
+        """Run ``work`` on the result of ``after`` and return immediately."""
         ...
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class ThreadExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, work: Work, after: Pending) -> Future[Tensor]:
-        """Run ``work`` on the result of ``after``; returns immediately."""
+        """Run ``work`` on the result of ``after`` and return immediately."""
         return self._thread.submit(lambda: work(after.result()))
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class StreamExecutor:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, work: Work, after: Pending) -> StreamResult:
-        """Run ``work`` on the result of ``after``; returns immediately."""
+        """Run ``work`` on the result of ``after`` and return immediately."""
         with torch.cuda.stream(self._stream):
             tensor = after.result()
             tensor.record_stream(self._stream)
@@ -77,7 +77,7 @@ class HostedStreamExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, work: Work, after: Pending) -> HostedResult:
-        """Run ``work`` on the result of ``after``; returns immediately."""
+        """Run ``work`` on the result of ``after`` and return immediately."""
         return HostedResult(self._thread.submit(self._run, work, after))
 
     def _run(self, work: Work, after: Pending) -> StreamResult:

@@ -29,7 +29,7 @@ MAX_SLOWDOWN_S = 0.3
 
 
 def nodes_of_world() -> tuple[int, ...]:
-    """The node of each rank of the world, counted from 0; a collective call.
+    """The node of each rank of the world, counted from 0. A collective call.
 
     Different network namespaces of one machine count as different nodes.
     """
@@ -46,7 +46,7 @@ def measure(
     repeats: int = 3,
     concurrent: dist.ProcessGroup | None = None,
 ) -> list[Sample]:
-    """Time every primitive along every open axis; a collective call over the group.
+    """Time every primitive along every open axis. A collective call over the group.
 
     A sample is the median over repeats of the slowest rank, with all sub-groups of the axis communicating.
 
@@ -107,7 +107,7 @@ def fitted(samples: Sequence[Sample]) -> CollectiveCosts:
 
 
 def known_costs(communicator: Communicator, *, device: torch.device, cache: CostCache) -> CollectiveCosts | None:
-    """The group's costs, from the cache or measured and cached; a collective call over the world.
+    """The group's costs, from the cache or measured and cached. A collective call over the world.
 
     Groups with the same layout on their nodes measure together and share their costs.
 

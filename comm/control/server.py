@@ -55,7 +55,7 @@ class ControlServer:
         self.refused = 0
 
     async def listen(self, address: Address) -> Address:
-        """Begin to listen; returns where, with the port that was taken for port 0.
+        """Begin to listen and return where, with the port that was taken for port 0.
 
         Raises:
             ValueError: the address cannot be bound, or it needs ``WEFT_KEY`` and there is none.

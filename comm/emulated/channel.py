@@ -14,7 +14,7 @@ from weft.comm.emulated.meeting import Meeting
 
 @dataclass(frozen=True)
 class Sent:
-    """A message that has been taken over; see `weft.comm.channel.SendHandle`."""
+    """A message that has been taken over. See `weft.comm.channel.SendHandle`."""
 
     tensor: Tensor
 
@@ -29,7 +29,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Coming:
-    """A message that an emulated neighbour sends; see `weft.comm.channel.Handle`."""
+    """A message that an emulated neighbour sends. See `weft.comm.channel.Handle`."""
 
     world: Meeting
     peer: int
@@ -49,7 +49,7 @@ class Coming:
 
 
 class EmulatedSender:
-    """The sending end of a channel to an emulated neighbour; see `weft.comm.channel.Sender`. A message is copied once,
+    """The sending end of a channel to an emulated neighbour. See `weft.comm.channel.Sender`. A message is copied once,
     as into shared memory."""
 
     def __init__(self, world: Meeting, peer: int) -> None:
@@ -78,7 +78,7 @@ class EmulatedSender:
 
 
 class EmulatedReceiver:
-    """The receiving end from a neighbour; see `weft.comm.channel.Receiver`."""
+    """The receiving end from a neighbour. See `weft.comm.channel.Receiver`."""
 
     def __init__(self, world: Meeting, peer: int) -> None:
         """``peer`` is a global rank."""

@@ -76,7 +76,7 @@ class EmulatedGroup(PythonGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> EmulatedGroup | None:
-        """A group of some ranks: no rendezvous, no connections; None where this rank is in none of its places."""
+        """Create a group without rendezvous and connections, or None if this rank is not a member."""
         if self.world.rank not in ranks:
             return None
         made = self.world.group(ranks)

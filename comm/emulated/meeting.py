@@ -72,7 +72,7 @@ class NoStep:
 
 
 class Meeting(Protocol):
-    """The interface between this rank and the emulated ones; see `weft.comm.emulated.world.EmulatedWorld`."""
+    """The interface between this rank and the emulated ones. See `weft.comm.emulated.world.EmulatedWorld`."""
 
     rank: int
     clock: EmulatedClock

@@ -172,7 +172,7 @@ class EmulatedWorld:
 
 
 def emulated_world() -> EmulatedWorld | None:
-    """Return the emulated world of this process; None in a real job."""
+    """Return the emulated world of this process, or None in a real job."""
     if not dist.is_initialized():
         return None
     group = dist.distributed_c10d._get_default_group()  # torch 2.11 to 2.13
@@ -180,5 +180,5 @@ def emulated_world() -> EmulatedWorld | None:
 
 
 def _create(options: Any, world: EmulatedWorld) -> EmulatedGroup:
-    """Create the first group, for `torch.distributed.Backend.register_backend`; see `EmulatedGroup.new_group`."""
+    """Create the first group, for `torch.distributed.Backend.register_backend`. See `EmulatedGroup.new_group`."""
     return world.group(range(world.size))

@@ -107,7 +107,7 @@ def gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor, ro
     """Gather every member's tensor, in order of members, at ``root``; everywhere if it is None.
 
     Args:
-        outputs: receive the tensors; empty on members that receive none.
+        outputs: receive the tensors, or empty on members that receive none.
     """
     size = tensor.nbytes
     wanted = [site for site, members in exchange.blocks.items() if root is None or root in members]

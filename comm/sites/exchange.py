@@ -42,7 +42,7 @@ class SiteExchange:
         Args:
             position: this rank's index in the group.
             sites: the site of each member.
-            inside: the group of members at this site, in order; None if there is only one.
+            inside: the group of members at this site, in order, or None if there is only one.
             channels: on a leader, the channels to the leaders of the other sites.
         """
         self.blocks = {site: [at for at, there in enumerate(sites) if there == site] for site in sorted(set(sites))}

@@ -49,7 +49,7 @@ def by_site(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def door() -> tuple[str, int] | None:
-    """Return the address on which this host listens for all of its ranks; None in a job without sites."""
+    """Return the address on which this host listens for all of its ranks, or None in a job without sites."""
     return dist.distributed_c10d._get_default_group().links.address if spans_sites() else None
 
 

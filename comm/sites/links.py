@@ -53,7 +53,7 @@ class SiteLinks:
     """
 
     def __init__(self, store: dist.Store, sites: Sites, *, rank: int) -> None:
-        """Listen; a collective call, for rank 0 draws the attempt's name, and a host's first rank listens for all.
+        """Listen. A collective call, for rank 0 draws the attempt's name, and a host's first rank listens for all.
 
         Raises:
             ValueError: no key, an interface that is not there, or a port that is taken; on all ranks of the host.

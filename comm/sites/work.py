@@ -121,7 +121,7 @@ class CollectiveWork(dist.Work):
 
 
 class Arrival:
-    """A message of gloo that arrives in host memory; see `weft.comm.channel.SendHandle`."""
+    """A message of gloo that arrives in host memory. See `weft.comm.channel.SendHandle`."""
 
     def __init__(self, work: dist.Work, host: Tensor) -> None:
         """``work`` fills ``host``."""
@@ -141,7 +141,7 @@ class TransferWork(dist.Work):
     """A message to another site, or from one."""
 
     def __init__(self, handle: SendHandle, target: Tensor | None) -> None:
-        """``target`` receives the tensor; None for a send."""
+        """``target`` receives the tensor, or None for a send."""
         super().__init__()
         self._handle, self._target = handle, target
 

@@ -22,7 +22,7 @@ _POLL_S = 0.2  # so that Ctrl-C is handled
 
 @dataclass(frozen=True, kw_only=True)
 class WanChannel:
-    """A channel to one peer, in order within a tag; see `weft.comm.channel.Channel`.
+    """A channel to one peer, in order within a tag. See `weft.comm.channel.Channel`.
 
     Tensors are sent in pieces over one or several paths; both ends use the same paths.
 
@@ -63,7 +63,7 @@ class WanChannel:
         return handle
 
     def recv(self, tag: str, spec: TensorSpec) -> WanHandle:
-        """Start receiving a tensor of ``spec``; returns immediately."""
+        """Start receiving a tensor of ``spec`` and return immediately."""
         name, transport = _tag_bytes(tag), self.transport
         host = self.staging.room(spec)
         handle = WanHandle(self, f"{tag} did not arrive", host, arrives=True)
@@ -76,7 +76,7 @@ class WanChannel:
 
 
 class WanHandle:
-    """A transfer over the WAN; see `weft.comm.channel.Handle`."""
+    """A transfer over the WAN. See `weft.comm.channel.Handle`."""
 
     def __init__(self, channel: WanChannel, trouble: str, tensor: Tensor, *, arrives: bool) -> None:
         """Created by `WanChannel`; ``trouble`` is the time-out's message, ``arrives`` is true for receives."""

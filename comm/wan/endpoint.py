@@ -52,7 +52,7 @@ class WanEndpoint:
             bind: IP address to listen on; the wildcard (0.0.0.0) is refused.
             job: identifies this attempt of the run, the same on every rank: processes that remain from another
                 attempt, which have the same key, are refused.
-            port: 0 chooses a free one; see `address`.
+            port: 0 chooses a free one. See `address`.
             door: address of the host's endpoint that listens for this one, which then does not; needs ``knocks``.
             knocks: True if endpoints of one host share a port; the same on all endpoints of the job. The endpoint
                 that listens (no ``door``) passes connections on to the others.
@@ -121,7 +121,7 @@ class WanEndpoint:
         return peer in self._links
 
     def channel(self, peer: int, *, lane: int = 0) -> WanChannel:
-        """The channel to ``peer`` over its link; see `weft.comm.channel.Channel`.
+        """The channel to ``peer`` over its link. See `weft.comm.channel.Channel`.
 
         Args:
             lane: number from 0 to 65534 of an independent channel over the same link; the same at both ends.

@@ -44,7 +44,7 @@ class WanNetwork:
         channels: the channel of each hop (sender, receiver) of this rank.
         priorities: by tag, the priority of this rank's sends among the transfers of its DP-cell; the
             engine fills it in from the schedule.
-        profiles: all ranks' probe results, by hop; empty if nothing was probed.
+        profiles: all ranks' probe results, by hop, or empty if nothing was probed.
     """
 
     def __init__(self, endpoint: WanEndpoint | None) -> None:
@@ -64,7 +64,7 @@ class WanNetwork:
         known: Mapping[Hop, LinkProfile] = MappingProxyType({}),
         door: tuple[str, int] | None = None,
     ) -> WanNetwork:
-        """Open the links of every cell; a collective call over the whole world.
+        """Open the links of every cell. A collective call over the whole world.
 
         Args:
             cells: all crossings of the job, the same on every rank; a pipeline that shares no
@@ -99,7 +99,7 @@ class WanNetwork:
         return network
 
     def close(self) -> None:
-        """Close all links; a collective call, because ranks relay for each other."""
+        """Close all links. A collective call, because ranks relay for each other."""
         dist.barrier()
         if self.endpoint is not None:
             self.endpoint.close()

@@ -36,7 +36,7 @@ class LinkProfile:
         rtt_s: minimum round-trip time.
         rates_bps: pairs of (number of connections, their total payload bits per second).
         opposed_bps: rate while the other direction was saturated too, so that acknowledgements shared
-            the line with payload; 0 if only one direction was measured.
+            the line with payload, or 0 if only one direction was measured.
     """
 
     rtt_s: float
@@ -236,7 +236,7 @@ class ProfileCache:
     path: Path
 
     def read(self) -> dict[str, LinkProfile]:
-        """All profiles by link name that need not be measured anew; empty if the file is unreadable."""
+        """All profiles by link name that need not be measured anew, or empty if the file is unreadable."""
         known = Measurements(self.path).read()
         try:
             return {name: _profile(found.value) for name, found in known.items() if not found.is_due}

@@ -44,7 +44,7 @@ class LinkCounters:
         duplicate_chunks: received chunks that were dropped as duplicates.
         broken: connections lost or replaced.
         ready: connections in use.
-        rtt_s: minimum round-trip time of the link's pings; 0 before the first.
+        rtt_s: minimum round-trip time of the link's pings, or 0 before the first.
     """
 
     sent_bytes: int
@@ -166,7 +166,7 @@ class Transport:
         return LinkCounters(**{field.name: getattr(counters, field.name) for field in fields(LinkCounters)})
 
     def send(self, path: Path, tag: bytes, priority: int, address: int, num_bytes: int) -> int:
-        """Start sending memory; returns the request, which the caller must `free` when it is finished.
+        """Start sending memory and return the request, which the caller must `free` when it is finished.
 
         Args:
             priority: among the messages queued for one link, lower goes first.
@@ -175,7 +175,7 @@ class Transport:
             return self._library.weft_wan_send(native, *path, tag, priority, address, num_bytes)
 
     def receive(self, path: Path, tag: bytes, address: int, num_bytes: int) -> int:
-        """Start receiving into memory; returns the request, as `send` does."""
+        """Start receiving into memory and return the request, as `send` does."""
         with self._using() as native:
             return self._library.weft_wan_receive(native, *path, tag, address, num_bytes)
 

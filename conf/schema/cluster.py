@@ -42,7 +42,7 @@ class SiteConfig:
     """Pipeline ranks of the site if there is no hostfile (one machine, emulation); otherwise the
     hosts' slots decide."""
     nodes: int = 0
-    """Number of hosts to request from slurm or kubernetes, without spares; 0 if a hostfile names them."""
+    """Number of hosts to request from slurm or kubernetes, without spares, or 0 if a hostfile names them."""
     spares: int = 0
     """Number of further hosts to request from slurm or kubernetes, which replace hosts that fail."""
     select: dict[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class KubernetesConfig:
     claim: str = ""
     """Persistent volume claim for train.output_dir and checkpoints, shared by all pods; needed to write a JobSet."""
     gpu_resource: str = "nvidia.com/gpu"
-    """Resource of which each pod gets one per rank; empty for CPUs."""
+    """Resource of which each pod gets one per rank, or empty for CPUs."""
 
 
 @dataclass(kw_only=True)

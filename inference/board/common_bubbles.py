@@ -29,7 +29,7 @@ class Opening:
 
 
 def opening(states: Sequence[BoardState]) -> Opening | None:
-    """The current common bubble; None if a rank computes or its state is unknown."""
+    """The current common bubble, or None if a rank computes or its state is unknown."""
     bubbles = [state.bubble for state in states]
     known = [bubble for bubble in bubbles if bubble is not None]
     if not known or len(known) < len(bubbles):
@@ -46,7 +46,7 @@ class CommonBubbles:
         self._boards = boards
 
     def upcoming(self, horizon_s: float) -> Spans | None:
-        """Common bubbles within the next ``horizon_s``, see `BoardReader.upcoming`; None if training has ended."""
+        """Common bubbles within the next ``horizon_s``, see `BoardReader.upcoming`, or None if training has ended."""
         if any(board.ended for board in self._boards):
             return None
         found = reduce(intersection, [board.upcoming(horizon_s) for board in self._boards])

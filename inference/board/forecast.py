@@ -15,9 +15,9 @@ class Forecast:
     Attributes:
         typical_s: median time of each edge; even ones open bubbles, odd ones close them.
         earliest_s: minimum time of each edge.
-        shortest_s: minimum time between each edge and the previous one; 0 for edge 0.
-        period_s: median time between step begins; 0 if unknown.
-        num_steps: number of measured steps; 0 for the schedule's prediction.
+        shortest_s: minimum time between each edge and the previous one, or 0 for edge 0.
+        period_s: median time between step begins, or 0 if unknown.
+        num_steps: number of measured steps, or 0 for the schedule's prediction.
     """
 
     typical_s: tuple[float, ...]
@@ -27,7 +27,7 @@ class Forecast:
     num_steps: int
 
     def closes_s(self, edge: int, at_s: float) -> float | None:
-        """The earliest end of the bubble that ``edge`` opened ``at_s`` after the begin; None if unknown.
+        """The earliest end of the bubble that ``edge`` opened ``at_s`` after the begin, or None if unknown.
 
         The minimum of two predictions, from the step's begin and from the edge itself: a step that
         is late on all ranks cannot be distinguished from one that is late on this rank only.

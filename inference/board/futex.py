@@ -43,7 +43,7 @@ class Futex:
         return self._word.value
 
     def wait(self, seen: int, timeout_s: float) -> bool:
-        """Block until the word differs from ``seen``, at most ``timeout_s``; returns whether it does.
+        """Block until the word differs from ``seen``, at most ``timeout_s`` and return whether it does.
 
         Spurious wake-ups are possible.
         """

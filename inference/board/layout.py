@@ -57,7 +57,7 @@ def board_path(folder: str | Path, rank: int) -> Path:
 
 
 def map_board(path: Path) -> tuple[mmap.mmap, tuple[int, int]]:
-    """Map an existing board; returns its memory and its file's (device, inode).
+    """Map an existing board and return its memory and its file's (device, inode).
 
     Raises:
         OSError: it cannot be opened.

@@ -8,7 +8,7 @@ from weft.conf.processes import own_start, process_state
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the start time of a process, in clock ticks since boot; None if it does not exist or has exited.
+    """Return the start time of a process, in clock ticks since boot, or None if it does not exist or has exited.
 
     Together with the process id this identifies a process uniquely.
     """

@@ -98,7 +98,7 @@ class BoardReader:
         """Predicted bubbles within the next ``horizon_s``: (start, end) in seconds of CLOCK_MONOTONIC, in order.
 
         The first one is the open bubble, from now on. Before the first measured step the schedule's
-        prediction is used; empty if the writer is dead or has not begun a step.
+        prediction is used, or empty if the writer is dead or has not begun a step.
         """
         seen = self._look()
         now_s = time.monotonic()
@@ -120,7 +120,7 @@ class BoardReader:
         return [(row.step, list(_work_of(row, after))) for row, after in pairwise(rows) if after.step == row.step + 1]
 
     def busy_from(self, begin_s: float, end_s: float) -> float | None:
-        """The first time between ``begin_s`` and ``end_s`` at which the rank computed; None if it did not.
+        """The first time between ``begin_s`` and ``end_s`` at which the rank computed, or None if it did not.
 
         Considers all recorded steps, including the running one.
         """
@@ -146,13 +146,13 @@ class BoardReader:
 
     @property
     def writer(self) -> int | None:
-        """The writer's process id; None without a board."""
+        """The writer's process id, or None without a board."""
         view = self._seen.view
         return None if view is None else view.writer
 
     @property
     def rank(self) -> int | None:
-        """The board's global rank; None without a board."""
+        """The board's global rank, or None without a board."""
         view = self._seen.view
         return None if view is None else view.rank
 

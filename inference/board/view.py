@@ -26,7 +26,7 @@ class Row:
     Attributes:
         step: the training step.
         kind: steps of the same kind have similar timing.
-        edges: times in nanoseconds of CLOCK_MONOTONIC, at least one; see `weft.inference.board.layout`.
+        edges: times in nanoseconds of CLOCK_MONOTONIC, at least one. See `weft.inference.board.layout`.
     """
 
     step: int
@@ -42,7 +42,7 @@ class BoardView:
 
         Raises:
             OSError: it cannot be opened.
-            ValueError: it is not a board of this user; see `map_board`.
+            ValueError: it is not a board of this user. See `map_board`.
         """
         self.path = path
         memory, self.file = map_board(path)
@@ -53,7 +53,7 @@ class BoardView:
 
     @property
     def writer(self) -> int:
-        """The writer's process id; 0 after training has ended."""
+        """The writer's process id, or 0 after training has ended."""
         return self._words[Header.PID]
 
     @property
@@ -67,7 +67,7 @@ class BoardView:
         return not self.writer or start_ticks(self.writer) != self._words[Header.STARTED]
 
     def why_dead(self, now_s: float) -> str:
-        """Return why the writer is not alive; empty if it is."""
+        """Return why the writer is not alive, or empty if it is."""
         words = self._words
         if not words[Header.PID]:
             return f"{self.path}: training has ended"
@@ -82,7 +82,7 @@ class BoardView:
         return f"{self.path}: the trainer (process {words[Header.PID]}) has been silent for {silent_s:.1f} s"
 
     def running(self) -> Row | None:
-        """The running step; None before the first."""
+        """The running step, or None before the first."""
         return self._row(self._words[Header.STEP])
 
     def rows(self) -> list[Row]:
@@ -99,7 +99,7 @@ class BoardView:
         return known[1]
 
     def _row(self, step: int) -> Row | None:
-        """A consistent read of a step's row; None if it does not exist or was overwritten."""
+        """A consistent read of a step's row, or None if it does not exist or was overwritten."""
         words, first = self._words, row_at(step, self._num_rows, self._num_edges)
         for _ in range(ATTEMPTS if step else 0):
             generation = words[first + RowHeader.GENERATION]

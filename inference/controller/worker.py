@@ -28,7 +28,7 @@ class Bubbles(Protocol):
     def upcoming(self, horizon_s: float) -> Sequence[tuple[float, float]] | None:
         """Bubbles within the next ``horizon_s``: (start, end) on the monotonic clock, in order.
 
-        None if training has ended; empty if it publishes nothing at the moment.
+        None if training has ended, or empty if it publishes nothing at the moment.
         """
         ...
 
@@ -108,7 +108,7 @@ class Worker:
             self.bubbles = bubbles or []
 
     def set_pattern(self, horizon_s: float, *, overhead_s: float, guard_s: float) -> None:
-        """Repeat the predicted bubbles of the last `refresh` periodically; see `BubblePattern`."""
+        """Repeat the predicted bubbles of the last `refresh` periodically. See `BubblePattern`."""
         now_s = self._refreshed_s
         ahead = [(max(0.0, start_s - now_s), min(horizon_s, end_s - now_s)) for start_s, end_s in self.bubbles]
         self.pattern = BubblePattern(

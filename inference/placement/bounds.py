@@ -57,7 +57,7 @@ class PlacementBounds:
         return not self._spare and len(self._position_s) >= MAX_ROWS
 
     def add(self, pattern: BubblePattern) -> int:
-        """Add a row for a pattern with nonzero capacity; returns its index."""
+        """Add a row for a pattern with nonzero capacity and return its index."""
         if not self._spare:
             self._allot(2 * len(self._position_s))
         row = self._spare.pop()

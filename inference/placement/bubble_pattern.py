@@ -36,7 +36,7 @@ class BubblePattern:
         Args:
             period_s: length of a step.
             origin_s: begin of some step.
-            overhead_s: lost by work in each bubble; see `PromptWork.overhead_s`.
+            overhead_s: lost by work in each bubble. See `PromptWork.overhead_s`.
             guard_s: kept free at the end of each bubble.
         """
         edges = [edge for bubble in bubbles for edge in bubble]
@@ -122,7 +122,7 @@ class BubblePattern:
         return self._origin_s + cycles * self._period_s + opens_s + rests_s - np.array(self._done)[index]
 
     def begin(self, free_s: float) -> float:
-        """Return when work begins on a worker that is free at ``free_s``; inf if never."""
+        """Return when work begins on a worker that is free at ``free_s``, or inf if never."""
         if not self._ends:
             return inf
         cycle, phase_s = divmod(free_s - self._origin_s, self._period_s)
@@ -132,7 +132,7 @@ class BubblePattern:
         return self._origin_s + cycle * self._period_s + max(phase_s, self._starts[index])
 
     def end(self, free_s: float, work_s: float) -> float:
-        """Return when work ends on a worker that is free at ``free_s``; inf if never."""
+        """Return when work ends on a worker that is free at ``free_s``, or inf if never."""
         return self.time(self.position(free_s) + work_s) if self._ends else inf
 
     def spans(self, free_s: float, work_s: float) -> Iterator[tuple[float, float]]:

@@ -69,7 +69,7 @@ class Sums:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Solve a small positive definite system by elimination; None if singular."""
+    """Solve a small positive definite system by elimination, or None if singular."""
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     size = len(rows)
     for i in range(size):

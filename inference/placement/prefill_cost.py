@@ -81,7 +81,7 @@ class PrefillCost:
         return self.typical_s(tokens, context) * self._scale(gap_class(gap_s))
 
     def tokens_within(self, seconds: float, context: int, gap_s: float, most: int) -> int:
-        """The longest chunk, up to ``most`` tokens, that is predicted to finish within ``seconds``; 0 if none."""
+        """The longest chunk, up to ``most`` tokens, that is predicted to finish within ``seconds``, or 0 if none."""
         a, b, c = self._fit
         budget_s = seconds / self._scale(gap_class(gap_s)) - a
         linear = b + c * context

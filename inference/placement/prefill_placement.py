@@ -89,11 +89,11 @@ class PrefillPlacement:
         self._of_worker.pop(worker, None)
 
     def find(self, now_s: float, work_s: float) -> Slot | None:
-        """The slot with the earliest end for work that arrives now; None if no worker has bubbles.
+        """The slot with the earliest end for work that arrives now, or None if no worker has bubbles.
 
         Args:
             now_s: must not decrease between calls.
-            work_s: above 0; see `PromptWork.work_s`.
+            work_s: above 0. See `PromptWork.work_s`.
         """
         floor_s = now_s + work_s + self._overhead_s + _EQUAL_S
         if (slot := self._repeat_last(now_s, work_s, floor_s)) is not None:

@@ -118,7 +118,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     Args:
         python: an interpreter with vLLM.
         num_gpus: 0 serves on the CPU.
-        trace_file: log of steps; empty for none.
+        trace_file: log of steps, or empty for none.
     """
     prefill = config.inference.prefill
     settings = settings_of(config, worker, trace_file=trace_file)

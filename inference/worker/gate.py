@@ -53,10 +53,10 @@ class Gate:
         self._trials = Trials()
         self._warm = False
         self.why_not = ""
-        """Why a board's writer was not alive at the last `grant`; empty if all were."""
+        """Why a board's writer was not alive at the last `grant`, or empty if all were."""
 
     def grant(self, wanted: int, context: int) -> tuple[int, Opening | None]:
-        """Return how many tokens are predicted to finish before the bubble closes, less the guard; 0 if none.
+        """Return how many tokens are predicted to finish before the bubble closes, less the guard, or 0 if none.
 
         Args:
             wanted: the number of pending tokens.
@@ -90,14 +90,14 @@ class Gate:
     def ended(
         self, start_s: float, end_s: float, tokens: int, context: float, computed_s: float | None = None
     ) -> float:
-        """Learn from a step; returns by how many seconds it overlapped with training, 0.0 if it did not.
+        """Learn from a step and return by how many seconds it overlapped with training, 0.0 if it did not.
 
         The overlap counts from the first time during the step at which a rank computed, even if that
         rank has reached its next bubble meanwhile. The first step of a process is not used for
         learning, because it includes loading and allocation.
 
         Args:
-            computed_s: seconds of the step in which it was neither preempted nor stopped; None if unknown.
+            computed_s: seconds of the step in which it was neither preempted nor stopped, or None if unknown.
         """
         gap_s = max(0.0, start_s - self.last_end_s)
         self._class_end_s[gap_class(gap_s)] = end_s

@@ -24,9 +24,9 @@ class WorkerSettings:
     allow_decode: bool = False
     """True if it also decodes."""
     status_file: str = ""
-    """Path of the engine's `WorkerStatus`, for the process that answers `/health`; empty for none."""
+    """Path of the engine's `WorkerStatus`, for the process that answers `/health`, or empty for none."""
     trace_file: str = ""
-    """Log of steps as JSON lines; empty for none."""
+    """Log of steps as JSON lines, or empty for none."""
 
     def to_additional_config(self) -> dict[str, Any]:
         """The value of `--additional-config`."""

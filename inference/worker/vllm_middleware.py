@@ -49,7 +49,7 @@ class ApiMiddleware:
         self._status = Path(status) if status else None
 
     def validate(self, body: bytes) -> bytes:
-        """The body to forward; see `as_prefill`.
+        """The body to forward. See `as_prefill`.
 
         Raises:
             Refusal: this worker cannot serve the prompt; with a remedy.

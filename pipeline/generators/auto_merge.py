@@ -89,7 +89,7 @@ class _Merger:
         return pair
 
     def _delay(self, fact: int, seconds: float) -> bool:
-        """Delay a fact if no consumer starts later for it; returns whether it could."""
+        """Delay a fact if no consumer starts later for it and return whether it could."""
         problem = self.problem
         if problem.receiver[fact] == NONE or seconds <= 0:
             return True

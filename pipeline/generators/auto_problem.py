@@ -203,7 +203,7 @@ class Problem:
 
     @cached_property
     def least_pair_scale(self) -> float:
-        """Duration over that of its halves of the pair that gains most; 1 where none gains."""
+        """Duration over that of its halves of the pair that gains most, or 1 if none gains."""
         held = self.placement.single.rank_stages  # pipelines of a cell are alike
         return min(map(self.costs.least_pair_scale, held), default=1.0)
 

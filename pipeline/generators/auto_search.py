@@ -21,7 +21,7 @@ class Block(NamedTuple):
 
 
 Change = dict[int, list[int]]
-"""New rows by rank; empty if a move changes nothing."""
+"""New rows by rank, or empty if a move changes nothing."""
 
 
 class Search:
@@ -125,7 +125,7 @@ class Search:
         return change
 
     def _moved(self, row: list[int], index: int, target: int) -> list[int] | None:
-        """The row with a slot moved as close to ``target`` as its dependencies allow; None if it cannot move."""
+        """The row with a slot moved as close to ``target`` as its dependencies allow, or None if it cannot move."""
         place, slot, may_swap = index, row[index], self.problem.may_swap
         while place < target and may_swap(slot, row[place + 1]):
             place += 1

@@ -35,7 +35,7 @@ class Timing:
 
 
 def time_rows(problem: Problem, rows: Rows) -> Timing | None:
-    """Time rows of single nodes and pairs; returns None if they deadlock.
+    """Time rows of single nodes and pairs and return None if they deadlock.
 
     Each rank works in row order. A link with one sender carries facts in the order in which they
     are produced, so times follow from the rows without an event queue, in time linear in the

@@ -38,7 +38,7 @@ class Bounds:
         self._known: dict[Hashable, Any] = {}
 
     def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0) -> float | None:
-        """Return the seconds of a step; None if GPUs, links or the allowed number of sites do not suffice.
+        """Return the seconds of a step, or None if GPUs, links or the allowed number of sites do not suffice.
 
         Args:
             route: how the pipeline begins; ranks that it leaves may lie at any other sites.

@@ -84,7 +84,7 @@ class Candidates:
             self.refused.memory()
 
     def _costed(self, base: Layout) -> Costed | None:
-        """Return the costs of a layout before it is scheduled; None if it does not fit the memory."""
+        """Return the costs of a layout before it is scheduled, or None if it does not fit the memory."""
         estimates, sites, most = self._estimates, self._cluster.sites, self._request.max_memory
         ways = base.ways
         costs, states = tuple(estimates.costs(way) for way in ways), []
@@ -178,7 +178,7 @@ def empty_layout(shape: Shape, route: Route) -> Layout:
 
 
 def cap_of(costed: Costed) -> float:
-    """Bytes of activations that a schedule may hold on any rank: one micro-batch at least; see `Predictions`."""
+    """Bytes of activations that a schedule may hold on any rank: one micro-batch at least. See `Predictions`."""
     stages = costed.costs[0].stages
     saved = [sum(stages[stage].activation_bytes for stage in held) for held in held_by(costed.layout)]
     return max(min(costed.rooms), *saved)

@@ -84,7 +84,7 @@ class Cluster:
     efficiency: float = EFFICIENCY
 
     def link(self, here: int, there: int) -> Link | None:
-        """Return the link between two sites; None if they are not neighbours."""
+        """Return the link between two sites, or None if they are not neighbours."""
         return self.links.get((min(here, there), max(here, there)))
 
     def number(self, name: str, what: str) -> int:

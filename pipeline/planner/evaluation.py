@@ -72,7 +72,7 @@ class Evaluation:
         return self._request.bound_of(step_s, price, paid, 0.0, self._tokens(shape))
 
     def shape_bound(self, shape: Shape) -> float | None:
-        """Return the lower bound of a shape's score for any route and schedule; None if it fits nowhere."""
+        """Return the lower bound of a shape's score for any route and schedule, or None if it fits nowhere."""
         caps = self._bounds.caps(shape)
         sites = [site for site, cap in zip(self._cluster.sites, caps, strict=True) if cap]
         if sum(caps) < shape.num_stages * shape.routes:
@@ -121,7 +121,7 @@ class Evaluation:
         return self._request.max_sites if len(self._cluster.sites) <= FEW_SITES else 1
 
     def route_bound(self, shape: Shape, route: Route, max_sites: int = 0) -> float | None:
-        """Return the lower bound of the score of routes with this beginning; None if there are none."""
+        """Return the lower bound of the score of routes with this beginning, or None if there are none."""
         step_s = self._bounds.step_s(shape, route, max_sites)
         if step_s is None:
             return None
@@ -171,7 +171,7 @@ class Evaluation:
         return self._candidates.of(shape, route, cuts)
 
     def schedule(self, candidate: Candidate) -> Prediction | None:
-        """The prediction of a scheduled layout; None if its schedule exceeds memory."""
+        """The prediction of a scheduled layout, or None if its schedule exceeds memory."""
         return self._predictions.of(candidate)
 
     def _tokens(self, shape: Shape) -> int:

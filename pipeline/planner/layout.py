@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def legs(self) -> str:
-        """Passes through the ranks, each a virtual stage of every rank; see `Placement`."""
+        """Passes through the ranks, each a virtual stage of every rank. See `Placement`."""
         return LEGS[self.arrangement]
 
     @property

@@ -47,7 +47,7 @@ class Measured:
     """Costs of a model's layers, and what they were measured on.
 
     Attributes:
-        gpu: kind of the device; empty for one that is not in the hardware table.
+        gpu: kind of the device, or empty for one that is not in the hardware table.
         device: as its driver calls it.
     """
 

@@ -24,7 +24,7 @@ class Predictions:
         self._predicted: dict[Layout, Prediction | None] = {}
 
     def of(self, candidate: Candidate) -> Prediction | None:
-        """The prediction of a scheduled layout; None if its schedule exceeds memory."""
+        """The prediction of a scheduled layout, or None if its schedule exceeds memory."""
         if candidate.layout not in self._predicted:
             self._predicted[candidate.layout] = self._predict(candidate)
         return self._predicted[candidate.layout]

@@ -78,7 +78,7 @@ class Request:
         return [self.pins[name]] if name in self.pins else found
 
     def score(self, found: Prediction) -> float:
-        """Return the quantity that the objective minimises; see `score_of`."""
+        """Return the quantity that the objective minimises. See `score_of`."""
         return self.score_of(found.step_s, found.layout, found.price_per_hour, found.egress_per_step, found.tokens)
 
     def ranked(self, found: Iterable[Prediction]) -> list[Prediction]:

@@ -81,7 +81,7 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
 
     The space has every value that a pin may have, but for `Plan.left_out`. A family is what shapes have in common that
     differ in stages, ZeRO and placement; a shape is all of a layout but its sites and its cut. Degrees, families,
-    shapes, routes through sites and cuts are parts of one another with lower bounds; see `Search`. Pipelines of few
+    shapes, routes through sites and cuts are parts of one another with lower bounds. See `Search`. Pipelines of few
     sites are searched first, and those of replicas at different sites last.
 
     Raises:

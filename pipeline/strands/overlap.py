@@ -30,7 +30,7 @@ class OverlapTable:
     links: float = 1.0
     default: float = 1.0
     spread: float | None = field(default=None, compare=False)
-    """Share by which repeated measurements of pairs differ; None where nothing was measured."""
+    """Share by which repeated measurements of pairs differ, or None if nothing was measured."""
 
     def __post_init__(self) -> None:
         """Refuse factors outside of [0, 1]."""

@@ -25,7 +25,7 @@ def plans_for(schedules: Iterable[Schedule], costs: PairCosts | None, num_stages
 
     Args:
         schedules: of DP-cells, whose pipelines are alike.
-        costs: of one pipeline; None where nothing is known of layers' insides, and nothing is planned.
+        costs: of one pipeline, or None if nothing is known of layers' insides, and nothing is planned.
         num_stages: virtual stages of a pipeline.
     """
     if costs is None:

@@ -85,7 +85,7 @@ def _alike(forward: StageStrands, backward: StageStrands) -> tuple[StrandPair, i
 
 
 def _period(plan: SegmentPlan, layer: StrandPair, missing: int) -> tuple[int, int, int] | None:
-    """Return the period in the middle of a plan: first step, step after the last, repetitions; None without one."""
+    """Return the period in the middle of a plan: first step, step after the last, repetitions, or None without one."""
     one, two = layer, layer.repeated(2)
     per_layer = [
         len(of(two)) - len(of(one))

@@ -17,7 +17,7 @@ class LinkScope(Enum):
 
 
 class Kind(Enum):
-    """The resource on which a segment spends most of its time; see `OverlapTable`."""
+    """The resource on which a segment spends most of its time. See `OverlapTable`."""
 
     gemm = "gemm"
     attention = "attention"
@@ -33,7 +33,7 @@ class Segment:
 
     Attributes:
         compute_s: seconds of compute alone.
-        link: of the collective; None where the strand ends without one.
+        link: of the collective, or None if the strand ends without one.
         comm_s: seconds of the collective alone.
         leading_s: the part of the compute that consumes the result of the previous collective.
         trailing_s: of the compute, products that make what this collective carries.

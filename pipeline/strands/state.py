@@ -12,7 +12,7 @@ class Transfer(NamedTuple):
     """The remaining part of a strand's collective.
 
     Attributes:
-        left_s: seconds, alone on its link; 0 if it has ended.
+        left_s: seconds, alone on its link, or 0 if it has ended.
         second: whether it waits for the other strand's, on the same link.
     """
 

@@ -145,7 +145,7 @@ class StrandWork:
     def timed(
         self, speed: Speed, traffic_s: Callable[[Traffic], float], links: Callable[[str], LinkScope]
     ) -> Callable[[Collection[int], bool, bool], StageStrands]:
-        """Virtual stages in seconds, by their layers and whether they are the first and the last; see `PartWork`."""
+        """Virtual stages in seconds, by their layers and whether they are the first and the last. See `PartWork`."""
         before, after = (part.timed(speed, traffic_s, links) for part in (self.before, self.after))
         kinds = [layer.timed(speed, traffic_s, links) for layer in self.layers]
 

@@ -18,7 +18,7 @@ class OperationCosts:
         in_cost: compute that does not depend on it.
         comp_cost: compute that depends on it.
         cost_inter: its inter-node part.
-        inter_size, intra_size: nodes, and ranks per node; 1 if the group is not partitioned.
+        inter_size, intra_size: nodes, and ranks per node, or 1 if the group is not partitioned.
     """
 
     comm_cost: float

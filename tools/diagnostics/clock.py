@@ -16,7 +16,7 @@ def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
     """Seconds between this host's clock and the driver's.
 
     Args:
-        driver: ``HOST:PORT`` or the name of a Unix socket; empty where there is no driver.
+        driver: ``HOST:PORT`` or the name of a Unix socket, or empty if there is no driver.
         shift_s: for tests: seconds by which to set this host's clock off.
     """
     if not driver:

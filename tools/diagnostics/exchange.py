@@ -31,7 +31,7 @@ Clock = Callable[[], float]
 def all_to_all(
     device: torch.device, *, rounds: int = 3, damage: bool = False, clock: Clock = time.perf_counter
 ) -> Exchanged:
-    """Send distinct numbers from every rank to every rank; a collective call.
+    """Send distinct numbers from every rank to every rank. A collective call.
 
     Args:
         damage: for tests: this rank sends one wrong number.
@@ -55,7 +55,7 @@ def all_to_all(
 def all_reduce(
     device: torch.device, *, rounds: int = 3, damage: bool = False, clock: Clock = time.perf_counter
 ) -> Exchanged:
-    """The sum over all ranks; a collective call. See `all_to_all`."""
+    """The sum over all ranks. A collective call. See `all_to_all`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     begun = _numbers(rank, 0, _NUMBERS, device) & 0xFFFF
     if damage:

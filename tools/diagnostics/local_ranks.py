@@ -59,7 +59,7 @@ def _answers(ranks: int, damaged: int, hung: int) -> dict[int, Any]:
 
 
 def _slowest(answers: Mapping[int, Any]) -> float:
-    """Gigabytes per second of the slowest rank; 0 if one did not answer."""
+    """Gigabytes per second of the slowest rank, or 0 if one did not answer."""
     if not all(isinstance(answer, tuple) for answer in answers.values()):
         return 0.0
     return min((each.bytes_per_s / 1e9 for answer in answers.values() for each in answer), default=0.0)

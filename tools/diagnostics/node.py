@@ -37,7 +37,7 @@ class Node:
     Attributes:
         folder: whose disk is meant.
         ranks: of this host.
-        driver: whose clock is meant; empty for none.
+        driver: whose clock is meant, or empty for none.
         judge: of speeds.
         faults: of `FAULTS`, to see that each check notices.
     """
@@ -96,7 +96,7 @@ def diagnose(node: Node, checks: Collection[str] = tuple(CHECKS)) -> list[Findin
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks that the options name; 1 if any failed."""
+    """Run the checks that the options name and return 1 if any failed."""
     cache = args.cache or Path(DataConfig.cache_dir).expanduser() / "diagnostics.json"
     node = Node(
         folder=args.folder,

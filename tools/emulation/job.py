@@ -20,7 +20,7 @@ class EmulatedJob(Protocol):
         ...
 
     def engine(self) -> WeftEngine:
-        """The engine of this process's rank, with its data; a collective call."""
+        """The engine of this process's rank, with its data. A collective call."""
         ...
 
 

@@ -22,7 +22,7 @@ _FROM_ROOT = ("broadcast", "scatter", "recv")
 
 
 class JobPace:
-    """Durations of emulated ranks, from the delay model and the what-if settings; see `weft.pipeline.twin.Pace`."""
+    """Durations of emulated ranks, from the delay model and the what-if settings. See `weft.pipeline.twin.Pace`."""
 
     def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
         """Create the pace of the twin of ``line``."""
@@ -134,21 +134,21 @@ class TwinStep:
     # -- what the others do (Step) -------------------------------------------------------------------
 
     def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
-        """Send from this rank; see `weft.comm.emulated.meeting.Step`."""
+        """Send from this rank. See `weft.comm.emulated.meeting.Step`."""
         try:
             self.twin.sent(self._send_of(tag), at_s)
         except LookupError as error:
             raise EmulationError(f"rank {self._world.rank} sends {tag} to rank {peer}: {error}") from error
 
     def arrival_s(self, peer: int, tag: str) -> float:
-        """Return when a message arrives; see `weft.comm.emulated.meeting.Step`."""
+        """Return when a message arrives. See `weft.comm.emulated.meeting.Step`."""
         try:
             return self.twin.arrival_s(self._send_of(tag))
         except LookupError as error:
             raise EmulationError(f"rank {self._world.rank} waits for {tag} of rank {peer}: {error}") from error
 
     def ready_s(self, operation: str, ranks: Sequence[int], root: int | None) -> float:
-        """Return when the last member joins, at once for this rank's stage; see `weft.comm.emulated.meeting.Step`."""
+        """Return when the last member joins, at once for this rank's stage. See `weft.comm.emulated.meeting.Step`."""
         if operation in _FROM_ROOT and root is not None:
             at = self._plan.layout.position(root)
             other = root != self._world.rank and at.line == self._line
@@ -158,7 +158,7 @@ class TwinStep:
         return max((self.twin.reached_s(rank) for rank in self._others(ranks)), default=0.0)
 
     def ended(self, operation: str, ranks: Sequence[int], at_s: float) -> None:
-        """Delay the other members; see `weft.comm.emulated.meeting.Step`.
+        """Delay the other members. See `weft.comm.emulated.meeting.Step`.
 
         Collectives from a root follow a step, others are inside one.
         """

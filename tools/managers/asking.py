@@ -16,7 +16,7 @@ from weft.tools.managers import kubernetes, slurm
 def hosts_or_request(
     config: WeftConfig, words: Sequence[str], folder: Path, write: str | None, environment: Mapping[str, str]
 ) -> WeftConfig | None:
-    """Return the configuration on the hosts of the allocation; None if hosts were requested instead.
+    """Return the configuration on the hosts of the allocation, or None if hosts were requested instead.
 
     Args:
         config: a run whose hosts a manager chooses.

@@ -59,7 +59,7 @@ def script(config: WeftConfig, overrides: Sequence[str], python: str) -> str:
 
 
 def submit(file: Path, folder: Path) -> str:
-    """Submit a script, whose output goes to ``folder``; returns the job's number.
+    """Submit a script, whose output goes to ``folder``, and return the job's number.
 
     Raises:
         ValueError: sbatch is not there, or refuses.
@@ -95,7 +95,7 @@ class _Node:
     """A node of an allocation.
 
     Attributes:
-        group: number of its part in a heterogeneous job; None in others.
+        group: number of its part in a heterogeneous job, or None in others.
     """
 
     name: str

@@ -27,7 +27,7 @@ _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 def missing() -> str:
-    """Return the requirements of a bed that this machine lacks, in words; empty if it has everything."""
+    """Return the requirements of a bed that this machine lacks, in words, or empty if it has everything."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not Path("/dev/net/tun").exists():

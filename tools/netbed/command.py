@@ -24,7 +24,7 @@ It needs root, /dev/net/tun, ip (iproute2), nsenter (util-linux) and a C compile
 
 
 def main(argv: list[str]) -> int:
-    """Run ``weft netbed ...``; returns the exit code."""
+    """Run ``weft netbed ...`` and return the exit code."""
     args = _parser().parse_args(argv)
     if lack := missing():
         raise ValueError(lack)

@@ -25,7 +25,7 @@ _GRACE_S = 15.0
 
 
 def launch(overrides: Sequence[str], *, window_kb: float) -> int:
-    """Build the bed, start the ranks in its nodes, wait for them; returns the first exit code that is not 0.
+    """Build the bed, start the ranks in its nodes, wait for them and return the first exit code that is not 0.
 
     Raises:
         ValueError: bad input, found before any process starts.

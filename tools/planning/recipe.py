@@ -22,7 +22,7 @@ from weft.pipeline.profile import costs_to_yaml
 def write_recipe(
     found: Plan, config: dict[str, Any] | None, model: str, path: Path, lora: LoraConfig | None = None
 ) -> list[Path]:
-    """Write the best plan; returns the files.
+    """Write the best plan and return the files.
 
     Args:
         config: the model's fields, where it is not loaded from a folder or a hub.
