@@ -58,7 +58,7 @@ def compare(case: ParityCase, backend: str, got: Outcome) -> Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[ARCH ...] [--variants ...] [--stages ...]``, or ``--all``, and return 1 if a difference is above the tolerance.
+    """Run ``[ARCH ...] [--variants ...] [--stages ...]``, or ``--all``, and return 1 if a difference is too large.
 
     Raises:
         ValueError: an unknown architecture or variant.
