@@ -73,7 +73,7 @@ def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool 
     Args:
         bench: name of the benchmark.
         figures: a list of dataclasses or dictionaries, or a `rich.table.Table`.
-        met: whether the benchmark's goals were met, or None if it has none.
+        met: True if the benchmark's goals were met, or None if it has none.
     """
     if args.json is None:
         return

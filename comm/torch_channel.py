@@ -64,7 +64,7 @@ class TorchChannel:
 
         Args:
             peer: global rank of the other end.
-            sending: whether this end sends.
+            sending: True if this end sends.
         """
         self._peer = peer
         self._group = group

@@ -132,7 +132,7 @@ def open_pairs(schedule: Schedule, keep: Callable[[Action, Action], bool] = lamb
     the other half, and the backward frees its activations before the forward saves its own.
 
     Args:
-        keep: whether a pair of a forward and a backward stays.
+        keep: True if a pair of a forward and a backward stays.
     """
 
     def opened(slot: Slot) -> list[Slot]:

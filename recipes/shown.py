@@ -36,7 +36,7 @@ class Shown:
         Args:
             total: steps of the run.
             start: steps already done.
-            is_on: whether steps are shown at all; notes are in any case.
+            is_on: True if steps are shown at all; notes are in any case.
             stream: stderr, unless given.
             clock: the time in seconds.
         """

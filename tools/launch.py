@@ -123,7 +123,7 @@ def run_here(config: WeftConfig, folder: Path, early: EarlyAgent, *, supervised:
     That process checks the inputs, too, so that nothing is imported twice.
 
     Args:
-        supervised: whether the run starts again after a fault, and goes on when this process ends.
+        supervised: True if the run starts again after a fault, and goes on when this process ends.
     """
     preflight(config, checks=MACHINE)
     RunLock.check(folder)

@@ -152,7 +152,7 @@ def weft(
     Args:
         pairs: which strand pairs run interleaved.
         order: of their segments; None takes the search's.
-        chunked: whether layers overlap with their own collectives.
+        chunked: True if layers overlap with their own collectives.
     """
     config = _config(case, kind, placement, pairs)
     device = join(config)

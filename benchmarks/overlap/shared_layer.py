@@ -85,7 +85,7 @@ class SharedLayer(nn.Module):
         """Take a layer's own forward, backward and weight gradients.
 
         Args:
-            chunked: whether each of the two overlaps with its own collectives, a chunk at a time; then the times
+            chunked: True if each of the two overlaps with its own collectives, a chunk at a time; then the times
                 of weight gradients are the backward's.
         """
         super().__init__()

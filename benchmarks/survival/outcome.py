@@ -24,8 +24,8 @@ class Survival:
         lost: steps that were trained again.
         difference: of the losses from the fault to the next one from those of an undisturbed run, the largest,
             relatively, or None if none was compared.
-        rounds: whether sums are made in another order than in the undisturbed run.
-        ends: whether the run is to end.
+        rounds: True if sums are made in another order than in the undisturbed run.
+        ends: True if the run is to end.
         note: what went wrong otherwise.
     """
 

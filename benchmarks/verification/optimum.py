@@ -27,7 +27,7 @@ class Optimum:
     Attributes:
         bound_s: no schedule is shorter.
         best_s: makespan of the best schedule found; infinite if none was.
-        proven: whether the two are equal, so that ``best_s`` is the optimum.
+        proven: True if the two are equal, so that ``best_s`` is the optimum.
         wall_s: seconds that the solver took.
     """
 

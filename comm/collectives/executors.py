@@ -137,7 +137,7 @@ def executor_for(device: torch.device, name: str, *, holds_host: bool = False) -
     """The executor of a device.
 
     Args:
-        holds_host: whether a collective on a GPU returns only when it is done.
+        holds_host: True if a collective on a GPU returns only when it is done.
     """
     if device.type != "cuda":
         return ThreadExecutor(name)

@@ -26,7 +26,7 @@ class Group:
     """The participating ranks, in the order of their shards, and the node of each.
 
     Attributes:
-        at_sites: whether nodes are sites, with the WAN between them, and not hosts.
+        at_sites: True if nodes are sites, with the WAN between them, and not hosts.
 
     Raises:
         ValueError: no ranks, ranks not ascending, or not one node per rank.

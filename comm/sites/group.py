@@ -58,7 +58,7 @@ class SiteGroup(PythonGroup):
             sites: of each member.
             timeout: of an operation.
             inside: makes a gloo group of a store, this rank's place and the number of members.
-            owns_links: whether the links end with this group.
+            owns_links: True if the links end with this group.
         """
         super().__init__(ranks, position)
         self.links, self._owns_links, self._timeout = links, owns_links, timeout

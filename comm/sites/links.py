@@ -38,7 +38,7 @@ class Sites:
     Attributes:
         of_ranks: the site of each global rank.
         comm: how ranks of different sites talk.
-        reduce: whether replicas at different sites reduce gradients and gather weights.
+        reduce: True if replicas at different sites reduce gradients and gather weights.
     """
 
     of_ranks: tuple[int, ...]
@@ -143,7 +143,7 @@ class SiteLinks:
 
         Args:
             store: of the group alone.
-            first: whether this rank is its first member, which takes a lane.
+            first: True if this rank is its first member, which takes a lane.
         """
         if first:
             store.set("lane", str(self._store.add("lanes", 1)))

@@ -43,7 +43,7 @@ class BoardState:
 
     Attributes:
         now_s: CLOCK_MONOTONIC when it was read.
-        alive: whether its writer is alive; otherwise nothing may be granted.
+        alive: True if its writer is alive; otherwise nothing may be granted.
         why_not: why it is not alive, or empty.
         step: the number of training steps begun.
         busy_since_s: since when the rank computes; 0.0 if idle.

@@ -46,8 +46,8 @@ def make_app(
     Args:
         count: counts the tokens of a text.
         api_key: required of clients; empty requires none.
-        allow_decode: whether the workers decode.
-        estimated: whether ``count`` is an estimate.
+        allow_decode: True if the workers decode.
+        estimated: True if ``count`` is an estimate.
         transport: of the client that reaches the workers; TCP by default.
     """
     service = _Service(fleet, settings, count, api_key, allow_decode, estimated, transport)

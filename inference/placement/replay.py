@@ -45,7 +45,7 @@ class Replay:
         refused: number of prompts that would have missed the deadline.
         prefill_share: share of all ranks' time in the window spent on prefills.
         places_us: microseconds of each placement decision.
-        steady: whether the previous windows were similar.
+        steady: True if the previous windows were similar.
     """
 
     seconds: float

@@ -24,7 +24,7 @@ class Rule:
             as a share of the ready action's duration.
         backlog: most transfers that may be queued on a forward's link; with more, the forward
             waits (Atlas section 4.4, rule 3).
-        backlog_of_gradients: whether the limit applies to input gradients too.
+        backlog_of_gradients: True if the limit applies to input gradients too.
         pair: the kind of backward, B or I, that joins a forward to form a strand pair; None
             forms no pairs.
     """

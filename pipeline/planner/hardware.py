@@ -20,7 +20,7 @@ class GpuKind:
         bytes_per_s: memory bandwidth.
         scale_up_bytes_per_s: one way, between GPUs of a host: NVLink, otherwise PCIe.
         scale_up_latency_s: latency of a collective inside of a host, per member.
-        has_nvlink: whether that is NVLink among all GPUs of a host.
+        has_nvlink: True if that is NVLink among all GPUs of a host.
     """
 
     name: str

@@ -23,7 +23,7 @@ class Shape:
             experts are neighbours of any replica, those that share weights among them.
         microbatches: of a step and replica.
         microbatch_size: sequences.
-        checkpointing: whether backwards compute their forwards again.
+        checkpointing: True if backwards compute their forwards again.
         arrangement: of virtual stages on ranks, one of `LEGS`.
         routes: sets of equally many replicas, each of which goes through sites of its own.
     """

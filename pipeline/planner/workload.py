@@ -74,7 +74,7 @@ class LayerWork:
         Fields may be arrays, of many parts at once.
 
         Args:
-            recomputes: whether the forward runs again before the backward.
+            recomputes: True if the forward runs again before the backward.
             trained_share: of the products' weights, those that have gradients.
             exchanged_s: of collectives inside of layers, in one direction.
         """

@@ -35,7 +35,7 @@ class PairCosts:
 
         Args:
             forward, backward: numbers of the stages.
-            weights: whether the backward's weight gradients belong to the pair.
+            weights: True if the backward's weight gradients belong to the pair.
         """
         return self._searched(forward, backward, weights).plan
 

@@ -13,7 +13,7 @@ class Transfer(NamedTuple):
 
     Attributes:
         left_s: seconds, alone on its link, or 0 if it has ended.
-        second: whether it waits for the other strand's, on the same link.
+        second: True if it waits for the other strand's, on the same link.
     """
 
     left_s: float = 0.0
