@@ -57,7 +57,7 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
 
     Args:
         value: ignored on ranks other than ``src``.
-        kinds: as for `gather`.
+        kinds: see `gather`.
 
     Raises:
         ValueError: rank ``src`` sent something else.

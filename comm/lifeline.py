@@ -38,7 +38,7 @@ class Lifeline:
         """Post the receives, on threads of their own. A collective call over the world.
 
         Args:
-            group: of the whole world, between hosts.
+            group: a group of the whole world, in host memory.
             device: this rank's.
         """
         self._group, self._device = group, device

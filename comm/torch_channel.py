@@ -120,7 +120,7 @@ def connect(
 
     Args:
         hops: directed pairs (sender, receiver) of global ranks, the same set on every rank.
-        rts_group: of `between_hosts`.
+        rts_group: the result of `between_hosts`.
 
     Returns:
         This rank's end, a `Sender` or a `Receiver`, of each of its hops.

@@ -57,7 +57,7 @@ class Measurement:
         """Return a measurement that was taken now.
 
         Args:
-            load: that the measuring processes are known to be for each processor; the host's counts if it is more.
+            load: processes per processor of the measurement itself; the host's load counts if it is higher.
         """
         return cls(value, time(), max(load, _load()), spread)
 

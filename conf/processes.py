@@ -20,7 +20,7 @@ class ProcessState(NamedTuple):
     """A process, as /proc has it.
 
     Attributes:
-        state: its letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+        state: the kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
         cpu_s: processor time of all its threads, in seconds.
         started: when it began, in clock ticks since boot.
         resident_bytes: memory that it holds.

@@ -92,7 +92,7 @@ def choose(
     Args:
         costs_of: the costs of one pipeline on a placement; a ValueError leaves the placement out.
         pipelines: pipelines of the DP-cell, which is scheduled as a whole.
-        memory_cap_bytes: as in `generate_auto`, for every placement.
+        memory_cap_bytes: see `generate_auto`; for every placement.
         search_seconds: nominal search time over all placements.
 
     Raises:

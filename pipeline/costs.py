@@ -163,7 +163,7 @@ class CostModel:
         """The duration of a pair of these stages over the sum of its halves.
 
         Args:
-            op: of the backward: B, or I alone.
+            op: kind of the backward: B, or I alone.
         """
         return 1.0 if self.pairs is None else self.pairs.scale(forward, backward, weights=op is Op.B)
 

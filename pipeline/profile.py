@@ -80,7 +80,7 @@ def load_pieces(path: Path) -> CostModel:
     """Read costs per layer, or per stage of a previous run, for `CostModel.cut` to regroup.
 
     Raises:
-        ValueError: as in `load_costs`, or the file gives only one number for all virtual stages.
+        ValueError: see `load_costs`; or the file gives only one number for all virtual stages.
     """
 
     def read(data: dict[str, Any]) -> CostModel:
@@ -109,8 +109,8 @@ def costs_to_yaml(costs: CostModel, *, per: str = "stages", measured: Mapping[st
     """YAML text of ``costs`` that `load_costs` reads.
 
     Args:
-        per: what ``costs.stages`` are: ``stages`` or ``layers``.
-        measured: what they were measured on, see `Measured`.
+        per: unit of ``costs.stages``: ``stages`` or ``layers``.
+        measured: GPU and model of the measurement. See `Measured`.
     """
     stages = {
         name: [getattr(stage, field) * scale for stage in costs.stages]

@@ -53,8 +53,8 @@ class TrainedWeights:
 
     Attributes:
         count: on the rank.
-        share: of its shard.
-        largest_block: of the block that has most of them.
+        share: parameters of its shard.
+        largest_block: parameters of the largest block.
         state_bytes: optimiser state of one.
     """
 
@@ -89,7 +89,7 @@ class RankMemory:
     """Bytes on a pipeline rank, at their peaks.
 
     Attributes:
-        zero: of weights, gradients and optimiser, sharded as they are.
+        zero: bytes of weights, gradients and optimiser state, as sharded.
         activations: saved ones, of all micro-batches that are alive.
         working: further bytes of a backward.
         beside: bytes of buffers that exist while most activations do. The others come

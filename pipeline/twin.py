@@ -41,7 +41,7 @@ class OnlineTwin:
 
         Args:
             schedule: lowered and valid, of a pipeline or a DP-cell.
-            costs: of all its virtual stages.
+            costs: costs of all its virtual stages.
             pace: modifies durations.
         """
         self.schedule, self.costs, self.real, self._pace = schedule, costs, real, pace

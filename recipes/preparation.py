@@ -55,7 +55,7 @@ def prepare(
     A collective call.
 
     Args:
-        folder: of the run; remembers that a model's self-check has passed.
+        folder: the run's folder, which records that a model's self-check has passed.
         kept: results of earlier attempts.
 
     Raises:

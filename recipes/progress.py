@@ -28,8 +28,8 @@ class _Interval:
 
     Attributes:
         steps: number of steps.
-        seconds: that these took.
-        tokens: that this rank has read for them, without padding.
+        seconds: seconds of these steps.
+        tokens: number of tokens that this rank has read for them, without padding.
         last: the last step, its loss and its learning rate.
     """
 

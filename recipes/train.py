@@ -69,7 +69,7 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
     """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank and return the exit code.
 
     Args:
-        held: as of `train`.
+        held: see `train`.
     """
     held = held or Held()
     known, overrides = parsers.train().parse_known_args(argv)

@@ -37,7 +37,7 @@ def report(config: ModelConfig) -> str:
     """Check a model and print how it is cut.
 
     Raises:
-        ValueError: as `self_check`.
+        ValueError: see `self_check`.
     """
     hf_config = load_hf_config(config)
     self_check(hf_config)
@@ -58,7 +58,7 @@ def shared_lines(config: WeftConfig) -> list[str]:
     """Check that members can share the layers of a model along the axes of a configuration, and print the result.
 
     Raises:
-        ValueError: as `check_axes`.
+        ValueError: see `check_axes`.
     """
     sizes = asdict(config.parallel)
     used = {axis: sizes[axis] for axis in ("tensor", "context", "expert") if sizes[axis] > 1}

@@ -23,7 +23,7 @@ def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: Collec
     """Return the expected plan of a run, from facts available before it starts on machines such as this one.
 
     Args:
-        num_nodes, collectives: as of `facts_before_start`.
+        num_nodes, collectives: see `facts_before_start`.
 
     Raises:
         ValueError: the model or the data cannot be read, or no schedule can be had.
@@ -102,7 +102,7 @@ def most_bytes(config: WeftConfig) -> float:
     """Memory of the fullest rank, in bytes.
 
     Raises:
-        ValueError: as `expected_plan`.
+        ValueError: see `expected_plan`.
     """
     return max(memory.total for memory in expected_plan(config).memory)
 

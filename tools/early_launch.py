@@ -35,7 +35,7 @@ class Arguments:
     """The command line of `weft launch`.
 
     Attributes:
-        options: of DeepSpeed's launcher.
+        options: options of DeepSpeed's launcher.
         overrides: settings of the run.
         recipe_file: a recipe's YAML file.
         attach: folder of a run to drive on.

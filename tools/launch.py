@@ -146,7 +146,7 @@ def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> NoRet
     """Become the driver of a run on several hosts; what this process has imported for the checks is given back.
 
     Raises:
-        ValueError: as `prepare_folder`.
+        ValueError: see `prepare_folder`.
     """
     prepare_folder(config, folder, env)
     sys.stdout.flush()

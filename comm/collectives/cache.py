@@ -63,8 +63,8 @@ class CostCache:
         """Replace the costs of primitives that a run's collectives contradict. See `Measurement.refutes`.
 
         Args:
-            samples: of the run.
-            load: of its ranks for each processor.
+            samples: measurements of the run.
+            load: the run's ranks per processor.
 
         Raises:
             OSError: the cache cannot be written.

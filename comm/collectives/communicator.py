@@ -95,7 +95,7 @@ class Communicator:
             timeout_s: seconds after which an unfinished collective fails.
             name: names its contents in error messages.
             meshes: partitions to open for each group; `Group.meshes` if None.
-            primitives: what axes are connected for before their first use.
+            primitives: primitives for which axes are connected before their first use.
 
         Returns:
             None on a rank that is in none of the groups.

@@ -26,8 +26,8 @@ class Planner:
         """Plan with these costs.
 
         Args:
-            costs: of the group's links; None leaves collectives unchanged.
-            partition: which dimensions to search; each includes those before it.
+            costs: costs of the group's links; None leaves collectives unchanged.
+            partition: the dimensions to search; each includes those before it.
         """
         self._costs = costs if costs is not None else CollectiveCosts({})
         self._partition = partition if costs is not None else Partition.none

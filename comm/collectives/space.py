@@ -21,7 +21,7 @@ class Choice:
     """The chosen rewrite.
 
     Attributes:
-        cost_s: its predicted seconds.
+        cost_s: predicted seconds of the rewrite.
         plain_s: predicted seconds of the plain collective.
         reason: for people to read.
     """
@@ -90,7 +90,7 @@ def choose(
     """The rewrite with the least predicted time; ties go to fewer chunks, then fewer steps.
 
     Args:
-        meshes, granularities: as of `space`.
+        meshes, granularities: see `space`.
     """
     simple = plain(collective)
     plain_s = costs.rewrite_s(simple)

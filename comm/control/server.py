@@ -79,7 +79,7 @@ class ControlServer:
         """Send ``message`` to ``peer``, now or when it comes.
 
         Args:
-            latest_of: of waiting messages with the same name here only the last one has to arrive.
+            latest_of: only the last of queued messages with the same ``latest_of`` has to arrive.
 
         Raises:
             ValueError: the message is too large.

@@ -52,7 +52,7 @@ class Session:
         """Send, now or when there is a connection.
 
         Args:
-            latest_of: of messages with the same name here only the last one has to arrive.
+            latest_of: only the last of messages with the same ``latest_of`` has to arrive.
 
         What waits for a peer that stays away is bounded: the oldest then make way.
 

@@ -51,7 +51,7 @@ class Conversation:
 
     Attributes:
         said: the operations in order, by counterpart.
-        answers: what one rank sent to all, in order, by the counterpart.
+        answers: values that one rank sent to all, in order, by counterpart.
     """
 
     said: dict[str, list[Said]] = field(default_factory=lambda: defaultdict(list))
@@ -67,7 +67,7 @@ class Recorder:
         """Create the recorder of global rank ``rank``.
 
         Args:
-            expected: to compare with.
+            expected: the conversation to compare with.
             told: answers recorded earlier, in order, by counterpart.
         """
         self.rank = rank

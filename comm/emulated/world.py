@@ -56,7 +56,7 @@ class EmulatedWorld:
     """The interface of this rank to the emulated ranks of its job.
 
     Attributes:
-        rank, size: of the job.
+        rank, size: this rank's number, and the number of ranks of the job.
         step: the other ranks' behaviour; `NoStep` outside of steps, when nothing takes time.
         collective_s: returns the duration of a collective once all members have joined.
         answers: by kind of value, a function of another rank and this rank's value that returns the other's.

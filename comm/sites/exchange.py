@@ -70,7 +70,7 @@ class SiteExchange:
             said: this rank's bytes, uint8 [its entry of ``sizes``].
             sizes: number of bytes of each member at this site.
             lead: called at the leader with all members' bytes, in order; it may `swap` once.
-            num_bytes: how many bytes ``lead`` returns.
+            num_bytes: number of bytes that ``lead`` returns.
 
         Returns:
             What ``lead`` returned, uint8 [num_bytes].

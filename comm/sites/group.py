@@ -52,11 +52,11 @@ class SiteGroup(PythonGroup):
         """A collective call over the members.
 
         Args:
-            store: of this group alone.
+            store: the store of this group alone.
             ranks: global ranks of the members.
             position: this rank's among them.
-            sites: of each member.
-            timeout: of an operation.
+            sites: the site of each member.
+            timeout: time limit of an operation.
             inside: makes a gloo group of a store, this rank's place and the number of members.
             owns_links: True if the links end with this group.
         """

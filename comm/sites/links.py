@@ -37,7 +37,7 @@ class Sites:
 
     Attributes:
         of_ranks: the site of each global rank.
-        comm: how ranks of different sites talk.
+        comm: settings of the links between sites.
         reduce: True if replicas at different sites reduce gradients and gather weights.
     """
 
@@ -142,7 +142,7 @@ class SiteLinks:
         """A lane for a group, on all links between its members.
 
         Args:
-            store: of the group alone.
+            store: the store of the group alone.
             first: True if this rank is its first member, which takes a lane.
         """
         if first:

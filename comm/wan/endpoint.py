@@ -64,7 +64,7 @@ class WanEndpoint:
             chunk_bytes: size of the chunks that messages are split into.
             buffer_bytes: memory per lane for messages that arrive before their receive is posted.
             congestion: the kernel's congestion control (cubic, bbr); empty: the default.
-            device: of received tensors; default: the CPU.
+            device: device of received tensors; default: the CPU.
 
         Raises:
             ValueError: an argument is out of range, or the address cannot be bound.

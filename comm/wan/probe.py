@@ -187,7 +187,7 @@ def probe_both(
     Args:
         connections: number to use for both directions and afterwards; 0: the fewest that saturate the
             direction to ``peer``.
-        most, seconds, message_bytes: as of `probe`.
+        most, seconds, message_bytes: see `probe`.
 
     Returns:
         The profiles of the directions to ``peer`` and from it.

@@ -50,7 +50,7 @@ class BoardWriter:
         """Publish a new board, replacing an older one.
 
         Args:
-            path: of the file. See `board_path`.
+            path: the file. See `board_path`.
             rank: global rank.
             plan: predicted work of a step: (start, end) in seconds from its begin, in order.
             max_edges: maximum number of marks per step; later ones are dropped, and nothing is predicted there.

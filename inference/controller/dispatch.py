@@ -33,7 +33,7 @@ class PrefillRequest:
     """A prefill request to a worker.
 
     Attributes:
-        path: in the worker's API.
+        path: path in the worker's API.
         body: forwarded unchanged.
         headers: the client headers to forward.
         tokens: number of prompt tokens.

@@ -48,7 +48,7 @@ def make_app(
         api_key: required of clients; empty requires none.
         allow_decode: True if the workers decode.
         estimated: True if ``count`` is an estimate.
-        transport: of the client that reaches the workers; TCP by default.
+        transport: transport of the HTTP client to the workers; TCP by default.
     """
     service = _Service(fleet, settings, count, api_key, allow_decode, estimated, transport)
 

@@ -74,7 +74,7 @@ class PrefillCost:
         """The `quantile` of the seconds that such a chunk takes.
 
         Args:
-            tokens: of the chunk, or of all chunks of the step.
+            tokens: number of tokens of the chunk, or of all chunks of the step.
             context: tokens computed before it.
             gap_s: idle time before it.
         """

@@ -142,8 +142,8 @@ def replay(
     A window is yielded when a later prompt arrives, or at the end.
 
     Args:
-        patterns: of each rank's worker, with the overhead of ``work``.
-        arrivals: in order.
+        patterns: the bubble pattern of each rank's worker, with the overhead of ``work``.
+        arrivals: arrival times of prompts, in order.
         window_s: length of a window.
         deadline_s: maximum time to first token; slower prompts are refused.
     """

@@ -34,10 +34,10 @@ class Worker:
     """A vLLM server.
 
     Attributes:
-        index: its number on this host.
+        index: number of the worker on this host.
         ranks: training ranks whose devices it uses.
-        port: of its HTTP server.
-        side_port: of its NIXL connector's side channel.
+        port: port of its HTTP server.
+        side_port: port of its NIXL connector's side channel.
         status: path of its engine's `WorkerStatus`.
         boards: the ranks' bubble boards.
     """

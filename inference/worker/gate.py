@@ -122,7 +122,7 @@ class Trials:
 
     Attributes:
         pause_s: seconds without a grant before the next trial.
-        tokens: of the next trial, if it is soon.
+        tokens: number of tokens of the next trial, if it is soon.
         closes_s: end of the bubble, if the last grant was a trial; otherwise 0.0.
     """
 

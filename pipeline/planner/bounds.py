@@ -42,7 +42,7 @@ class Bounds:
 
         Args:
             route: how the pipeline begins; ranks that it leaves may lie at any other sites.
-            max_sites: of a pipeline; 0 is no limit.
+            max_sites: maximum number of sites of a pipeline; 0 is no limit.
         """
         route = route.last(shape)
         crossing = self._crossings.of(shape, route, self._roomiest(shape))

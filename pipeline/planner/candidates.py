@@ -25,8 +25,8 @@ class Costed:
     """A layout with its costs.
 
     Attributes:
-        costs: of one pipeline, on each route.
-        states: of each rank, without saved activations.
+        costs: costs of one pipeline, on each route.
+        states: memory of each rank, without saved activations.
         rooms: bytes for saved activations on each rank, at the site that has least.
         collective_s: collectives over replicas.
     """
@@ -44,7 +44,7 @@ class Candidate(Costed):
     """The same with a schedule and a DP-cell, before it is scheduled.
 
     Attributes:
-        actions: that scheduling it takes.
+        actions: number of actions of its scheduling.
     """
 
     bound_s: float

@@ -24,9 +24,9 @@ class Site:
     """A data centre.
 
     Attributes:
-        price: of a GPU per hour.
-        network_bps: of a host, inside of the site.
-        region: that data may have to stay in.
+        price: price of a GPU per hour.
+        network_bps: bandwidth of a host inside of the site.
+        region: region to which data may be restricted.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Link:
     """The link between two sites, in each direction.
 
     Attributes:
-        bandwidth_bps: of a host's uplink.
+        bandwidth_bps: bandwidth of a host's uplink.
         pair_bps: between one pair of hosts, where it is less.
-        egress_price: of a gigabyte that leaves a site.
+        egress_price: price of a gigabyte that leaves a site.
     """
 
     latency_s: float = 0.0

@@ -17,11 +17,12 @@ class Hops:
     """Seconds of a micro-batch between sites.
 
     Attributes:
-        way_s: of each hop; ``sent_s`` until it has left, one pair of hosts at a time, and ``held_s`` for which the
-            uplink is held.
+        way_s: seconds of each hop. ``sent_s``: until the message has left, one pair of hosts at a time. ``held_s``:
+            for which the uplink is occupied.
         quickest_s: sum of the quickest hops, by their number.
-        cell: replicas that pool their uplinks at most: each sends one after the other, so much faster.
-        least_way_s: of the quickest hop from a site, or from any (None); ``least_sent_s`` and ``least_held_s`` alike.
+        cell: maximum number of replicas that pool their uplinks; they send in turns, each that much faster.
+        least_way_s: seconds of the quickest hop from a site, or from any (None); likewise ``least_sent_s`` and
+            ``least_held_s``.
     """
 
     way_s: dict[tuple[int, int], float]

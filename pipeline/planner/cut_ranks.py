@@ -21,9 +21,9 @@ class Rank:
     """The costs of a pipeline rank, by the first layer that it holds and the first that it does not.
 
     Attributes:
-        forward_s: of a micro-batch; ``input_s`` and ``weight_s`` alike, infinite where it cannot hold the layers.
-        ends_s: of a step, for collectives over replicas and the optimiser.
-        room_bytes: for activations at most; ``saved_bytes`` of a micro-batch at least.
+        forward_s: seconds of a micro-batch; likewise ``input_s`` and ``weight_s``. Infinite if the layers do not fit.
+        ends_s: seconds per step of collectives over replicas and the optimiser.
+        room_bytes: maximum bytes for activations; ``saved_bytes``: minimum bytes of a micro-batch.
     """
 
     forward_s: Array
@@ -39,8 +39,8 @@ class Way:
     """A route of a table: what ranks take because of compute, and with memory for one micro-batch at a time.
 
     Attributes:
-        busy_s: by rank, of a step; ``held_s`` for which one micro-batch holds its memory, and ``more_s`` ahead and
-            behind. None where a rank holds several virtual stages.
+        busy_s: by rank, seconds of a step. ``held_s``: for which one micro-batch occupies memory, None if a rank
+            holds several virtual stages. ``more_s``: outside of that.
     """
 
     ranks: list[Rank]

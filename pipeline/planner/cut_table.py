@@ -23,7 +23,7 @@ class CutTable:
 
     Attributes:
         rank_s: by rank, the lower bound that it implies for a step, by its first layer and the first after it.
-        ends_s: by rank, alike, what follows the pipeline.
+        ends_s: by rank, in the same way, seconds that follow the pipeline.
         rank_stages: virtual stages of each rank.
         marked_s: as ``rank_s``, where a rank may be one that the table is about: only cuts with such a rank are in it.
             None: all cuts are.
@@ -115,7 +115,7 @@ class CutTable:
 
         Args:
             most: maximum seconds of earlier ranks, for the pipeline and for what follows it.
-            limits: of the pipeline, of what follows it, and of both together; the last is not reached.
+            limits: limits of the pipeline, of what follows it, and of their sum, which is exclusive.
             is_marked: one of the ranks has to be marked.
         """
         if rank == len(self.rank_s):

@@ -156,7 +156,7 @@ class Estimates:
         its share of its host's uplink. Infinite where two of the sites have no link.
 
         Args:
-            sites: at which a pipeline rank lies, one for each route.
+            sites: sites of a pipeline rank, one for each route.
         """
         each = self.across_bytes(work, shape)
         seconds = 0.0
@@ -204,7 +204,7 @@ class Estimates:
         """Return the least seconds for a GPU at a site to send ``sent`` bytes to each of the other routes' sites.
 
         Args:
-            known: of these sites, those that are settled; the others are those with the best links.
+            known: the sites that are fixed; the others are those with the best links.
         """
         best = self._uplinks[here]
         if any(site != here and site not in best for site in known) or routes > len(best) + 1:

@@ -18,13 +18,13 @@ class Shape:
 
     Attributes:
         num_stages: pipeline ranks.
-        replicas: of the pipeline.
+        replicas: number of pipelines.
         tensor, context, expert: GPUs that share a layer's weights, a sequence, the experts. Those that share
             experts are neighbours of any replica, those that share weights among them.
-        microbatches: of a step and replica.
+        microbatches: micro-batches per step and replica.
         microbatch_size: sequences.
         checkpointing: True if backwards compute their forwards again.
-        arrangement: of virtual stages on ranks, one of `LEGS`.
+        arrangement: arrangement of virtual stages on ranks, one of `LEGS`.
         routes: sets of equally many replicas, each of which goes through sites of its own.
     """
 
@@ -163,13 +163,13 @@ class Prediction:
 
     Attributes:
         step_s: seconds of a step: the pipeline, what replicas reduce and gather, the optimiser.
-        bound_s: what no schedule of this layout beats.
+        bound_s: lower bound of a step of this layout.
         busy_s: seconds in which the average GPU computes.
         mfu: share of the GPUs' peak that the model's own operations take.
-        memory: of the fullest GPU, and ``memory_share`` of the device.
+        memory: bytes of the fullest GPU; ``memory_share`` is relative to the device.
         cap_bytes: for saved activations on any rank.
-        wan_bytes: that leave sites in a step.
-        binds: what holds it up.
+        wan_bytes: bytes that leave sites in a step.
+        binds: the bottleneck.
     """
 
     layout: Layout

@@ -32,9 +32,9 @@ class MeasuredCollectives:
     """All-gathers and reduce-scatters among GPUs of one host, on average.
 
     Attributes:
-        ranks: that took part.
-        latency_s: of each step of a ring.
-        bytes_per_s: that a GPU sends.
+        ranks: number of participating ranks.
+        latency_s: latency of each step of a ring.
+        bytes_per_s: bytes per second that a GPU sends.
     """
 
     ranks: int
@@ -48,7 +48,7 @@ class Measured:
 
     Attributes:
         gpu: kind of the device, or empty for one that is not in the hardware table.
-        device: as its driver calls it.
+        device: name from the driver.
     """
 
     gpu: str
@@ -63,7 +63,7 @@ class Measured:
         """The cluster, whose GPUs are as efficient as this one, and those of this kind as quick to exchange.
 
         Raises:
-            ValueError: as `efficiency`.
+            ValueError: see `efficiency`.
         """
         sites = cluster.sites
         if (inside := self.collectives) is not None:

@@ -19,7 +19,7 @@ class Opened(NamedTuple):
     Attributes:
         expected: score that orders the search; ``bound`` is a lower bound of the score.
         shape: of a family, with any of its numbers of stages, or all but its route.
-        crowding: by how much ``expected`` and ``bound`` differ; None while that is not known.
+        crowding: ratio of ``expected`` to ``bound``; None if unknown.
         cuts: further cuts of a whole route.
     """
 

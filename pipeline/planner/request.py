@@ -52,11 +52,11 @@ class Request:
     """The request for a plan.
 
     Attributes:
-        sequences: of a step over all replicas; 0 lets it follow from pinned micro-batches.
-        tokens: to train on, for hours and cost.
+        sequences: sequences of a step over all replicas; 0 lets it follow from pinned micro-batches.
+        tokens: number of training tokens, for hours and cost.
         max_memory: share of a GPU's memory that a plan may fill.
-        max_sites: that a pipeline may go through; 0 is no limit.
-        max_cost_per_hour: of all GPUs; 0 is no limit.
+        max_sites: maximum number of sites of a pipeline; 0 is no limit.
+        max_cost_per_hour: maximum cost of all GPUs; 0 is no limit.
         home: numbers of the sites in which data has to stay: the first pipeline rank reads tokens,
             the last one labels; empty is anywhere.
         pins: values that layouts must have, by their field.

@@ -37,7 +37,7 @@ class Plan:
         ranked: predictions, best first: of each set of sites and each shape the best.
         gap: the best scores at most so much more than any layout of the space, as a share: it would be so much faster,
             or the best is so much dearer.
-        shapes: how many shapes were compared, where folds within sites and over them are one, by a bound of their own
+        shapes: number of compared shapes, where folds within sites and over them are one, by a bound of their own
             or one for many that are alike; ``scheduled`` is how many layouts were scheduled.
     """
 

@@ -27,10 +27,10 @@ class Family(NamedTuple):
     """Shapes that differ in stages, ZeRO and placement.
 
     Attributes:
-        bound: what none of them scores below.
+        bound: lower bound of their scores.
         shape: one of them.
         counts: numbers of stages that are left.
-        bounds: by these, what none scores below that has so many stages, or fewer.
+        bounds: lower bounds of the scores with at most each of these numbers of stages.
     """
 
     bound: float

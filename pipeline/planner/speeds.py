@@ -39,7 +39,7 @@ class Speeds:
     """Speeds by shape.
 
     Attributes:
-        kinds: of each site, the first that has the same GPUs and network inside.
+        kinds: for each site, the first site with the same GPUs and internal network.
     """
 
     def __init__(self, estimates: Estimates) -> None:

@@ -75,8 +75,8 @@ class LayerWork:
 
         Args:
             recomputes: True if the forward runs again before the backward.
-            trained_share: of the products' weights, those that have gradients.
-            exchanged_s: of collectives inside of layers, in one direction.
+            trained_share: share of the products' weights that have gradients.
+            exchanged_s: seconds of collectives inside of layers, in one direction.
         """
         matmul_s, attention_s = self.matmul_flops / flops_per_s, self.attention_flops / flops_per_s
         forward_s = matmul_s + attention_s + exchanged_s
@@ -89,9 +89,9 @@ class LayerWork:
         """Bytes that are kept from the forward to the backward.
 
         Args:
-            num_layers: that this is of.
-            hidden_bytes: of the hidden states that a layer begins with.
-            gathered_bytes: of parts of others that a layer keeps, too, unless it is recomputed.
+            num_layers: number of layers of this work.
+            hidden_bytes: bytes of the hidden states at the input of a layer.
+            gathered_bytes: bytes of gathered parts that a layer saves, too, unless it is recomputed.
         """
         if recomputes:
             return num_layers * hidden_bytes + self.unrecomputed_bytes
@@ -103,7 +103,7 @@ class LayerWork:
         """Return the additional bytes of a backward: those of the loss, or of a recomputed layer.
 
         Args:
-            loss_share: that is taken of `working_bytes`.
+            loss_share: share of the loss in `working_bytes`.
         """
         again = (self.activation_bytes - self.unrecomputed_bytes) / max(1, num_layers) + gathered_bytes
         return max(self.working_bytes * loss_share, again if recomputes else 0.0)
@@ -128,18 +128,18 @@ class ModelWork:
     """The work of a model for one sequence.
 
     Attributes:
-        name: of the model, for people.
+        name: name of the model for output.
         sequence_length: tokens of the sequence.
-        before: of embeddings.
-        layers: of each decoder layer.
-        after: of the final norm, the head and the loss.
+        before: work of embeddings.
+        layers: work of each decoder layer.
+        after: work of the final norm, the head and the loss.
         tied_parameters: weights that embedding and head share; counted in both.
-        message_bytes: of the hidden states that a layer hands to the next.
-        attended_bytes: of one layer's keys and values, which context parallelism gathers.
-        heads: what tensor parallelism has to divide: heads of keys and values, and of queries; 0 is not known.
-        experts: of a layer, which expert parallelism has to divide; 0 is none that can be shared.
-        trained_share: of the weights, those that are trained.
-        adapter_share: of those, the ones of low-rank adapters.
+        message_bytes: bytes of the hidden states between layers.
+        attended_bytes: bytes of one layer's keys and values, which context parallelism gathers.
+        heads: numbers that tensor parallelism has to divide: heads of keys and values, and of queries; 0 if unknown.
+        experts: experts of a layer, which expert parallelism has to divide; 0 if it is not supported.
+        trained_share: share of the weights that are trained.
+        adapter_share: share of the trained weights that low-rank adapters hold.
     """
 
     name: str

@@ -56,8 +56,8 @@ class PairCosts:
         (DHelix section 4.1), so this is how far the plan lets the forward be ahead.
 
         Args:
-            saved_bytes: by the whole forward.
-            freed_bytes: by the whole backward.
+            saved_bytes: bytes saved by the whole forward.
+            freed_bytes: bytes freed by the whole backward.
         """
         progress = self._searched(forward, backward, True).progress
         return max(saved * saved_bytes - freed * freed_bytes for saved, freed in progress)
@@ -107,7 +107,7 @@ class _Found(NamedTuple):
     """A plan.
 
     Attributes:
-        scale: its duration over that of the halves.
+        scale: duration of the pair relative to the sum of its halves.
         progress: shares of the forward that have begun and of the backward that have ended, weight
             gradients and all, at the instants at which the forward's grows.
     """

@@ -24,8 +24,8 @@ def plans_for(schedules: Iterable[Schedule], costs: PairCosts | None, num_stages
     """The plan of each pair in some schedules of a run, by `pair_name` of any of its pipelines.
 
     Args:
-        schedules: of DP-cells, whose pipelines are alike.
-        costs: of one pipeline, or None if nothing is known of layers' insides, and nothing is planned.
+        schedules: schedules of DP-cells, whose pipelines are alike.
+        costs: costs of one pipeline, or None if the segments of layers are unknown, and nothing is planned.
         num_stages: virtual stages of a pipeline.
     """
     if costs is None:

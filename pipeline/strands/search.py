@@ -42,7 +42,7 @@ def search(
     Args:
         handover_s: seconds of a hand-over of the turn.
         width: ways kept for each place.
-        band: how far the strands may be apart, as a share of their length; 1 searches everything.
+        band: maximum distance of the strands, as a share of their length; 1 searches everything.
     """
     return _plan(_ways(pair, table, handover_s, width, band))
 

@@ -33,10 +33,10 @@ class Segment:
 
     Attributes:
         compute_s: seconds of compute alone.
-        link: of the collective, or None if the strand ends without one.
+        link: links of the collective, or None if the strand ends without one.
         comm_s: seconds of the collective alone.
         leading_s: the part of the compute that consumes the result of the previous collective.
-        trailing_s: of the compute, products that make what this collective carries.
+        trailing_s: the part of the compute that produces the collective's input.
     """
 
     compute_s: float
@@ -61,7 +61,7 @@ class WeightGradient:
 
     Attributes:
         after: index of the backward segment that produces its input.
-        compute_s: its seconds.
+        compute_s: seconds of its compute.
     """
 
     after: int

@@ -14,7 +14,7 @@ class Speed:
     """The speed of a rank's device.
 
     Attributes:
-        flops_per_s: of products.
+        flops_per_s: speed of matrix products.
         bytes_per_s: read from and written to its memory.
     """
 
@@ -72,7 +72,7 @@ class SegmentWork:
 
     Attributes:
         leading_flops: operations of products that consume the result of the previous collective.
-        trailing_flops: of products that make what this one carries.
+        trailing_flops: operations of products that produce this collective's input.
     """
 
     work: Work
@@ -125,7 +125,7 @@ class StrandWork:
     """A whole model, part by part, on one of the ranks that share its layers.
 
     Attributes:
-        before, after: what comes before and after the layers.
+        before, after: work before and after the layers.
         layers: one of each kind.
         order: the kind of each layer.
     """

@@ -17,7 +17,7 @@ class OperationCosts:
         comm_cost: the whole collective.
         in_cost: compute that does not depend on it.
         comp_cost: compute that depends on it.
-        cost_inter: its inter-node part.
+        cost_inter: the inter-node part of the cost.
         inter_size, intra_size: nodes, and ranks per node, or 1 if the group is not partitioned.
     """
 

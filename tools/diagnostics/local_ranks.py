@@ -26,7 +26,7 @@ def check_local_collectives(ranks: int, judge: Judge, *, damaged: int = -1, hung
     Processes without GPUs are timed by the time that the processor spends on them, which others do not change.
 
     Args:
-        ranks: of this host; with GPUs, one each.
+        ranks: number of ranks on this host; with GPUs, one per GPU.
         damaged: for tests: a rank that sends a wrong number.
         hung: for tests: a rank that never begins.
     """

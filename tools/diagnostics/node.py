@@ -36,10 +36,10 @@ class Node:
 
     Attributes:
         folder: whose disk is meant.
-        ranks: of this host.
+        ranks: number of ranks on this host.
         driver: whose clock is meant, or empty for none.
-        judge: of speeds.
-        faults: of `FAULTS`, to see that each check notices.
+        judge: compares speeds.
+        faults: simulated faults of `FAULTS`, to verify that checks detect them.
     """
 
     folder: Path

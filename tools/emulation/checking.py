@@ -19,7 +19,7 @@ def check_rank(job: EmulatedJob, other: EmulatedJob, rank: int, size: int, setti
 
     Args:
         other: the job as this rank takes it to be.
-        settings: what differs, for the message.
+        settings: the differing settings, for the message.
 
     Raises:
         Mismatch: it does something that another rank does not expect; names both.

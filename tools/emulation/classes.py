@@ -16,9 +16,9 @@ class RankClass:
     """Ranks with the same stages, row, links, groups and device.
 
     Attributes:
-        kind: of those, what decides how long its work takes: layers of its stages, links, groups, device.
+        kind: the properties that determine its durations: layers of its stages, links, groups, device.
         stages: virtual stages that they hold.
-        pipeline_rank: of all of them.
+        pipeline_rank: the pipeline rank of its ranks.
         ranks: their global numbers.
     """
 

@@ -127,7 +127,7 @@ class Session:
         """Train ``steps`` steps, and some before that are not measured.
 
         Args:
-            costs: of the virtual stages of one pipeline; ``what_if`` is not in them yet.
+            costs: costs of the virtual stages of one pipeline, before ``what_if``.
         """
         world, engine = self.world, self.engine
         step = TwinStep(world, self.plan, what_if.costs(costs), self._delays, what_if, seed)

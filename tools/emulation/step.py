@@ -54,8 +54,8 @@ class TwinStep:
         """Emulate all ranks but the world's.
 
         Args:
-            costs: of the virtual stages of one pipeline.
-            seed: of jitter and losses.
+            costs: costs of the virtual stages of one pipeline.
+            seed: random seed of jitter and losses.
         """
         at = plan.layout.position(world.rank)
         member = plan.members[at.line]

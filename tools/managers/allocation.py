@@ -19,7 +19,7 @@ def with_hosts(config: WeftConfig, hosts: Mapping[str, Sequence[str]], master_ad
 
     Args:
         config: one whose hosts a manager chooses.
-        hosts: by site, in the order of `cluster.sites`.
+        hosts: hosts of each site, in the order of `cluster.sites`.
         master_addr: address of the first host.
 
     Raises:

@@ -25,8 +25,8 @@ def script(config: WeftConfig, overrides: Sequence[str], python: str) -> str:
 
     Args:
         config: with nodes for each site.
-        overrides: what `weft launch` was given; the allocation's `weft launch` gets the same.
-        python: that runs weft on the nodes.
+        overrides: arguments of `weft launch`, which the allocation's `weft launch` gets, too.
+        python: the Python that runs weft on the nodes.
 
     Raises:
         ValueError: `cluster.sites.select` cannot be expressed as one job.

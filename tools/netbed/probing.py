@@ -20,8 +20,8 @@ def probe_nodes(
     """The ways from ``near`` to ``far`` and back.
 
     Args:
-        settings: of both endpoints, as `WanEndpoint` takes them.
-        effort: as `weft.comm.wan.probe.probe_both` takes it; ``most`` has to be there.
+        settings: arguments of `WanEndpoint` for both endpoints.
+        effort: arguments of `weft.comm.wan.probe.probe_both`, with ``most``.
 
     Raises:
         ChannelError: the link failed.

@@ -118,7 +118,7 @@ class Topology:
         Nodes stand in the order of global ranks.
 
         Args:
-            replicas: of the pipeline, each on nodes of its own.
+            replicas: number of pipelines, each on its own nodes.
         """
         uplinks = {
             site.name: min((link.bandwidth_mbps for link in cluster.links if site.name in link.sites), default=0.0)

@@ -26,7 +26,7 @@ def write_recipe(
 
     Args:
         config: the model's fields, where it is not loaded from a folder or a hub.
-        model: that folder or name.
+        model: the folder or name of the model.
         lora: adapters that are trained.
     """
     layout = found.best.layout
