@@ -1,4 +1,4 @@
-"""Training and real vLLM workers side by side; what prefill gains and what it costs."""
+"""Training with real vLLM workers on the same ranks: gains and costs of prefill."""
 
 from __future__ import annotations
 

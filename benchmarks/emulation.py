@@ -172,5 +172,5 @@ def _verdict(beside: Beside, goal: float) -> str:
 
 
 def _within(beside: Beside, goal: float) -> bool:
-    """True if the error is no larger than the goal, on a machine that could tell."""
+    """True if the error is no larger than the goal, on a machine that was not too busy."""
     return beside.own <= MOST and abs(beside.error) <= goal + beside.own

@@ -15,7 +15,7 @@ from time import perf_counter
 TAIL_LINES = 25
 """Last lines of each output in the report itself."""
 LEAVE_S = 30.0
-"""Seconds for a program to end when asked: only it can end its ranks."""
+"""Seconds for a program to end after SIGTERM, because only it can end its ranks."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def items(out: Path) -> tuple[Item, ...]:
     """Yield the programs to run, in order.
 
     Args:
-        out: folder of what they write.
+        out: output folder.
     """
     # Other files may import what a GPU machine without network does not have.
     tests = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text())

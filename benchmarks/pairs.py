@@ -40,9 +40,9 @@ class Found:
     Attributes:
         seconds: median of a step.
         spread: range of the middle half of the steps over it.
-        losses: of the first round.
+        losses: losses of the first round.
         most_live: layers that the fullest rank held, the most.
-        planned_s: of a step, by the engine, or None if it does not say.
+        planned_s: step time predicted by the engine, or None if it predicts none.
     """
 
     seconds: float

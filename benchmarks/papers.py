@@ -22,13 +22,13 @@ from weft.pipeline.simulation import simulate
 from weft.tools.tables import table_of
 
 MEGASCALE_MFU = {3072: 59.1, 6144: 57.3, 8192: 54.9, 12288: 55.2}
-"""Percent of their peak that so many GPUs reach on the model of 175 billion parameters (MegaScale table 2)."""
+"""MFU in percent of the model of 175 billion parameters, by number of GPUs (MegaScale table 2)."""
 CHUNKS_A_RANK = 6
 """Chunks per rank of MegaScale's interleaved pipeline for this model (its section 6.1)."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the claims and what was assumed where a paper is silent and return 0."""
+    """Print the claims, and assumptions that papers leave open, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks papers", description=__doc__)
     parser.add_argument("--stages", type=int, default=60, help="pipeline ranks and micro-batches of Atlas 6.3; its: 60")
     parser.add_argument("--only", choices=list(FIGURES), action="append", help="some figures only")

@@ -50,7 +50,7 @@ def hugging_face(case: ParityCase) -> Outcome:
 
 
 def compare(case: ParityCase, backend: str, got: Outcome) -> Row:
-    """Hold what a backend made of a case against Hugging Face's own run."""
+    """Compare a backend's outcome of a case with Hugging Face's own run."""
     want = hugging_face(case)
     assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()
     off = vars(difference(got, want))

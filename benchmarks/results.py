@@ -32,7 +32,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collect
     """The arguments of a benchmark, which has ``--json FILE`` besides its own.
 
     Args:
-        known: what an option's names may be, by the option.
+        known: allowed names, by option.
 
     Raises:
         ValueError: a name is not known, or the file could not be written when minutes have been measured.

@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``sharing`` and return 0 if all losses are those of one process, 1 if not.
 
     Raises:
-        ValueError: all that is asked for is refused, or steps are fewer than 1.
+        ValueError: all requested sharings are refused, or steps are fewer than 1.
     """
     args = parse(_parser(), argv, archs=ARCHS, sharings=SHARINGS, layouts=LAYOUTS, engines=tensor_engines.ENGINES)
     if args.race or args.hops:
@@ -293,7 +293,7 @@ def _off(found: Sequence[float], alone: Sequence[float]) -> float:
 
 
 def largest(differences: Sequence[float]) -> float:
-    """The largest; not a number if any is none."""
+    """Return the maximum, or NaN if any value is NaN."""
     return nan if any(map(isnan, differences)) else max(differences)
 
 

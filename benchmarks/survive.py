@@ -1,4 +1,4 @@
-"""Faults in supervised runs: who is blamed, when training goes on, and what is lost."""
+"""Faults in supervised runs: the culprit, the time to the next step, and lost steps."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _word(met: bool) -> str:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the bench as Ctrl-C does, with what it has found so far."""
+    """Make SIGTERM end the benchmark as Ctrl-C does, with the results so far."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

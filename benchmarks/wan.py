@@ -211,12 +211,12 @@ def _watch(
     _pass(seconds, spinning, post)
     arrived, elapsed_s = endpoint.counters(peer).received_bytes - bytes_before, monotonic() - start
     cpu_s = transport_cpu_s() - cpu_before
-    endpoint.close(linger_s=0.0)  # what was posted beyond the measured time is of no interest
+    endpoint.close(linger_s=0.0)  # messages posted after the measured time are ignored
     return arrived, elapsed_s, cpu_s
 
 
 def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
-    """Let time pass, and post what is to be posted every 10 ms."""
+    """Wait, and post messages every 10 ms."""
     limit = monotonic() + seconds
     while monotonic() < limit:
         _spin(0.01) if spinning else sleep(0.01)

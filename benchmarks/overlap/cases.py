@@ -44,11 +44,11 @@ class OverlapCase:
 
     Attributes:
         axis: along which ranks share the layers.
-        members: of the axis.
-        share: of the pair's time without overlap that collectives take.
+        members: number of ranks of the axis.
+        share: share of collectives in the pair's time without overlap.
         factor: overlap effectiveness of everything.
-        layers: of the stage.
-        seconds: of the pair without overlap.
+        layers: number of layers of the stage.
+        seconds: duration of the pair without overlap.
     """
 
     axis: str
@@ -87,7 +87,7 @@ class Orders:
     """The ways to run a pair that are compared.
 
     Attributes:
-        plans: those that strands take turns by.
+        plans: the segment plans of the strands.
         paired: the paper's, with a barrier after each pair of operators.
     """
 

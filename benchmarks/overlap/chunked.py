@@ -41,8 +41,8 @@ class ChunkStep:
 def chunked(pair: StrandPair, chunks: int = CHUNKS) -> Iterator[ChunkStep]:
     """A backward, then a forward, each pipelined with its own collectives.
 
-    A product that takes in what a collective brings begins with the first chunk of it; a product that makes
-    what a collective carries sends each chunk of its result at once. Chunks cost nothing. Weight gradients
+    A product that consumes a collective's result begins with its first chunk. A product that produces a
+    collective's input sends each chunk of its result at once. Chunks cost nothing. Weight gradients
     stay in place, where they hide their own strand's collectives, as Megatron-LM has it.
     """
     yield from chunked_strand(pair.backward, pair.weights, chunks)

@@ -62,13 +62,13 @@ class SharedCase:
 
     Attributes:
         layer: its own forward, backward and weight gradients.
-        table: how well operators overlap.
-        ranks: of the pipeline.
+        table: OEFs of operators.
+        ranks: number of ranks of the pipeline.
         tensor: ranks that share each layer.
-        layers: of the whole model.
-        microbatches: of a step.
-        steps: that are measured, after one in which nothing takes time.
-        timeout_s: for all of it.
+        layers: number of layers of the whole model.
+        microbatches: micro-batches of a step.
+        steps: number of measured steps, after one without durations.
+        timeout_s: time limit for all steps.
     """
 
     layer: StrandPair
@@ -82,7 +82,7 @@ class SharedCase:
 
     @property
     def plain(self) -> EngineCase:
-        """The same without what is inside of a layer."""
+        """Return the case without the insides of layers."""
         layer = self.layer
         work = EmulatedWork(
             forward_s=layer.forward.compute_s + layer.forward.comm_s,
@@ -100,7 +100,7 @@ class SharedCase:
         )
 
     def pairs(self, num_stages: int) -> PairCosts:
-        """Return the durations of pairs of so many virtual stages."""
+        """Return the durations of pairs of virtual stages."""
         stage = StageStrands(((self.layer, self.layers // num_stages),))
         return PairCosts((stage,) * num_stages, self.table, HANDOVER_S)
 
@@ -116,9 +116,9 @@ class SharedRun:
 
     Attributes:
         step_s: seconds of each measured step.
-        losses: of all steps.
+        losses: losses of all steps.
         most_live: layers whose forward had begun and whose input gradient was not complete, at most.
-        planned_s: what the engine took a step to last, or None if it does not say.
+        planned_s: step time predicted by the engine, or None if it predicts none.
     """
 
     step_s: tuple[float, ...]
@@ -150,8 +150,8 @@ def weft(
     """Weft's engine on one rank.
 
     Args:
-        pairs: which strand pairs run interleaved.
-        order: of their segments; None takes the search's.
+        pairs: the strand pairs that run interleaved.
+        order: order of their segments; None takes the search's.
         chunked: True if layers overlap with their own collectives.
     """
     config = _config(case, kind, placement, pairs)

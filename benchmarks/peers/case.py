@@ -1,4 +1,4 @@
-"""The case: one piece of emulated work that every engine is given, and what a run of it measured."""
+"""The case: emulated work that every engine runs, and the measurements of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Two stages as they were measured, by their layers; a stage of other layers lies on the line through them.
+    """Measured costs of two stages, by number of layers; other stages are interpolated linearly.
 
     So what an engine does once for each computation counts once, and what each layer takes for each.
     """
@@ -23,7 +23,7 @@ class StageProfile:
     many: tuple[int, StageCost]
 
     def cost(self, num_layers: int) -> StageCost:
-        """Return the cost of a virtual stage of so many layers."""
+        """Return the cost of a virtual stage of ``num_layers`` layers."""
         (few, less), (many, more) = self.few, self.many
         share = (num_layers - few) / (many - few)
 
@@ -64,7 +64,7 @@ class EngineCase:
     """Steps that are measured in one run."""
 
     def cost(self, num_layers: int) -> StageCost:
-        """Return the cost of a virtual stage of so many layers, for engines that plan."""
+        """Return the cost of a virtual stage of ``num_layers`` layers, for engines that plan."""
         return self.work.cost(num_layers) if self.profile is None else self.profile.cost(num_layers)
 
     @property

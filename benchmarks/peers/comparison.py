@@ -15,8 +15,8 @@ class Measured:
     """Steps of an engine on a case.
 
     Attributes:
-        engine: its name in the registry.
-        title: its name in the table.
+        engine: name of the engine in the registry.
+        title: name of the engine in the table.
         case: title of its table.
         step_s: seconds of every step, of all rounds.
         references: seconds that a step is compared with, by name, or None if the engine does not report them.

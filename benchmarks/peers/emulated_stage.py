@@ -34,7 +34,7 @@ class EmulatedWork:
     hidden_bytes: int = 2**20
     """Size of the hidden state that layers hand on."""
     weight_elements: int = 1
-    """Parameters of a layer: what is reduced, sharded and stepped."""
+    """Number of parameters of a layer, which are reduced, sharded and stepped."""
 
     def costs(
         self, num_layers: int, num_stages: int, *, local: LinkCost | None = None, wan: LinkCost | None = None
@@ -135,7 +135,7 @@ class EmulatedLayer(nn.Module):
         return self.linear(self.one)
 
     def begin(self) -> None:
-        """The time of what is spent next counts from now."""
+        """Restart the clock: later spending counts from now."""
         self._since = perf_counter()
 
     def spend(self, op: str) -> None:

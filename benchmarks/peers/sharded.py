@@ -21,7 +21,7 @@ GOAL_OF_BOUND = 0.95
 GOAL_OVER_DEEPSPEED = 1.49
 START_S = 60.0
 PIPELINE_MICROBATCHES = 4
-"""A rank's batch goes through a pipeline in so many pieces at least, or little but its fill would be seen."""
+"""Minimum number of micro-batches of a rank's batch in a pipeline; with fewer, its fill would dominate."""
 SLOWNESS = 4.0
 """Multiple of its step without overlap that an engine may take before the run is aborted."""
 

@@ -50,8 +50,8 @@ class TrainingCase:
     """The settings of the training.
 
     Attributes:
-        folder: of the saved model, which all engines load.
-        steps: of training, the first of which is not timed.
+        folder: folder of the saved model, which all engines load.
+        steps: number of training steps, the first of which is not timed.
     """
 
     folder: str
@@ -75,10 +75,10 @@ class TrainingRun:
     """The result of an engine's rank; of an engine that could not run, the reason.
 
     Attributes:
-        losses: of each step.
-        norms: of each step's gradient, before it is clipped; not a number where the engine does not tell.
+        losses: loss of each step.
+        norms: norm of each step's gradient before clipping; NaN if the engine does not report it.
         step_s: median seconds of a step.
-        step_bytes: that left this rank's node in a step.
+        step_bytes: bytes that left this rank's node in a step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -270,7 +270,7 @@ def weft(case: TrainingCase) -> TrainingRun:
 
 
 def over_sites(case: TrainingCase, tensor: int) -> TrainingRun:
-    """Weft with a stage at each of two sites, of so many members."""
+    """Run Weft with a stage of ``tensor`` members at each of two sites."""
     torch.set_num_threads(1)
     return _weft(case, ParallelConfig(tensor=tensor), ("n0", "n1"))
 

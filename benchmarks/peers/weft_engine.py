@@ -66,10 +66,10 @@ def run(
 
 
 def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:
-    """Weft's engine on the emulated layers of ``case``, laid out and scheduled as ``config`` says, with its data.
+    """Weft's engine on the emulated layers of ``case``, with the layout and schedule of ``config``, with its data.
 
     Args:
-        work: of this rank's layers, where it is not what the plan goes by.
+        work: work of this rank's layers, if it differs from the plan's.
     """
     device = join(config)
 

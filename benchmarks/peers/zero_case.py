@@ -1,4 +1,4 @@
-"""The case of data-parallel engines: emulated layers with weights to reduce, and what is tried on them."""
+"""The case of data-parallel engines: emulated layers with weights to reduce, and techniques to compare."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ZeroCase:
     Attributes:
         compute_s: seconds of a rank's forwards and backwards in a step, each tried in turn. A
             forward, an input gradient and a weight gradient take a third each.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
         layer_elements: fp32 parameters of a layer.
-        num_microbatches: of a step and rank, without a pipeline.
+        num_microbatches: micro-batches per step and rank, without a pipeline.
         num_warmup, num_steps: steps before those that are measured, and those, for each of ``compute_s``.
         timeout_s: after which a collective fails.
-        cache_dir: folder in which Weft keeps what it has measured.
+        cache_dir: folder of Weft's measurements.
     """
 
     compute_s: tuple[float, ...]
@@ -60,7 +60,7 @@ class Technique:
         zero_stage: 1 to 3.
         num_stages: pipeline ranks.
         chunks: virtual stages of a rank, where it has as many layers; of several, micro-batches are
-            launched together as the model tier says.
+            launched together, as the model tier determines.
         partition: axes by which collectives may be rewritten.
         layer_by_layer: gradients are reduced and weights gathered a layer at a time, not all at once.
         weights_first: a layer's weight gradient goes before its input gradient.

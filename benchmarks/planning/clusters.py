@@ -46,7 +46,7 @@ class Outcome:
 
     Attributes:
         fixed: kind and placement of the best fixed schedule under the cap, or empty if none keeps to it.
-        fixed_s: its step; infinite if there is none.
+        fixed_s: step of the best fixed schedule; infinite without one.
         auto: over all placements.
         slower: fixed kinds and placements that were faster, where `auto` was held to the same placement.
     """
@@ -172,7 +172,7 @@ def _goes_with(candidates: dict[str, Placement]) -> Iterator[tuple[str, str, Pla
 
 
 def fixed_step_s(cluster: Cluster, kind: str, placement: Placement) -> float:
-    """The step of a fixed kind as an engine runs it; infinite where there is none, or over the cap."""
+    """Return the step of a fixed kind as an engine runs it; infinite without a schedule under the cap."""
     costs = cluster.layers.cut(placement.num_stages)
     try:
         schedule = as_run(generate(kind, placement, cluster.num_microbatches), costs)

@@ -21,8 +21,8 @@ class RankSteps:
 
     Attributes:
         step_s: seconds of each measured step, from its end to the next one's.
-        pipeline_s: of each, from the first action to the last on any rank of the replica.
-        predicted_s: of the plan, which was made before the first step.
+        pipeline_s: seconds of each step from the first action to the last on any rank of the replica.
+        predicted_s: step time predicted by the plan, before the first step.
         told_s: the same plan's step with the stages' seconds as they were measured.
     """
 

@@ -1,4 +1,4 @@
-"""Memory of the quickstart model's ranks: what a plan says, and what torch's allocator hands out."""
+"""Memory of the quickstart model's ranks: the plan's prediction and torch's allocations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RankPeak:
     """Bytes of a rank in one layout.
 
     Attributes:
-        predicted: of its plan.
+        predicted: bytes predicted by the plan.
         measured: that tensors took at most, set-up included, by the profiler, which follows one thread. What
             collectives put together in theirs is left out, and what they free would be missed (ZeRO 2 and 3). Where
             ranks share layers, collectives run in that one; what gloo frees in threads of its own is missed,
@@ -64,7 +64,7 @@ def peaks(timeout_s: float, *settings: str) -> Iterator[list[RankPeak]]:
     """Each rank's memory in each layout, in processes of their own.
 
     Args:
-        timeout_s: for one layout.
+        timeout_s: time limit for one layout.
         settings: further ones, of all layouts.
     """
     for layout in LAYOUTS:
@@ -72,7 +72,7 @@ def peaks(timeout_s: float, *settings: str) -> Iterator[list[RankPeak]]:
 
 
 class _InlineExecutor:
-    """Runs collectives where they are started, so that what they allocate and free is seen."""
+    """Runs collectives on the calling thread, so that their allocations are recorded."""
 
     def submit(self, work: Work, after: Pending) -> Pending:
         """See `InOrderExecutor`."""

@@ -33,7 +33,7 @@ def draw(
 
     Args:
         cells: computations by rank.
-        work: what each rank's board says: the optimiser's step waits for other ranks in between.
+        work: busy times from each rank's board, in which the optimiser's step waits for other ranks.
         prefills: prefill steps by rank.
         steps: begin and end of each training step.
     """

@@ -70,7 +70,7 @@ def slowdown(on_s: Sequence[float], off_s: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class FaultFigures:
-    """The median step around a fault, in seconds; NaN where no step lies whole."""
+    """The median step around a fault, in seconds; NaN without a complete step."""
 
     before_s: float
     hit_s: float

@@ -28,8 +28,8 @@ class Findings:
         steps: begin and end of each training step.
         prefills: notes of each worker's steps, by worker.
         costs: cost model of each worker.
-        answers: to the requests of the trace.
-        said: what each fault ended in.
+        answers: responses to the requests of the trace.
+        said: outcome of each fault.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ def spans_of(prefills: Iterable[dict]) -> list[tuple[float, float]]:
 
 
 def report_serving(found: Findings) -> dict[str, object]:
-    """Print what prefill gained and what it cost and return the figures."""
+    """Print the gains and costs of prefill, and return the figures."""
     windows = found.windows
     off_s, on_s = (steps_within(found.steps, windows.spans[name]) for name in ("off", "on"))
     print(f"\na mark on the board: {_mark_ns(found.folder):.0f} ns, {found.watch.marks(found.workers[0])} a step")

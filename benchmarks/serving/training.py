@@ -48,7 +48,7 @@ class Training:
 
     Attributes:
         real: train the quickstart's model instead of emulated layers.
-        folder: where rank 0 notes its steps; a file named ``stop`` there ends the run.
+        folder: receives rank 0's step times; a file named ``stop`` there ends the run.
         cores: cores that the ranks may use; empty is all.
         bed: netbed with a node per rank; empty is one site on this machine.
     """

@@ -1,4 +1,4 @@
-"""Faults of ranks, hosts and disks for `benchmarks survive`, and what a supervisor should make of each."""
+"""Faults of ranks, hosts and disks for `benchmarks survive`, and the expected diagnosis of each."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def exhaust_memory(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def shrink_memory(pid: int) -> None:
-    """Put a process into a control group of its own with 256 MiB for what it takes from now on."""
+    """Put a process into a new control group with 256 MiB for its further allocations."""
     version1 = Path("/sys/fs/cgroup/memory")
     group = (version1 if version1.is_dir() else version1.parent) / f"weft-survive-{pid}"
     group.mkdir()
@@ -349,5 +349,5 @@ def _fill_disk(run: SupervisedRun) -> Inflicted:
 
 
 DISK_MIB = (MIN_FREE_BYTES >> 20) + 90
-"""A little more than a run asks for before it starts."""
+"""A little more than a run requires before it starts."""
 DISK = (Fault("the disk full, then emptied", _fill_disk, alert="disk"),)

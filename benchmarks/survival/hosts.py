@@ -25,7 +25,7 @@ NUM_RANKS = sum(SLOTS.values())
 UPLINK_MBPS, LATENCY_MS = 20.0, 10.0
 """Limits of a node: low enough that a tiny model notices a tenth."""
 NODES = "WEFT_SURVIVE_NODES"
-"""Environment variable that says where the stand-in for ssh finds a host's namespace, and whether it is off."""
+"""Environment variable with the folder of host namespaces and power states for the stand-in of ssh."""
 _PORT = 29500
 
 _SSH = f"""\
@@ -51,7 +51,7 @@ class Hosts(Protocol):
     """The hosts of a run.
 
     Attributes:
-        settings: of the run, so that it uses them.
+        settings: settings of the run that select these hosts.
     """
 
     settings: list[str]
@@ -61,7 +61,7 @@ class Hosts(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what was made."""
+        """Release the resources."""
         ...
 
 

@@ -26,7 +26,7 @@ class Survival:
             relatively, or None if none was compared.
         rounds: True if sums are made in another order than in the undisturbed run.
         ends: True if the run is to end.
-        note: what went wrong otherwise.
+        note: other problems.
     """
 
     fault: str

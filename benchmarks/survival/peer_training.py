@@ -28,7 +28,7 @@ VOCAB, LENGTH, BATCH = 4096, 64, 4
 
 
 def main(folder: Path) -> None:
-    """Train until somebody ends this process."""
+    """Train until this process is killed."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

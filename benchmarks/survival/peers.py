@@ -152,7 +152,7 @@ class PeerJob:
             )
 
     def restart(self, node: int) -> None:
-        """Start a node's agent again, as whoever runs the cluster would."""
+        """Restart a node's agent, as a cluster manager would."""
         self._nodes[node] = self._start(node)
 
     @property

@@ -1,4 +1,4 @@
-"""The losses of a run to which nothing happens, as far as somebody asks for them."""
+"""The losses of an undisturbed run, computed on demand."""
 
 from __future__ import annotations
 

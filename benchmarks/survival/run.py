@@ -35,7 +35,7 @@ class RankProcess:
 
     Attributes:
         host: where.
-        local_rank: its record in the host's page.
+        local_rank: number of its record in the host's page.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class RankProcess:
 
 
 class Metrics:
-    """Steps that a run has logged; what is trained again after a fault replaces what there was."""
+    """Steps that a run has logged; steps that are repeated after a fault replace earlier ones."""
 
     def __init__(self, path: Path) -> None:
         """Create the reader of the file at ``path``, which may not exist yet."""
@@ -76,7 +76,7 @@ class SupervisedRun:
 
         Args:
             folder: gets the run, and the orders for its ranks; it is there.
-            hosts: what it runs on.
+            hosts: the hosts on which it runs.
         """
         self.folder, self.hosts = folder / "survive", hosts
         self.orders = folder / "orders"
@@ -181,7 +181,7 @@ class SupervisedRun:
             sleep(_POLL_S)
 
     def _has_ended(self) -> bool:
-        """True if it has, which is not said by the end of the driver that the bench started."""
+        """True if the run has ended; the end of the driver that the benchmark started does not imply it."""
         return self.process.poll() is not None and (bool(self.events("end")) or not self.ranks())
 
     def wait_for_step(self, step: int, *, timeout_s: float = 180.0) -> None:

@@ -41,10 +41,10 @@ class Session:
     """Faults of one run.
 
     Attributes:
-        settings: of the run, after those of all runs.
-        hosts: what it runs on, by a folder.
-        stages: of the pipeline; of 8 ranks.
-        disk_mib: of the file system that the run's folder is on; 0 leaves it where it is.
+        settings: settings of the run, in addition to those of all runs.
+        hosts: creates its hosts in a folder.
+        stages: number of pipeline stages, of 8 ranks.
+        disk_mib: size of a new file system for the run's folder; 0 uses the existing one.
     """
 
     faults: Sequence[Fault]
@@ -78,7 +78,7 @@ class Outcomes:
     """Runs sessions, and holds each fault's losses against those of an undisturbed run."""
 
     def __init__(self, folder: Path, settings: Sequence[str], tell: Callable[[Survival], None]) -> None:
-        """Leave the runs in ``folder``, and ``tell`` each outcome as soon as it is known."""
+        """Create a session of runs in ``folder``; ``tell`` is called with each outcome."""
         self._folder, self._settings, self._tell = folder, settings, tell
         self._undisturbed: dict[object, Undisturbed] = {}
         self._numbers = 0
@@ -155,7 +155,7 @@ def inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
     """Do it, and see what becomes of it, until some usual steps have come after.
 
     Raises:
-        RuntimeError: what should come does not.
+        RuntimeError: an expected event did not happen in time.
     """
     before, looked_s = run.step, Inflicted().at_s
     done = fault.inflict(run)
@@ -179,7 +179,7 @@ def inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
 
 
 def _see_end(run: SupervisedRun, fault: Fault, done: Inflicted, outcome: Survival) -> None:
-    """The run is to end, with a report that says what kind of fault it was."""
+    """Expect the run to end, with a report of the right kind of fault."""
     try:
         run.process.wait(timeout=_END_S)
     except subprocess.TimeoutExpired as error:

@@ -150,7 +150,7 @@ class _Paused:
 
 
 def _watch(module: Any, on: bool) -> None:
-    """Let this rank tell where it is, or not."""
+    """Switch the publication of this rank's progress on or off."""
     engine = _engine(module)
     place = engine.heartbeat.place
     if not on:

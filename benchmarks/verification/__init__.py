@@ -1,1 +1,1 @@
-"""Comparisons with what is known to be right: Hugging Face's forward, proven optima."""
+"""Comparisons with references: Hugging Face's forward, proven optima."""

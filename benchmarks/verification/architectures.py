@@ -33,7 +33,7 @@ from weft.engine.stages.skeleton import cuttable_layers, skeleton
 LIMIT_S = 180
 """Processor seconds that one architecture may take: other work on the host does not count."""
 STUCK_S = 1800.0
-"""Seconds after which an architecture is given up that waits instead of computing."""
+"""Seconds after which an architecture that waits instead of computing is aborted."""
 LIMIT_BYTES = 8 << 30
 """Memory that one architecture may take."""
 
@@ -120,7 +120,7 @@ def examine(model_type: str) -> Finding:
 def prepared(
     model_type: str, *, in_stages: bool
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig, PreTrainedModel] | Finding:
-    """An architecture's class, its config, and a small copy to try; or why there is none.
+    """Return an architecture's class, config and small copy, or the reason why there is none.
 
     Args:
         in_stages: refuse what cannot be cut into them.
@@ -290,7 +290,7 @@ def read_findings(file: Path, shared: str = "") -> dict[str, Finding]:
     """Return the last result of each architecture with this version of transformers.
 
     Args:
-        shared: of which results. See `Finding`.
+        shared: selects results by `Finding.shared`.
 
     Raises:
         ValueError: a line is not a result.

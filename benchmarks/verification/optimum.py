@@ -56,7 +56,7 @@ def solve(
 
     Args:
         memory_cap_bytes: 0 is no cap.
-        limit_s: wall time after which the solver gives what it has.
+        limit_s: wall time after which the solver returns its best solution.
         known: a schedule under the cap, from which the solver starts and than which it finds
             no worse.
         quantum_s: durations are rounded down to multiples of it, so that ``bound_s`` stays a

@@ -70,7 +70,7 @@ def examine_scheduled(
 
     Args:
         sizes: ranks along each axis.
-        known: what was found of architectures without schedules.
+        known: results of architectures without schedules.
     """
     shared = scheduled_text(sizes)
     logging.getLogger("weft.engine.strands.pair").setLevel(logging.ERROR)  # `PLAN` is no pair's own
@@ -147,7 +147,7 @@ def _num_stages(model: nn.Module, sizes: Mapping[str, int]) -> int:
     try:
         cuttable_layers(whole)
         members_outcome(whole, _batches(whole), torch.tensor(1), sizes, STAGES, train=_make_only)
-    except Exception:  # any: what is wrong in stages is found by `examine_shared`
+    except Exception:  # any: `examine_shared` reports errors in stages
         return 1
     return STAGES
 

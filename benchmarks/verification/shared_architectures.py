@@ -118,13 +118,13 @@ def _most_stages(small: PreTrainedModel, sizes: Mapping[str, int]) -> int:
         members_outcome(small, [batch] * sizes.get("expert", 1), torch.tensor(count_label_tokens(batch)), sizes, 2)
     except UnshareableError:
         raise
-    except Exception:  # any: what is wrong in stages is found below
+    except Exception:  # any: errors in stages are reported below
         return 2
     return 2
 
 
 def _wider(small: PreTrainedModel, packs: bool) -> Iterator[tuple[str, Sequence[Batch]]]:
-    """Micro-batches beyond those of the check, and what is special about them; the model is as they want it."""
+    """Yield further micro-batches than the check's, with a description; the model is prepared for them."""
     plain = tried_batch(small)
     rows = [{name: tensor[row : row + 1] for name, tensor in plain.items()} for row in range(2)]
     yield "two micro-batches", rows

@@ -64,7 +64,7 @@ def tiny_model(arch: str = "llama", **overrides: Any) -> ModelConfig:
     """The configuration of a tiny model.
 
     Raises:
-        ValueError: there is none of that architecture.
+        ValueError: there is no tiny model of that architecture.
     """
     if arch not in TINY:
         raise ValueError(f"{arch}: no tiny model of this architecture; one of {', '.join(TINY)}")
