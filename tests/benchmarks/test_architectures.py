@@ -92,7 +92,7 @@ def test_what_members_get_wrong_is_found(monkeypatch):
     assert examine_shared("bart", {"context": 2}).verdict is Verdict.wrong
 
 
-def test_findings_are_kept(tmp_path):
+def test_results_are_read_back_from_their_file(tmp_path):
     file = tmp_path / "found.jsonl"
     for finding in FOUND:
         write_finding(finding, file)
@@ -131,7 +131,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
 def _findings_of(text: str) -> tuple[list[Finding], dict[str, list[Finding]], dict[str, dict[str, Finding]]]:
-    """Read a page back: findings of stages, of members of each axis, and of those under schedules."""
+    """Read a page back: results of stages, of members of each axis, and of those under schedules."""
     version = re.search(r"Every type for which transformers (\S+) has", text).group(1)
     notes = dict(re.findall(r"(?m)^(\d+)\. (.*)$", text))
     rows = [line.split() for line in text.split("```")[1].strip().splitlines()[1:]]

@@ -53,7 +53,7 @@ def test_what_is_not_shown_is_not_met(monkeypatch, emulated, real, code):
     assert main(["--parts", "jobs", "--jobs", "straight", "two stages"]) == code
 
 
-def test_parts_add_up_in_one_file_and_the_verdict_is_over_all(monkeypatch, tmp_path, capsys):
+def test_parts_add_up_in_one_file_and_the_exit_code_covers_all(monkeypatch, tmp_path, capsys):
     file = tmp_path / "found.json"
     wrong = {"straight"}
     main = bench(monkeypatch, lambda layout: ([1.0], 1.1 if layout.name in wrong else 1.0))
@@ -94,7 +94,7 @@ def test_a_change_is_predicted_by_what_it_does_to_the_emulated_step():
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(after for _, after in CHANGES.values())], ids=lambda each: each.name)
-def test_a_real_job_differs_from_the_usual_one_in_what_its_emulation_is_told(layout, tmp_path):
+def test_a_changed_real_job_has_the_settings_of_its_emulation(layout, tmp_path):
     what_if, config = layout.what_if, layout.config(str(tmp_path), timeout_s=TIMEOUT_S)
     assert config.pipeline.stages == layout.stages == sum(layout.sites or (layout.stages,))
     what_if.check(layout.ranks, layout.stages)
@@ -103,7 +103,7 @@ def test_a_real_job_differs_from_the_usual_one_in_what_its_emulation_is_told(lay
         (link,) = bed.links
         assert len(bed.nodes) == layout.ranks
         assert {node.uplink_mbps for node in bed.nodes} == {UPLINK_MBPS * what_if.bandwidth}
-        assert link.latency_ms - link.jitter_ms == LATENCY_MS  # a message is late by 0 to what the emulation is told
+        assert link.latency_ms - link.jitter_ms == LATENCY_MS  # a message is late by 0 to the emulation's jitter
         assert 2 * link.jitter_ms == what_if.jitter_ms
 
 

@@ -22,7 +22,7 @@ def test_cells_beat_pipelines_that_have_an_uplink_each():
     assert atlas_throughput(gpus, 4, STAGES)[0] > apart_throughput(gpus, 4, STAGES, "1f1b")
 
 
-def test_verdicts_go_by_distance():
+def test_results_depend_on_the_distance_from_the_paper():
     assert [judged(ours, 10.0, 0.1) for ours in (10.9, 12.5, 20.0)] == ["reproduced", "partly", "not"]
 
 

@@ -126,7 +126,7 @@ def test_a_run_has_a_hard_time_limit():
 
 @pytest.fixture
 def no_processes(monkeypatch):
-    """Runs that take a time told by the engine's name."""
+    """Return runs whose duration depends on the engine's name."""
     order = []
 
     def measured(peer, case):
@@ -170,7 +170,7 @@ def test_bench_schedules(no_processes, capsys):
     heads = [line for line in lines if line.startswith("engine ")]
     rows = [line for line in lines if line.startswith(tuple(f"{peer.title}  " for peer in HOST.values()))]
     assert len(heads) == 8 and len(rows) == 8 * len(HOST)
-    for line in heads:  # which of them may be compared is told alongside each
+    for line in heads:  # each line names the engines that it may be compared with
         assert "live layers" in line
     for line in rows:
         assert line.split()[-4:] == ["2", "1", "1.00x", "best"]

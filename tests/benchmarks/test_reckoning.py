@@ -7,7 +7,7 @@ from benchmarks.serving.report import fault_figures
 from benchmarks.serving.requests import read_trace
 
 
-def test_a_rank_is_reckoned():
+def test_shares_of_a_ranks_time():
     work, prefills = [(0, 2), (6, 8), (10, 12)], [(3, 5), (7, 9)]
     use = use_of(work, prefills, [(0, 10)])
     assert idle_between(work) == [(2, 6), (8, 10)]

@@ -1,4 +1,4 @@
-"""`benchmarks sharing`: losses of shared layers alongside those of one process, and what is refused."""
+"""`benchmarks sharing`: losses of shared layers compared with those of one process, and refusals."""
 
 import json
 from math import inf, isnan, nan
@@ -30,7 +30,7 @@ def test_in_bf16_master_weights_are_compared(tmp_path):
 
 
 @pytest.mark.slow
-def test_other_losses_are_told(monkeypatch):
+def test_other_losses_are_reported(monkeypatch):
     monkeypatch.setattr(sharing, "one_process", sharing_of_another_seed)
     assert sharing.main(["--archs", "llama", "--sharings", "tensor 2", "--layouts", "alone", "--steps", "1"]) == 1
 

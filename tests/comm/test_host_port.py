@@ -151,7 +151,7 @@ NOBODYS = [knock(77, job=""), knock(9), knock(Service.RENDEZVOUS), knock(Service
 
 
 @pytest.mark.parametrize("said", NO_KNOCKS + NOBODYS, ids=range(len(NO_KNOCKS + NOBODYS)))
-def test_who_does_not_knock_or_knocks_for_nobody_is_closed(said):
+def test_a_connection_without_hello_or_recipient_is_closed(said):
     port = free_port()
     with Listening(port, Service.CONTROL) as driver:
         with socket.create_connection((HOST, port), timeout=10) as client:
@@ -162,7 +162,7 @@ def test_who_does_not_knock_or_knocks_for_nobody_is_closed(said):
         assert (driver.served, driver.handed, driver.refused) == (0, 0, 1)
 
 
-def test_a_knock_of_another_key_gets_to_the_handshake_where_it_came_and_no_further():
+def test_a_hello_of_another_key_reaches_the_handshake_of_its_process_only():
     """There both sides learn that they have different keys."""
     port = free_port()
     with services(port) as (driver, rendezvous):
@@ -171,7 +171,7 @@ def test_a_knock_of_another_key_gets_to_the_handshake_where_it_came_and_no_furth
         assert driver.handed == rendezvous.handed == 0
 
 
-def test_a_knock_is_good_for_one_connection():
+def test_a_hello_is_valid_for_one_connection():
     port, said = free_port(), own_knock(KEY, Service.CONTROL)
     with Listening(port, Service.CONTROL) as driver:
         assert ask(port, said) == b"CONTROL"
@@ -179,7 +179,7 @@ def test_a_knock_is_good_for_one_connection():
         assert (driver.served, driver.refused) == (1, 1)
 
 
-def test_a_knock_may_come_a_byte_at_a_time():
+def test_a_hello_may_arrive_byte_by_byte():
     port, said = free_port(), own_knock(KEY, Service.CONTROL)
     with Listening(port, Service.CONTROL), socket.create_connection((HOST, port), timeout=10) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -188,7 +188,7 @@ def test_a_knock_may_come_a_byte_at_a_time():
         assert client.recv(100) == b"CONTROL"
 
 
-def test_what_follows_a_knock_is_left_for_the_handshake():
+def test_bytes_after_a_hello_are_left_for_the_handshake():
     port = free_port()
 
     class Echoing(Listening):

@@ -95,7 +95,7 @@ def test_lines_that_are_wanted_both_ways_are_full_and_little_waits(library, mbps
     found = library.pace_both_ways(mbps * 1e6 / 8, rtt_ms, ack_bytes, seconds)
     assert found.carried > 0.97 * 8192 / (8192 + ack_bytes)
     chunk_ms = 8192 * 8e-3 / mbps
-    if rtt_ms > 4 * chunk_ms:  # else the line holds less than the chunks that a link may have alongside it
+    if rtt_ms > 4 * chunk_ms:  # else the line holds less than a link's chunks outside of it
         assert found.backlog_ms < 0.2 * rtt_ms + 4 * chunk_ms + 8
 
 

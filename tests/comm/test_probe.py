@@ -76,7 +76,7 @@ def test_both_ends_learn_both_ways():
         assert out.opposed_bps > 0 < back.opposed_bps
 
 
-def test_a_probe_needs_nobody_at_the_other_end():
+def test_a_probe_needs_no_call_at_the_other_end():
     with linked(connections=4) as (near, far):
         profile = probe(near, 1, most=4, seconds=0.02)
         assert set(dict(profile.rates_bps)) <= {1, 2, 3, 4}

@@ -254,7 +254,7 @@ def test_a_peer_that_never_comes_is_an_error_with_its_last_trouble(stack):
     assert re.search("; last trouble: .*(closed|reset)", str(error.value))
 
 
-def test_a_message_that_nobody_sends_runs_into_the_time_limit(stack):
+def test_a_receive_without_a_send_times_out(stack):
     pair = Pair(stack, deadline_s=1.0, timeout_s=1.0)
     pair.exchange("a", noise(8))
     time.sleep(1.2)  # longer than the deadline: a quiet link lives by its pings
@@ -381,7 +381,7 @@ def test_every_request_is_freed_when_its_handle_is_gone(stack):
     assert load().weft_wan_requests() == before
 
 
-def test_transfers_that_nobody_waits_for_do_not_pile_up(stack):
+def test_transfers_without_a_wait_are_released(stack):
     pair = Pair(stack)
     for index in range(2000):
         pair.channels[0].send("a", noise(8, index))

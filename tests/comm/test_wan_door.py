@@ -81,7 +81,7 @@ def test_nothing_of_a_peer_without_the_key_is_handed_on(host):
     talk(second, other)
 
 
-def test_a_knock_is_good_for_one_connection(host):
+def test_a_hello_is_valid_for_one_connection(host):
     first, second, _ = host
     said = knock(1)
     with socket.create_connection(first.address, timeout=5) as client, socket.create_connection(first.address) as again:
@@ -104,7 +104,7 @@ def test_silent_peers_do_not_keep_others_out(host, behind):
         meet(second, other)
 
 
-def test_a_rank_that_is_not_there_is_told_from_one_that_is_slow(host):
+def test_a_missing_rank_is_distinguished_from_a_slow_one(host):
     first, second, other = host
     meet(second, other)
     second.close(linger_s=0.0)

@@ -62,7 +62,7 @@ def test_a_child_keeps_no_connection_open_and_unauthenticated_peers_find_nothing
         until(lambda client=client: not unread(client))
     with forked():
         for client in clients:
-            client.sendall(b"x" * 200)  # nonsense: the door is closed
+            client.sendall(b"x" * 200)  # nonsense: the connection is closed
             with contextlib.suppress(ConnectionError):
                 assert client.recv(1) == b""
             with contextlib.suppress(OSError):

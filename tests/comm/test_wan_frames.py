@@ -24,7 +24,7 @@ DATA, ACK, CREDIT, PING, PONG, BYE = range(1, 7)
 
 
 class RoguePeer:
-    """Speaks the wire format in plain Python, as rank 5 unless told otherwise."""
+    """Speaks the wire format in plain Python, by default as rank 5."""
 
     def __init__(self, address, *, rank=5, to=1, slot=0, chunk_bytes=CHUNK, job=""):
         self.socket = socket.create_connection(address, timeout=5)

@@ -59,7 +59,7 @@ def test_nonsense_is_turned_away_without_a_word(stack):
 def test_a_greeting_without_the_key_earns_a_random_number_and_no_more(stack):
     pair = Pair(stack)
     answer = says(pair.ends[1].address, hello(), then=bytes(32) + FRAME)
-    assert len(answer) == 80  # the challenge, and then the door
+    assert len(answer) == 80  # the challenge, and then the end of the connection
     assert pair.ends[1].refused == 1
     pair.exchange("a", noise(100_000))
 
@@ -78,7 +78,7 @@ def test_a_recorded_handshake_opens_nothing(stack):
     assert after.received_bytes == before.received_bytes + 1000
 
 
-def test_a_port_scan_and_silent_guests_do_not_keep_peers_out(stack):
+def test_a_port_scan_and_silent_connections_do_not_keep_peers_out(stack):
     pair = Pair(stack, proxied=True)
     pair.exchange("a", noise(1000))
     guests = [socket.create_connection(pair.ends[1].address) for _ in range(100)]  # more than it has space for

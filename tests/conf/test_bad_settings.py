@@ -161,7 +161,7 @@ def test_bad_recipe_files_are_named(text, part, tmp_path):
     assert part in str(error.value)
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(ValueError) as error:
         load(["cluster.master_addr=", "train.name=a/b", "data.path=x"])
     assert len(str(error.value).splitlines()) == 3

@@ -37,7 +37,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("settings", "processes", "part"), BAD)
-def test_what_does_not_come_out_even_is_told(settings, processes, part):
+def test_batch_sizes_that_do_not_divide_are_named(settings, processes, part):
     with pytest.raises(ValueError) as error:
         check_world(load(["recipe=quickstart", *settings]), processes)
     assert part in str(error.value)

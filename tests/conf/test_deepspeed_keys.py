@@ -252,7 +252,7 @@ def test_gradients_travel_in_the_format_that_is_asked_for(given):
     assert config.zero.communication_data_type is Precision[given.lower()]
 
 
-def test_what_nobody_knows_is_refused(monkeypatch):
+def test_unknown_keys_are_refused(monkeypatch):
     monkeypatch.delitem(deepspeed_table.WITHOUT_EFFECT, "vocabulary_size")
     with pytest.raises(ValueError, match="vocabulary_size=3: Weft does not support it; leave it out"):
         split_deepspeed_config(USER | {"vocabulary_size": 3})

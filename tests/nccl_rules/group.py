@@ -222,7 +222,7 @@ def _store() -> dist.Store:
 
 
 def serve_store() -> dist.Store:
-    """Have the store in this process, for one that is forked from it to be rank 0 and to die."""
+    """Serve the store from this process, so that a forked rank 0 can die without it."""
     store = _open_store(is_master=True)
     os.environ[SERVED] = "1"
     return store

@@ -64,7 +64,7 @@ class StallingJob:
         return rank != self.hung if waits_for is None else waits_for()
 
     def move(self, moves: int | None = None) -> bool:
-        """Move random ranks, so often or until nobody can; whether all moves were made."""
+        """Move random ranks ``moves`` times, or until none can move. True if all moves were made."""
         ranks = list(self._programs)
         for _ in count() if moves is None else range(moves):
             self.rng.shuffle(ranks)

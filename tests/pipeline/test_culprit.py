@@ -116,7 +116,7 @@ def test_over_links_that_work_the_receiver_is_named_and_over_others_the_link(sta
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(jobs())
-def test_nobody_is_blamed_while_a_rank_moves(stalling):
+def test_there_is_no_culprit_while_a_rank_moves(stalling):
     assert stalling.move(moves_of(stalling))
     before = dict(stalling.places)
     assert stalling.move(30)
@@ -136,7 +136,7 @@ def test_among_the_suspects_one_can_go_on_unless_a_fault_keeps_it(stalling):
     assert any(map(stalling.can_move, named)), explain(stalling)
 
 
-def test_what_a_rank_is_at_is_told_in_words():
+def test_a_ranks_current_action_is_described():
     schedule = lower(generate("1f1b", Placement.straight(2), 2))
     job = JobRows((Replica(schedule, (4, 7)),))
     row = job.row(7)

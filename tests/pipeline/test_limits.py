@@ -94,14 +94,14 @@ def test_fields_that_are_known_pass_and_the_first_other_is_named():
     [("x" * 10**6, 70), (list(range(10**5)), 40), ({n: n for n in range(10**4)}, 60), (10**4000, 80)],
     ids=["text", "list", "table", "number"],
 )
-def test_what_a_user_gave_is_told_in_a_line(value, most):
+def test_a_users_value_is_shown_in_one_line(value, most):
     assert len(short_repr(value)) <= most
     assert short_repr([[[[1]]]]) == "[[[...]]]" and short_repr("short") == "'short'"
     assert short_repr([1, 2, 3, 4, 5]) == "[1, 2, 3, 4, ...]" and short_repr((1, 2, 3, 4)) == "(1, 2, 3, 4)"
 
 
 @pytest.mark.parametrize("value", [1 << 50_000, -(1 << 50_000)], ids=["above", "below"])
-def test_a_number_of_more_digits_than_python_writes_is_told_as_well(value):
+def test_a_number_of_more_digits_than_python_writes_is_shortened(value):
     """As 0xfff... in a file may be."""
     for refuse in (number, count):
         with pytest.raises(ValueError, match=r"^x=<a number of 50001 bits>: expected a"):

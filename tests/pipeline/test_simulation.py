@@ -215,7 +215,7 @@ def test_a_deadlock_is_an_error():
 
 
 def test_what_takes_no_time_has_no_span():
-    """Free links, reductions and optimisers are in the schedule, and nobody waits for them."""
+    """Free links, reductions and optimisers are in the schedule, and no rank waits for them."""
     schedule = lower(generate("1f1b", Placement.straight(3, (1, 2)), 4))
     spans = simulate(schedule, CostModel.unit(3)).spans
     assert {span.lane for span in spans} == {"compute"} and all(span.end_s > span.start_s for span in spans)

@@ -65,7 +65,7 @@ WHOLE_BUFFERS = 2 * BUCKET * 4
         # A bucket is never more than there is, or than the smaller limit.
         (memory(1, parameters=80), (2 * 80, 4 * 80, 12 * 20, 2 * 80 * 4)),
         (memory(1, allgather_bucket_size=90), (2 * N, 4 * N, 12 * SHARE, 2 * 90 * 4)),
-        # Nobody to share with.
+        # No rank to share with.
         *(
             (memory(stage, replicas=1, microbatches=1, param_persistence_threshold=0), (2 * N, 4 * N, 12 * N, 0))
             for stage in range(4)

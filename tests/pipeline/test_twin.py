@@ -95,7 +95,7 @@ def test_the_next_step_begins_where_the_others_have_ended():
     assert twin.arrival_s(Action(Op.SEND_F, 0, 0)) == 51.0
 
 
-def test_a_message_that_nobody_expects_or_sends_is_named():
+def test_a_message_without_receiver_or_sender_is_named():
     twin = OnlineTwin(straight(), CostModel.unit(3), 1)
     twin.begin(0.0)
     with pytest.raises(LookupError, match="no rank of schedule '1f1b' waits for 1SEND_F7 of rank 1"):

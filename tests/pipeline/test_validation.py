@@ -71,7 +71,7 @@ def test_a_deadlock_across_ranks_that_torch_accepts():
     ]
 
 
-def test_of_a_deadlock_what_cannot_start_is_told_from_what_stands_behind():
+def test_a_deadlocks_blocked_slots_are_distinguished_from_later_ones():
     schedule = by_hand(Placement.interleaved(3, 2), 1, "0F0 3F0 0B0 3B0", "1F0 4F0 4B0 1B0", "2F0 5F0 5B0 2B0")
     with pytest.raises(ScheduleError) as error:
         validate(schedule)

@@ -157,7 +157,7 @@ def test_a_large_schedule_is_drawn_wide_enough_to_tell_slots_apart(tmp_path, mon
 
 
 @pytest.mark.parametrize(("slots", "inches"), [(40, 16.0), (150, 2.4 + 19 / 150 * 150), (10_000, 64.0)])
-def test_pictures_are_so_wide_that_most_slots_have_room_for_a_number(tmp_path, monkeypatch, slots, inches):
+def test_pictures_are_so_wide_that_most_slots_fit_a_number(tmp_path, monkeypatch, slots, inches):
     """A fifth of the slots are shorter than the others, and do not count."""
     ends = [float(number + 1) for number in range(slots)]
     spans = tuple(

@@ -67,7 +67,7 @@ def test_what_fails_leaves_a_report(tmp_path, monkeypatch):
     )
 
 
-def test_ranks_that_an_error_blames_are_told(tmp_path, monkeypatch):
+def test_ranks_that_an_error_names_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
     with pytest.raises(ReplicasDiffer), reported():
         raise ReplicasDiffer("after step 3: ranks 4, 5 do not agree", 2, (4, 5))
@@ -111,7 +111,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path, monke
     assert ERROR_FILE in capsys.readouterr().err
 
 
-def test_nobody_watching_nothing_is_written(tmp_path, monkeypatch):
+def test_nothing_is_written_without_a_supervisor(tmp_path, monkeypatch):
     monkeypatch.delenv(ERROR_FILE, raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyError), reported():

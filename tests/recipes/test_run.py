@@ -62,7 +62,7 @@ def test_what_is_decided_by_evaluations_survives_a_kill(tmp_path):
     assert records(runs / "whole", "train")[18]["lr"] < records(runs / "whole", "train")[4]["lr"] / 5, "it decays to 18"
     assert losses["killed"] == losses["whole"]
 
-    # The best is kept alongside the newest, and exported; a resumed run finds the same.
+    # The best is kept in addition to the newest, and exported; a resumed run finds the same.
     for name in ("whole", "killed"):
         folder = runs / name / "checkpoints"
         assert sorted(path.name for path in folder.iterdir()) == ["best", "step-00000018"]
@@ -79,7 +79,7 @@ def test_what_is_decided_by_evaluations_survives_a_kill(tmp_path):
         assert same(exported(runs / name), {key: weights[key] for key in exported(runs / name)})
     assert last["steps"] == 18 and not same(exported(runs / "last"), exported(runs / "whole"))
 
-    # Patience is counted over attempts; a run that has stopped stays so.
+    # Evaluations without gain are counted over attempts; a run that has stopped stays so.
     for seen in (stopped, again, once_more):
         assert seen["steps"] == 10
     assert sorted(records(runs / "again", "eval")) == sorted(records(runs / "stopped", "eval")) == [2, 4, 6, 8, 10]

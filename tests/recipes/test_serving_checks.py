@@ -184,7 +184,7 @@ print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(
         (serve._become_willing_worker, os.SCHED_OTHER, serve.NICE, None),
     ],
 )
-def test_a_worker_takes_cores_as_it_is_told(become, policy, nicer, slack_s):
+def test_a_worker_yields_cores_as_configured(become, policy, nicer, slack_s):
     """A worker on a GPU keeps the timers that it was born with: a late one would hold up a launch."""
     words = [sys.executable, "-c", SHARE_OF_CORES]
     said = subprocess.run(words, preexec_fn=become, capture_output=True, text=True, check=True).stdout.split()

@@ -21,7 +21,7 @@ from weft.pipeline.serialization import (
 )
 
 FILES = 400
-MOST_BYTES = 4 << 30  # of address space, alongside what the process has
+MOST_BYTES = 4 << 30  # of address space, in addition to the process's own
 SCHEDULE = generate("1f1b", Placement.straight(4), 6)
 COSTS = CostModel.unit(4)
 KINDS = {

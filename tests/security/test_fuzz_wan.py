@@ -30,7 +30,7 @@ def say(address, data):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tls", [False, True])
-def test_damaged_handshakes_let_nobody_in(tls):
+def test_damaged_handshakes_are_refused(tls):
     luck = random.Random(5)
     with ExitStack() as stack:
         pair = Pair(stack, proxied=True, tls=tls)

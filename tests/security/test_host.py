@@ -101,7 +101,7 @@ def test_a_taken_name_in_shared_memory_gives_another_folder_to_all_processes_of_
     assert shared_memory_folder(os.geteuid(), within=tmp_path) == first
 
 
-def test_the_usual_folder_in_shared_memory_is_taken_where_nobody_else_has_it(tmp_path):
+def test_the_usual_folder_in_shared_memory_is_taken_where_no_other_user_has_it(tmp_path):
     usual = tmp_path / f"weft-{os.geteuid()}"
     assert shared_memory_folder(os.geteuid(), within=tmp_path) == usual and not usual.exists()
     private_folder(usual)
@@ -171,7 +171,7 @@ def test_the_file_of_secrets_reaches_the_ranks(two_hosts, tmp_path):
     assert environment["HF_TOKEN"] == "set on this host"
 
 
-def test_ranks_of_several_hosts_share_a_key_that_nobody_had_to_make(monkeypatch):
+def test_ranks_of_several_hosts_share_a_key_made_by_the_launcher(monkeypatch):
     monkeypatch.delenv("WEFT_KEY", raising=False)
     config = load(["recipe=quickstart"])
     assert launch.job_key(config, {}) == {}
@@ -224,7 +224,7 @@ time.sleep(600)
 """
 
 
-def test_a_second_run_is_told_who_is_first_and_a_killed_one_blocks_nobody(tmp_path):
+def test_a_second_run_is_refused_with_the_first_ones_process_and_a_killed_one_blocks_none(tmp_path):
     folder = tmp_path / "run"
     first = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None

@@ -199,7 +199,7 @@ def test_silent_connections_do_not_block_a_rank():
         assert store.get("a") == b"1"
 
 
-def test_an_impostor_in_rank_0s_place_learns_a_knock_and_tls_greeting_only():
+def test_an_impostor_in_rank_0s_place_learns_a_hello_and_tls_greeting_only():
     with environment(WEFT_KEY=KEY, MASTER_ADDR="x", MASTER_PORT="1"), socket.create_server(("127.0.0.1", 0)) as false:
         heard = []
 

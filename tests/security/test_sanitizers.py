@@ -58,7 +58,7 @@ def sanitized(kind, tests, tmp_path, *options, **more):
     environment = {key: value.format(log=logs / "report") for key, value in settings.items()} | more
     environment |= {"WEFT_SANITIZE": kind, "LD_PRELOAD": f"{library(name)} {library('libstdc++.so')}"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.security.sanitized", "-p", "no:cacheprovider", *tests]
-    command.append("--capture=sys")  # what ends the process is told on its standard error, and not in the log
+    command.append("--capture=sys")  # errors that end the process are on its standard error, not in the log
     if kind == "thread":
         command = ["setarch", "-R", *command]  # its shadow memory lies at fixed addresses
     done = subprocess.run(
@@ -97,5 +97,5 @@ def test_what_is_wrong_on_purpose_is_found(kind, fault, said, tmp_path):
     done, found = sanitized(kind, ["tests/security/commit_fault.py"], tmp_path, WEFT_FAULT=fault)
     text = "\n".join(found)
     assert said in text and bool(said) is bool(found), text + done.stdout[-2000:] + done.stderr[-2000:]
-    # What is found in the middle of a run ends it; leaks and races are told at its end.
+    # Errors in the middle of a run end it; leaks and races are reported at its end.
     assert (done.returncode == 0) is (fault in ("none", "leak", "race"))

@@ -23,7 +23,7 @@ from weft.tools import cli
 from weft.tools.early_launch import ANNOUNCEMENT
 
 ROOT = Path(__file__).parents[2]
-# Files that the package needs alongside its Python.
+# Files that the package needs in addition to its Python.
 DATA = (".yaml", ".jinja", ".c", ".h", ".cpp", ".hpp", ".cu", ".json")
 
 

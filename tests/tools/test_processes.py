@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-# A launcher that leaves its ranks behind when it is told to stop, as DeepSpeed's does.
+# A launcher that leaves its ranks behind when it is terminated, as DeepSpeed's does.
 CARELESS = """
 import subprocess, sys, time
 for rank in range(2):

@@ -41,7 +41,7 @@ def test_each_layer_has_its_costs_and_a_dry_run_takes_them(profile, capsys):
     assert f"pipeline.costs_file={path}" in capsys.readouterr().out
 
 
-def test_kinds_of_layers_are_told_apart(profile):
+def test_kinds_of_layers_are_distinguished(profile):
     moe = ["model.arch=qwen3_moe", "model.overrides.mlp_only_layers=[1]", "model.overrides.num_experts=4"]
     moe += ["model.overrides.moe_intermediate_size=32", "model.overrides.num_experts_per_tok=2"]
     code, _, path = profile(*QUICK, *moe)

@@ -52,7 +52,7 @@ def start(settings, name, faults=""):
 
 
 def trained(settings):
-    """The folder of a run without faults, on ranks that nobody supervises."""
+    """The folder of a run without faults, on unsupervised ranks."""
     config = load([*settings, "train.name=calm"])
     assert run_ranks(4, run, [*settings, "train.name=calm"], timeout_s=LIMIT_S)[0]["steps"] == STEPS
     return config_folder(config)
@@ -210,7 +210,7 @@ def test_there_is_nothing_to_attach_to(tmp_path, capfd):
     assert "no supervised run is under way there" in capfd.readouterr().err
 
 
-def test_a_second_driver_is_told_of_the_first(tmp_path, capfd):
+def test_a_second_driver_is_refused_with_the_first_ones_process(tmp_path, capfd):
     holder = subprocess.Popen(
         [
             sys.executable,

@@ -222,7 +222,7 @@ def test_each_axis_of_a_ranks_own_group_is_connected_for_what_it_is_used_for(ran
     }
 
 
-def test_a_rewrite_that_fails_is_told_with_what_it_was_to_do(ranks, monkeypatch):
+def test_a_rewrite_that_fails_is_named(ranks, monkeypatch):
     wish = Collective.flat(Primitive.all_gather, Group((1, 3), (0, 1)), num_elements=4, itemsize=4)
 
     def fails(tensor, group):

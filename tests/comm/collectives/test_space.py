@@ -166,7 +166,7 @@ def test_the_choice_is_the_cheapest(primitive):
         ((0.25, 0.75), "2 chunks 0.25 0.75"),
     ],
 )
-def test_chunks_are_told_with_their_shares_unless_these_are_even(shares, told):
+def test_chunks_are_printed_with_their_shares_unless_these_are_even(shares, told):
     assert str(plain(wish(Primitive.all_reduce)).chunked(shares)).endswith(f" | {told}")
 
 
@@ -269,7 +269,7 @@ def test_more_bytes_never_take_less(size, sizes):
 
 
 @pytest.mark.parametrize("primitive", EXECUTED)
-def test_nothing_to_move_and_nobody_to_move_it_to_take_no_time(primitive):
+def test_empty_tensors_and_groups_of_one_take_no_time(primitive):
     """True if or not such links were measured."""
     for costs in (SLOW_BETWEEN, CollectiveCosts({})):
         assert costs.step_s(primitive, LinkClass.inter, 1, 1e9) == 0.0

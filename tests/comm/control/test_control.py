@@ -1,4 +1,4 @@
-"""The control wire: messages arrive once and in order whatever the connection does; nobody without the key is heard."""
+"""The control wire: messages arrive once and in order over broken connections, and only from peers with the key."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ async def until(condition):
 
 
 class Driver:
-    """A server that notes what it is told."""
+    """A server that records its messages."""
 
     def __init__(self, **options):
         self.heard, self.lost, self.came = [], [], []
@@ -244,7 +244,7 @@ def hostile_frames():
 
 
 async def closes(address, data, context=None, *, knocks=True):
-    """Say ``data``, over TCP after a knock as of a peer, and see that the connection is closed without an answer."""
+    """Send ``data``, over TCP after a valid hello, and check that the connection is closed without an answer."""
     if isinstance(address, str):
         reader, writer = await asyncio.open_unix_connection("\0" + address)
     else:
@@ -300,7 +300,7 @@ def anonymous_context():
 
 
 @pytest.mark.parametrize("kind", ["another key", "no certificate"])
-def test_without_the_key_nobody_is_heard(kind):
+def test_messages_without_the_key_are_refused(kind):
     context = client_context(b"another key, long enough") if kind == "another key" else anonymous_context()
 
     async def work():
@@ -315,7 +315,7 @@ def test_without_the_key_nobody_is_heard(kind):
     run(work())
 
 
-def test_a_driver_without_the_key_is_told_nothing(monkeypatch):
+def test_a_driver_without_the_key_receives_nothing(monkeypatch):
     async def work():
         async with driver() as it:
             monkeypatch.setenv("WEFT_KEY", "another key, long enough")
@@ -339,7 +339,7 @@ def test_older_tls_is_refused():
     run(work())
 
 
-def test_silent_guests_make_way_for_peers():
+def test_silent_connections_are_dropped_for_peers():
     async def work():
         async with driver(most_guests=4) as it:
             silent = [socket.create_connection(it.address) for _ in range(20)]
@@ -471,7 +471,7 @@ class Line:
 
 
 def test_who_tells_something_regularly_gives_no_other_sign_of_life():
-    """A driver of thousands of agents reads no empty messages alongside their heartbeats."""
+    """A driver of thousands of agents reads no empty messages in addition to their heartbeats."""
     line, session = Line(), Session(name="a")
     session.attach(line, Session(name="").greeting())
     session.give_sign()
@@ -483,4 +483,4 @@ def test_who_tells_something_regularly_gives_no_other_sign_of_life():
     assert session.take({"number": 1, "message": {}}) == {}
     session.give_sign()
     session.give_sign()
-    assert len(line.written) == 2  # what has come is told, once
+    assert len(line.written) == 2  # one acknowledgement

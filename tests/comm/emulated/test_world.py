@@ -129,7 +129,7 @@ def test_messages_have_tag_size_and_time(world):
     assert world.clock.now() == 103.0
 
 
-def test_outside_of_steps_nothing_takes_time_and_nobody_sends(world):
+def test_outside_of_steps_nothing_takes_time_and_no_rank_sends(world):
     world.collective_s = lambda call: 5.0
     dist.all_reduce(torch.zeros(1))
     assert world.clock.now() == 100.0

@@ -1,4 +1,4 @@
-"""Operations of ranks at two or three sites on groups that span them, alongside the same over gloo."""
+"""Operations of ranks at two or three sites on groups that span them, compared with gloo."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_what_is_refused_for_another_reason_says_that(monkeypatch):
         listening(free_port())
 
 
-def test_other_ranks_of_the_host_are_told_why(monkeypatch):
+def test_other_ranks_of_the_host_raise_the_same_error(monkeypatch):
     store, port = dist.HashStore(), free_port()
     with listening(port):
         with pytest.raises(ValueError, match="another run"):

@@ -1,4 +1,4 @@
-"""A sealed listening socket accepts nobody; others go on."""
+"""A sealed listening socket accepts no connection; others still do."""
 
 import socket
 
@@ -13,7 +13,7 @@ def listener():
     return one
 
 
-def test_what_began_to_listen_inside_accepts_nobody_afterwards():
+def test_listeners_from_inside_accept_no_connection_afterwards():
     with listener() as before:
         with sealed_afterwards():
             inside = listener()

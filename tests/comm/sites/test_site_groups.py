@@ -54,7 +54,7 @@ def test_groups_are_torn_down_with_a_collective_under_way_and_made_anew():
 
 
 @pytest.mark.slow
-def test_hosts_of_one_site_accept_nobody_once_their_groups_stand_and_say_what_is_in_the_clear():
+def test_hosts_of_one_site_accept_no_peer_once_groups_are_connected_and_report_what_is_in_the_clear():
     said = run_ranks(2, ranks.hosts_of_one_site)
     for told in said:
         assert len(told["accepting"]) == 1  # the rendezvous, or the way to it, which ask who comes

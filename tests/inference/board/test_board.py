@@ -341,7 +341,7 @@ def test_foretold_bubbles_are_in_order_and_in_the_future(step, now_s, horizon_s)
 
 @given(works=st.integers(0, 12), max_edges=st.integers(0, 30))
 @settings(deadline=None, max_examples=30)
-def test_a_board_has_room_for_its_whole_plan(tmp_path_factory, works, max_edges):
+def test_a_board_holds_its_whole_plan(tmp_path_factory, works, max_edges):
     """However few marks are asked for: every planned bubble is predicted, and a step like the plan is recorded."""
     path = board_path(tmp_path_factory.mktemp("boards") / "boards", 0)
     plan = [(number + 0.5, number + 1.0) for number in range(works)]

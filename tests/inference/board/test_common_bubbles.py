@@ -88,7 +88,7 @@ def test_a_worker_on_two_ranks_runs_only_where_both_idle(writers):
     assert gate.grant(1000, 0) == (0, None) and "rank1.board: the board is gone" in gate.why_not
 
 
-def test_the_controller_is_told_of_every_rank_of_a_worker():
+def test_the_controller_gets_every_rank_of_a_worker():
     config = WeftConfig()
     config.cluster.ranks, config.inference.prefill.ranks_per_worker = 4, 2
     config.inference.prefill.model = "tiny/llama"

@@ -111,7 +111,7 @@ def test_work_lies_between_marks(writer):
     assert reader.busy_from(BEGIN_S + 99.0, inf) == BEGIN_S + 99.0
 
 
-def test_who_writes_is_told(writer):
+def test_the_writers_process_is_published(writer):
     reader = BoardReader(writer.path)
     assert (reader.writer, reader.rank) == (os.getpid(), 3)
     view = BoardView(writer.path)
@@ -255,7 +255,7 @@ def test_the_header_says_how_many_edges_are_planned(tmp_path, works):
     writer.close()
 
 
-def test_marks_for_which_there_is_no_room_touch_no_other_row(writer):
+def test_marks_that_do_not_fit_touch_no_other_row(writer):
     words = words_of(writer)
     for number in range(ROWS):
         step(writer, 100.0 * number, [float(mark) for mark in range(1, 16)])

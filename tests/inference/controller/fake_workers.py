@@ -1,4 +1,4 @@
-"""Prefill workers without vLLM: boards that say what they are told, servers that can be broken."""
+"""Prefill workers without vLLM: boards with given contents, servers that can be broken."""
 
 import asyncio
 import contextlib

@@ -172,7 +172,7 @@ def test_when_a_worker_fails_another_takes_over(fault):
 
 
 @pytest.mark.parametrize("fault", ["dead", "hung"])
-def test_when_all_workers_fail_the_caller_is_told(fault):
+def test_the_caller_gets_an_error_when_all_workers_fail(fault):
     async def scenario():
         workers = FakeWorkers(2)
         async with controller(workers) as client:
@@ -360,7 +360,7 @@ def test_a_prompt_that_is_never_answered_is_given_up():
     run(scenario())
 
 
-def test_a_trainer_that_is_silent_for_a_moment_sends_nobody_away():
+def test_a_trainer_that_is_silent_for_a_moment_refuses_no_request():
     async def scenario():
         workers, board = FakeWorkers(1), FakeBoard()
         async with controller(workers, [board], answer_slack_s=0.05, probe_s=0.02) as client:
@@ -566,7 +566,7 @@ def test_a_deadline_may_be_short_or_almost_a_day(deadline):
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_body_may_be_as_large_as_the_limit(more, told):
-    """True if its length is told beforehand or not."""
+    """With and without a Content-Length."""
 
     async def scenario():
         body = json.dumps(PREFILL).encode()

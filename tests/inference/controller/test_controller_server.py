@@ -91,7 +91,7 @@ def test_a_client_that_sends_too_much_reads_why(is_declared):
     run(scenario())
 
 
-def test_more_connections_than_allowed_are_told_so():
+def test_more_connections_than_allowed_get_an_error():
     async def scenario():
         async with server(FakeWorkers(1), max_connections=4, receive_timeout_s=2.0) as (port, _):
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]

@@ -153,7 +153,7 @@ def test_only_workers_that_are_up_and_have_bubbles_serve():
         made.place(10, 30.0, without=[1, 2])
 
 
-def test_a_queue_is_full_when_it_says_so_and_has_room_when_one_is_done():
+def test_a_queue_is_full_at_its_limit_and_accepts_when_one_is_done():
     clock = Clock()
     made = fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=2)
     first, second = made.place(10, 30.0), made.place(10, 30.0)

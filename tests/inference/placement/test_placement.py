@@ -14,7 +14,7 @@ from weft.inference.placement.prefill_placement import PrefillPlacement
 from weft.inference.placement.prompt_work import PromptWork
 
 PERIOD = 64
-"""All times are whole numbers, for which floats are exact."""
+"""All times are whole numbers, which floats represent exactly."""
 
 
 @st.composite

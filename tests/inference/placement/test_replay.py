@@ -36,7 +36,7 @@ def fleet(count=20):
     ]
 
 
-def test_a_trace_is_read_in_order_and_told_what_is_wrong_with_it(tmp_path):
+def test_a_trace_is_read_in_order_and_its_errors_are_named(tmp_path):
     file = tmp_path / "trace.csv"
     file.write_text(TRACE)
     assert [(round(a.at_s, 3), a.tokens) for a in read_trace(file)] == [(0.0, 1000), (0.052, 2000), (1.052, 3000)]
@@ -92,7 +92,7 @@ def test_a_speed_that_leads_nowhere_is_refused(factor):
         next(sped_up([Arrival(0.0, 1), Arrival(0.0, 2)], 1.0))
 
 
-def test_an_idle_fleet_queues_nobody_and_a_full_one_uses_its_room():
+def test_an_idle_fleet_queues_no_prompt_and_a_full_one_is_used():
     trace = [Arrival(0.1 * number, 500 + 700 * (number % 5)) for number in range(20)]
     patterns = fleet()
     (quiet,) = replay(patterns, trace, WORK, window_s=2.0)
@@ -117,7 +117,7 @@ def test_windows_share_out_every_prompt_and_every_second_of_work():
     assert 0.9 * 8.0 * whole.prefill_share < busy_s <= 8.0 * whole.prefill_share + 1e-9  # the last bubbles are beyond
 
 
-def test_a_transient_is_not_told_as_what_comes_after_it():
+def test_a_transient_is_not_reported_as_steady():
     """A fifth more than there is room for: queues fill for a while before anyone is refused (long prompts first)."""
     trace = [Arrival(0.1 * number, 500 + 700 * (number % 5)) for number in range(20)]
     patterns = fleet()

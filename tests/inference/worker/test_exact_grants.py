@@ -31,7 +31,7 @@ class Board:
 
 
 class Cost:
-    """Grants what a test says, and notes what it was asked and told."""
+    """Grants the tokens that a test sets, and records calls."""
 
     def __init__(self, tokens=0, steps=TRUSTED):
         self.tokens, self.steps, self.asked, self.told = tokens, steps, [], []

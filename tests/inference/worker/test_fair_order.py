@@ -80,7 +80,7 @@ def test_a_prompt_that_was_preempted_stays_in_front():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 50), st.booleans()), max_size=60))
-def test_nobody_is_lost_and_no_request_overtakes_itself(arrivals):
+def test_no_request_is_lost_or_overtakes_itself(arrivals):
     queue, added, ran = Queue(), [], []
     for number, (request, tokens, then_run) in enumerate(arrivals):
         name = f"cmpl-{request}-{number}-01234567"

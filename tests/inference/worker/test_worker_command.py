@@ -60,7 +60,7 @@ def test_ranks_that_cannot_be_shared_out_are_refused(config, each, ranks, word):
 
 
 @pytest.mark.parametrize("gpus", [0, 4])
-def test_a_worker_is_told_its_settings(config, gpus):
+def test_a_workers_command_has_its_settings(config, gpus):
     config.inference.prefill.guard_s = 0.0125
     worker = workers_of(config)[2]
     words = command(config, worker, python="python", num_gpus=gpus, trace_file="/tmp/t.jsonl")

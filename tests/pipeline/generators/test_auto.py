@@ -126,7 +126,7 @@ def test_without_a_cap_more_memory_is_taken_where_it_buys_time():
     assert max(simulate(generate_auto(placement, 24, costs), costs).peak_bytes) > 4
 
 
-def test_a_full_backward_where_nobody_waits_for_the_gradient():
+def test_a_full_backward_where_no_rank_waits_for_the_gradient():
     schedule = generate_auto(Placement.straight(1), 3, CostModel.unit(1))
     assert schedule.ops == {Op.F, Op.B}
 

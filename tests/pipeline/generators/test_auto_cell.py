@@ -1,4 +1,4 @@
-"""`auto` on DP-cells: timed as the simulator does, searched and paired as a whole, Atlas's heuristic alongside it."""
+"""`auto` on DP-cells: timed as the simulator does, searched and paired as a whole, compared with Atlas's heuristic."""
 
 from dataclasses import replace
 
@@ -127,7 +127,7 @@ def test_by_atlas_rules_3_and_4_no_transfer_waits_and_backwards_come_first():
 
 
 def test_a_pair_of_nodes_may_get_less_than_an_uplink():
-    """Two transfers from one rank to two others run alongside each other where the pair is the narrower."""
+    """Two transfers from one rank to two others run concurrently where the pair is the narrower."""
     placement = Placement.straight(3, (1, 1, 1))
     slow_uplink = costs_of(placement, transfer=4.0, latency=0.0)
     slow_pairs = replace(slow_uplink, wan=LinkCost(bandwidth_bps=4.0, pair_bps=2.0))

@@ -45,7 +45,7 @@ def delayed(problem, before, rows):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda one: f"{one.legs}{one.groups}")
-def test_full_backwards_where_nobody_waits_for_the_gradient(placement):
+def test_full_backwards_where_no_rank_waits_for_the_gradient(placement):
     random, merged_somewhere, left_somewhere = Random(1), 0, 0
     for _ in range(6):
         problem = Problem(placement, 5, uneven(placement, random), until_weight=True, tick_s=TICK_S)

@@ -56,7 +56,7 @@ def priority_s(problem, rule, node):
 
 
 class OneRank:
-    """A rank with all stages, told again without nodes or queues: by counts of what is done of each stage."""
+    """A rank with all stages, implemented again without nodes or queues: by counts of what is done of each stage."""
 
     def __init__(self, problem, rule, cap_bytes):
         self.problem, self.rule, self.cap_bytes = problem, rule, cap_bytes

@@ -17,7 +17,7 @@ pytest.importorskip("ortools")
     ("placement", "num_microbatches", "cap_bytes", "expected_s"),
     [
         (Placement.straight(1), 3, 1.0, 9),
-        (Placement.straight(2), 1, 1.0, 5),  # F F I I W, the other W alongside it
+        (Placement.straight(2), 1, 1.0, 5),  # F F I I W, the other W at the same time
         (Placement.fold(2), 4, 4.0, 25),  # all work, behind the one forward that the lower rank waits for
         (Placement.straight(2), 3, 1.0, 13),  # F F I I, three times, and the last W
     ],

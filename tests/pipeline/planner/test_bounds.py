@@ -94,7 +94,7 @@ OPTIMIZER_OF_4 = OPTIMIZER_S * 2
         (of(2, 2, transit_s=20.0), shape(4, 4, arrangement="fold"), 4 * 2 * 20 + OPTIMIZER_OF_4),
         (of(2, 2, latency_s=50.0), shape(4, 4, arrangement="fold"), 16 + 4 * 50 + OPTIMIZER_OF_4),
         (of(2, 2, latency_s=50.0), shape(4, 4, arrangement="site_fold"), 16 + 2 * 50 + OPTIMIZER_OF_4),
-        # Replicas: collectives alongside, and a cell pools what they send.
+        # Replicas: concurrent collectives, and a cell pools their uplinks.
         (of(16), shape(4, 4, replicas=2), 4 * 6 + 1.5 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
         (of(4, 4, transit_s=20.0), shape(4, 4, replicas=2), 16 + 2 * 10 + 70 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
         (
@@ -156,7 +156,7 @@ def test_a_route_says_how_far_ranks_are(some, route, expected_s):
 
 
 @pytest.mark.parametrize("sites", [(), (0,), (1, 2), (3, 0, 1)])
-def test_where_no_site_has_room_for_two_ranks_those_between_others_send_both_ways(sites):
+def test_ranks_between_others_send_both_ways_where_each_site_holds_one(sites):
     route = Route(sites, (1,) * len(sites))
     bound = of(1, 1, 1, 1, transit_s=20.0)
     assert bound.step_s(shape(4, 4), route) == pytest.approx(4 * (40 + 40) - 40 + 2 * 2 * 20 + OPTIMIZER_OF_4)

@@ -47,7 +47,7 @@ def why_not(found):
         (replace(SHAPE, replicas=1, num_stages=3, tensor=8), False),
     ],
 )
-def test_a_shape_takes_as_many_ranks_as_sites_have_room_for(shape, fits):
+def test_a_shape_takes_as_many_ranks_as_fit_its_sites(shape, fits):
     found = evaluation()
     assert (found.shape_bound(shape) is not None) == fits
     assert fits or why_not(found) == "GPUs"
@@ -159,7 +159,7 @@ def test_a_shape_apart_scores_at_least_what_reducing_over_the_wan_takes():
     assert money == pytest.approx((8 * 2.0 + FREE) * across_s / 3600 / TOKENS)
 
 
-def test_a_shape_is_crowded_where_memory_has_room_for_few_micro_batches():
+def test_a_shape_is_crowded_where_memory_holds_few_micro_batches():
     shape = replace(SHAPE, zero_stage=0)
     estimates, part = Estimates(TWO, WORK), bounds().part(2)
     saved, most = estimates.activation_bytes(part, 4, shape), TWO.sites[0].gpu.memory_bytes

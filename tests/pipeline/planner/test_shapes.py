@@ -148,7 +148,7 @@ def test_arrangements_that_are_asked_for_need_a_layer_for_each_virtual_stage():
             assert bool(found) == (layers >= 4 * legs), (name, layers)
 
 
-def test_a_site_has_room_for_whole_ranks_of_all_replicas():
+def test_a_site_holds_whole_ranks_of_all_replicas():
     some = cluster(site("a", hosts=3, gpus_per_host=4), site("b", hosts=2, gpus_per_host=2))
     assert room(some, 1, 1) == [12, 4] and room(some, 1, 5) == [2, 0]
     assert room(some, 2, 2) == [3, 1] and room(some, 4, 1) == [3, 1] and room(some, 8, 1) == [1, 0]

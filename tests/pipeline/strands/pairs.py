@@ -59,7 +59,7 @@ def llama_layer(comm_s=0.02):
 
 
 def scaled(num_stages, scale):
-    """Return pairs that take a share of their halves, from 0.5 to 1: a collective alongside compute."""
+    """Return pairs that take a share of their halves, from 0.5 to 1: a collective overlaps with compute."""
     hidden = 2 - 2 * scale
     stage = StrandPair(Strand((Segment(0.0, INSIDE, hidden), Segment(1 - hidden))), Strand((Segment(1.0),)))
     return None if scale == 1 else PairCosts((StageStrands(((stage, 1),)),) * num_stages)

@@ -49,9 +49,9 @@ def test_a_plan_that_does_not_run_the_pair_is_refused(text, message):
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        # B 0-2, its collective 2-3 alongside W 2-3.5; B 3.5-5.5; F 5.5-6.5, collective to 8.5, F to 9.5.
+        # B 0-2, its collective 2-3 during W 2-3.5; B 3.5-5.5; F 5.5-6.5, collective to 8.5, F to 9.5.
         ("B W B 2F", 9.5),
-        # F 0-1, collective 1-3 alongside B 1-3; B's collective 3-4 alongside F 3-4; W 4-5.5; B 5.5-7.5.
+        # F 0-1, collective 1-3 during B 1-3; B's collective 3-4 during F 3-4; W 4-5.5; B 5.5-7.5.
         ("F B F W B", 7.5),
         # One link: B's collective waits for F's: F 0-1, collective 1-3; B 1-3, 3-4.
         ("F B B F W", 8.5),

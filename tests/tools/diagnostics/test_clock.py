@@ -59,7 +59,7 @@ def test_a_shifted_clock_is_seen():
         assert clock.check_clock(driver.address, shift_s=60.0).verdict is Verdict.failed
 
 
-def test_nobody_answers(monkeypatch):
+def test_silent_servers_are_reported(monkeypatch):
     monkeypatch.setattr(clock, "clock_offset", lambda address: driver_clock.clock_offset(address, most_s=0.3))
     finding = clock.check_clock("weft-test-nobody")
     assert finding.verdict is Verdict.failed and "does not answer" in finding.says

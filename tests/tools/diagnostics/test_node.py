@@ -88,7 +88,7 @@ def test_figures_are_held_against_the_data_sheet(judge):
     assert of(300.0).verdict is Verdict.failed
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     judge = Judge(Measurements(tmp_path / "file" / "figures.json"))
     finding = judge.by_own_best("x", "this", lambda: 1.0, share=0.5, unit="GB/s")
@@ -193,7 +193,7 @@ def test_xid_of_a_device_and_of_a_program():
     assert gpu.check_xid(fault + lost).verdict is Verdict.failed
 
 
-def test_findings_survive_json_and_a_doctor_that_dies():
+def test_results_survive_json_and_a_doctor_that_dies():
     finding = Finding("disk", Verdict.failed, "slow", 1.5, "MB/s", 15.0)
     assert read_findings(json.dumps([finding.as_dict()]), 1) == [finding]
     (broken,) = read_findings("Traceback ...\nOSError: no", 1)
@@ -238,7 +238,7 @@ def test_a_faulty_rank_is_named(fault, part, judge, monkeypatch):
     assert finding.verdict is Verdict.failed and part in finding.says
 
 
-def test_one_rank_has_nobody_to_talk_to(judge):
+def test_one_rank_has_no_peer(judge):
     assert local_ranks.check_local_collectives(1, judge).verdict is Verdict.does_not_apply
 
 

@@ -50,7 +50,7 @@ def test_a_problem_of_one_side_is_the_pairs():
 
 
 def ring(*options):
-    """As four ranks of a job; all end with the same code, and the first prints the findings."""
+    """As four ranks of a job; all end with the same code, and the first prints the results."""
     (code, said), *others = run_ranks(4, ring_rank, options, timeout_s=280)
     assert others == [(code, "")] * 3
     return code, *findings_of(said)

@@ -1,4 +1,4 @@
-"""Real ranks alternately among emulated ones, with the engine and DeepSpeed as they are."""
+"""Real ranks in rotation among emulated ones, with the unchanged engine and DeepSpeed."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_what_a_slow_rank_takes_longer_is_no_time_of_the_twin():
     assert 0 <= clock.twin_s < 5
 
 
-def test_rounds_that_differ_are_told_with_what_to_do():
+def test_rounds_that_differ_are_reported_with_a_remedy():
     assert "real ranks of the last: 1980.0 to 2640.0 ms" in _disagreement(found(2.0, 2.0, 2.2))
 
 

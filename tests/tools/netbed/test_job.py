@@ -51,7 +51,7 @@ def test_two_jobs_talk_with_each_other_and_with_us(bed):
         assert server.result(10) == bed.address("a")
 
 
-def test_what_a_job_raises_is_told(bed):
+def test_a_jobs_error_is_raised(bed):
     with Job(bed, "a", fail) as job, pytest.raises(RuntimeError, match=r"fail in node a failed(?s:.*)on purpose"):
         job.result(10)
 
