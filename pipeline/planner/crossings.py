@@ -18,7 +18,7 @@ class Hops:
 
     Attributes:
         way_s: seconds of each hop. ``sent_s``: until the message has left, one pair of hosts at a time. ``held_s``:
-            for which the uplink is occupied.
+            while the uplink is occupied.
         quickest_s: sum of the quickest hops, by their number.
         cell: maximum number of replicas that pool their uplinks; they send in turns, each that much faster.
         least_way_s: seconds of the quickest hop from a site, or from any (None); likewise ``least_sent_s`` and
