@@ -116,7 +116,7 @@ def test_what_was_refused_most_often_is_why_there_is_no_plan():
 
 
 def test_a_pin_that_no_layout_has_is_refused_with_possible_values():
-    assert "--pin replicas=7: no layout has it alongside the batch and the GPUs; choose one of 1, 2, 4" in (
+    assert "--pin replicas=7: no layout has it with this batch and these GPUs; choose one of 1, 2, 4" in (
         refusals(pins={"replicas": 7}).explained()
     )
     assert refusals(pins={"cell": 7}).explained().startswith("no layout: the pinned fields")
