@@ -104,7 +104,7 @@ def test_results_are_read_back_from_their_file(tmp_path):
     assert read_findings(file)["llama"] == FOUND[0] and read_findings(file, "tensor 2") == {"llama": shared}
     with file.open("a") as stream:
         stream.write("{}\n")
-    with pytest.raises(ValueError, match="line 6 is no finding"):
+    with pytest.raises(ValueError, match="line 6 is not a result"):
         read_findings(file)
 
 
