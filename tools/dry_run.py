@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from transformers import PreTrainedConfig
 
 from weft.comm.collectives import CollectiveCosts
@@ -39,7 +41,12 @@ def report(config: WeftConfig) -> str:
         ValueError: see `expected_plan`; also for inputs that a run would refuse.
     """
     config = fit_batch(config, world_size(config.cluster))
-    preflight(config, checks=INPUTS)
+    try:
+        preflight(config, checks=INPUTS)
+    except ValueError:
+        with suppress(ValueError):  # the row shows what the data is, whatever else is refused
+            print("\n".join(first_row_lines(config)), flush=True)
+        raise
     plan = expected_plan(config)
     schedule, known = plan.cell(), plan.facts.sources
     whole = rank_size(plan.facts.model, plan.split, range(plan.split.num_stages))
