@@ -28,7 +28,7 @@ SIZES = ((8, 8), (8, 16), (16, 8), (16, 16))
 HIDDEN_MIB = (1, 8)
 NUMBERS = range(1, len(SIZES) * len(HIDDEN_MIB) + 1)
 GOAL, GOAL_ENGINE, GOAL_CASE = 1.10, "weft-1f1b", 2
-"""Maximum ratio of a step to the simulation of its schedule, for this engine and number of case."""
+"""Maximum ratio of a step to the simulation of its schedule, by engine and number of the case."""
 _LEGEND = (
     "ideal: the engine's own schedule simulated with free communication. simulated: with the link as measured here.\n"
     "profiled: with the times that computations took in the run's warm-up, too, where the engine reports them.\n"

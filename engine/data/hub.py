@@ -41,7 +41,7 @@ def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ..
         if not isinstance(builder, Json) or builder.config.field is not None:
             return None
         splits = {str(name): list(map(str, files)) for name, files in (builder.config.data_files or {}).items()}
-        with suppress(OSError):  # the hub is asked again the next time
+        with suppress(OSError):  # the next run downloads the list again
             known.add({key: splits})
     if not splits or any(mark in split for mark in "[+"):
         return None

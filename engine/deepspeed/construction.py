@@ -89,7 +89,7 @@ def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, An
 
 
 def configure_lr_scheduler(engine: PipelineEngine) -> None:
-    """Make the schedule. Initial rates are stored as by torch's schedules, for a resume."""
+    """Make the schedule, and store initial rates as torch's schedules do, because a resume reads them."""
     for group in engine.basic_optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     PipelineEngine._configure_lr_scheduler(engine)

@@ -50,7 +50,7 @@ def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> 
     if not isinstance(model, peft.PeftModel):
         return []
     name = f"stage-{stage.index:05d}.safetensors"
-    with warnings.catch_warnings():  # of embeddings, for each stage
+    with warnings.catch_warnings():  # peft repeats its warning about embeddings for each stage
         warnings.simplefilter("ignore")
         state = model.state_dict()
         weights = peft.get_peft_model_state_dict(model, state, adapter_name=model.active_adapter)

@@ -78,7 +78,7 @@ class MemoryCheckpoints:
         """Store the settings. Use `open` instead.
 
         Args:
-            group: of all ranks, in host memory, for this object alone.
+            group: process group of all ranks on CPU tensors, which nothing else uses.
             lineage, token: see `Commit`.
             share, whole: see `open`.
         """
