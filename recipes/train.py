@@ -77,10 +77,10 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
     config = deepcopy(held.kept.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file)))
     SET_UP.done("configuration")
     if config.dry_run:
-        from weft.tools.dry_run import report
+        from weft.tools.dry_run import show
 
         if os.environ.get("RANK", "0") == "0":
-            print(report(config))
+            show(config)
         return 0
     signals = _take_signals(config)
     if signals is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
 
 from transformers import PreTrainedConfig
 
@@ -34,19 +34,28 @@ def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: Collec
     return plan_run(config, facts_before_start(config, hf_config, num_nodes=num_nodes, collectives=collectives))
 
 
-def report(config: WeftConfig) -> str:
-    """Each rank's stages, parameters and memory, ZeRO's collectives, the predicted step, and the first row of data.
+def show(config: WeftConfig) -> None:
+    """Print what `report` finds, line by line.
+
+    Raises:
+        ValueError: see `report`.
+    """
+    for line in report(config):
+        print(line, flush=True)
+
+
+def report(config: WeftConfig) -> Iterator[str]:
+    """The first row of data, then each rank's stages, parameters and memory, ZeRO's collectives and the predicted step.
+
+    The row comes first, because it shows what the data is though a run with this model would be refused.
 
     Raises:
         ValueError: see `expected_plan`; also for inputs that a run would refuse.
     """
     config = fit_batch(config, world_size(config.cluster))
-    try:
-        preflight(config, checks=INPUTS)
-    except ValueError:
-        with suppress(ValueError):  # the row shows what the data is, whatever else is refused
-            print("\n".join(first_row_lines(config)), flush=True)
-        raise
+    row = first_row_lines(config)
+    yield from [*row, ""] if row else row
+    preflight(config, checks=INPUTS)
     plan = expected_plan(config)
     schedule, known = plan.cell(), plan.facts.sources
     whole = rank_size(plan.facts.model, plan.split, range(plan.split.num_stages))
@@ -56,7 +65,7 @@ def report(config: WeftConfig) -> str:
         if plan.facts.flops_per_s is None
         else f"at {plan.facts.flops_per_s / 1e12:.3g} TFLOP/s a rank ({known['flops_per_s']})"
     )
-    lines = [
+    yield from [
         f"{settled_model(config).model_type}, {whole.parameters / 1e6:,.1f} M parameters{trained}; {schedule.name}, "
         f"{plan.placement.num_stages} stages on {plan.placement.num_ranks} ranks x {plan.layout.replicas} replicas"
         f"{f' on {plan.layout.routes} routes' if plan.layout.routes > 1 else ''}{_inside(plan)}, "
@@ -71,12 +80,9 @@ def report(config: WeftConfig) -> str:
         f"predicted step {plan.step_s:.4g} s, bubbles {plan.bubble_share:.1%}, {speed}",
     ]
     if schedule.name == "auto":
-        lines.append(bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s))
+        yield bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s)
     if cap := plan.cap_text():
-        lines.append(cap)
-    if row := first_row_lines(config):
-        lines += ["", *row]
-    return "\n".join(lines)
+        yield cap
 
 
 def _context_lines(plan: RunPlan) -> list[str]:

@@ -50,9 +50,9 @@ def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
     if config.dry_run:
-        from weft.tools.dry_run import report
+        from weft.tools.dry_run import show
 
-        print(report(config))
+        show(config)
         return 0
     supervised = is_supervised(config, options)
     folder = run_folder(config)

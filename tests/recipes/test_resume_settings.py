@@ -6,7 +6,7 @@ from tests.engine.stages.tiny import tiny, whole
 from tests.recipes.runs import prepare, records, run_all
 from weft.conf import load
 from weft.engine.checkpoint.errors import OtherBaseError
-from weft.tools.dry_run import report
+from weft.tools.dry_run import show
 from weft.tools.preflight import INPUTS, preflight
 from weft.tools.ranks import run_ranks
 
@@ -60,7 +60,7 @@ def test_resume_refuses_another_base_and_lists_other_settings(adapters, tmp_path
     ((refused,),) = run_ranks(1, run_all, attempts[3:], timeout_s=250)
     assert contents(tmp_path / "runs" / "run") == before, "a refused run has changed the folder"
     config = load(attempts[3]["settings"])
-    for check in (lambda: preflight(config, checks=INPUTS), lambda: report(config)):
+    for check in (lambda: preflight(config, checks=INPUTS), lambda: show(config)):
         with pytest.raises(OtherBaseError, match="other weights"):
             check()
     assert first["steps"] == 2 and not first["warnings"]

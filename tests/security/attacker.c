@@ -78,6 +78,13 @@ static void talk(void) {
   }
 }
 
+static int port_of(int end) {
+  struct sockaddr_in peer = {0};
+  socklen_t size = sizeof peer;
+  getpeername(end, (struct sockaddr *)&peer, &size);
+  return ntohs(peer.sin_port);
+}
+
 static int stays_open(int end) {
   int error = 0;
   socklen_t size = sizeof error;
@@ -103,13 +110,14 @@ int main(int count, char **given) {
     if (count <= 4) look(atoi(given[3]), 1);
     talk();
   }
-  int open_ends = 1;  // a busy host closes a connection later than it accepts it
+  int open_ends = 1, open_port = 0;  // a busy host closes a connection later than it accepts it
   for (double limit = now() + CLOSING_S; open_ends && now() < limit; usleep(1000)) {
     talk();
     open_ends = 0;
-    for (int at = 0; at < num_ends; at++) open_ends += stays_open(ends[at]);
+    for (int at = 0; at < num_ends; at++)
+      if (stays_open(ends[at])) open_ends++, open_port = port_of(ends[at]);
   }
-  printf("{\"listeners\": %d, \"connections\": %d, \"bytes_read\": %lld, \"answers\": %lld, \"open\": %d}\n", listeners,
-         num_ends, bytes_read, answers, open_ends);
+  printf("{\"listeners\": %d, \"connections\": %d, \"bytes_read\": %lld, \"answers\": %lld, \"open\": %d, \"open_port\": %d}\n", listeners,
+         num_ends, bytes_read, answers, open_ends, open_port);
   return 0;
 }

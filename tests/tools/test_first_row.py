@@ -6,7 +6,7 @@ import pytest
 
 from weft.conf import load
 from weft.engine.data.tokenizer import train_bpe
-from weft.tools.dry_run import report
+from weft.tools.dry_run import show
 from weft.tools.first_row import MOST_CHARACTERS, first_row_lines
 from weft.tools.preflight import check_data
 
@@ -68,7 +68,7 @@ def test_a_dry_run_refuses_the_data_that_a_run_refuses(tmp_path, words, case):
     row, settings, message = FAULTS[case]
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     config = load(["recipe=sft", "model.arch=llama", words, f"data.path={tmp_path}/rows.jsonl", *settings])
-    for check in (check_data, report):
+    for check in (check_data, show):
         with pytest.raises(ValueError, match=message) as error:
             check(config)
         assert "\n" not in str(error.value)

@@ -70,7 +70,7 @@ def test_keys_for_other_machines_are_for_the_owner_alone(tmp_path, monkeypatch):
 
 
 def test_dry_run_starts_nothing(monkeypatch, capsys, tmp_path):
-    module = type("dry_run", (), {"report": staticmethod(lambda config: f"report of {config.train.name}")})
+    module = type("dry_run", (), {"show": staticmethod(lambda config: print("report of", config.train.name))})
     monkeypatch.setitem(__import__("sys").modules, "weft.tools.dry_run", module)
     monkeypatch.setattr(launch, "run_group", lambda *_, **__: pytest.fail("a process would start"))
     assert launch.main(["recipe=quickstart", "dry_run=true", f"train.output_dir={tmp_path}"]) == 0
@@ -194,7 +194,7 @@ def test_a_dry_run_goes_by_given_costs(tmp_path):
 
     file = tmp_path / "costs.yaml"
     file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100}")
-    said = report(load(["recipe=quickstart", f"pipeline.costs_file={file}", "pipeline.microbatches=4"]))
+    said = "\n".join(report(load(["recipe=quickstart", f"pipeline.costs_file={file}", "pipeline.microbatches=4"])))
     # (4 + 3) micro-batches x 300 ms
     assert f"predicted step 2.1 s, bubbles 42.9%, costs given by pipeline.costs_file={file}" in said
     assert "lower bound" not in said
@@ -206,7 +206,8 @@ def test_a_dry_run_tells_how_far_auto_is_from_the_lower_bound(tmp_path):
     file = tmp_path / "costs.yaml"
     file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100}")
     settings = ["pipeline.schedule=auto", "pipeline.placement=straight", "pipeline.microbatches=4"]
-    said = report(load(["recipe=quickstart", f"pipeline.costs_file={file}", *settings, "pipeline.search_seconds=0.1"]))
+    given = ["recipe=quickstart", f"pipeline.costs_file={file}", *settings, "pipeline.search_seconds=0.1"]
+    said = "\n".join(report(load(given)))
     # The last rank begins after three forwards, and has twelve actions.
     assert "lower bound of 1.5 s for this placement in any memory" in said
 
@@ -218,14 +219,14 @@ def test_auto_tells_the_memory_cap_that_it_sets_and_what_lifts_it(tmp_path):
     file.write_text("stages: {forward_ms: 100, input_ms: 100, weight_ms: 100, activation_bytes: 2e6, output_bytes: 1}")
     settings = ["pipeline.schedule=auto", "pipeline.placement=straight", "pipeline.microbatches=8"]
     given = ["recipe=quickstart", f"pipeline.costs_file={file}", *settings, "pipeline.search_seconds=0.1"]
-    said = report(load(given))
+    said = "\n".join(report(load(given)))
     plan = expected_plan(load(given))
     cap = int(plan.own_cap_bytes)
     assert cap % 2_000_000 == 0 and 8_000_000 <= cap <= 32_000_000
     line = f"of activations on each rank ({cap} bytes); pipeline.memory_cap_bytes lifts or lowers that"
     assert line in said and line in plan.summary(), "the dry run, and the log of a run"
     fixed = [*given, f"pipeline.memory_cap_bytes={cap}"]
-    assert "auto has set" not in report(load(fixed)) + expected_plan(load(fixed)).summary()
+    assert "auto has set" not in "\n".join(report(load(fixed))) + expected_plan(load(fixed)).summary()
 
 
 def test_more_ranks_than_gpus(config, monkeypatch):
@@ -341,12 +342,12 @@ def test_what_a_model_and_its_data_refuse_is_found_before_ranks_start(sft, tmp_p
 
 @pytest.mark.parametrize("own", [True, False], ids=["folder", "new model"])
 def test_a_dry_run_refuses_sequences_without_positions_as_a_run_does(sft, own, tmp_path):
-    from weft.tools.dry_run import report
+    from weft.tools.dry_run import show
 
     others = ["model.path=''", f"model.tokenizer={tmp_path}/model", "model.arch=gpt2"]
     others.append("model.overrides={n_positions: 2048, n_embd: 16, n_head: 2}")
     config = sft("data.sequence_length=2049", *([] if own else others))
-    for check in (preflight, report):
+    for check in (preflight, show):
         with pytest.raises(ValueError, match=r"data\.sequence_length=2049: .* is made for 2048 positions; shorten it"):
             check(config)
 
