@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import lcm, prod
 from pathlib import Path
 
+from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.ranges import SHARE, out_of_range
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
@@ -331,6 +332,7 @@ def _controller(config: WeftConfig) -> Iterator[str]:
 
 
 CHECKS = (
+    missing_features,
     _model,
     _data,
     _schedule,

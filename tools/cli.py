@@ -15,23 +15,20 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
+from weft.conf.features import FEATURES, require
+
 COMMANDS = {
     "launch": ("weft.tools.launch_command", "check a configuration, start a run and supervise it"),
-    "serve": ("weft.recipes.serve", "run vLLM prefill workers in the bubbles of a training run"),
-    "controller": ("weft.recipes.controller", "run the controller: one address in front of all prefill workers"),
     "train": ("weft.recipes.train", "train as one rank (`weft launch` starts them all)"),
     "config": ("weft.tools.config", "print the resolved configuration, with a comment on every field"),
     "check": ("weft.tools.check", "compare a model's stages with Hugging Face's own forward"),
-    "plan": ("weft.tools.plan", "find the sites, GPUs and layout to train a model with, and the cost"),
     "profile": ("weft.tools.profile", "time a model's layers on this machine"),
     "schedule": ("weft.tools.schedule", "generate a pipeline schedule; print, draw or export it"),
     "simulate": ("weft.tools.simulate", "predict the step time of a schedule, without a GPU"),
-    "emulate": ("weft.recipes.emulate", "measure the step time of a large job with a few real ranks on this machine"),
     "doctor": ("weft.tools.doctor", "check hosts, connections between ranks, and links between sites"),
-    "evict": ("weft.tools.evict", "exclude hosts from runs, or list those that are excluded"),
-    "readmit": ("weft.tools.readmit", "let excluded hosts back in"),
-    "netbed": ("weft.tools.netbed.command", "emulate a WAN on this machine, with real TCP, delays and faults"),
-}
+} | {name: command for feature in FEATURES.values() for name, command in feature.commands.items()}
+OWNERS = {command: name for name, feature in FEATURES.items() for command in feature.commands}
+"""The feature of each command that the core does not have."""
 LIGHT_HELP = ("train", "check", "profile", "emulate")
 """Commands whose modules take seconds to import; `weft.tools.parsers` has their options."""
 MOVED = {"bench": ("python", "-m", "benchmarks"), "parity": ("python", "-m", "benchmarks", "parity")}
@@ -70,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: str, rest: Sequence[str]) -> int:
     if command in LIGHT_HELP and {"-h", "--help"} & set(rest):
         getattr(import_module("weft.tools.parsers"), command)().parse_known_args(rest)  # prints it, and ends
+    if command in OWNERS:
+        require(OWNERS[command], f"weft {command}")
     status: int = import_module(COMMANDS[command][0]).main(rest)
     return status
 

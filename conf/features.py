@@ -1,0 +1,116 @@
+"""Features that plug into the core: it asks for each by name, and trains without those that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, reduce
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from weft.conf.schema import PairChoice, WeftConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """What of the commands and settings belongs to a feature, and where the core enters it.
+
+    Attributes:
+        entry: the module that the core calls, which nothing outside the feature imports by a statement.
+        commands: module and summary of each of its commands.
+        settings: fields or sections that need it unless they have their defaults, or one of these values.
+    """
+
+    entry: str
+    commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+FEATURES = {
+    "wan": Feature(
+        entry="weft.comm.wan",
+        commands={"netbed": ("weft.tools.netbed.command", "emulate a WAN on this machine, with real TCP and faults")},
+        settings={"cluster.sites": ()},
+    ),
+    "planner": Feature(
+        entry="weft.pipeline.planner",
+        commands={"plan": ("weft.tools.plan", "find the sites, GPUs and layout to train a model with, and the cost")},
+    ),
+    "prefill": Feature(
+        entry="weft.inference",
+        commands={
+            "serve": ("weft.recipes.serve", "run vLLM prefill workers in the bubbles of a training run"),
+            "controller": (
+                "weft.recipes.controller",
+                "run the controller: one address in front of all prefill workers",
+            ),
+        },
+        settings={"inference": ()},
+    ),
+    "strands": Feature(entry="weft.engine.strands", settings={"pipeline.pairs": (PairChoice.never,)}),
+    "supervision": Feature(
+        entry="weft.engine.supervision",
+        commands={
+            "evict": ("weft.tools.evict", "exclude hosts from runs, or list those that are excluded"),
+            "readmit": ("weft.tools.readmit", "let excluded hosts back in"),
+        },
+        settings={"supervise.enabled": (False,), "checkpoint.memory_every": ()},
+    ),
+    "emulation": Feature(
+        entry="weft.tools.emulation",
+        commands={
+            "emulate": (
+                "weft.recipes.emulate",
+                "measure the step time of a large job with a few real ranks on this machine",
+            )
+        },
+    ),
+}
+"""Each feature by name. `setup.cfg` lists its folders, which the core does not import."""
+
+
+@cache
+def is_installed(name: str) -> bool:
+    """True if a feature's folders are there."""
+    try:
+        return find_spec(FEATURES[name].entry) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def entry(name: str) -> Any:
+    """Import a feature's entry module.
+
+    Raises:
+        ValueError: the feature is not installed.
+    """
+    require(name, f"the feature {name}")
+    return import_module(FEATURES[name].entry)
+
+
+def require(name: str, asker: str) -> None:
+    """Refuse what needs a feature that is not installed.
+
+    Args:
+        asker: the command or setting, as the user knows it.
+
+    Raises:
+        ValueError: the feature is not installed.
+    """
+    if not is_installed(name):
+        raise ValueError(
+            f"{asker}: needs the feature {name!r}, which is not installed; leave it out, or install the whole of Weft"
+        )
+
+
+def missing_features(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each setting whose feature is not installed."""
+    for name, feature in FEATURES.items():
+        for path, harmless in feature.settings.items():
+            value, default = (reduce(getattr, path.split("."), of) for of in (config, WeftConfig()))
+            if value not in (default, *harmless):
+                try:
+                    require(name, path)
+                except ValueError as error:
+                    yield str(error)
