@@ -14,7 +14,7 @@ from weft.conf.schema import PairChoice, WeftConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """What of the commands and settings belongs to a feature, and where the core enters it.
+    """The commands and settings that belong to a feature, and the module through which the core enters it.
 
     Attributes:
         entry: the module that the core calls, which nothing outside the feature imports by a statement.
