@@ -11,14 +11,14 @@ from benchmarks.overlap.cases import B_THEN_F, CHUNKS, OURS, PAIRS, ROUND_ROBIN,
 from benchmarks.results import finish, parse, show
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
+from weft.pipeline.hardware import GPU_KINDS
 from weft.pipeline.placement import Placement
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.estimates import Estimates, over_gpus_s
-from weft.pipeline.planner.hardware import GPU_KINDS
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.search import plan
-from weft.pipeline.planner.workload import LayerWork, ModelWork
 from weft.pipeline.simulation import simulate
+from weft.pipeline.workload import LayerWork, ModelWork
 from weft.tools.tables import table_of
 
 MEGASCALE_MFU = {3072: 59.1, 6144: 57.3, 8192: 54.9, 12288: 55.2}

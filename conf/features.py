@@ -35,7 +35,12 @@ FEATURES = {
     ),
     "planner": Feature(
         entry="weft.pipeline.planner",
-        commands={"plan": ("weft.tools.plan", "find the sites, GPUs and layout to train a model with, and the cost")},
+        commands={
+            "plan": (
+                "weft.tools.planning.command",
+                "find the sites, GPUs and layout to train a model with, and the cost",
+            )
+        },
     ),
     "prefill": Feature(
         entry="weft.inference",

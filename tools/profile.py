@@ -19,9 +19,9 @@ from weft.engine.precision import DTYPES
 from weft.engine.stages.tracing import trace_model
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.limits import number
-from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.profile import costs_to_yaml
 from weft.pipeline.text import bytes_text
+from weft.pipeline.workload import ModelWork
 from weft.tools import parsers
 from weft.tools.dry_run import settled_model
 from weft.tools.host_collectives import keep, measure_host

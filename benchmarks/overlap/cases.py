@@ -12,7 +12,7 @@ from benchmarks.overlap.orders import backward_then_forward, round_robin
 from benchmarks.overlap.recurrence import Pairing, pair_operators
 from weft.engine.planning.pairing import HANDOVER_S
 from weft.engine.planning.strand_tracing import trace_strands
-from weft.pipeline.planner.hardware import EFFICIENCY, GPU_KINDS
+from weft.pipeline.hardware import EFFICIENCY, GPU_KINDS
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan
 from weft.pipeline.strands.search import search

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from weft.conf.measurements import Measurement, Measurements, spread_of
-from weft.pipeline.planner.hardware import EFFICIENCY, GpuKind, kind_of_device
+from weft.pipeline.hardware import EFFICIENCY, GpuKind, kind_of_device
 
 log = logging.getLogger(__name__)
 

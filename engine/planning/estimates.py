@@ -10,8 +10,8 @@ from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
 from weft.pipeline.costs import CostModel, StageCost
-from weft.pipeline.planner.workload import NOTHING, LayerWork, ModelWork, gathered_widths, loss_work, share_of_loss
 from weft.pipeline.states import WEIGHT_BYTES
+from weft.pipeline.workload import NOTHING, LayerWork, ModelWork, gathered_widths, loss_work, share_of_loss
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token

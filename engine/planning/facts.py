@@ -13,10 +13,10 @@ from weft.engine.planning.hops import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes
 from weft.pipeline.costs import LinkCost, StageCost
-from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import PairCosts
 from weft.pipeline.strands.work import Speed, StrandWork
+from weft.pipeline.workload import ModelWork
 
 if TYPE_CHECKING:
     from weft.comm.wan.probe import LinkProfile

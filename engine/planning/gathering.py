@@ -37,8 +37,8 @@ from weft.engine.stages.sizes import model_sizes
 from weft.engine.stages.stage import hf_model
 from weft.engine.stages.tracing import trace_model
 from weft.pipeline.costs import CostModel, LinkCost
-from weft.pipeline.planner.workload import WORK_FORM, ModelWork
 from weft.pipeline.strands.work import Speed
+from weft.pipeline.workload import WORK_FORM, ModelWork
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from weft.engine.backward import SplitBackward
 from weft.engine.precision import DTYPES
 from weft.engine.stages import Stage, StageSplit, load_stages
 from weft.pipeline.costs import StageCost
-from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.workload import ModelWork
 
 Result = TypeVar("Result")
 _WARM, _LEAST, _MOST = 2, 3, 30

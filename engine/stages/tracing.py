@@ -23,7 +23,7 @@ from weft.engine.stages.handover import set_dtype
 from weft.engine.stages.meta import meta_model
 from weft.engine.stages.skeleton import decoder_layers
 from weft.engine.stages.stage import hf_model
-from weft.pipeline.planner.workload import LayerWork, ModelWork, loss_work
+from weft.pipeline.workload import LayerWork, ModelWork, loss_work
 
 assert packed  # transformers cannot detect packed rows on the meta device
 _TRACED = "weft_traced"

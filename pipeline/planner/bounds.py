@@ -14,8 +14,8 @@ from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import room
 from weft.pipeline.planner.sharing import shared_s, spans_of
 from weft.pipeline.planner.speeds import Speed, Speeds, timing_key
-from weft.pipeline.planner.workload import LayerWork
 from weft.pipeline.states import USABLE
+from weft.pipeline.workload import LayerWork
 
 ANYWHERE = Route((), ())
 

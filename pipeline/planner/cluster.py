@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.conf.documents import read_yaml
+from weft.pipeline.hardware import EFFICIENCY, GpuKind, gpu_kind
 from weft.pipeline.limits import count, known_fields, number, short_repr
-from weft.pipeline.planner.hardware import EFFICIENCY, GpuKind, gpu_kind
 
 MOST_BYTES = 2**20
 _SITE_FIELDS = ("name", "hosts", "gpus_per_host", "gpu", "price", "network_gbps", "region")

@@ -14,7 +14,7 @@ from weft.pipeline.planner.cut_table import CutTable
 from weft.pipeline.planner.estimates import FIELDS, Estimates
 from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.speeds import timing_key
-from weft.pipeline.planner.workload import LayerWork
+from weft.pipeline.workload import LayerWork
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,8 +13,8 @@ from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.layout import Layout, Shape
-from weft.pipeline.planner.workload import LayerWork, ModelWork, gathered_widths, share_of_loss
 from weft.pipeline.states import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, zero_memory
+from weft.pipeline.workload import LayerWork, ModelWork, gathered_widths, share_of_loss
 
 Found = TypeVar("Found")
 MANY_BYTES = 1e15

@@ -19,7 +19,7 @@ from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.routes import FEW_SITES, Route
 from weft.pipeline.planner.shapes import MOST_SEQUENCES, Degrees, all_degrees
 from weft.pipeline.planner.traffic import Traffic
-from weft.pipeline.planner.workload import LayerWork, ModelWork
+from weft.pipeline.workload import LayerWork, ModelWork
 
 
 class Evaluation:

@@ -8,11 +8,11 @@ from typing import Any
 
 from weft.conf.documents import read_yaml
 from weft.pipeline.costs import CostModel
+from weft.pipeline.hardware import GPU_KINDS, gpu_kind
 from weft.pipeline.limits import count, known_fields, number, short_repr
 from weft.pipeline.planner.cluster import Cluster
-from weft.pipeline.planner.hardware import GPU_KINDS, gpu_kind
-from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.profile import MOST_BYTES, load_pieces
+from weft.pipeline.workload import ModelWork
 
 FIELDS = (
     "gpu",

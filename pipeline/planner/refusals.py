@@ -9,8 +9,8 @@ from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import PINS, Request
 from weft.pipeline.planner.shapes import shapes
-from weft.pipeline.planner.workload import ModelWork
 from weft.pipeline.text import bytes_text
+from weft.pipeline.workload import ModelWork
 
 
 class Refusals:

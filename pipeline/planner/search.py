@@ -15,7 +15,7 @@ from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.routes import FEW_SITES
 from weft.pipeline.planner.shapes import MANY_REPLICAS, MOST_ROUTES, MOST_SEQUENCES
 from weft.pipeline.planner.space import Space
-from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.workload import ModelWork
 
 DEEPENING = (1, 2)
 """Sites of a pipeline at first, where there are more than a few; a single site always comes first."""

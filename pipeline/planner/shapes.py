@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import Request
-from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.workload import ModelWork
 
 if TYPE_CHECKING:
     import numpy as np

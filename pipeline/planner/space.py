@@ -12,7 +12,7 @@ from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import Degrees, Group, all_degrees, arranged, groups, members
-from weft.pipeline.planner.workload import ModelWork
+from weft.pipeline.workload import ModelWork
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,7 @@ import torch
 
 from weft.engine.planning.devices import data_sheet
 from weft.engine.supervision.finding import Finding
-from weft.pipeline.planner.hardware import GpuKind
+from weft.pipeline.hardware import GpuKind
 from weft.tools.diagnostics.judging import Judge
 
 SHEET_SHARE = 0.5

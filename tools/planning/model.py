@@ -11,7 +11,7 @@ from weft.conf.documents import parse_json, read_text
 from weft.conf.files import JsonCache
 from weft.conf.schema import LoraConfig
 from weft.pipeline.limits import short_repr
-from weft.pipeline.planner.workload import WORK_FORM, ModelWork
+from weft.pipeline.workload import WORK_FORM, ModelWork
 
 
 def model_work(model: str, sequence_length: int, cache: Path, lora: LoraConfig | None = None) -> ModelWork:

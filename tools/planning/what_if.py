@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from weft.pipeline.hardware import gpu_kind
 from weft.pipeline.limits import number
 from weft.pipeline.planner.cluster import Cluster
-from weft.pipeline.planner.hardware import gpu_kind
 from weft.pipeline.planner.search import Plan, plan
 
 MORE = 1.1

@@ -8,7 +8,7 @@ import torch
 from weft.conf.measurements import Measurements
 from weft.engine.planning import devices
 from weft.engine.planning.devices import usable_flops
-from weft.pipeline.planner.hardware import EFFICIENCY
+from weft.pipeline.hardware import EFFICIENCY
 
 CPU = torch.device("cpu")
 

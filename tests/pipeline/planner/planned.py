@@ -2,9 +2,9 @@
 
 from itertools import combinations
 
+from weft.pipeline.hardware import GPU_KINDS
 from weft.pipeline.planner.cluster import Cluster, Link, Site
-from weft.pipeline.planner.hardware import GPU_KINDS
-from weft.pipeline.planner.workload import LayerWork, ModelWork
+from weft.pipeline.workload import LayerWork, ModelWork
 
 
 def site(name, hosts=2, gpus_per_host=4, gpu="A100", price=1.5, region=""):

@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 from itertools import combinations
 
+from weft.pipeline.hardware import GPU_KINDS
 from weft.pipeline.planner.cluster import Cluster, Link, Site
-from weft.pipeline.planner.hardware import GPU_KINDS
 from weft.pipeline.planner.request import Objective, Request
-from weft.pipeline.planner.workload import LayerWork, ModelWork
+from weft.pipeline.workload import LayerWork, ModelWork
 
 MODELS = ("even", "head", "embedding", "one huge layer", "few layers", "experts")
 

@@ -16,7 +16,7 @@ from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import MOST_CELL
 from weft.pipeline.planner.routes import Route
-from weft.pipeline.planner.workload import LayerWork, ModelWork
+from weft.pipeline.workload import LayerWork, ModelWork
 
 UNIT = 1000
 """Parameters of a layer."""

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, site
+from weft.pipeline.hardware import EFFICIENCY, GPU_KINDS
 from weft.pipeline.planner.cluster import BITS_IN_FLIGHT, MOST_BYTES, Link, load_cluster
-from weft.pipeline.planner.hardware import EFFICIENCY, GPU_KINDS
 
 TWO = "sites: [{name: a, hosts: 1, gpus_per_host: 2, gpu: A100}, {name: b, hosts: 1, gpus_per_host: 2, gpu: A100}]\n"
 ONE = "sites: [{name: a, hosts: 1, gpus_per_host: 2, gpu: A100}]\n"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.pipeline.hardware import GpuKind
 from weft.pipeline.planner.cluster import Cluster, Link, Site
 from weft.pipeline.planner.estimates import STARTING_S, STEP_BYTES, Estimates, over_gpus_s
-from weft.pipeline.planner.hardware import GpuKind
 from weft.pipeline.planner.layout import Layout, Shape
-from weft.pipeline.planner.workload import LayerWork, ModelWork
+from weft.pipeline.workload import LayerWork, ModelWork
 
 UP_S, UP_BYTES_S = 1e-3, 1e6
 """Latency and bandwidth of a GPU inside its host."""

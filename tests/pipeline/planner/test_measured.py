@@ -6,8 +6,8 @@ import pytest
 
 from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.hardware import GPU_KINDS
 from weft.pipeline.planner.estimates import Estimates
-from weft.pipeline.planner.hardware import GPU_KINDS
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.measured import load_measured
 from weft.pipeline.profile import costs_to_yaml, load_costs

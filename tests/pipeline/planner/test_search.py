@@ -22,8 +22,8 @@ from weft.pipeline.planner.request import EQUAL, Objective, Request
 from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.search import plan
 from weft.pipeline.planner.shapes import room, shapes
-from weft.pipeline.planner.workload import LayerWork
 from weft.pipeline.validation import validate
+from weft.pipeline.workload import LayerWork
 
 ANOMALY = 1.02
 """List schedules of one layout may get a little longer when a link gets faster (Graham 1969)."""

@@ -7,6 +7,7 @@ import re
 import pytest
 import yaml
 
+from weft.pipeline.planner.measured import load_measured
 from weft.tools import cli
 
 SITES = """\
@@ -139,6 +140,14 @@ def test_a_profile_says_what_share_of_their_peak_gpus_reach(weft_plan, folder):
     file.write_text(f"layers: {{{layers}}}\nmeasured: {{gpu: H200, sequence_length: 128, microbatch_size: 1}}")
     code, _, error = weft_plan("--profile", str(file))
     assert code == 2 and "measured on H200, and the cluster has A100, A40" in error and error.count("\n") == 1
+
+
+def test_plan_reads_the_profile_that_weft_profile_writes(tmp_path):
+    model = ["model.overrides.vocab_size=64", "model.overrides.num_hidden_layers=4", "data.sequence_length=32"]
+    quick = ["--seconds", "0.1", "--no-links", "recipe=quickstart", "model.self_check=false"]
+    assert cli.main(["profile", *quick, *model, "--out", str(tmp_path / "p.yaml")]) == 0
+    measured = load_measured(tmp_path / "p.yaml")
+    assert measured.sequence_length == 32 and len(measured.layers.stages) == 4
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.pipeline.planner.hardware import EFFICIENCY, GPU_KINDS, gpu_kind, kind_of_device
+from weft.pipeline.hardware import EFFICIENCY, GPU_KINDS, gpu_kind, kind_of_device
 
 
 @pytest.mark.parametrize(

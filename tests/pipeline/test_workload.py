@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.planner.workload import (
+from weft.pipeline.workload import (
     CUT_LOSS_WORKING_BYTES,
     LOSS_BYTES,
     LOSS_WORKING_BYTES,
