@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.results import finish, parse, show
 from weft.comm.channel import TensorSpec
+from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.netbed import Job, NetBed, Topology
 from weft.tools.tables import table_of

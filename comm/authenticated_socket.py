@@ -11,7 +11,7 @@ from typing import Protocol
 
 from weft.comm.control.certificate import RENDEZVOUS, contexts
 from weft.comm.host_port import HostPort, Service, family_of, knock
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 
 RUN = "WEFT_RUN"
 """Environment variable of supervised ranks that identifies their run among others on the same machine."""

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from enum import IntEnum
 from time import monotonic, sleep
 
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 
 KNOCK_BYTES = 96
 _SIGNED = struct.Struct("<8s16sII32s")  # magic, attempt, recipient, 0, random bytes; their HMAC follows

@@ -74,8 +74,8 @@ def _net(args: argparse.Namespace) -> int:
 
 
 def _probe_hosts(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
+    from weft.comm.key import WanKey
     from weft.comm.wan.endpoint import WanEndpoint  # imports torch, which no option needs
-    from weft.comm.wan.key import WanKey
     from weft.comm.wan.probe import probe_both
 
     """The link between this host and one other, from real addresses."""

@@ -196,7 +196,7 @@ def job_key(config: WeftConfig, outer: Mapping[str, str], options: Sequence[str]
     """
     if len(config.cluster.sites) < 2 and is_loopback(config.cluster.master_addr):
         return {}
-    from weft.comm.wan.key import VARIABLE, WanKey
+    from weft.comm.key import VARIABLE, WanKey
 
     if VARIABLE in outer or "--no_ssh" in options:
         WanKey.from_environment()

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from weft.comm.wan.key import VARIABLE
+from weft.comm.key import VARIABLE
 from weft.tools.netbed.bed import NetBed
 from weft.tools.ranks import run_with
 

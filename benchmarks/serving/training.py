@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
-from weft.comm.wan.key import VARIABLE
+from weft.comm.key import VARIABLE
 from weft.conf import load
 from weft.conf.schema import ScheduleKind, WeftConfig
 from weft.conf.sites import ranks_per_site

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weft.comm.control.certificate import contexts
 from weft.comm.control.link import Link
 from weft.comm.host_port import HostPort, Service, family_of, knock
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 
 Address = str | tuple[str, int]
 """Name of an abstract Unix socket, whose peer's user the kernel reports; or the IP address and shared TCP port of a

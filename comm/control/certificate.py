@@ -6,7 +6,7 @@ import os
 import ssl
 from datetime import datetime
 
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 
 CONTROL, RENDEZVOUS = "control certificate", "rendezvous certificate"
 """Purposes of certificates: one that is valid for one wire is not valid for the other."""

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from weft.comm import rendezvous
 from weft.comm.channel import ChannelError
 from weft.comm.host_port import claim
+from weft.comm.key import WanKey
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.network import listening_address
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import CommConfig

@@ -8,8 +8,8 @@ from types import TracebackType
 
 import torch
 
+from weft.comm.key import WanKey
 from weft.comm.wan.channel import WanChannel
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.staging import staging
 from weft.comm.wan.transport import LinkCounters, Path, Transport
 

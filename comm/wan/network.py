@@ -18,10 +18,10 @@ import torch.distributed as dist
 from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.exchange import gather
+from weft.comm.key import WanKey
 from weft.comm.wan.cell import Cell, join
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.probe import MOST, LinkProfile, probe_both
 from weft.conf.schema import CommConfig
 

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from weft.comm.channel import ChannelError
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 from weft.comm.wan.library import Counters, Options, load, openssl
 
 

@@ -6,7 +6,7 @@ import os
 import secrets
 import struct
 
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 
 KEY = WanKey(b"a key for tests, long enough")
 JOB = f"an attempt of {os.getpid()}"  # endpoints of one attempt have their names once on a host

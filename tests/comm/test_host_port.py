@@ -16,8 +16,8 @@ from tests.comm.knocks import JOB, KEY, is_closed, knock
 from weft.comm.channel import TensorSpec
 from weft.comm.host_port import HandedOn, HostPort, Service, claim
 from weft.comm.host_port import knock as own_knock
+from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.conf.ports import free_port
 
 HOST = "127.0.0.1"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.comm.proxy import Proxy
 from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 
 KEY = WanKey(b"a key for tests, long enough")

@@ -12,8 +12,8 @@ import torch
 
 from tests.comm.knocks import JOB, KEY, is_closed, knock
 from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 
 SPEC = TensorSpec((100_000,), torch.float32)
 BOTH = pytest.mark.parametrize("tls", [True, False])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from weft.comm.channel import ChannelError, TensorSpec
+from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.library import load
 from weft.tools.netbed import Job, Link, NetBed, Node, Topology, missing
 

@@ -12,8 +12,8 @@ import torch
 from tests.comm.test_wan import KEY, Pair, noise, until
 from tests.comm.test_wan_frames import RoguePeer
 from weft.comm.channel import ChannelError
+from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 from weft.comm.wan.library import load
 
 Address = tuple[str, int]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tests.security.meeting import ask_the_store, listens_beyond_this_host
 from weft.comm import rendezvous
 from weft.comm.authenticated_socket import AuthenticatedTcpSocket, AuthenticatedUnixSocket
+from weft.comm.key import WanKey
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
 from weft.comm.rendezvous import own_address
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.conf.ports import free_port
 from weft.tools.ranks import run_ranks
 

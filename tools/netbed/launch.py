@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic, sleep
 
-from weft.comm.wan.key import VARIABLE
+from weft.comm.key import VARIABLE
 from weft.conf import load
 from weft.conf.private import run_folder
 from weft.conf.run_lock import RunLock

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.key import WanKey
 from weft.comm.wan.probe import LinkProfile, probe_both
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.job import Job

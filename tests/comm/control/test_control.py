@@ -17,7 +17,7 @@ from weft.comm.control.certificate import contexts
 from weft.comm.control.frames import MOST_BYTES, FrameError, Frames, pack
 from weft.comm.control.session import Session
 from weft.comm.host_port import Service, knock
-from weft.comm.wan.key import WanKey
+from weft.comm.key import WanKey
 
 LIMIT_S = 60
 
@@ -72,7 +72,7 @@ def unix_name(request):
 
 
 def test_loads_without_torch():
-    code = "import sys, weft.comm.control, weft.comm.wan.key; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, weft.comm.control, weft.comm.key; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

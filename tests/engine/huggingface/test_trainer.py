@@ -18,7 +18,7 @@ from tests.engine.huggingface.runs import (
     stock,
     weft,
 )
-from weft.comm.wan.key import VARIABLE
+from weft.comm.key import VARIABLE
 from weft.tools.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
