@@ -9,7 +9,7 @@ import ssl
 import struct
 from typing import Protocol
 
-from weft.comm.control.certificate import RENDEZVOUS, contexts
+from weft.comm.certificate import RENDEZVOUS, contexts
 from weft.comm.host_port import HostPort, Service, family_of, knock
 from weft.comm.key import WanKey
 

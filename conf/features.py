@@ -57,8 +57,8 @@ FEATURES = {
     "supervision": Feature(
         entry="weft.engine.supervision",
         commands={
-            "evict": ("weft.tools.evict", "exclude hosts from runs, or list those that are excluded"),
-            "readmit": ("weft.tools.readmit", "let excluded hosts back in"),
+            "evict": ("weft.tools.supervision.evict", "exclude hosts from runs, or list those that are excluded"),
+            "readmit": ("weft.tools.supervision.readmit", "let excluded hosts back in"),
         },
         settings={"supervise.enabled": (False,), "checkpoint.memory_every": ()},
     ),

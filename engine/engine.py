@@ -19,7 +19,6 @@ from weft.comm.wan.network import WanNetwork
 from weft.conf.boards import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter
-from weft.engine.checkpoint.memory import HostMemory, MemoryCheckpoints
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.deepspeed import checkpoints, construction, evaluation
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
@@ -36,7 +35,6 @@ from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
 from weft.engine.observability.bubbles import BubbleMarks, BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
-from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.slots import SlotObserver
@@ -50,6 +48,8 @@ from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.stages.seeding import seeded
 from weft.engine.stop_signals import StopSignals
 from weft.engine.strands.turns import Turns, are_shared, without_turns
+from weft.engine.supervision.heartbeat import Heartbeat
+from weft.engine.supervision.memory import HostMemory, MemoryCheckpoints
 from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule

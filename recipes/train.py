@@ -25,8 +25,6 @@ from weft.conf.run_lock import RunLock
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.checkpoint import CheckpointError, check_folder
-from weft.engine.checkpoint.memory import HostMemory
-from weft.engine.checkpoint.memory.host_memory import VARIABLE as MEMORY
 from weft.engine.distributed import (
     SharedError,
     attempt_number,
@@ -37,12 +35,14 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
-from weft.engine.observability.heartbeat import Heartbeat
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stop_signals import Stopped, StopSignals
 from weft.engine.supervision.faults import ERROR_FILE
+from weft.engine.supervision.heartbeat import Heartbeat
+from weft.engine.supervision.memory import HostMemory
+from weft.engine.supervision.memory.host_memory import VARIABLE as MEMORY
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.attempts import Held, run_attempts

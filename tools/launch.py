@@ -22,10 +22,10 @@ from weft.conf.trees import to_yaml
 from weft.engine.supervision import driver
 from weft.engine.supervision.driver import Spec, config_file
 from weft.engine.supervision.early import PRELOAD, TARGET, EarlyAgent
+from weft.engine.supervision.managers.asking import hosts_or_request
 from weft.engine.supervision.starting import forwarded
-from weft.tools.early_launch import Arguments, completed, early_agent, own_environment, read_arguments
 from weft.tools.gpus import num_gpus
-from weft.tools.managers.asking import hosts_or_request
+from weft.tools.launch_arguments import Arguments, completed, early_agent, own_environment, read_arguments
 from weft.tools.preflight import MACHINE, check_inputs, preflight
 from weft.tools.processes import GRACE_S, run_group
 

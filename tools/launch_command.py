@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.tools.early_launch import early_agent, read_arguments
+from weft.tools.launch_arguments import early_agent, read_arguments
 
 
 def main(argv: Sequence[str]) -> int:

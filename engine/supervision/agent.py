@@ -20,10 +20,10 @@ from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Any
 
-from weft.comm.control import ControlClient
 from weft.conf.processes import STOPPED, process_state
 from weft.engine.stop_signals import STOP
 from weft.engine.supervision.cadence import Cadence
+from weft.engine.supervision.control import ControlClient
 from weft.engine.supervision.early import read_order
 from weft.engine.supervision.examination import examine
 from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report

@@ -9,10 +9,10 @@ from math import inf
 from statistics import median
 from typing import Any
 
+from weft.engine.supervision.culprit import JobRows
 from weft.engine.supervision.link_speed import LinkSpeed
 from weft.engine.supervision.places import Phase
 from weft.engine.supervision.watch import Observed, Watch
-from weft.pipeline.culprit import JobRows
 
 WINDOW_STEPS = 10
 """Steps over which a rank must be slow before it is reported."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from weft.comm.control import ControlClient
-from weft.comm.control.address import Address
+from weft.engine.supervision.control import ControlClient
+from weft.engine.supervision.control.address import Address
 
 ASKER = "clock of "
 """Prefix of the names of peers that only request the time and are no agents."""

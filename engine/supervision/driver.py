@@ -22,7 +22,6 @@ from time import monotonic
 from typing import Any
 
 from weft.comm.authenticated_socket import RUN
-from weft.comm.control import ControlServer
 from weft.conf import load
 from weft.conf.hosts import is_loopback, read_hostfile
 from weft.conf.private import write_private
@@ -30,6 +29,8 @@ from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.clock import ASKER, answer_clock
+from weft.engine.supervision.control import ControlServer
+from weft.engine.supervision.culprit import JobRows
 from weft.engine.supervision.deny_list import DenyList
 from weft.engine.supervision.early import PRELOAD as PRELOAD
 from weft.engine.supervision.early import TARGET as TARGET
@@ -42,7 +43,6 @@ from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.room import shortage
 from weft.engine.supervision.rows import read_rows
 from weft.engine.supervision.starting import AgentProcess, LocalStarter, Starter, starter_for
-from weft.pipeline.culprit import JobRows
 
 TICK_S = 0.05
 LEAVE_S = 10.0

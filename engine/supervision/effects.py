@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from weft.pipeline.culprit import JobRows
+from weft.engine.supervision.culprit import JobRows
 
 
 class Effects(Protocol):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.comm.control.address import Address
+from weft.conf.finding import DOCTOR, doctor_arguments, failures, read_findings
+from weft.engine.supervision.control.address import Address
 from weft.engine.supervision.faults import FaultKind
-from weft.engine.supervision.finding import DOCTOR, doctor_arguments, failures, read_findings
 from weft.engine.supervision.ranks import Ranks
 
 SUSPICIOUS = 2

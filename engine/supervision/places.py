@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from weft.conf.private import private_folder
 from weft.conf.processes import own_start
-from weft.pipeline.culprit import Place
+from weft.engine.supervision.culprit import Place
 
 MAGIC = int.from_bytes(b"weftplac", "little")
 VERSION = 2

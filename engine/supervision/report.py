@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.conf.processes import ProcessState
+from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.places import LinkReading, Phase, Reading
-from weft.pipeline.culprit import Place
 
 GONE = ""
 """State of a process that does not exist any more."""

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from weft.engine.supervision.culprit import JobRows, Replica
 from weft.pipeline.action import COMPUTE, parse_slot
 from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import StageCost
-from weft.pipeline.culprit import JobRows, Replica
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 

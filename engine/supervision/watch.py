@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 from weft.conf.processes import STOPPED
+from weft.engine.supervision.culprit import JobRows, Place, Suspect, find_culprits
 from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport, RankReport
-from weft.pipeline.culprit import JobRows, Place, Suspect, find_culprits
 
 STOPPED_S = 1.0
 """Least seconds between two reports of a stopped process, without running in between, for a diagnosis."""

@@ -20,9 +20,9 @@ from weft.comm import rts_channel
 from weft.comm.channel import ChannelError
 from weft.comm.rts_channel import RtsSender
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint.memory import HostMemory
 from weft.engine.initialize import build_engine
 from weft.engine.planning.joining import join_job
+from weft.engine.supervision.memory import HostMemory
 from weft.engine.supervision.parking import Assignment
 from weft.engine.zero.sharding import Sharding
 from weft.recipes import attempts

@@ -20,7 +20,7 @@ from weft.conf.compose import compose
 from weft.conf.fields import choices, docstrings
 from weft.conf.trees import to_tree
 from weft.tools import cli
-from weft.tools.early_launch import ANNOUNCEMENT
+from weft.tools.launch_arguments import ANNOUNCEMENT
 
 ROOT = Path(__file__).parents[2]
 # Files that the package needs in addition to its Python.

@@ -14,7 +14,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.serialization import schedule_to_json
 from weft.tools import launch
-from weft.tools.early_launch import read_arguments
+from weft.tools.launch_arguments import read_arguments
 from weft.tools.preflight import CHECKS, MACHINE, check_model, preflight
 
 

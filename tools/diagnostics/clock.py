@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from weft.comm.control.address import Address
+from weft.conf.finding import Finding, Verdict
 from weft.engine.supervision.clock import clock_offset
-from weft.engine.supervision.finding import Finding, Verdict
+from weft.engine.supervision.control.address import Address
 
 MOST_S = 1.0
 """Greatest offset in seconds that passes."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from weft.conf.finding import Finding, Verdict
 from weft.conf.measurements import Measurement, Measurements
-from weft.engine.supervision.finding import Finding, Verdict
 
 TRIES = 3
 """Measurements before a figure counts as too low: another process may have disturbed it."""

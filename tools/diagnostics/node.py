@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.conf.finding import Finding, Verdict, failures
 from weft.conf.measurements import Measurements
 from weft.conf.schema import DataConfig
-from weft.engine.supervision.finding import Finding, Verdict, failures
 from weft.tools.diagnostics.clock import check_clock
 from weft.tools.diagnostics.corruption import check_bits
 from weft.tools.diagnostics.disk import check_disk, check_free_space

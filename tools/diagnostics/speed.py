@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from weft.conf.finding import Finding
 from weft.engine.planning.devices import data_sheet
-from weft.engine.supervision.finding import Finding
 from weft.pipeline.hardware import GpuKind
 from weft.tools.diagnostics.judging import Judge
 

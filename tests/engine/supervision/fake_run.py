@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from tests.pipeline.stalls import StallingJob
+from tests.engine.supervision.stalls import StallingJob
 from weft.engine.supervision.alerts import Alerts
+from weft.engine.supervision.culprit import JobRows, Place, Replica
 from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.places import LinkReading, Phase
 from weft.engine.supervision.report import HostReport, RankReport
 from weft.engine.supervision.watch import Watch
-from weft.pipeline.culprit import JobRows, Place, Replica
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement

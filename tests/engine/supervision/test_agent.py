@@ -16,8 +16,8 @@ from time import monotonic
 import psutil
 import pytest
 
-from weft.comm.control import ControlServer
 from weft.conf.run_lock import RunLock
+from weft.engine.supervision.control import ControlServer
 from weft.engine.supervision.leftovers import Ownership, page_path
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder

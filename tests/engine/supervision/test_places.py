@@ -11,11 +11,11 @@ from time import monotonic, monotonic_ns, sleep
 import pytest
 
 from weft.conf.processes import STOPPED, process_state
-from weft.engine.observability.heartbeat import Heartbeat, PlaceObserver
+from weft.engine.supervision.culprit import Place
+from weft.engine.supervision.heartbeat import Heartbeat, PlaceObserver
 from weft.engine.supervision.place_writer import PlaceWriter
 from weft.engine.supervision.places import MOST_LINKS, LinkReading, Phase, PlaceReader, make_page, place_of
 from weft.pipeline.action import Action, Op
-from weft.pipeline.culprit import Place
 
 F, RECV = (Action(Op.F, 0, 0),), (Action(Op.RECV_F, 1, 0),)
 LIMIT_S = 60.0

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from weft.conf.processes import ProcessState
+from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.places import LinkReading, Phase, Reading
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
-from weft.pipeline.culprit import Place
 
 LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5, 6)
 READING = Reading(

@@ -7,9 +7,9 @@ import uuid
 
 import pytest
 
-from weft.comm.control import ControlServer
+from weft.conf.finding import Verdict
 from weft.engine.supervision import clock as driver_clock
-from weft.engine.supervision.finding import Verdict
+from weft.engine.supervision.control import ControlServer
 from weft.tools.diagnostics import clock
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from weft.conf.finding import DOCTOR, Finding, Verdict, doctor_arguments, failures, read_findings
 from weft.conf.measurements import Measurements
 from weft.engine.supervision.driver import PRELOAD
-from weft.engine.supervision.finding import DOCTOR, Finding, Verdict, doctor_arguments, failures, read_findings
 from weft.engine.supervision.ranks import Ranks
 from weft.tools.cli import main
 from weft.tools.diagnostics import gpu, local_ranks
@@ -243,7 +243,5 @@ def test_one_rank_has_no_peer(judge):
 
 
 def test_the_supervisors_side_loads_without_torch():
-    code = (
-        "import sys, weft.engine.supervision.finding, weft.engine.supervision.clock; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, weft.conf.finding, weft.engine.supervision.clock; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

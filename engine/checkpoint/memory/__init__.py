@@ -1,7 +1,0 @@
-"""Memory checkpoints: copies in the memory of this host and of one other, from which a supervised run recovers."""
-
-from weft.engine.checkpoint.memory.checkpoints import MemoryCheckpoints
-from weft.engine.checkpoint.memory.host_memory import HostMemory
-from weft.engine.checkpoint.memory.partners import partners
-
-__all__ = ["HostMemory", "MemoryCheckpoints", "partners"]

@@ -1,0 +1,7 @@
+"""Memory checkpoints: copies in the memory of this host and of one other, from which a supervised run recovers."""
+
+from weft.engine.supervision.memory.checkpoints import MemoryCheckpoints
+from weft.engine.supervision.memory.host_memory import HostMemory
+from weft.engine.supervision.memory.partners import partners
+
+__all__ = ["HostMemory", "MemoryCheckpoints", "partners"]

@@ -1,0 +1,1 @@
+"""Commands of supervision, and its check of clocks."""
