@@ -21,7 +21,8 @@ from weft.comm.collectives.probe import fitted, measure, nodes_of_world
 from weft.conf.schema import DataConfig
 from weft.engine.distributed import init_distributed, leave_distributed
 from weft.engine.parallel.communicated import CommunicatedGroup
-from weft.engine.strands.overlap_probe import measure_overlap, overlap_cache, overlap_key
+from weft.engine.strands.overlap_cache import overlap_cache, overlap_key
+from weft.engine.strands.overlap_probe import measure_overlap
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import LinkScope
 from weft.tools.netbed import NetBed, Topology

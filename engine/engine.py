@@ -27,11 +27,10 @@ from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.drawing import draw
-from weft.engine.execution.executor import Executor
+from weft.engine.execution.executor import Executor, SlotPairs
 from weft.engine.execution.garbage import LongLived
 from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
-from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
 from weft.engine.observability.bubbles import BubbleMarks, BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
@@ -47,7 +46,6 @@ from weft.engine.planning.schedules import RankSchedule
 from weft.engine.stages.objective import Minimised, Objective
 from weft.engine.stages.seeding import seeded
 from weft.engine.stop_signals import StopSignals
-from weft.engine.strands.turns import Turns, are_shared, without_turns
 from weft.engine.supervision.heartbeat import Heartbeat
 from weft.engine.supervision.memory import HostMemory, MemoryCheckpoints
 from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
@@ -108,7 +106,7 @@ class WeftEngine(PipelineEngine):
         plan: RunPlan,
         collectives: Collectives,
         axes: AxisGroups | None = None,
-        turns: Turns | None = None,
+        pairs: SlotPairs | None = None,
         wan: WanNetwork | None = None,
         objective: Objective | None = None,
         **deepspeed: Any,
@@ -120,13 +118,13 @@ class WeftEngine(PipelineEngine):
             plan: of the run, the same on all ranks.
             collectives: over this rank's data-parallel group.
             axes: groups of ranks that share the work of a layer with this one.
-            turns: switches of strand pairs in ``axes``. None runs the halves of pairs one after the other.
+            pairs: runs strand pairs interleaved. None runs their halves one after the other.
             wan: the links between sites, if stages are at several.
             objective: is minimised instead of the model's own loss.
             deepspeed: arguments of DeepSpeed's engine, with a `WeftModule` as ``model``.
         """
         self.weft, self.plan, self.layout = weft, plan, plan.layout
-        self.collectives, self.axes, self.wan = collectives, axes or AxisGroups(), wan
+        self.collectives, self.axes, self.pairs, self.wan = collectives, axes or AxisGroups(), pairs, wan
         super().__init__(**deepspeed)
         SET_UP.done("engine: DeepSpeed's")
         connect_groups(self._step_groups(), self.device)
@@ -134,9 +132,6 @@ class WeftEngine(PipelineEngine):
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
         self.num_replicas = plan.layout.replicas
         self._plans: dict[int, RankSchedule] = {}
-        self.pairs: StrandPairs | None = None
-        if turns is not None and are_shared(self.axes):
-            self.pairs = StrandPairs.open(self.device, turns, plan.costs.pairs, strict=weft.pipeline.debug)
         self.schedule = self._plan(plan.cells).schedule
         self.records = StepRecords(clock_for(self.device))
         """Measurements of the last steps."""
@@ -479,7 +474,7 @@ class WeftEngine(PipelineEngine):
         super().destroy()
         if self.pairs is not None:
             self.pairs.close()
-        close_axes(without_turns(self.axes))
+        close_axes(self.axes)
         self._long_lived.release()
         if self.bubbles is not None:
             self.bubbles.close()
@@ -502,7 +497,7 @@ class WeftEngine(PipelineEngine):
         """
         self.sharding.settle()  # no other collective may run over the groups
         timelines = self.measured_timelines()
-        communicators = [*self.collectives.communicators, *communicators_of(without_turns(self.axes))]
+        communicators = [*self.collectives.communicators, *communicators_of(self.axes)]
         correct_measurements(self.weft, self.plan, timelines, communicators, self.device)
         return timelines
 

@@ -20,7 +20,8 @@ from weft.comm.wan.network import WanNetwork
 from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
-from weft.conf.schema import ContextExchange, WeftConfig
+from weft.conf.features import entry, is_installed
+from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.checkpoint.origin import Origin, flat
 from weft.engine.deepspeed.keys import split_deepspeed_config
@@ -33,11 +34,12 @@ from weft.engine.distributed import (
     together,
 )
 from weft.engine.engine import WeftEngine
+from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import open_wan
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
-from weft.engine.planning.facts import Facts
+from weft.engine.planning.facts import Facts, fact_kinds
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.kept import Kept, known_to_any
@@ -56,7 +58,6 @@ from weft.engine.stages.axis_check import check_axes, refuse_unshareable
 from weft.engine.stages.fingerprint import folder_fingerprint, model_fingerprint
 from weft.engine.stages.objective import Objective
 from weft.engine.stages.stage import hf_model
-from weft.engine.strands.turns import Turns, take_turns
 from weft.engine.zero import Collectives
 from weft.pipeline.placement import Placement
 
@@ -138,14 +139,14 @@ class PreparedRun:
     Attributes:
         collectives: over this rank's data-parallel group.
         axes: groups of ranks that share the work of a layer with this one.
-        turns: switches of strand pairs in these groups.
+        pairs: runs strand pairs interleaved. None runs their halves one after the other.
         wan: the links between sites, if stages are at several.
     """
 
     plan: RunPlan
     collectives: Collectives
     axes: AxisGroups
-    turns: Turns
+    pairs: SlotPairs | None
     wan: WanNetwork | None
 
     @classmethod
@@ -175,9 +176,8 @@ class PreparedRun:
             facts.layout, device, config.zero, cache_dir=config.data.cache_dir, timeout_s=config.comm.timeout_s
         )
         SET_UP.done("collectives of replicas")
-        turns = Turns()
         opened = open_axes(facts.layout.axis_groups, device, config.comm.timeout_s)
-        axes = take_turns(replace(opened, exchange=facts.exchange), turns)
+        axes = replace(opened, exchange=facts.exchange)
         SET_UP.done("groups inside of layers")
         if wan is not None:
             kept.put("links", between, wan.profiles)
@@ -186,8 +186,14 @@ class PreparedRun:
         facts = facts.with_nodes(collectives.group.nodes, "told by the ranks")
         facts = with_collectives(config, facts, device, collectives.costs, collectives.source)
         # Facts of rank 0's replicas are the run's.
-        plan = known_to_any(kept, "plan", planned_from, lambda: plan_run(config, facts, placement), RunPlan)
-        return cls(plan, collectives, axes, turns, wan)
+        kinds = RunPlan, *fact_kinds()
+        plan = known_to_any(kept, "plan", planned_from, lambda: plan_run(config, facts, placement), *kinds)
+        return cls(plan, collectives, axes, _open_pairs(config, plan, axes, device), wan)
+
+    @property
+    def stage_axes(self) -> AxisGroups:
+        """The groups with which stages are made."""
+        return self.axes if self.pairs is None else self.pairs.axes
 
     def engine(self, config: WeftConfig, settings: dict[str, Any], module: WeftModule, **given: Any) -> WeftEngine:
         """Make the engine of this rank's stages.
@@ -201,7 +207,7 @@ class PreparedRun:
             plan=self.plan,
             collectives=self.collectives,
             axes=self.axes,
-            turns=self.turns,
+            pairs=self.pairs,
             wan=self.wan,
             model=module,
             mpu=module.mpu(),
@@ -260,7 +266,8 @@ def build_engine(
     SET_UP.done("self-check")
     run = PreparedRun.open(config, facts, placement, device, kept)
     SET_UP.done("plan")
-    module = WeftModule(together(lambda: _make_stages(config, model, run.plan, run.axes)), placement, run.plan.layout)
+    stages = together(lambda: _make_stages(config, model, run.plan, run.stage_axes))
+    module = WeftModule(stages, placement, run.plan.layout)
     SET_UP.done("stages")
     if not given.get("model_parameters"):
         given["model_parameters"] = parameter_groups(module.named_global_parameters(), config.optimizer.weight_decay)
@@ -291,6 +298,13 @@ def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchang
             refuse_unshareable(model, tensor=sizes.tensor, expert=sizes.expert)
 
     together(run)
+
+
+def _open_pairs(config: WeftConfig, plan: RunPlan, axes: AxisGroups, device: torch.device) -> SlotPairs | None:
+    """Return None if no slot of the run's schedules interleaves a strand pair."""
+    if not plan.layout.axis_groups or config.pipeline.pairs is PairChoice.never or not is_installed("strands"):
+        return None
+    return entry("strands").StrandPairs.open(axes, device, plan.costs.pairs, strict=config.pipeline.debug)
 
 
 def _make_stages(config: WeftConfig, model: nn.Module | None, plan: RunPlan, axes: AxisGroups) -> list[Stage]:

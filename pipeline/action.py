@@ -100,6 +100,11 @@ A pair is atomic: it starts when the inputs of both halves have arrived.
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
+def is_pair(slot: Slot) -> bool:
+    """True if a slot is a forward and a backward that both run through layers, so that they can be interleaved."""
+    return len(slot) == 2 and slot[1].op in (Op.B, Op.I)
+
+
 def slot_text(slot: Slot) -> str:
     """``2F7``, or ``(2F7;1B3)OVERLAP_F_B`` for a strand pair (torch's own form)."""
     return str(slot[0]) if len(slot) == 1 else f"({slot[0]};{slot[1]})OVERLAP_F_B"

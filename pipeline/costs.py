@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 from weft.pipeline.action import Action, Op
-from weft.pipeline.strands.pairs import PairCosts
 
 SECONDS_OF = {
     Op.F: "forward_s",
@@ -67,6 +67,42 @@ class StageCost:
         if op is Op.B:
             return self.input_s + self.weight_s
         return getattr(self, SECONDS_OF[op]) if op in SECONDS_OF else 0.0
+
+
+class PairCosts(Protocol):
+    """Durations of strand pairs, by the virtual stages of their halves. See `weft.pipeline.strands`."""
+
+    def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
+        """A pair's duration over that of its halves, one after the other.
+
+        Args:
+            forward, backward: numbers of the stages.
+            weights: True if the backward's weight gradients belong to the pair.
+        """
+
+    def held(self, forward: int, backward: int, saved_bytes: float, freed_bytes: float) -> float:
+        """The most bytes that a pair holds beyond what was held before it; its backward is a full one.
+
+        Args:
+            saved_bytes: bytes saved by the whole forward.
+            freed_bytes: bytes freed by the whole backward.
+        """
+
+    def for_cell(self, pipelines: int) -> PairCosts:
+        """Return the costs of a DP-cell of ``pipelines`` pipelines."""
+
+    def joined(self, bounds: list[int]) -> PairCosts:
+        """Return the costs with stages ``bounds[i]`` to ``bounds[i + 1]`` joined to one."""
+
+    def divided(self, parts: int) -> PairCosts:
+        """Return the costs with each stage divided into ``parts`` stages of equal layers.
+
+        Raises:
+            ValueError: the layers of a stage do not divide.
+        """
+
+    def timed(self, stages: Sequence[StageCost]) -> tuple[StageCost, ...]:
+        """Return costs of stages with the seconds of the strands, which include collectives inside of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

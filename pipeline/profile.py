@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from weft.conf.documents import read_yaml
+from weft.conf.features import entry
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.limits import MOST_RANKS, count, known_fields, number, short_repr
-from weft.pipeline.strands.profile import strands_from_tables, strands_to_tables
 
 MOST_BYTES = 2**21
 """Largest file; the costs of a thousand stages take a twentieth of it."""
@@ -55,7 +55,7 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
           # bandwidth_mbps: of a node's uplink; pair_mbps: between a pair of nodes, if it is less
           pairs:                      # particular pairs of sites, both directions
             - {sites: [0, 1], latency_ms: 40, bandwidth_mbps: 300}
-        strands: {...}                # what pairs of micro-batches interleave: see `strands_from_tables`
+        strands: {...}                # what pairs of micro-batches interleave: see `weft.pipeline.strands.profile`
 
     To give costs for any number of stages, use ``layers`` instead of ``stages``: the same fields,
     each a number or a list with one entry per layer, and ``count``, the number of layers, if no
@@ -119,7 +119,7 @@ def costs_to_yaml(costs: CostModel, *, per: str = "stages", measured: Mapping[st
     links: dict[str, Any] = {"local": _link_to_dict(costs.local), "wan": _link_to_dict(costs.wan)}
     del links["local"]["pair_mbps"]
     links["pairs"] = [{"sites": list(pair), "one_way": True, **_link_to_dict(link)} for pair, link in costs.wan_links]
-    strands = {} if costs.pairs is None else {"strands": strands_to_tables(costs.pairs)}
+    strands = {} if costs.pairs is None else {"strands": entry("strands").strands_to_tables(costs.pairs)}
     told = {} if measured is None else {"measured": dict(measured)}
     tree = {**told, per: stages, "links": links, **strands}
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
@@ -142,7 +142,7 @@ def _model(data: dict[str, Any], stages: tuple[StageCost, ...]) -> CostModel:
         local=_link(links.get("local", {}), "links.local", local=True),
         wan=_link(links.get("wan", {}), "links.wan"),
         wan_links=_pairs(links.get("pairs", [])),
-        pairs=strands_from_tables(data["strands"], len(stages)) if "strands" in data else None,
+        pairs=entry("strands").strands_from_tables(data["strands"], len(stages)) if "strands" in data else None,
     )
 
 
@@ -191,9 +191,9 @@ def _pairs(data: Any) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
     if not isinstance(data, list):
         raise ValueError(f"links.pairs={short_repr(data)}: expected a list")
     found = []
-    for place, entry in enumerate(data):
+    for place, given in enumerate(data):
         name = f"links.pairs[{place}]"
-        table = known_fields(entry, name, ("sites", "one_way", *_LINK_FIELDS))
+        table = known_fields(given, name, ("sites", "one_way", *_LINK_FIELDS))
         sites = table.pop("sites", None)
         if not (isinstance(sites, list) and len(sites) == 2 and all(type(site) is int for site in sites)):
             raise ValueError(f"{name}.sites={short_repr(sites)}: expected the numbers of two sites, as in [0, 1]")

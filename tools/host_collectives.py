@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,23 @@ from weft.comm.collectives import CollectiveCosts, Group, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import fitted, measure
-from weft.engine.parallel.communicated import CommunicatedGroup
-from weft.engine.strands.overlap_probe import measure_overlap, overlap_cache, overlap_key
-from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.segments import LinkScope
+from weft.conf.features import entry, is_installed
 from weft.tools.local_ranks import answers_of
 
 _MEANT = (Primitive.all_gather, Primitive.reduce_scatter)
 MOST_S = 90.0
 """Seconds within which all ranks have to have measured everything."""
+
+
+class Overlap(Protocol):
+    """Measured overlap of compute and collectives. See `weft.engine.strands`."""
+
+    def keep(self, cache_dir: str) -> None:
+        """Store it where runs on this host look for it."""
+
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """OEF of each kind of compute and a collective of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +39,11 @@ class HostCollectives:
 
     Attributes:
         costs: costs of collectives by the topology's key, measured with all groups of a size at once.
-        overlap: OEF of each kind of compute and a collective of all ranks.
-        device: key of the overlap.
+        overlap: of compute and a collective of all ranks, if strand pairs are installed.
     """
 
     costs: dict[str, CollectiveCosts]
-    overlap: OverlapTable
-    device: str
+    overlap: Overlap | None
 
     def line_of_all(self, ranks: int) -> tuple[float, float]:
         """Seconds of each message and of each byte that a rank sends among all ranks: mean of gather and scatter."""
@@ -63,21 +70,22 @@ def keep(found: HostCollectives, cache_dir: str) -> None:
     """Add the measurements to the files that runs on this host read."""
     for key, costs in found.costs.items():
         CostCache.in_folder(cache_dir).write(key, costs)
-    overlap_cache(cache_dir).write(found.device, found.overlap)
+    if found.overlap is not None:
+        found.overlap.keep(cache_dir)
 
 
 def _measure(device: torch.device) -> HostCollectives:
-    size, costs = dist.get_world_size(), {}
+    size, costs, overlap = dist.get_world_size(), {}, None
     for part in _parts(size):
         groups = [Group(tuple(range(begin, begin + part)), (0,) * part) for begin in range(0, size, part)]
         communicator = Communicator.open(groups, device=device, timeout_s=MOST_S, name=f"{part} ranks")
         assert communicator is not None, "every rank is in one of the groups"
         whole = fitted(measure(communicator, device=device, concurrent=dist.group.WORLD))
         costs[topology_key(communicator.group, device.type)] = whole
-        if part == size:
-            overlap = measure_overlap({LinkScope.inside_host: CommunicatedGroup("host", communicator, {})}, device)
+        if part == size and is_installed("strands"):
+            overlap = entry("strands").measure_host(communicator, device)
         communicator.close()
-    return HostCollectives(costs, overlap, overlap_key(device))
+    return HostCollectives(costs, overlap)
 
 
 def _parts(size: int) -> Sequence[int]:

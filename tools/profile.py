@@ -109,13 +109,11 @@ def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
         for key, costs in found.costs.items()
         for (_, primitive), line in costs.table.items()
     ]
-    factors = [
-        {"compute": kind.value, "OEF": f"{factor:.2f}"}
-        for (kind, _), factor in sorted(found.overlap.compute.items(), key=str)
-    ]
-    show(
-        table_of(lines, "collectives inside of this host", left=2), table_of(factors, "compute alongside a collective")
-    )
+    tables = [table_of(lines, "collectives inside of this host", left=2)]
+    if found.overlap is not None:
+        factors = [{"compute": kind, "OEF": f"{factor:.2f}"} for kind, factor in found.overlap.factors.items()]
+        tables.append(table_of(factors, "compute alongside a collective"))
+    show(*tables)
     print(f"runs with data.cache_dir={cache_dir} on this host plan with these")
     alpha_s, beta_s = found.line_of_all(ranks)
     return {

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
 from benchmarks.overlap.chunked import chunked_s
 from benchmarks.overlap.orders import backward_then_forward, round_robin
 from benchmarks.overlap.recurrence import Pairing, pair_operators
-from weft.engine.planning.pairing import HANDOVER_S
-from weft.engine.planning.strand_tracing import trace_strands
+from weft.engine.strands.facts import HANDOVER_S
+from weft.engine.strands.tracing import trace_strands
 from weft.pipeline.hardware import EFFICIENCY, GPU_KINDS
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan

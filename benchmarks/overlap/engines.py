@@ -44,10 +44,11 @@ from weft.engine.initialize import PreparedRun
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.joining import join
 from weft.engine.planning.layout import RankLayout
-from weft.engine.planning.pairing import HANDOVER_S
-from weft.engine.strands.turns import Turns, without_turns
+from weft.engine.strands.facts import HANDOVER_S
+from weft.engine.strands.strand_pairs import StrandPairs
+from weft.engine.strands.turns import Turns
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.plan import SegmentPlan
 from weft.pipeline.strands.scheduled import plans_for
 from weft.pipeline.strands.segments import StrandPair
@@ -99,10 +100,10 @@ class SharedCase:
             num_steps=self.steps,
         )
 
-    def pairs(self, num_stages: int) -> PairCosts:
+    def pairs(self, num_stages: int) -> StrandCosts:
         """Return the durations of pairs of virtual stages."""
         stage = StageStrands(((self.layer, self.layers // num_stages),))
-        return PairCosts((stage,) * num_stages, self.table, HANDOVER_S)
+        return StrandCosts((stage,) * num_stages, self.table, HANDOVER_S)
 
     @property
     def layout(self) -> RankLayout:
@@ -128,17 +129,17 @@ class SharedRun:
 
 
 @dataclass(frozen=True)
-class OrderedPairs(PairCosts):
+class OrderedPairs(StrandCosts):
     """Pairs that follow an order instead of the search's."""
 
     order: Order = round_robin
 
     def plan(self, forward: int, backward: int, *, weights: bool = True) -> SegmentPlan:
-        """See `PairCosts.plan`; the backward is a full one."""
+        """See `StrandCosts.plan`; the backward is a full one."""
         return self.order(self.stages[forward].beside(self.stages[backward]))
 
     def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
-        """See `PairCosts.scale`."""
+        """See `StrandCosts.scale`."""
         pair = self.stages[forward].beside(self.stages[backward])
         plan = self.order(pair)
         return plan.seconds(pair, self.overlap, self.handover_s) / pair.sequential_s
@@ -160,9 +161,8 @@ def weft(
 
     def stage(opened: PreparedRun, index: int) -> SharedStage:
         if not shared:
-            shared.append(
-                SharedRank(Machine(case.table, runs_ahead=True), without_turns(opened.axes).tensor, opened.turns)
-            )
+            turns = opened.pairs.runner.turns if isinstance(opened.pairs, StrandPairs) else Turns()
+            shared.append(SharedRank(Machine(case.table, runs_ahead=True), opened.axes.tensor, turns))
         make = partial(SharedLayer, case.layer, shared[0], chunked=chunked)
         return SharedStage(make, shared[0].group, index=index, layers=opened.plan.split.layers)
 
@@ -172,10 +172,11 @@ def weft(
     engine = engine_of(config, facts, device, stage, micro_batches(case.microbatches))
     costs = engine.plan.costs
     if order is not None:
-        assert engine.pairs is not None
-        assert costs.pairs is not None
-        costs = replace(costs, pairs=OrderedPairs(costs.pairs.stages, case.table, HANDOVER_S, order))
-        engine.pairs.plans = plans_for(engine.plan.cells.values(), costs.pairs, engine.plan.placement.num_stages)
+        assert isinstance(engine.pairs, StrandPairs)
+        assert isinstance(costs.pairs, StrandCosts)
+        ordered = OrderedPairs(costs.pairs.stages, case.table, HANDOVER_S, order)
+        costs = replace(costs, pairs=ordered)
+        engine.pairs.plans = plans_for(engine.plan.cells.values(), ordered, engine.plan.placement.num_stages)
     planned_s = None if chunked else engine.plan.predicted(costs=costs).step_s
     run = _run(case, engine.train_batch, shared[0], planned_s)
     engine.destroy()

@@ -18,7 +18,7 @@ from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 from weft.pipeline.validation import validate
@@ -103,7 +103,7 @@ def random_cluster(seed: int) -> Cluster:
         local=LinkCost(latency_s=random.choice([0.0, 0.25])),
         wan=_link(random),
         wan_links=pairs if random.random() < 0.7 else (),
-        pairs=random.choice([None, None, PairCosts((_STRANDS,) * len(layers))]),
+        pairs=random.choice([None, None, StrandCosts((_STRANDS,) * len(layers))]),
     )
     held = max(
         sum(costs.cut(placement.num_stages).stages[stage].activation_bytes for stage in of_rank)

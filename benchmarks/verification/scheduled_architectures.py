@@ -19,7 +19,6 @@ from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
-from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
 from weft.engine.execution.sums import LabelCount
 from weft.engine.parallel.axis import AxisGroups
@@ -32,16 +31,16 @@ from weft.engine.stages.members import members_outcome
 from weft.engine.stages.packed import tell_rows
 from weft.engine.stages.skeleton import cuttable_layers
 from weft.engine.stages.stage import Stage, hf_model
-from weft.engine.strands.turns import Turns, take_turns
+from weft.engine.strands.strand_pairs import StrandPairs
 from weft.engine.zero import Sharding
-from weft.pipeline.action import Op, parse_slot
+from weft.pipeline.action import Op, is_pair, parse_slot
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.order import execution_order
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.scheduled import is_pair, pair_name
+from weft.pipeline.strands.scheduled import pair_name
 
 KINDS = ("zbv", "dualpipev", "auto")
 STAGES, MICROBATCHES = 4, 4
@@ -200,11 +199,10 @@ def execute(
     num_items: Tensor,
 ) -> tuple[list[Stage], Outcome]:
     """Execute a step on one member that holds all stages, its strand pairs interleaved."""
-    turns = Turns()
-    made = make(take_turns(axes, turns))
+    pairs = StrandPairs.open(axes, CPU)
+    made = make(pairs.axes)
     stages = {stage.index: stage for stage in made}
     sharding = Sharding(made, ZeroConfig(stage=0, reduce_bucket_size=5000))
-    pairs = StrandPairs.open(CPU, turns, None, strict=False)
     pairs.plans |= {pair_name(slot): PLAN for slot in schedule.rows[0] if is_pair(slot)}
     ignored = {op: (lambda action: None) for op in (Op.UNSHARD, Op.RESHARD)}
     executor = Executor(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from weft.comm.channel import Receiver, Sender, TensorSpec
 from weft.engine.execution.compute import Compute
-from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.receives import ReceiveQueue
-from weft.engine.execution.step_state import StepState, key
+from weft.engine.execution.step_state import Key, StepState, key
+from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages import Stage
-from weft.pipeline.action import RECEIVES, SENDS, Action, Op, Slot, receive_of
+from weft.pipeline.action import RECEIVES, SENDS, Action, Op, Slot, is_pair, receive_of
 from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.strands.scheduled import is_pair
 
 
 def _run_stage_wide(run: Callable[[Action], None], _: StepState, action: Action, __: Schedule) -> None:
@@ -26,6 +26,26 @@ def _run_stage_wide(run: Callable[[Action], None], _: StepState, action: Action,
 def _await_sends(state: StepState) -> None:
     for handle in state.sends:
         handle.wait()
+
+
+class SlotPairs(Protocol):
+    """Runs strand pairs interleaved. See `weft.engine.strands`."""
+
+    @property
+    def axes(self) -> AxisGroups:
+        """The groups with which the stages must be made."""
+
+    def agree(self, schedules: Collection[Schedule], num_stages: int) -> None:
+        """Plan the pairs of these schedules. Collective call if there are any."""
+
+    def split(self, row: Iterable[Slot]) -> set[Key]:
+        """Return the forwards of a row whose full backward runs in two parts."""
+
+    def run(self, compute: Compute, state: StepState, pair: Slot) -> None:
+        """Run both halves of a slot."""
+
+    def close(self) -> None:
+        """Release its resources."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -53,7 +73,7 @@ class Executor:
     receive_ahead: int
     stage_wide: Mapping[Op, Callable[[Action], None]]
     debug: bool
-    pairs: StrandPairs | None = None
+    pairs: SlotPairs | None = None
 
     def __post_init__(self) -> None:
         self._table: dict[Op, Callable[[StepState, Action, Schedule], None]] = {

@@ -18,15 +18,15 @@ from weft.comm.collectives.costs import Sample
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import gather
+from weft.conf.features import entry
 from weft.conf.measurements import Measurement, spread_of
 from weft.conf.schema import WeftConfig
 from weft.engine.distributed import ranks_on_this_host
 from weft.engine.planning.devices import correct, correct_reached, peak_flops
 from weft.engine.planning.gathering import devices_cache
 from weft.engine.planning.run_plan import RunPlan
-from weft.engine.strands.overlap_probe import overlap_cache, overlap_key
 from weft.pipeline.costs import CostModel
-from weft.pipeline.fitting import fit_costs, fit_overlap
+from weft.pipeline.fitting import fit_costs
 from weft.pipeline.timeline import Timeline
 
 
@@ -50,9 +50,8 @@ def correct_measurements(
     with suppress(OSError):  # a cache that cannot be written was not read either
         if dist.get_rank() == 0 and timelines:
             _correct_speed(config, plan, timelines, device, load)
-            if (found := fit_overlap(timelines, plan.costs)) is not None:
-                overlap, faster = found
-                overlap_cache(config.data.cache_dir).correct(overlap_key(device), overlap, faster, load=load)
+            if (pairs := plan.costs.pairs) is not None:
+                entry("strands").correct_overlap(config.data.cache_dir, device, timelines, pairs, load=load)
     for communicator in communicators:
         _correct_collectives(communicator, cache, device, load)
 

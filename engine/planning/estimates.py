@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.engine.planning.facts import Facts
-from weft.engine.planning.pairing import stage_pairs, with_strands
 from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.engine.stages.split import StageSplit
-from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.costs import CostModel, PairCosts, StageCost
 from weft.pipeline.states import WEIGHT_BYTES
 from weft.pipeline.workload import NOTHING, LayerWork, ModelWork, gathered_widths, loss_work, share_of_loss
 
@@ -41,11 +40,11 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
     """
     if facts.flops_per_s is not None:
         stages = _estimated_stages(config, facts, split, facts.flops_per_s)
-        pairs = stage_pairs(facts, split, ())
-        stages = stages if pairs is None else with_strands(stages, pairs)
+        pairs = _stage_pairs(facts, split, ())
+        stages = stages if pairs is None else pairs.timed(stages)
     elif split.num_stages in facts.stage_costs:
         stages = facts.stage_costs[split.num_stages]
-        pairs = stage_pairs(facts, split, stages)
+        pairs = _stage_pairs(facts, split, stages)
     else:
         known = ", ".join(map(str, facts.stage_costs))
         raise ValueError(f"costs are known of {known} virtual stages, and the placement has {split.num_stages}")
@@ -56,6 +55,14 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
         wan_links=facts.links.between(facts.layout.site_numbers(facts.layout.reference)),
         pairs=None if config.pipeline.pairs is PairChoice.never else pairs,
     )
+
+
+def _stage_pairs(facts: Facts, split: StageSplit, measured: Sequence[StageCost]) -> PairCosts | None:
+    """Return the durations of strand pairs, or None where they are not known."""
+    given = facts.stage_pairs.get(split.num_stages)
+    if given is not None or facts.strands is None:
+        return given
+    return facts.strands.pairs(facts.axes, split, measured)
 
 
 def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[float]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from weft.comm.collectives import CollectiveCosts, Group
+from weft.comm.collectives import CollectiveCosts, Group, Primitive
+from weft.conf.features import entry, is_installed
 from weft.conf.schema import ContextExchange
 from weft.engine.planning.hops import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes
-from weft.pipeline.costs import LinkCost, StageCost
-from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import PairCosts
-from weft.pipeline.strands.work import Speed, StrandWork
+from weft.engine.stages.split import StageSplit
+from weft.pipeline.costs import LinkCost, PairCosts, StageCost
 from weft.pipeline.workload import ModelWork
 
 if TYPE_CHECKING:
@@ -58,6 +57,26 @@ class AxisFacts:
     group: Group
     costs: CollectiveCosts | None
 
+    def seconds(self, primitive: Primitive, num_bytes: float) -> float:
+        """Seconds of a collective alone.
+
+        Raises:
+            ValueError: it was not measured.
+        """
+        assert self.costs is not None
+        return self.costs.step_s(primitive, self.group.flat.links[0], self.group.size, num_bytes)
+
+
+class LayerStrands(Protocol):
+    """A rank's computations and collectives inside of layers. See `weft.engine.strands`."""
+
+    def pairs(self, axes: Mapping[str, AxisFacts], split: StageSplit, measured: Sequence[StageCost]) -> PairCosts:
+        """Return the durations of pairs of virtual stages.
+
+        Args:
+            measured: costs of the stages. If empty, the speed of a rank is used.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -77,11 +96,9 @@ class Facts:
         stage_pairs: known durations of strand pairs of these stages.
         strands: a rank's computations between the collectives inside of layers, and the traffic of these, or None if
             no ranks share layers, or their collectives' costs are unknown.
-        speed: of a rank, for strands, or None without strands.
         axes: groups of ranks that share layers, by axis.
         keeps_frozen: whether the devices also store frozen weights in their original type, for the export.
         recomputes: whether layers are recomputed in the backward.
-        operators: overlap of compute and collectives, or None without measurements.
         exchange: context exchange, not auto.
         links: between ranks.
         replica_nodes: the node of each rank of a data group, or its site if replicas are at several sites.
@@ -98,12 +115,10 @@ class Facts:
     device: str = "cpu"
     stage_costs: dict[int, tuple[StageCost, ...]]
     stage_pairs: dict[int, PairCosts] = field(default_factory=dict)
-    strands: StrandWork | None = None
-    speed: Speed | None = None
+    strands: LayerStrands | None = None
     axes: dict[str, AxisFacts] = field(default_factory=dict)
     keeps_frozen: bool = False
     recomputes: bool = False
-    operators: OverlapTable | None = None
     exchange: ContextExchange = ContextExchange.gather
     links: Links
     replica_nodes: tuple[int, ...]
@@ -140,15 +155,15 @@ class Facts:
         """Return the facts with the groups that share layers."""
         return replace(self, axes=axes, sources=self.sources | {"axes": source})
 
-    def with_operators(self, operators: OverlapTable | None, source: str) -> Facts:
-        """Return the facts with the overlap of operators."""
-        return replace(self, operators=operators, sources=self.sources | {"operators": source})
-
-    def with_strands(self, strands: StrandWork, speed: Speed) -> Facts:
+    def with_strands(self, strands: LayerStrands, source: str) -> Facts:
         """Return the facts with a rank's work between the collectives inside of layers."""
-        traced = {"strands": "traced without data", "speed": "as flops_per_s, and of memory"}
-        return replace(self, strands=strands, speed=speed, sources=self.sources | traced)
+        return replace(self, strands=strands, sources=self.sources | {"strands": source})
 
     def with_nodes(self, nodes: tuple[int, ...], source: str) -> Facts:
         """Return the facts with the node of each rank of a data group."""
         return replace(self, replica_nodes=nodes, sources=self.sources | {"replica_nodes": source})
+
+
+def fact_kinds() -> tuple[type, ...]:
+    """Types of the values in facts, and in plans that are made from them, for their exchange between ranks."""
+    return (Facts, *(entry("strands").KINDS if is_installed("strands") else ()))

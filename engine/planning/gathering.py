@@ -20,24 +20,23 @@ from weft.comm.collectives import CollectiveCosts
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.probe import nodes_of_world
 from weft.comm.exchange import gather
+from weft.conf.features import entry, is_installed
 from weft.conf.files import JsonCache
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.measurements import Measurements
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
+from weft.engine.planning.axis_facts import with_axes, with_exchange
 from weft.engine.planning.devices import usable_flops, usable_memory
-from weft.engine.planning.exchange_facts import with_exchange
-from weft.engine.planning.facts import Facts, Links
+from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.optimizer_state import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.engine.planning.strand_facts import with_axes, with_strands
 from weft.engine.precision import DTYPES
 from weft.engine.stages.sizes import model_sizes
 from weft.engine.stages.stage import hf_model
 from weft.engine.stages.tracing import trace_model
 from weft.pipeline.costs import CostModel, LinkCost
-from weft.pipeline.strands.work import Speed
 from weft.pipeline.workload import WORK_FORM, ModelWork
 
 log = logging.getLogger(__name__)
@@ -104,7 +103,9 @@ def facts_of_ranks(
     shares = config.parallel.tensor * config.parallel.context * config.parallel.expert
     nodes = nodes_of_world() if shares > 1 or config.cluster.hostfile else ()
     machine = _Machine(dist.get_world_size(), device, available, torch.get_num_threads(), nodes)
-    return from_rank_zero(lambda: _known_facts(config, hf_config, machine, model, optimizer, own_loss=own_loss), Facts)
+    return from_rank_zero(
+        lambda: _known_facts(config, hf_config, machine, model, optimizer, own_loss=own_loss), *fact_kinds()
+    )
 
 
 def with_collectives(
@@ -193,7 +194,11 @@ def _known_facts(
     facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer))
     facts = with_axes(config, facts, machine.nodes, machine.device)
     facts = with_exchange(config, hf_config, facts)
-    return with_strands(config, trained, facts, lambda: _speed(config, machine), own_loss=own_loss)
+    if not is_installed("strands"):
+        return facts
+    return entry("strands").with_strands(
+        config, trained, facts, machine.device, lambda: _speed(config, machine), own_loss=own_loss
+    )
 
 
 def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
@@ -221,9 +226,9 @@ def _optimizer_bytes(
         return None
 
 
-def _speed(config: WeftConfig, machine: _Machine) -> Speed:
+def _speed(config: WeftConfig, machine: _Machine) -> tuple[float, float]:
     how = machine.device, machine.threads, devices_cache(config)
-    return Speed(usable_flops(*how)[0], usable_memory(*how))
+    return usable_flops(*how)[0], usable_memory(*how)
 
 
 def devices_cache(config: WeftConfig) -> Measurements:

@@ -1,1 +1,26 @@
-"""Strands: a forward and a backward, interleaved by a segment plan so that each hides the other's communication."""
+"""Strand pairs (DHelix): a forward and a backward whose collectives inside of layers hide behind each other's compute.
+
+The core enters here. Names load on first use, because cost files are read without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "KINDS": "weft.engine.strands.facts",
+    "StrandPairs": "weft.engine.strands.strand_pairs",
+    "correct_overlap": "weft.engine.strands.overlap_cache",
+    "measure_host": "weft.engine.strands.overlap_cache",
+    "strands_from_tables": "weft.pipeline.strands.profile",
+    "strands_to_tables": "weft.pipeline.strands.profile",
+    "with_strands": "weft.engine.strands.facts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an entry point on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from weft.comm.channel import Handle
-from weft.conf.measurements import Measurement, Measurements, spread_of
+from weft.conf.measurements import spread_of
 from weft.engine.parallel.axis import AxisGroup
 from weft.pipeline.strands.overlap import OverlapTable, overlap_effectiveness
 from weft.pipeline.strands.segments import Kind, LinkScope
@@ -20,7 +17,6 @@ from weft.pipeline.strands.segments import Kind, LinkScope
 BYTES = 1 << 24
 """Sizes of the tensors in a measured collective."""
 REPEATS = 5
-_BOTH = "collectives on both"
 
 
 def measure_overlap(
@@ -74,63 +70,6 @@ def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
         Kind.attention: lambda: attention(heads, heads, heads, is_causal=True),
         Kind.memory: lambda: target.copy_(source),
     }
-
-
-@dataclass(frozen=True)
-class OverlapCache:
-    """Tables by device, in a JSON file that several processes may write, with a measurement for each class of links."""
-
-    path: Path
-
-    def read(self, key: str) -> OverlapTable | None:
-        """Return the table of a device, or None if it was not measured or the file is unreadable."""
-        found = Measurements(self.path).values()
-        try:
-            compute = {
-                (Kind(kind), link): float(factor)
-                for link in LinkScope
-                for kind, factor in found.get(f"{key}, {link.value}", {}).items()
-            }
-            return OverlapTable(compute, float(found.get(f"{key}, {_BOTH}", 1.0))) if compute else None
-        except (ValueError, AttributeError, TypeError):
-            return None
-
-    def write(self, key: str, table: OverlapTable) -> None:
-        """Store the measurements of a device, unless better ones are stored."""
-        Measurements(self.path).keep(_values(key, table), table.spread)
-
-    def correct(self, key: str, table: OverlapTable, faster: float, *, load: float) -> None:
-        """Replace measurements that a run contradicts. See `Measurement.refutes`.
-
-        Args:
-            table: measured in the run.
-            faster: ratio of the measured speed of its pairs to that by the stored table.
-            load: number of the run's ranks for each processor.
-        """
-        cache = Measurements(self.path)
-        known = cache.read()
-        found = {name: Measurement.now(value, table.spread, load=load) for name, value in _values(key, table).items()}
-        cache.put({name: new for name, new in found.items() if name in known and new.refutes(known[name], faster)})
-
-
-def _values(key: str, table: OverlapTable) -> dict[str, object]:
-    """Return the values of a table by their names in the cache."""
-    values: dict[str, object] = {}
-    for link in LinkScope:
-        if factors := {kind.value: factor for (kind, at), factor in table.compute.items() if at is link}:
-            values[f"{key}, {link.value}"] = factors
-    return values if len(values) < len(LinkScope) else {**values, f"{key}, {_BOTH}": table.links}
-
-
-def overlap_cache(cache_dir: str) -> OverlapCache:
-    """Return the cache file in a folder such as ``data.cache_dir``."""
-    return OverlapCache(Path(cache_dir).expanduser() / "overlap.json")
-
-
-def overlap_key(device: torch.device) -> str:
-    """Return the cache key of a device's table."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return f"{name}, from {os.uname().nodename}"
 
 
 class _AllGather:

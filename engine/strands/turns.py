@@ -105,14 +105,3 @@ def take_turns(axes: AxisGroups, turns: Turns) -> AxisGroups:
     """Return a rank's groups with switches between strands."""
     taking = {axis: TurnTakingGroup(group, turns) for axis, group in axes.by_axis.items() if group.size > 1}
     return axes.with_groups(taking)
-
-
-def without_turns(axes: AxisGroups) -> AxisGroups:
-    """Return the groups that `take_turns` has wrapped."""
-    given = {axis: group.group for axis, group in axes.by_axis.items() if isinstance(group, TurnTakingGroup)}
-    return axes.with_groups(given)
-
-
-def are_shared(axes: AxisGroups) -> bool:
-    """True if this rank shares the work of layers with others, along any axis."""
-    return any(group.size > 1 for group in axes.by_axis.values())

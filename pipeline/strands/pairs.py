@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from typing import NamedTuple
 
+from weft.pipeline.costs import StageCost
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step, steps_of
 from weft.pipeline.strands.search import search_stages
@@ -16,7 +17,7 @@ from weft.pipeline.strands.stages import StageStrands
 
 
 @dataclass(frozen=True)
-class PairCosts:
+class StrandCosts:
     """The segments of virtual stages, and how well operators overlap.
 
     All ranks that know the same find the same plans.
@@ -62,16 +63,28 @@ class PairCosts:
         progress = self._searched(forward, backward, True).progress
         return max(saved * saved_bytes - freed * freed_bytes for saved, freed in progress)
 
-    def for_cell(self, pipelines: int) -> PairCosts:
+    def timed(self, stages: Sequence[StageCost]) -> tuple[StageCost, ...]:
+        """Return costs of stages with the seconds of the strands, which include collectives inside of layers."""
+        return tuple(
+            replace(
+                stage,
+                forward_s=strands.whole.forward.compute_s + strands.whole.forward.comm_s,
+                input_s=strands.whole.backward.compute_s + strands.whole.backward.comm_s,
+                weight_s=sum(weight.compute_s for weight in strands.whole.weights),
+            )
+            for stage, strands in zip(stages, self.stages, strict=True)
+        )
+
+    def for_cell(self, pipelines: int) -> StrandCosts:
         """Return the costs of a DP-cell of ``pipelines`` pipelines."""
         return replace(self, stages=self.stages * pipelines)
 
-    def joined(self, bounds: list[int]) -> PairCosts:
+    def joined(self, bounds: list[int]) -> StrandCosts:
         """Return the costs with stages ``bounds[i]`` to ``bounds[i + 1]`` joined to one."""
         parts = (self.stages[start:stop] for start, stop in pairwise(bounds))
         return replace(self, stages=tuple(reduce(StageStrands.then, part) for part in parts))
 
-    def divided(self, parts: int) -> PairCosts:
+    def divided(self, parts: int) -> StrandCosts:
         """Return the costs with each stage divided into ``parts`` stages of equal layers.
 
         Raises:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from weft.pipeline.limits import count, known_fields, number, short_repr
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
 
@@ -18,7 +18,7 @@ MOST_LAYERS = 1000
 Member = TypeVar("Member", bound=Enum)
 
 
-def strands_from_tables(data: Any, num_stages: int) -> PairCosts:
+def strands_from_tables(data: Any, num_stages: int) -> StrandCosts:
     """Read what `strands_to_tables` writes.
 
     The format; see `weft.pipeline.strands.segments` for the meaning of the terms::
@@ -52,14 +52,14 @@ def strands_from_tables(data: Any, num_stages: int) -> PairCosts:
         raise ValueError(
             f"strands.stages: {len(each)} tables where there are {num_stages}; give one each, or one table"
         )
-    return PairCosts(
+    return StrandCosts(
         stages=tuple(_stage(value, f"strands.stages[{index}]", layers) for index, value in enumerate(each)),
         overlap=_overlap(fields.get("overlap", {})),
         handover_s=number(fields.get("handover_ms", 0.0), "strands.handover_ms") / 1e3,
     )
 
 
-def strands_to_tables(pairs: PairCosts) -> dict[str, Any]:
+def strands_to_tables(pairs: StrandCosts) -> dict[str, Any]:
     """Plain tables, for YAML."""
     names: dict[StrandPair, str] = {}
     stages = [[{names.setdefault(part, f"layer{len(names)}"): n} for part, n in s.runs] for s in pairs.stages]

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.pipeline.action import Op, Slot
+from weft.pipeline.action import Op, Slot, is_pair
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.plan import SegmentPlan
-
-
-def is_pair(slot: Slot) -> bool:
-    """True if a slot is a forward and a backward that both run through layers, so that they can be interleaved."""
-    return len(slot) == 2 and slot[1].op in (Op.B, Op.I)
 
 
 def pair_name(pair: Slot) -> str:
@@ -20,7 +15,7 @@ def pair_name(pair: Slot) -> str:
     return "+".join(f"{action.stage}{action.op.value}" for action in pair)
 
 
-def plans_for(schedules: Iterable[Schedule], costs: PairCosts | None, num_stages: int) -> dict[str, SegmentPlan]:
+def plans_for(schedules: Iterable[Schedule], costs: StrandCosts | None, num_stages: int) -> dict[str, SegmentPlan]:
     """The plan of each pair in some schedules of a run, by `pair_name` of any of its pipelines.
 
     Args:

@@ -7,7 +7,8 @@ from benchmarks.__main__ import main
 from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.group import LinkClass
 from weft.conf.measurements import Measurements
-from weft.engine.strands.overlap_probe import overlap_cache, overlap_key, usual_kernels
+from weft.engine.strands.overlap_cache import overlap_cache, overlap_key
+from weft.engine.strands.overlap_probe import usual_kernels
 from weft.pipeline.strands.segments import LinkScope
 from weft.tools.netbed import missing
 

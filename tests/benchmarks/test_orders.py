@@ -11,7 +11,7 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 
 RANKS, MICROBATCHES = 4, 12
 
@@ -19,7 +19,7 @@ RANKS, MICROBATCHES = 4, 12
 def _memory(layers):
     """Activations of the fullest rank under the W, whose pairs run by plans, over those under 1F1B."""
     stages = (OverlapCase("tensor", 2, 0.31, layers=layers).stage(),) * (2 * RANKS)
-    costs = replace(CostModel.unit(RANKS).cut(2 * RANKS), pairs=PairCosts(stages))
+    costs = replace(CostModel.unit(RANKS).cut(2 * RANKS), pairs=StrandCosts(stages))
     folded = generate("w", Placement.fold(RANKS), MICROBATCHES)
     straight = generate("1f1b", Placement.straight(RANKS), MICROBATCHES)
     return peak_bytes(folded, costs) / peak_bytes(straight, CostModel.unit(RANKS))

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import pytest
 
-from tests.engine.execution.strand_training import pair_config
+from tests.engine.parallel.axis_training import pair_config
 from tests.engine.stages.tiny import tiny
 from tests.engine.tiny import reference_losses, references, tiny_config
 from tests.nccl_rules.engines import a_run, divided_under_rules, losses_under_rules, without_eager_connection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.conf.schedule_kinds import EVERY_PLACEMENT, PlacementKind
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate, generators
@@ -85,5 +85,5 @@ def costs_for(num_stages):
         local=LINKS,
         wan=LINKS,
         wan_links=st.lists(st.tuples(st.tuples(st.integers(0, 2), st.integers(0, 2)), LINKS), max_size=2).map(tuple),
-        pairs=st.sampled_from([scaled(num_stages, 0.75), None]),
+        pairs=st.sampled_from([scaled(0.75), None]),
     )

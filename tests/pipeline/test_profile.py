@@ -1,15 +1,13 @@
 """Costs from YAML: what is read, and how what is wrong is named."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
 from tests.pipeline.cases import costs_for
 from weft.pipeline.costs import LinkCost
 from weft.pipeline.profile import costs_to_yaml, load_costs, load_pieces
-from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import PairCosts
-from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
 
 WHOLE = """
 stages:
@@ -28,16 +26,6 @@ links:
   wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
   pairs:
     - {sites: [0, 1], latency_ms: 40, bandwidth_mbps: 300}
-strands:
-  layers:
-    norm: {forward: [{compute_ms: 2, kind: memory}], backward: [{compute_ms: 1}]}
-    block:
-      forward: [{compute_ms: 3, link: inside_host, comm_ms: 4}]
-      backward: [{link: between_hosts, comm_ms: 5}, {compute_ms: 6}]
-      weights: [{after: 1, compute_ms: 7, kind: attention}]
-  stages: [{norm: 1, block: 2}, {block: 3}]
-  overlap: {default: 0.9, links: 0.8, compute: [{kind: gemm, link: inside_host, factor: 0.7}]}
-  handover_ms: 0.05
 """
 
 
@@ -57,15 +45,6 @@ def test_every_field_is_read(tmp_path):
     assert costs.wan == LinkCost(latency_s=0.02, bandwidth_bps=5e8, streams=16, sharing=2)
     assert costs.link(1, 0) == costs.link(0, 1) == LinkCost(latency_s=0.04, bandwidth_bps=3e8)
     assert costs.link(1, 2) == costs.wan
-    norm = StrandPair(Strand((Segment(0.002, kind=Kind.memory),)), Strand((Segment(0.001),)))
-    block = StrandPair(
-        Strand((Segment(0.003, LinkScope.inside_host, 0.004),)),
-        Strand((Segment(0.0, LinkScope.between_hosts, 0.005), Segment(0.006))),
-        (WeightGradient(1, 0.007, Kind.attention),),
-    )
-    stages = StageStrands(((norm, 1), (block, 2))), StageStrands(((block, 3),))
-    table = OverlapTable({(Kind.gemm, LinkScope.inside_host): 0.7}, 0.8, 0.9)
-    assert costs.pairs == PairCosts(stages, table, 0.00005)
 
 
 def test_links_are_free_unless_given(tmp_path):
@@ -77,9 +56,8 @@ def test_links_are_free_unless_given(tmp_path):
 @settings(max_examples=50)
 @given(costs_for(3))
 def test_written_costs_read_back(tmp_path_factory, costs):
-    path = write(tmp_path_factory.mktemp("costs"), costs_to_yaml(costs))
+    path = write(tmp_path_factory.mktemp("costs"), costs_to_yaml(replace(costs, pairs=None)))
     read = load_costs(path, 3)
-    assert read.pairs == costs.pairs
     for one, other in zip(read.stages, costs.stages, strict=True):
         assert vars(one) == pytest.approx(vars(other))
     for sites in ((0, 0), (0, 1), (1, 0), (1, 2), (2, 1)):
@@ -97,15 +75,6 @@ def test_written_costs_read_back(tmp_path_factory, costs):
         (("bandwidth_mbps: 500", "bandwidth_mbps: 0"), r"links.wan.bandwidth_mbps=0: expected a number above 0"),
         (("sharing: 2", "sharing: 1.5"), r"links.wan.sharing=1.5: expected a whole number"),
         (("sites: [0, 1]", "sites: [0]"), r"links.pairs\[0\].sites=\[0\]: expected the numbers of two sites"),
-        (("{norm: 1, block: 2}", "{}"), r"strands.stages\[0\]: no layers; name those"),
-        (("{norm: 1, block: 2}", "{other: 2}"), r"strands.stages\[0\]: field 'other' is not known; one of norm, block"),
-        (("{norm: 1, block: 2}, ", ""), r"strands.stages: 1 tables where there are 2; give one each"),
-        (("norm: 1, block: 2", "norm: 1, block: 2000"), r"strands.stages\[0\].block=2000: expected a whole number"),
-        (("after: 1", "after: 2"), r"strands.layers.block: weights: after segments \[2\] of a backward with 2"),
-        (("kind: attention", "kind: art"), r"weights\[0\].kind='art': expected one of gemm, attention, memory"),
-        (("default: 0.9", "default: 1.5"), r"overlap.default=1.5: an overlap effectiveness factor lies"),
-        (("compute_ms: 3", "compute_ms: -3"), r"strands.layers.block.forward\[0\].compute_ms=-3: expected a number"),
-        (("link: inside_host, comm", "comm"), r"segment.comm_s=0.004: a segment without a link has no collective"),
         (("stages:", "stages: ["), r"costs.yaml: cannot be read"),
         (("stages:", "stages: " + "[" * 5000), r"costs.yaml: cannot be read"),
         (("forward_ms: 10", "forward_ms: .inf"), r"stages.forward_ms=inf: expected a number at least 0, and finite"),
@@ -118,7 +87,7 @@ def test_written_costs_read_back(tmp_path_factory, costs):
         (("forward_ms: 10", "forward_ms: 1" + "0" * 400), r"stages.forward_ms=1000.*: expected a number"),
         (("sharing: 2", "sharing: true"), r"links.wan.sharing=True: expected a whole number"),
         (("bandwidth_mbps: 100000}", "pair_mbps: 10}"), r"links.local: field 'pair_mbps' is not known"),
-        (("strands:", "layers: {count: 2}\nstrands:"), r"layers: given together with stages"),
+        (("stages:", "layers: {count: 2}\nstages:"), r"layers: given together with stages"),
         (("  local: {latency_ms: 0.01, bandwidth_mbps: 100000}", "  local: 3"), r"links.local: expected a table"),
     ],
 )

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.cases import costs_for, maybe_lowered, schedules
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.pipeline.action import COMPUTE, SENDS, Action, Op
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
@@ -173,7 +173,7 @@ def test_a_pair_is_atomic_and_scaled():
     f, b = Action(Op.F, 0, 1), Action(Op.B, 0, 0)
     placement = Placement.straight(1)
     schedule = Schedule("pair", placement, 2, (((Action(Op.F, 0, 0),), (f, b), (Action(Op.B, 0, 1),)),))
-    timeline = simulate(schedule, replace(CostModel.unit(1), pairs=scaled(1, 0.75)))
+    timeline = simulate(schedule, replace(CostModel.unit(1), pairs=scaled(0.75)))
     assert [(span.start_s, span.end_s) for span in timeline.spans] == [(0, 1), (1, 3.25), (3.25, 5.25)]
     assert timeline.live_microbatches == (2,)
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.engine.execution.strand_training import pair_config
 from tests.engine.observability.bubbles import train_and_read
+from tests.engine.parallel.axis_training import pair_config
 from tests.engine.tiny import tiny_config
 from weft.tools.ranks import run_ranks
 

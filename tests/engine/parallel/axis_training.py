@@ -5,9 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.engine.tiny import batches, tiny_config
-from weft.conf.schema import ContextExchange, LoraConfig, ParallelConfig, WeftConfig
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.conf.schema import (
+    ContextExchange,
+    LoraConfig,
+    PairChoice,
+    ParallelConfig,
+    Partition,
+    PlacementKind,
+    SiteConfig,
+    WeftConfig,
+)
 from weft.engine.checkpoint.exporting import export as export_model
 from weft.engine.initialize import initialize
 
@@ -52,6 +64,35 @@ def axis_config(
     config.parallel = ParallelConfig(
         tensor=tensor, context=context, context_exchange=ContextExchange[exchange], expert=expert
     )
+    return config
+
+
+def pair_config(
+    pairs: str,
+    cache: str = "",
+    *,
+    dropout: float = 0.0,
+    layers: int = 4,
+    sites: tuple[int, ...] = (),
+    **axes: Any,
+) -> WeftConfig:
+    """W on a fold; the engine refuses plans that do not fit the strands.
+
+    Args:
+        cache: folder for what collectives between two ranks of a host take; without it nothing is planned.
+        sites: pipeline ranks of each.
+        axes: as of `axis_config`.
+    """
+    config = axis_config(schedule="w", **{"microbatches": 4} | axes)
+    config.pipeline.placement = PlacementKind.any
+    config.pipeline.pairs = PairChoice[pairs]
+    config.cluster.sites = [SiteConfig(name=f"site{i}", ranks=ranks) for i, ranks in enumerate(sites)]
+    config.zero.partition = Partition.none  # costs would cut buckets elsewhere, and norms add up in another order
+    config.model.overrides |= {"num_hidden_layers": layers, "attention_dropout": dropout}
+    if cache:
+        config.data.cache_dir = cache
+        costs = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(1e-3, 1e-10)})
+        CostCache.in_folder(cache).write(topology_key(Group((0, 1), (0, 0)), "cpu"), costs)
     return config
 
 

@@ -133,7 +133,7 @@ def cut_engine(config: WeftConfig) -> WeftEngine:
     placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
     run = PreparedRun.open(config, facts, placement, device)
     held = placement.rank_stages[layout.position(dist.get_rank()).stage]
-    module = WeftModule([CutStage(index, count, run.axes) for index in held], placement, layout)
+    module = WeftModule([CutStage(index, count, run.stage_axes) for index in held], placement, layout)
     given: dict[str, Any] = dict.fromkeys(("args", "optimizer", "training_data", "lr_scheduler", "collate_fn"))
     settings = deepspeed_config(config, dist.get_world_size())
     return run.engine(config, settings, module, model_parameters=list(module.parameters()), **given)

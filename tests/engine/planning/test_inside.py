@@ -20,7 +20,7 @@ from weft.conf.schema import (
     WeftConfig,
 )
 from weft.engine.parallel.context_exchange import key_value_size
-from weft.engine.planning import exchange_facts
+from weft.engine.planning import axis_facts
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
 from weft.engine.stages.sizes import model_sizes
@@ -116,7 +116,7 @@ def test_measured_collectives_of_an_axis_are_in_the_step(tmp_path):
 )
 def test_what_costs_less_is_exchanged(tmp_path, monkeypatch, line, attention_s, chosen):
     """Twice as many collectives, or half of the bytes; or shifts that attention hides, as long as it takes here."""
-    monkeypatch.setattr(exchange_facts, "_attention_s", lambda *_: attention_s)
+    monkeypatch.setattr(axis_facts, "_attention_s", lambda *_: attention_s)
     key = topology_key(Group.regular(1, 4), "cpu")
     CostCache.in_folder(str(tmp_path)).write(key, CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(*line)}))
     config = WeftConfig(parallel=ParallelConfig(context=4))
@@ -132,7 +132,7 @@ def test_what_costs_less_is_exchanged(tmp_path, monkeypatch, line, attention_s, 
 )
 def test_an_exchange_is_chosen_by_what_it_was_measured_to_take(tmp_path, monkeypatch, line, chosen):
     """Not by what a gather takes; and by bytes where it was not measured."""
-    monkeypatch.setattr(exchange_facts, "_attention_s", lambda *_: 0.0)  # as this machine's may hide any shift
+    monkeypatch.setattr(axis_facts, "_attention_s", lambda *_: 0.0)  # as this machine's may hide any shift
     config = WeftConfig(parallel=ParallelConfig(context=4))
     config.cluster.ranks = 4
     config.data.cache_dir = str(tmp_path)
@@ -153,7 +153,7 @@ def ring_choice(tmp_path, *, memory, checkpointing=False):
     config.data.cache_dir, config.data.sequence_length = str(tmp_path), 1 << 14
     config.model.gradient_checkpointing = checkpointing
     facts = facts_before_start(config, LLAMA)
-    found = exchange_facts.with_exchange(config, LLAMA, replace(facts, device_bytes=memory))
+    found = axis_facts.with_exchange(config, LLAMA, replace(facts, device_bytes=memory))
     return found.exchange.value, found.sources["exchange"]
 
 
@@ -164,7 +164,7 @@ def test_keys_and_values_go_round_the_ring_where_memory_has_no_room_for_all_of_t
     config.data.cache_dir, config.data.sequence_length = str(tmp_path), 1 << 14
     facts = facts_before_start(config, LLAMA)
     needed = {
-        exchange: exchange_facts.needed_bytes(config, replace(facts, exchange=exchange))
+        exchange: axis_facts.needed_bytes(config, replace(facts, exchange=exchange))
         for exchange in (ContextExchange.gather, ContextExchange.ring)
     }
     kept = MODEL.num_hidden_layers * (1 << 13) * 2 * MODEL.hidden_size * 4

@@ -9,7 +9,8 @@ from pytest import approx
 from weft.engine.parallel.axis import Completed
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.strands import overlap_probe
-from weft.engine.strands.overlap_probe import OverlapCache, measure_overlap, overlap_cache, overlap_key, usual_kernels
+from weft.engine.strands.overlap_cache import OverlapCache, overlap_cache, overlap_key
+from weft.engine.strands.overlap_probe import measure_overlap, usual_kernels
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import Kind, LinkScope
 

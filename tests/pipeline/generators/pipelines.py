@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.placement import Placement
 
@@ -36,7 +36,7 @@ def costs_of(draw, placement, pair_scale=1.0):
         for _ in range(placement.num_stages)
     )
     link = st.builds(LinkCost, latency_s=st.integers(0, 4), bandwidth_bps=st.sampled_from([2.0, 8.0, float("inf")]))
-    return CostModel(stages=stages, local=draw(link), wan=draw(link), pairs=scaled(placement.num_stages, pair_scale))
+    return CostModel(stages=stages, local=draw(link), wan=draw(link), pairs=scaled(pair_scale))
 
 
 def least_cap_bytes(placement, costs):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planning.duels import compare, exported_step
 from tests.pipeline.generators.pipelines import costs_of, least_cap_bytes, placements
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.pipeline.action import Op
 from weft.pipeline.cell import add_relays
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -134,7 +134,7 @@ def test_a_full_backward_where_no_rank_waits_for_the_gradient():
 def test_pairs_are_formed_where_they_gain():
     placement = Placement.fold(4)
     stage = StageCost(forward_s=1, input_s=1, weight_s=1, activation_bytes=1)
-    costs = CostModel(stages=(stage,) * 8, pairs=scaled(8, 0.8))
+    costs = CostModel(stages=(stage,) * 8, pairs=scaled(0.8))
     schedule = generate_auto(placement, 16, costs, 9)
     alone = CostModel(stages=costs.stages)
     singles = generate_auto(placement, 16, alone, 9)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.pipeline.action import Op
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -27,7 +27,7 @@ from weft.pipeline.validation import validate
 def costs_of(placement, *, transfer=3.0, latency=0.5, pair_bps=float("inf"), pair_scale=1.0):
     stage = StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=1.0, output_bytes=1.0)
     wan = LinkCost(latency_s=latency, bandwidth_bps=8 / transfer, pair_bps=pair_bps)
-    return CostModel(stages=(stage,) * placement.num_stages, wan=wan, pairs=scaled(placement.num_stages, pair_scale))
+    return CostModel(stages=(stage,) * placement.num_stages, wan=wan, pairs=scaled(pair_scale))
 
 
 def step_s(cell, costs):

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.pipeline.action import Action, Op
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators.auto_greedy import ListScheduler, Rule
@@ -136,7 +136,7 @@ class OneRank:
 def test_one_rank_takes_what_comes_first_of_what_its_cap_can_finish(seed, legs, pair):
     random, count = Random(seed), 5
     placement = Placement.fold(1, legs)
-    costs = replace(uneven(placement, random), pairs=scaled(legs, 0.7 if pair else 1))
+    costs = replace(uneven(placement, random), pairs=scaled(0.7 if pair else 1))
     stages = tuple(replace(stage, weight_saved_bytes=random.randint(0, 3)) for stage in costs.stages)
     problem = Problem(placement, count, replace(costs, stages=stages), tick_s=TICK_S)
     rule = random_rule(problem, random, pair=pair)

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.planning.optimal import closed_cases
 from benchmarks.verification.optimum import solve
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
@@ -61,7 +61,7 @@ def test_no_schedule_under_the_cap():
 
 def test_pairs_that_gain_are_beyond_the_model():
     with pytest.raises(ValueError, match=r"costs.strands: the optimum is modelled without pairs"):
-        solve(Placement.fold(2), 1, CostModel(stages=CostModel.unit(4).stages, pairs=scaled(4, 0.5)))
+        solve(Placement.fold(2), 1, CostModel(stages=CostModel.unit(4).stages, pairs=scaled(0.5)))
 
 
 @pytest.mark.slow

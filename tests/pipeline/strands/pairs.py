@@ -6,7 +6,7 @@ from functools import cache
 from hypothesis import strategies as st
 
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.plan import Step, take, turned
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
@@ -62,7 +62,7 @@ def scaled(num_stages, scale):
     """Return pairs that take a share of their halves, from 0.5 to 1: a collective overlaps with compute."""
     hidden = 2 - 2 * scale
     stage = StrandPair(Strand((Segment(0.0, INSIDE, hidden), Segment(1 - hidden))), Strand((Segment(1.0),)))
-    return None if scale == 1 else PairCosts((StageStrands(((stage, 1),)),) * num_stages)
+    return None if scale == 1 else StrandCosts((StageStrands(((stage, 1),)),) * num_stages)
 
 
 def shortest(pair, table, handover_s=0.0):

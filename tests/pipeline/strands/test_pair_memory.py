@@ -13,7 +13,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import open_pairs
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.stages import StageStrands
 
 MOST = 0.03
@@ -23,7 +23,7 @@ MOST = 0.03
 def costs_of(ranks, layers):
     """A fold whose chunks have so many layers each."""
     stage = StageStrands(((llama_layer(), layers),))
-    return replace(CostModel.unit(ranks).cut(2 * ranks), pairs=PairCosts((stage,) * (2 * ranks)))
+    return replace(CostModel.unit(ranks).cut(2 * ranks), pairs=StrandCosts((stage,) * (2 * ranks)))
 
 
 @pytest.mark.parametrize("layers", [4, 8])
@@ -41,7 +41,7 @@ def test_the_w_takes_hardly_more_than_1f1b(microbatches, layers):
 
 @given(saved=st.floats(0, 10), freed=st.floats(0, 10), layers=st.integers(1, 5))
 def test_a_pair_holds_between_the_most_of_its_ends_and_both_halves(saved, freed, layers):
-    pairs = PairCosts((StageStrands(((llama_layer(), layers),)),))
+    pairs = StrandCosts((StageStrands(((llama_layer(), layers),)),))
     held = pairs.held(0, 0, saved, freed)
     assert max(0.0, saved - freed) - 1e-9 <= held <= saved
     assert pairs.held(0, 0, saved, 0.0) == approx(saved)

@@ -15,7 +15,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import as_run
 from weft.pipeline.placement import Placement
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.search import search_stages
 from weft.pipeline.strands.segments import Kind, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
@@ -54,7 +54,7 @@ def test_compute_at_a_layers_end_is_one_segment_with_the_next():
 @settings(max_examples=12, deadline=None)
 def test_any_two_stages_get_a_plan_that_runs_and_gains(layers, ends, weights):
     stages = [StageStrands(((HEAD, 1),) * head + ((LAYER, count),)) for head, count in zip(ends, layers, strict=True)]
-    costs = PairCosts(tuple(stages))
+    costs = StrandCosts(tuple(stages))
     plan, pair = costs.plan(0, 1, weights=weights), stages[0].beside(stages[1])
     if not weights:
         pair = replace(pair, weights=())
@@ -73,10 +73,10 @@ def test_layers_that_differ_are_searched_without_a_period():
 
 
 def test_all_who_know_the_same_find_the_same_plans():
-    costs = PairCosts(
+    costs = StrandCosts(
         (StageStrands(((HEAD, 1), (LAYER, 3))), StageStrands(((LAYER, 8),))), OverlapTable(links=0.5), 1e-4
     )
-    copy = decode(encode(costs), (PairCosts,))
+    copy = decode(encode(costs), (StrandCosts,))
     assert copy == costs and hash(copy) == hash(costs)
     for forward, backward in ((0, 0), (0, 1), (1, 0), (1, 1)):
         assert copy.plan(forward, backward) == costs.plan(forward, backward)
@@ -85,7 +85,7 @@ def test_all_who_know_the_same_find_the_same_plans():
 
 def test_hand_overs_count():
     stage = StageStrands(((LAYER, 2),))
-    free, dear = (PairCosts((stage,), handover_s=s) for s in (0.0, 0.001))
+    free, dear = (StrandCosts((stage,), handover_s=s) for s in (0.0, 0.001))
     pair, table = stage.beside(stage), OverlapTable()
     assert 2 < dear.plan(0, 0).handovers <= free.plan(0, 0).handovers
     seconds = dear.scale(0, 0) * pair.sequential_s
@@ -94,7 +94,7 @@ def test_hand_overs_count():
 
 
 def test_pieces_become_stages_of_as_many_layers():
-    pieces = PairCosts((StageStrands(((LAYER, 1),)),) * 6)
+    pieces = StrandCosts((StageStrands(((LAYER, 1),)),) * 6)
     assert pieces.joined([0, 2, 6]).stages == (StageStrands(((LAYER, 2),)), StageStrands(((LAYER, 4),)))
     assert pieces.joined([0, 6]).divided(3).stages == (StageStrands(((LAYER, 2),)),) * 3
     with pytest.raises(ValueError, match="stages of 6 layers cannot be divided into 4 parts"):
@@ -106,7 +106,7 @@ def test_of_pairs_those_stay_that_gain(op):
     """Stage 0 has no collectives, and so has nothing to hide with itself."""
     gains = scaled(1, 0.75).stages[0]
     bare = StageStrands(((StrandPair(Strand((Segment(1.0),)), Strand((Segment(1.0),))), 1),))
-    costs = replace(CostModel.unit(2), pairs=PairCosts((bare, gains)))
+    costs = replace(CostModel.unit(2), pairs=StrandCosts((bare, gains)))
     assert costs.pair_scale(0, 0, op) == costs.pair_scale(0, 1, op) == 1.0
     assert costs.pair_scale(1, 0, op) == costs.pair_scale(1, 1, op) == approx(0.75)
     assert costs.least_pair_scale([0]) == 1.0 and costs.least_pair_scale([0, 1]) == approx(0.75)
@@ -144,7 +144,7 @@ def test_strands_are_joined_where_nothing_is_sent_between_them():
 
 def test_what_takes_no_time_gains_nothing():
     nothing = StrandPair(Strand((Segment(0.0),)), Strand((Segment(0.0),)))
-    assert PairCosts((StageStrands(((nothing, 2),)),)).scale(0, 0) == 1.0
+    assert StrandCosts((StageStrands(((nothing, 2),)),)).scale(0, 0) == 1.0
 
 
 @pytest.mark.parametrize("runs", [(), ((LAYER, 0),), ((LAYER, 1), (HEAD, 0)), ((HEAD, -1), (LAYER, 1))])

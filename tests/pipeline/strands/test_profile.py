@@ -1,10 +1,15 @@
 """Strands in a cost model's YAML: what is left out, what comes back, and what is refused with its place."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.costs import CostModel
+from weft.pipeline.profile import costs_to_yaml, load_costs
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.profile import strands_from_tables, strands_to_tables
 from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
@@ -111,4 +116,58 @@ def test_what_is_wrong_is_refused_by_its_name(tables, said):
 
 @pytest.mark.parametrize("tables", [change("stages", to={"block": 1000}), change(*BLOCK, "forward", to=[{}] * 200)])
 def test_the_largest_are_taken(tables):
-    assert isinstance(strands_from_tables(tables, 2), PairCosts)
+    assert isinstance(strands_from_tables(tables, 2), StrandCosts)
+
+
+COSTS = """
+stages: {forward_ms: 10, input_ms: 10, weight_ms: 5}
+strands:
+  layers:
+    norm: {forward: [{compute_ms: 2, kind: memory}], backward: [{compute_ms: 1}]}
+    block:
+      forward: [{compute_ms: 3, link: inside_host, comm_ms: 4}]
+      backward: [{link: between_hosts, comm_ms: 5}, {compute_ms: 6}]
+      weights: [{after: 1, compute_ms: 7, kind: attention}]
+  stages: [{norm: 1, block: 2}, {block: 3}]
+  overlap: {default: 0.9, links: 0.8, compute: [{kind: gemm, link: inside_host, factor: 0.7}]}
+  handover_ms: 0.05
+"""
+
+
+def test_a_costs_file_has_strands_of_each_stage(tmp_path):
+    path = tmp_path / "costs.yaml"
+    path.write_text(COSTS)
+    norm = StrandPair(Strand((Segment(0.002, kind=Kind.memory),)), Strand((Segment(0.001),)))
+    block = StrandPair(
+        Strand((Segment(0.003, LinkScope.inside_host, 0.004),)),
+        Strand((Segment(0.0, LinkScope.between_hosts, 0.005), Segment(0.006))),
+        (WeightGradient(1, 0.007, Kind.attention),),
+    )
+    stages = StageStrands(((norm, 1), (block, 2))), StageStrands(((block, 3),))
+    table = OverlapTable({(Kind.gemm, LinkScope.inside_host): 0.7}, 0.8, 0.9)
+    pairs = load_costs(path, 2).pairs
+    assert pairs == StrandCosts(stages, table, 0.00005)
+    path.write_text(costs_to_yaml(replace(CostModel.unit(2), pairs=pairs)))
+    assert load_costs(path, 2).pairs == pairs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("{norm: 1, block: 2}", "{}"), r"strands.stages\[0\]: no layers; name those"),
+        (("{norm: 1, block: 2}", "{other: 2}"), r"strands.stages\[0\]: field 'other' is not known; one of norm, block"),
+        (("{norm: 1, block: 2}, ", ""), r"strands.stages: 1 tables where there are 2; give one each"),
+        (("norm: 1, block: 2", "norm: 1, block: 2000"), r"strands.stages\[0\].block=2000: expected a whole number"),
+        (("after: 1", "after: 2"), r"strands.layers.block: weights: after segments \[2\] of a backward with 2"),
+        (("kind: attention", "kind: art"), r"weights\[0\].kind='art': expected one of gemm, attention, memory"),
+        (("default: 0.9", "default: 1.5"), r"overlap.default=1.5: an overlap effectiveness factor lies"),
+        (("compute_ms: 3", "compute_ms: -3"), r"strands.layers.block.forward\[0\].compute_ms=-3: expected a number"),
+        (("link: inside_host, comm", "comm"), r"segment.comm_s=0.004: a segment without a link has no collective"),
+    ],
+)
+def test_errors_of_a_costs_file_name_the_field_and_remedy(tmp_path, change, message):
+    assert change[0] in COSTS
+    path = tmp_path / "costs.yaml"
+    path.write_text(COSTS.replace(*change))
+    with pytest.raises(ValueError, match=message):
+        load_costs(path, 2)

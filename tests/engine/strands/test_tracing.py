@@ -16,7 +16,6 @@ from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.in_process import run_in_threads
-from weft.engine.planning.strand_tracing import trace_strands
 from weft.engine.stages.context import part_of
 from weft.engine.stages.from_model import stages_from_model
 from weft.engine.stages.lora import add_adapters
@@ -26,6 +25,7 @@ from weft.engine.stages.seeding import new_model
 from weft.engine.stages.skeleton import model_class
 from weft.engine.stages.split import split_layers
 from weft.engine.stages.tracing import trace_model
+from weft.engine.strands.tracing import trace_strands
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.search import search_stages
 from weft.pipeline.strands.segments import LinkScope

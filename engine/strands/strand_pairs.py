@@ -12,14 +12,15 @@ import torch
 from weft.engine.distributed import from_rank_zero
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.step_state import Key, StepState, key
+from weft.engine.parallel.axis import AxisGroups
 from weft.engine.strands.pair import PairRunner
 from weft.engine.strands.thread import StrandThread
-from weft.engine.strands.turns import Turns
-from weft.pipeline.action import Op, Slot
+from weft.engine.strands.turns import Turns, take_turns
+from weft.pipeline.action import Op, Slot, is_pair
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.strands.pairs import PairCosts
+from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.scheduled import is_pair, pair_name, plans_for
+from weft.pipeline.strands.scheduled import pair_name, plans_for
 
 BY_TURNS = SegmentPlan(())
 """An empty plan, with which strands alternate."""
@@ -33,18 +34,36 @@ class StrandPairs:
     the second one parameter by parameter, while the other strand communicates.
 
     Attributes:
+        axes: groups in which operations switch between strands.
         costs: of the segments of layers, or None if they are unknown, in which case strands alternate.
         plans: by `pair_name`, the same on all ranks.
     """
 
     runner: PairRunner
-    costs: PairCosts | None = None
+    axes: AxisGroups
+    costs: StrandCosts | None = None
     plans: dict[str, SegmentPlan] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, device: torch.device, turns: Turns, costs: PairCosts | None, *, strict: bool) -> StrandPairs:
-        """Start the thread of backwards. See `PairRunner`."""
-        return cls(runner=PairRunner(StrandThread(device), turns, strict=strict), costs=costs)
+    def open(
+        cls,
+        axes: AxisGroups,
+        device: torch.device,
+        costs: StrandCosts | None = None,
+        *,
+        strict: bool = False,
+        turns: Turns | None = None,
+    ) -> StrandPairs:
+        """Start the thread of backwards. See `PairRunner`.
+
+        Args:
+            axes: a rank's groups that share the work of layers.
+            turns: the callbacks of the strands. None makes them.
+        """
+        turns = turns or Turns()
+        return cls(
+            runner=PairRunner(StrandThread(device), turns, strict=strict), axes=take_turns(axes, turns), costs=costs
+        )
 
     def agree(self, schedules: Collection[Schedule], num_stages: int) -> None:
         """Broadcast rank 0's plans for the pairs of these schedules. Collective call if there are any.

@@ -19,7 +19,6 @@ from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ContextExchange, ModelConfig, Partition, SplitKind, WeftConfig, ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
-from weft.engine.execution.pairs import StrandPairs
 from weft.engine.execution.step_state import StepState
 from weft.engine.execution.sums import LabelCount
 from weft.engine.parallel.axis import AxisGroups
@@ -28,7 +27,8 @@ from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import split_layers, stages_from_model
 from weft.engine.stages.context import part_of
 from weft.engine.stages.packed import tell_rows
-from weft.engine.strands.turns import Turns, take_turns
+from weft.engine.strands.strand_pairs import StrandPairs
+from weft.engine.strands.turns import Turns
 from weft.engine.zero import Collectives, Sharding
 from weft.pipeline.action import Op, parse_slot
 from weft.pipeline.lowering import lower
@@ -127,10 +127,10 @@ def _step(
     plan: SegmentPlan | None,
 ) -> dict[str, Tensor]:
     turns = NotingTurns()
-    axes = take_turns(opened, turns)
+    pairs = StrandPairs.open(opened, CPU, turns=turns)
     with _making:
         split = split_layers(model.config, 2, SplitKind.even)
-        stages = {s.index: s for s in stages_from_model(copy.deepcopy(model), split, range(2), axes)}
+        stages = {s.index: s for s in stages_from_model(copy.deepcopy(model), split, range(2), pairs.axes)}
     if dist.get_rank() == case.world - 1:
         case.spoil(stages)
     collectives = Collectives.open(
@@ -141,8 +141,7 @@ def _step(
     compute = Compute(
         stages=stages, placement=schedule.placement, seed_gradient=torch.ones_like, around=sharding.around
     )
-    pairs = StrandPairs.open(CPU, turns, None, strict=False) if plan is not None else None
-    if pairs is not None:
+    if plan is not None:
         pairs.plans |= {pair_name(slot): plan for slot in schedule.rows[0] if len(slot) == 2}
     executor = Executor(
         rank=0,
@@ -157,18 +156,17 @@ def _step(
             Op.REDUCE_GRAD: lambda action: sharding.reduce(action.stage),
         },
         debug=True,
-        pairs=pairs,
+        pairs=pairs if plan is not None else None,
     )
     replica = layout.position(dist.get_rank()).replica
-    mine = [_part(batch, axes) for batch in batches[replica :: layout.replicas]]
+    mine = [_part(batch, opened) for batch in batches[replica :: layout.replicas]]
     state = StepState(batches=mine, training=True, num_items=LabelCount(torch.tensor(50.0), None))
     sharding.begin_step(list(schedule.actions(0)))
     try:
         executor.run(schedule, state)
         sharding.finish_gradients()
     finally:
-        if pairs is not None:
-            pairs.close()
+        pairs.close()
         sharding.close()
     assert not (state.saved or state.inputs or state.gradients or state.outputs), "something is left of the step"
     assert not any(bucket.users for bucket in sharding.buckets)

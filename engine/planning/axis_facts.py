@@ -1,23 +1,61 @@
-"""Choice of the context exchange of a run, by the time and memory of each implementation."""
+"""Facts about ranks that share the work of layers: their groups, their collectives, and their context exchange."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from transformers import PreTrainedConfig
 
-from weft.comm.collectives import Primitive
+from weft.comm.collectives import CollectiveCosts, Group, Primitive
+from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.collectives.costs import AlphaBeta
+from weft.comm.collectives.group import LinkClass
 from weft.conf.schema import ContextExchange, WeftConfig
 from weft.engine.parallel.context_exchange import choose_exchange
+from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.estimates import planning_costs, working_bytes
-from weft.engine.planning.facts import Facts
+from weft.engine.planning.facts import AxisFacts, Facts
 from weft.engine.planning.memory import rank_states
-from weft.engine.planning.pairing import traffic_s
 from weft.engine.planning.schedules import open_placements
 from weft.engine.precision import DTYPES
 from weft.engine.stages.split import split_model
 from weft.pipeline.states import USABLE
-from weft.pipeline.strands.work import Traffic
+
+_LAUNCH_S = 1e-5
+"""Latency of a collective inside of a host where nothing but the data sheet is known."""
+
+
+def with_axes(config: WeftConfig, facts: Facts, nodes: Sequence[int], device: torch.device) -> Facts:
+    """Return the facts with the groups that share layers, their links, and their costs of collectives.
+
+    Args:
+        nodes: of each rank of the world.
+    """
+    if not facts.layout.axis_groups or facts.stage_pairs:
+        return facts
+    cache = CostCache.in_folder(config.data.cache_dir)
+    axes, sources = {}, []
+    for axis, groups in facts.layout.axis_groups.items():
+        ranks = tuple(sorted(groups[0]))
+        group = Group(ranks, tuple(nodes[rank] for rank in ranks))
+        costs, source = _collective_costs(group, device, cache)
+        axes[axis] = AxisFacts(group, costs)
+        sources.append(f"{axis}: {source}")
+    return facts.with_axes(axes, "; ".join(sources))
+
+
+def _collective_costs(group: Group, device: torch.device, cache: CostCache) -> tuple[CollectiveCosts | None, str]:
+    """Return the costs of collectives over a group, and their source."""
+    key = topology_key(group, device.type)
+    if (known := cache.read(key)) is not None:
+        return known, f"{key}, cache {cache.path}"
+    sheet, inside = data_sheet(device), group.flat.links[0] is LinkClass.intra
+    if sheet is None or not inside:
+        return None, f"{key}: not measured; `weft {'profile' if inside else 'bench collectives'}` does it"
+    line = AlphaBeta(_LAUNCH_S, 1 / sheet.scale_up_bytes_per_s)
+    return CollectiveCosts.of_links({LinkClass.intra: line}), f"{key}: data sheet of a {sheet.name}"
 
 
 def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts) -> Facts:
@@ -29,7 +67,7 @@ def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts)
 
     def seconds(primitive: str, elements: float) -> float:
         num_bytes = tokens * elements * DTYPES[config.train.precision].itemsize
-        return traffic_s(facts, Traffic("context", primitive, num_bytes))
+        return facts.axes["context"].seconds(Primitive(primitive), num_bytes)
 
     def fits(exchange: ContextExchange) -> bool:
         return needed_bytes(config, replace(facts, exchange=exchange)) <= USABLE * facts.device_bytes

@@ -11,11 +11,11 @@ from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.values import decode, encode
 from weft.conf.schema import PairChoice
-from weft.engine.planning import strand_facts
-from weft.engine.planning.facts import Facts
+from weft.engine.planning.facts import fact_kinds
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.planning.run_plan import RunPlan, plan_run
+from weft.engine.strands import facts as strand_facts
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 from weft.pipeline.profile import costs_to_yaml
@@ -101,9 +101,9 @@ def test_every_rank_that_knows_the_facts_plans_the_same(tmp_path):
     config = run_of(tmp_path, "auto")
     config.pipeline.search_seconds = 0.0
     facts = facts_before_start(config, MODEL)
-    mine, theirs = plan_run(config, facts), plan_run(config, decode(encode(facts), (Facts,)))
+    mine, theirs = plan_run(config, facts), plan_run(config, decode(encode(facts), fact_kinds()))
     assert mine.cells == theirs.cells and mine.costs == theirs.costs
-    sent = decode(encode(mine), (RunPlan,))
+    sent = decode(encode(mine), (RunPlan, *fact_kinds()))
     assert plans_of(sent) == plans_of(mine)
     assert '"strands"' in plan_to_json(mine)
 

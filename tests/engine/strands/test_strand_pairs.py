@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from benchmarks.verification.tiny_models import tiny_model
-from tests.engine.execution.strand_ranks import SPLIT, Case, any_plan, outcomes, require_equal
+from tests.engine.strands.strand_ranks import SPLIT, Case, any_plan, outcomes, require_equal
 from weft.conf.schema import ContextExchange
 from weft.pipeline.strands.plan import SegmentPlan
 

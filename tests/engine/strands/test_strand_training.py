@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.engine.execution.strand_training import pair_config, trained
+from tests.engine.parallel.axis_training import pair_config
+from tests.engine.strands.strand_training import trained
 from weft.tools.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.planning.clusters import compare, random_cluster
 from benchmarks.planning.optimal import random_case
 from tests.pipeline.generators.test_auto_cell import costs_of, step_s
-from tests.pipeline.strands.pairs import scaled
+from tests.pipeline.pair_costs import scaled
 from weft.pipeline.generators.auto import _list_schedules, _problem, generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
@@ -16,11 +16,7 @@ from weft.pipeline.simulation import simulate
 def case(seed):
     """One of `python -m benchmarks optimal`'s random cases; every third with strand pairs that gain."""
     found = random_case(seed)
-    return (
-        replace(found, costs=replace(found.costs, pairs=scaled(len(found.costs.stages), 0.7)))
-        if seed % 3 == 0
-        else found
-    )
+    return replace(found, costs=replace(found.costs, pairs=scaled(0.7))) if seed % 3 == 0 else found
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,120 @@
+"""The overlap of operators on this machine's devices, from one run to the next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.comm.collectives.communicator import Communicator
+from weft.conf.measurements import Measurement, Measurements
+from weft.engine.parallel.communicated import CommunicatedGroup
+from weft.engine.strands.overlap_probe import measure_overlap
+from weft.pipeline.strands.fitting import fit_overlap
+from weft.pipeline.strands.overlap import OverlapTable
+from weft.pipeline.strands.pairs import StrandCosts
+from weft.pipeline.strands.segments import Kind, LinkScope
+from weft.pipeline.timeline import Timeline
+
+_BOTH = "collectives on both"
+
+
+@dataclass(frozen=True)
+class OverlapCache:
+    """Tables by device, in a JSON file that several processes may write, with a measurement for each class of links."""
+
+    path: Path
+
+    def read(self, key: str) -> OverlapTable | None:
+        """Return the table of a device, or None if it was not measured or the file is unreadable."""
+        found = Measurements(self.path).values()
+        try:
+            compute = {
+                (Kind(kind), link): float(factor)
+                for link in LinkScope
+                for kind, factor in found.get(f"{key}, {link.value}", {}).items()
+            }
+            return OverlapTable(compute, float(found.get(f"{key}, {_BOTH}", 1.0))) if compute else None
+        except (ValueError, AttributeError, TypeError):
+            return None
+
+    def write(self, key: str, table: OverlapTable) -> None:
+        """Store the measurements of a device, unless better ones are stored."""
+        Measurements(self.path).keep(_values(key, table), table.spread)
+
+    def correct(self, key: str, table: OverlapTable, faster: float, *, load: float) -> None:
+        """Replace measurements that a run contradicts. See `Measurement.refutes`.
+
+        Args:
+            table: measured in the run.
+            faster: ratio of the measured speed of its pairs to that by the stored table.
+            load: number of the run's ranks for each processor.
+        """
+        cache = Measurements(self.path)
+        known = cache.read()
+        found = {name: Measurement.now(value, table.spread, load=load) for name, value in _values(key, table).items()}
+        cache.put({name: new for name, new in found.items() if name in known and new.refutes(known[name], faster)})
+
+
+def _values(key: str, table: OverlapTable) -> dict[str, object]:
+    """Return the values of a table by their names in the cache."""
+    values: dict[str, object] = {}
+    for link in LinkScope:
+        if factors := {kind.value: factor for (kind, at), factor in table.compute.items() if at is link}:
+            values[f"{key}, {link.value}"] = factors
+    return values if len(values) < len(LinkScope) else {**values, f"{key}, {_BOTH}": table.links}
+
+
+def overlap_cache(cache_dir: str) -> OverlapCache:
+    """Return the cache file in a folder such as ``data.cache_dir``."""
+    return OverlapCache(Path(cache_dir).expanduser() / "overlap.json")
+
+
+def overlap_key(device: torch.device) -> str:
+    """Return the cache key of a device's table."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return f"{name}, from {os.uname().nodename}"
+
+
+def correct_overlap(
+    cache_dir: str, device: torch.device, timelines: Sequence[Timeline], pairs: StrandCosts, *, load: float
+) -> None:
+    """Correct a device's cached overlap by the pairs of a run. See `OverlapCache.correct`.
+
+    Args:
+        timelines: the last steps.
+        pairs: the costs with which they were planned.
+    """
+    if (found := fit_overlap(timelines, pairs)) is not None:
+        overlap, faster = found
+        overlap_cache(cache_dir).correct(overlap_key(device), overlap, faster, load=load)
+
+
+@dataclass(frozen=True)
+class HostOverlap:
+    """The overlap of compute and collectives inside of a host, as measured.
+
+    Attributes:
+        key: of the cache.
+    """
+
+    key: str
+    table: OverlapTable
+
+    def keep(self, cache_dir: str) -> None:
+        """Store it where runs on this host look for it."""
+        overlap_cache(cache_dir).write(self.key, self.table)
+
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """OEF of each kind of compute and a collective of all ranks."""
+        return {kind.value: factor for (kind, _), factor in sorted(self.table.compute.items(), key=str)}
+
+
+def measure_host(communicator: Communicator, device: torch.device) -> HostOverlap:
+    """Measure compute during collectives of all ranks of a host. Collective call over them."""
+    groups = {LinkScope.inside_host: CommunicatedGroup("host", communicator, {})}
+    return HostOverlap(overlap_key(device), measure_overlap(groups, device))
