@@ -19,7 +19,7 @@ import psutil
 import torch
 from rich.table import Table
 
-from weft.conf.files import write_atomic
+from weft.conf.host.files import write_atomic
 from weft.tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]

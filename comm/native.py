@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
-from weft.conf.files import replacing
-from weft.conf.owners import is_trusted, own_folder
+from weft.conf.host.files import replacing
+from weft.conf.host.owners import is_trusted, own_folder
 
 
 class Kind(Enum):

@@ -1,11 +1,12 @@
-"""The machines of a run: the hostfile, and the number of ranks per host."""
+"""The machines of a run: the hostfile, the number of ranks per host, and the folders of the run on a host."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from weft.conf.schema import ClusterConfig, ClusterManager
+from weft.conf.host.private import shared_memory_folder
+from weft.conf.schema import ClusterConfig, ClusterManager, WeftConfig
 
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
 
@@ -66,3 +67,19 @@ def most_ranks_of_a_host(cluster: ClusterConfig) -> int:
 def is_loopback(address: str) -> bool:
     """True if only processes of the same machine can reach this address."""
     return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def run_folder(config: WeftConfig) -> Path:
+    """Return the folder of a run."""
+    return (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
+
+
+def boards_folder(config: WeftConfig, user: int) -> Path:
+    """The folder of a run's boards on this host.
+
+    Args:
+        user: numeric id of the user that trains.
+    """
+    if config.inference.boards:
+        return Path(config.inference.boards).expanduser()
+    return shared_memory_folder(user) / config.train.name

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.conf.documents import read_yaml
+from weft.conf.host.documents import read_yaml
 
 ENVIRONMENT = frozenset(
     (

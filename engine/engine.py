@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from weft.comm.collectives import Primitive
 from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.wan.network import WanNetwork
-from weft.conf.boards import boards_folder
+from weft.conf.hosts import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter
 from weft.engine.checkpoint.origin import Origin

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.conf.files import write_atomic
+from weft.conf.host.files import write_atomic
 from weft.pipeline.action import COMPUTE, Action, Op, Slot
 from weft.pipeline.timeline import COMPUTE_LANE, SEND_LANE, Span, Timeline
 

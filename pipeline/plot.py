@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.conf.files import replacing
+from weft.conf.host.files import replacing
 from weft.pipeline.action import COMPUTE, RECEIVES, RELAYS, SENDS, Action, Op
 from weft.pipeline.text import bytes_text
 from weft.pipeline.timeline import SEND_LANE, Timeline

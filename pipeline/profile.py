@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from weft.conf.documents import read_yaml
 from weft.conf.features import entry
+from weft.conf.host.documents import read_yaml
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.limits import MOST_RANKS, count, known_fields, number, short_repr
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.conf.documents import parse_json, read_text
+from weft.conf.host.documents import parse_json, read_text
 from weft.pipeline.action import COMPUTE, Action, Slot, parse_slot, slot_text
 from weft.pipeline.limits import check_size, count, short_repr
 from weft.pipeline.order import time_slots

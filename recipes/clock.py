@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from pathlib import Path
 
-from weft.conf.private import write_private
+from weft.conf.host.private import write_private
 
 
 def read_clock(folder: Path) -> datetime:

@@ -8,9 +8,8 @@ from statistics import median
 
 from weft.comm.emulated.conversation import EmulationError
 from weft.conf import load
-from weft.conf.files import write_atomic
-from weft.conf.hosts import world_size
-from weft.conf.private import run_folder
+from weft.conf.host.files import write_atomic
+from weft.conf.hosts import run_folder, world_size
 from weft.engine.emulation.delays import delay_model
 from weft.recipes.emulated_job import recipe_job
 from weft.tools import parsers

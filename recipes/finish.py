@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from weft.conf.files import write_atomic
+from weft.conf.host.files import write_atomic
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import check_export, export
 from weft.engine.data import with_template

@@ -13,7 +13,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.conf.private import make_run_folder, write_private
+from weft.conf.host.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.checkpoint.errors import OUT_OF_SPACE

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.conf.batch import num_replicas
 from weft.conf.checks import check, virtual_stages
-from weft.conf.private import write_private
+from weft.conf.host.private import write_private
 from weft.conf.schema import Attention, DataKind, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.data import (

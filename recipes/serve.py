@@ -16,11 +16,11 @@ from pathlib import Path
 
 import weft
 from weft.conf import load
-from weft.conf.boards import boards_folder
-from weft.conf.files import replacing
-from weft.conf.private import private_folder
+from weft.conf.host.files import replacing
+from weft.conf.host.private import private_folder
+from weft.conf.host.processes import set_timer_slack
+from weft.conf.hosts import boards_folder
 from weft.conf.schema import WeftConfig
-from weft.conf.timer_slack import set_timer_slack
 from weft.inference.worker.command import Worker, command, devices_of, environment, workers_of
 from weft.recipes.serving_checks import (
     check_engine,

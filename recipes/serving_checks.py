@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from weft.conf.documents import parse_json, read_text
+from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.worker.arguments import problems_of

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from weft.conf.terminals import columns_behind, columns_of
+from weft.conf.host.processes import columns_behind, columns_of
 from weft.engine.distributed import first_to_print
 
 LINE_S = 10.0

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
-from weft.conf.private import make_shared_folder, run_folder, take_secrets, write_private
-from weft.conf.processes import end_process
-from weft.conf.run_lock import RunLock
+from weft.conf.host.private import make_shared_folder, take_secrets, write_private
+from weft.conf.host.processes import end_process
+from weft.conf.host.run_lock import RunLock
+from weft.conf.hosts import run_folder
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.checkpoint import CheckpointError, check_folder

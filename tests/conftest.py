@@ -73,7 +73,7 @@ def _gpus(count: int) -> str:
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what a test says it has measured count as measured on a quiet machine, so that nothing measures it anew."""
-    monkeypatch.setattr("weft.conf.measurements._load", lambda: 0.0)
+    monkeypatch.setattr("weft.conf.host.measurements._load", lambda: 0.0)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,12 +12,12 @@ from typing import NoReturn
 
 from weft.conf import load
 from weft.conf.batch import fit_batch
-from weft.conf.hosts import asks_for_nodes, is_loopback, working_hosts, world_size
-from weft.conf.ports import free_port
-from weft.conf.private import SECRETS, run_folder, split_secrets, write_private
-from weft.conf.run_lock import RunLock
+from weft.conf.host.ports import free_port
+from weft.conf.host.private import SECRETS, split_secrets, write_private
+from weft.conf.host.processes import COLUMNS, columns_of
+from weft.conf.host.run_lock import RunLock
+from weft.conf.hosts import asks_for_nodes, is_loopback, run_folder, working_hosts, world_size
 from weft.conf.schema import ClusterManager, WeftConfig
-from weft.conf.terminals import COLUMNS, columns_of
 from weft.conf.trees import to_yaml
 from weft.engine.supervision import driver
 from weft.engine.supervision.driver import Spec, config_file

@@ -16,9 +16,9 @@ from weft.comm.native import cache_folder
 from weft.conf import load
 from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
-from weft.conf.hosts import is_loopback, read_hostfile, world_size
-from weft.conf.owners import own_folder
-from weft.conf.private import make_run_folder, make_shared_folder, run_folder
+from weft.conf.host.owners import own_folder
+from weft.conf.host.private import make_run_folder, make_shared_folder
+from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.gpus import num_gpus

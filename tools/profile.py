@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from weft.conf.checks import check
 from weft.conf.compose import compose
-from weft.conf.files import write_atomic
+from weft.conf.host.files import write_atomic
 from weft.conf.schema import WeftConfig
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.layer_costs import measure_layers, measured_layers

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from weft.conf.files import write_atomic
+from weft.conf.host.files import write_atomic
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Choice, choose, placements
 from weft.pipeline.costs import CostModel

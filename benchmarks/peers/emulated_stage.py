@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.conf.timer_slack import set_timer_slack
+from weft.conf.host.processes import set_timer_slack
 from weft.engine.parallel.cut import Cut
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 

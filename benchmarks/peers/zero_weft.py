@@ -10,7 +10,7 @@ from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedLayer
 from benchmarks.peers.weft_engine import emulated_engine
 from benchmarks.peers.zero_case import Technique, ZeroCase, ZeroRun, time_computes
-from weft.conf.files import write_atomic
+from weft.conf.host.files import write_atomic
 from weft.conf.schema import (
     DataConfig,
     OptimizerConfig,

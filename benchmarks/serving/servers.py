@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 
-from weft.conf.boards import boards_folder
+from weft.conf.hosts import boards_folder
 from weft.conf.schema import WeftConfig
 
 ARGUMENTS = ["--dtype", "float32", "--no-enable-prefix-caching"]

@@ -12,7 +12,7 @@ from statistics import median
 from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts, Sample
 from weft.comm.collectives.group import Group, LinkClass
-from weft.conf.measurements import Measurement, Measurements, spread_of
+from weft.conf.host.measurements import Measurement, Measurements, spread_of
 
 
 def topology_key(group: Group, device: str) -> str:

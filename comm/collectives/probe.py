@@ -20,7 +20,7 @@ from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.emulated.world import Asked, emulated_world
 from weft.comm.exchange import gather
 from weft.comm.shared_channel import host_identity
-from weft.conf.measurements import spread_of
+from weft.conf.host.measurements import spread_of
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 """Workload sizes to measure, in bytes."""

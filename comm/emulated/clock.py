@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter, sleep
 
-from weft.conf.timer_slack import set_timer_slack
+from weft.conf.host.processes import set_timer_slack
 
 WAKE_UP_S = 1e-4
 """Seconds by which a sleeper may wake up late without timer slack."""

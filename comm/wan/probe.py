@@ -14,7 +14,7 @@ import torch
 
 from weft.comm.channel import Handle, TensorSpec
 from weft.comm.wan.endpoint import SINK_LANE, WanEndpoint
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 
 TOLERANCE = 0.05
 """Relative gain below which more connections are not used."""

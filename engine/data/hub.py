@@ -10,7 +10,7 @@ from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.json.json import Json
 from huggingface_hub import hf_hub_download
 
-from weft.conf.files import JsonCache
+from weft.conf.host.files import JsonCache
 from weft.conf.schema import DataConfig
 
 _PREFIX = "hf://datasets/"

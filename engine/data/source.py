@@ -14,7 +14,7 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.utils import tqdm
 from filelock import FileLock
 
-from weft.conf.owners import is_trusted, own_folder
+from weft.conf.host.owners import is_trusted, own_folder
 from weft.engine.data.documents import Document, Documents, InMemory, OnDisk, Part, column
 from weft.engine.data.encode import Encoder
 from weft.engine.data.messages import without_nulls

@@ -14,7 +14,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from weft.conf.owners import is_trusted, own_folder
+from weft.conf.host.owners import is_trusted, own_folder
 from weft.conf.schema import DataConfig, ModelConfig
 from weft.engine.data.corpus import load_corpus
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import hjson
 
-from weft.conf.documents import read_text
 from weft.conf.fields import field_types
+from weft.conf.host.documents import read_text
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import from_tree
 from weft.engine.deepspeed.names import REMOVED, check_names

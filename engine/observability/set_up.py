@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from time import monotonic, process_time, time
 
-from weft.conf.private import append_private
+from weft.conf.host.private import append_private
 
 
 class SetUpTimes:

@@ -19,7 +19,7 @@ from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import gather
 from weft.conf.features import entry
-from weft.conf.measurements import Measurement, spread_of
+from weft.conf.host.measurements import Measurement, spread_of
 from weft.conf.schema import WeftConfig
 from weft.engine.distributed import ranks_on_this_host
 from weft.engine.planning.devices import correct, correct_reached, peak_flops

@@ -11,7 +11,7 @@ from time import perf_counter
 
 import torch
 
-from weft.conf.measurements import Measurement, Measurements, spread_of
+from weft.conf.host.measurements import Measurement, Measurements, spread_of
 from weft.pipeline.hardware import EFFICIENCY, GpuKind, kind_of_device
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,9 @@ from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.probe import nodes_of_world
 from weft.comm.exchange import gather
 from weft.conf.features import entry, is_installed
-from weft.conf.files import JsonCache
+from weft.conf.host.files import JsonCache
+from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
-from weft.conf.measurements import Measurements
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.planning.axis_facts import with_axes, with_exchange

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from weft.comm.collectives.communicator import Communicator
-from weft.conf.measurements import Measurement, Measurements
+from weft.conf.host.measurements import Measurement, Measurements
 from weft.engine.parallel.communicated import CommunicatedGroup
 from weft.engine.strands.overlap_probe import measure_overlap
 from weft.pipeline.strands.fitting import fit_overlap

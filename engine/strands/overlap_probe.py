@@ -9,7 +9,7 @@ from time import perf_counter
 import torch
 
 from weft.comm.channel import Handle
-from weft.conf.measurements import spread_of
+from weft.conf.host.measurements import spread_of
 from weft.engine.parallel.axis import AxisGroup
 from weft.pipeline.strands.overlap import OverlapTable, overlap_effectiveness
 from weft.pipeline.strands.segments import Kind, LinkScope

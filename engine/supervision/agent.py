@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Any
 
-from weft.conf.processes import STOPPED, process_state
+from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.stop_signals import STOP
 from weft.engine.supervision.cadence import Cadence
 from weft.engine.supervision.control import ControlClient

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from weft.conf.private import write_private
+from weft.conf.host.private import write_private
 from weft.conf.schema import WeftConfig
 
 NAME = "denied_hosts.json"

@@ -23,9 +23,9 @@ from typing import Any
 
 from weft.comm.authenticated_socket import RUN
 from weft.conf import load
+from weft.conf.host.private import write_private
+from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import is_loopback, read_hostfile
-from weft.conf.private import write_private
-from weft.conf.run_lock import RunLock
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.clock import ASKER, answer_clock

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from weft.conf.private import write_private
+from weft.conf.host.private import write_private
 
 ERROR_FILE = "WEFT_ERROR_FILE"
 """Environment variable of a rank: path of its error file."""

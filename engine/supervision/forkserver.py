@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from weft.conf.processes import end_process
+from weft.conf.host.processes import end_process
 
 MOST_BYTES = 1 << 17
 """Largest size of a message between agent and forkserver."""

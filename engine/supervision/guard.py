@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from time import monotonic
 
-from weft.conf.processes import STOPPED, process_state
-from weft.conf.run_lock import RunLock
+from weft.conf.host.processes import STOPPED, process_state
+from weft.conf.host.run_lock import RunLock
 from weft.engine.supervision.order import AgentOrder
 
 GUARD_S = 1.0

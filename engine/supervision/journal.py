@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weft.conf.private import make_run_folder, write_private
+from weft.conf.host.private import make_run_folder, write_private
 
 NAME = Path("supervisor", "journal.jsonl")
 """Path of the journal in a run's folder."""

@@ -14,8 +14,8 @@ from sys import stderr
 from tempfile import gettempdir
 from time import time
 
-from weft.conf.private import shared_memory_folder
-from weft.conf.processes import process_state
+from weft.conf.host.private import shared_memory_folder
+from weft.conf.host.processes import process_state
 from weft.engine.supervision.places import make_page, owner
 
 PREFIX = "places-"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic_ns
 
-from weft.conf.processes import own_start
+from weft.conf.host.processes import own_start
 from weft.engine.supervision.places import (
     BEGUN,
     DONE,

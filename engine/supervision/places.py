@@ -13,8 +13,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.conf.private import private_folder
-from weft.conf.processes import own_start
+from weft.conf.host.private import private_folder
+from weft.conf.host.processes import own_start
 from weft.engine.supervision.culprit import Place
 
 MAGIC = int.from_bytes(b"weftplac", "little")

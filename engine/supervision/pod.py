@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.conf.private import write_private
+from weft.conf.host.private import write_private
 from weft.engine.supervision import agent
 
 ALIVE = Path("/tmp/weft-pod-alive")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.conf.processes import STOPPED, process_state
+from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.supervision.forkserver import ForkServer
 from weft.engine.supervision.output import Answer, Output
 

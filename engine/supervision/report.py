@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from weft.conf.processes import ProcessState
+from weft.conf.host.processes import ProcessState
 from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.places import LinkReading, Phase, Reading
 

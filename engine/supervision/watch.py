@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from weft.conf.processes import STOPPED
+from weft.conf.host.processes import STOPPED
 from weft.engine.supervision.culprit import JobRows, Place, Suspect, find_culprits
 from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.places import Phase

@@ -13,7 +13,7 @@ import os
 import stat
 from pathlib import Path
 
-from weft.conf.private import private_folder
+from weft.conf.host.private import private_folder
 
 MAGIC = int.from_bytes(b"weftbord", "little")
 VERSION = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from weft.conf.processes import own_start, process_state
+from weft.conf.host.processes import own_start, process_state
 
 
 def start_ticks(pid: int) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from weft.conf.private import private_folder
+from weft.conf.host.private import private_folder
 from weft.inference.board.process_identity import own_identity, start_ticks
 
 SILENT_S = 10.0

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from weft.conf.measurements import Measurement, Measurements, spread_of
-from weft.conf.owners import is_trusted
+from weft.conf.host.measurements import Measurement, Measurements, spread_of
+from weft.conf.host.owners import is_trusted
 from weft.inference.placement.nonnegative_fit import PRIOR, Coefficients, Sums, features
 
 GAPS_S = (0.001, 0.005, 0.02, 0.1, 0.5)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from weft.conf.timer_slack import USUAL_S, set_timer_slack
+from weft.conf.host.processes import USUAL_S, set_timer_slack
 from weft.inference.board.common_bubbles import Opening, opening
 from weft.inference.board.reader import BoardReader
 from weft.inference.placement.prefill_cost import GAPS_S, TRUSTED, PrefillCost, gap_class

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from weft.conf.files import replacing
+from weft.conf.host.files import replacing
 from weft.inference.board.common_bubbles import Opening
 from weft.inference.board.reader import BoardReader
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost

@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from weft.conf.documents import read_yaml
+from weft.conf.host.documents import read_yaml
 from weft.pipeline.hardware import EFFICIENCY, GpuKind, gpu_kind
 from weft.pipeline.limits import count, known_fields, number, short_repr
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.conf.documents import read_yaml
+from weft.conf.host.documents import read_yaml
 from weft.pipeline.costs import CostModel
 from weft.pipeline.hardware import GPU_KINDS, gpu_kind
 from weft.pipeline.limits import count, known_fields, number, short_repr

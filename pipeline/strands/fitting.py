@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from weft.conf.measurements import spread_of
+from weft.conf.host.measurements import spread_of
 from weft.pipeline.action import Op
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import StrandCosts

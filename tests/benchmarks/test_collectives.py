@@ -6,7 +6,7 @@ import torch
 from benchmarks.__main__ import main
 from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.group import LinkClass
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 from weft.engine.strands.overlap_cache import overlap_cache, overlap_key
 from weft.engine.strands.overlap_probe import usual_kernels
 from weft.pipeline.strands.segments import LinkScope

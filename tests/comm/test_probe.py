@@ -13,7 +13,7 @@ from tests.comm.test_wan import KEY, noise
 from weft.comm.channel import TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, probe_both, search
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 
 
 @given(window=st.floats(1.0, 100.0), link=st.floats(1.0, 3000.0), most=st.integers(1, 64))

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from weft.conf import load
-from weft.conf.boards import boards_folder
 from weft.conf.compose import compose
 from weft.conf.fields import FOLDER, choices, groups
+from weft.conf.hosts import boards_folder
 from weft.conf.schema import KvConnector, ScheduleKind, WeftConfig
 from weft.conf.trees import from_tree, to_tree
 

@@ -14,7 +14,7 @@ from tests.nccl_rules.lost import train_through
 from tests.quickstart import TINY_QUICKSTART
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 from weft.conf.schema import Partition
 from weft.tools.ranks import run_ranks
 

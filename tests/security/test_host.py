@@ -12,8 +12,8 @@ import pytest
 
 from tests.quickstart import TINY_QUICKSTART
 from weft.conf import load
-from weft.conf.private import private_folder, shared_memory_folder, take_secrets, write_private
-from weft.conf.run_lock import RunLock
+from weft.conf.host.private import private_folder, shared_memory_folder, take_secrets, write_private
+from weft.conf.host.run_lock import RunLock
 from weft.recipes import serve
 from weft.tools import launch
 
@@ -214,7 +214,7 @@ def test_a_link_in_the_place_of_a_draft_is_not_written_through(tmp_path):
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from weft.conf.run_lock import RunLock
+from weft.conf.host.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 child = os.fork()  # as a data loader's worker, which may outlive a rank that is killed
 if child == 0:

@@ -17,7 +17,7 @@ from weft.comm.key import WanKey
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
 from weft.comm.rendezvous import own_address
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.conf.ports import free_port
+from weft.conf.host.ports import free_port
 from weft.tools.ranks import run_ranks
 
 KEY = "a key of sixteen bytes or more"

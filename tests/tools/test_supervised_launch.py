@@ -215,7 +215,7 @@ def test_a_second_driver_is_refused_with_the_first_ones_process(tmp_path, capfd)
         [
             sys.executable,
             "-c",
-            "import sys; from pathlib import Path; from weft.conf.run_lock import RunLock\n"
+            "import sys; from pathlib import Path; from weft.conf.host.run_lock import RunLock\n"
             "lock = RunLock(Path(sys.argv[1])); print(flush=True); sys.stdin.read()",
             str(tmp_path / "supervisor"),
         ],

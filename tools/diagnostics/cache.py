@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from weft.comm.native import cache_folder
-from weft.conf.files import JsonCache
-from weft.conf.measurements import MEASURED, TRACED, Measurements, files_in
+from weft.conf.host.files import JsonCache
+from weft.conf.host.measurements import MEASURED, TRACED, Measurements, files_in
 from weft.conf.schema import DataConfig
 from weft.tools.tables import show, table_of
 

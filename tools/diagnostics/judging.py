@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.conf.finding import Finding, Verdict
-from weft.conf.measurements import Measurement, Measurements
+from weft.conf.host.measurements import Measurement, Measurements
 
 TRIES = 3
 """Measurements before a figure counts as too low: another process may have disturbed it."""

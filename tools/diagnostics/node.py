@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.conf.finding import Finding, Verdict, failures
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 from weft.conf.schema import DataConfig
 from weft.tools.diagnostics.clock import check_clock
 from weft.tools.diagnostics.corruption import check_bits

@@ -12,8 +12,8 @@ from time import monotonic, sleep
 
 from weft.comm.key import VARIABLE
 from weft.conf import load
-from weft.conf.private import run_folder
-from weft.conf.run_lock import RunLock
+from weft.conf.host.run_lock import RunLock
+from weft.conf.hosts import run_folder
 from weft.conf.sites import num_routes
 from weft.tools.launch import environment, write_config
 from weft.tools.netbed.bed import NetBed

@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from weft.conf.documents import read_yaml
+from weft.conf.host.documents import read_yaml
 from weft.conf.schema import ClusterConfig
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,31}")

@@ -7,8 +7,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from weft.conf.documents import parse_json, read_text
-from weft.conf.files import JsonCache
+from weft.conf.host.documents import parse_json, read_text
+from weft.conf.host.files import JsonCache
 from weft.conf.schema import LoraConfig
 from weft.pipeline.limits import short_repr
 from weft.pipeline.workload import WORK_FORM, ModelWork

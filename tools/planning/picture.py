@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.conf.files import replacing
+from weft.conf.host.files import replacing
 from weft.pipeline.planner.layout import Prediction
 from weft.pipeline.planner.search import Plan
 from weft.tools.planning.report import degrees, options, route_text

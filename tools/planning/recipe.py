@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from weft.conf.files import write_atomic
+from weft.conf.host.files import write_atomic
 from weft.conf.schema import LoraConfig
 from weft.pipeline.costs import CostModel
 from weft.pipeline.planner.estimates import Estimates

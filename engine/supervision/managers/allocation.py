@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.conf.checks import check
-from weft.conf.private import write_private
+from weft.conf.host.private import write_private
 from weft.conf.schema import ClusterConfig, WeftConfig
 from weft.engine.supervision.hosts import hostfile_text
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.conf.files import write_atomic
-from weft.conf.private import make_run_folder
+from weft.conf.host.files import write_atomic
+from weft.conf.host.private import make_run_folder
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.engine.supervision.managers import kubernetes, slurm
 

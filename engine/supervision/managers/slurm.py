@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.conf.private import run_folder
+from weft.conf.hosts import run_folder
 from weft.conf.schema import SiteConfig, WeftConfig
 from weft.engine.supervision.managers.allocation import with_hosts
 

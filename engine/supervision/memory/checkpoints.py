@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft.comm.exchange import gather
 from weft.comm.sites.joining import in_host_memory
-from weft.conf.private import private_folder
+from weft.conf.host.private import private_folder
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.client_state import encode
 from weft.engine.checkpoint.engine_state import Moment, Portion, fragments, num_bytes_to_come

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from weft.comm import rendezvous
 from weft.comm.sites import links
 from weft.comm.sites.links import SiteLinks, Sites
-from weft.conf.ports import free_port
+from weft.conf.host.ports import free_port
 from weft.conf.schema import CommConfig
 
 

@@ -6,7 +6,7 @@ import torch
 from tests.engine.tiny import batches, tiny_config
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 from weft.engine.planning.devices import _name
 from weft.tools.dry_run import expected_plan
 from weft.tools.ranks import run_ranks

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 from weft.engine.planning import devices
 from weft.engine.planning.devices import usable_flops
 from weft.pipeline.hardware import EFFICIENCY

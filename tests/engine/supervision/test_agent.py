@@ -16,7 +16,7 @@ from time import monotonic
 import psutil
 import pytest
 
-from weft.conf.run_lock import RunLock
+from weft.conf.host.run_lock import RunLock
 from weft.engine.supervision.control import ControlServer
 from weft.engine.supervision.leftovers import Ownership, page_path
 from weft.engine.supervision.message import AgentMessage
@@ -427,7 +427,7 @@ def test_the_agent_that_guards_the_driver_starts_it_again(tmp_path):
     scenario(tmp_path, play, driver=["touch", str(mark)])
 
 
-HOLD = "import sys, time, weft.conf.run_lock as r, pathlib as p; r.RunLock(p.Path(sys.argv[1])); time.sleep(99)"
+HOLD = "import sys, time, weft.conf.host.run_lock as r, pathlib as p; r.RunLock(p.Path(sys.argv[1])); time.sleep(99)"
 
 
 def test_a_driver_that_is_stopped_is_told_and_none_takes_its_place(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 
 from weft.conf import load
 from weft.conf.batch import num_replicas
+from weft.conf.host.private import write_private
 from weft.conf.hosts import world_size
-from weft.conf.private import write_private
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.driver import Driver, Spec, _own_address, config_file
 

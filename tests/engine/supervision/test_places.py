@@ -10,7 +10,7 @@ from time import monotonic, monotonic_ns, sleep
 
 import pytest
 
-from weft.conf.processes import STOPPED, process_state
+from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.heartbeat import Heartbeat, PlaceObserver
 from weft.engine.supervision.place_writer import PlaceWriter

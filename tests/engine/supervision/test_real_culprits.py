@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.supervision.stopping import train_until_stopped
 from tests.engine.tiny import tiny_config
-from weft.conf.processes import STOPPED, process_state
+from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.supervision.culprit import find_culprits
 from weft.engine.supervision.places import PlaceReader, make_page
 from weft.engine.supervision.rows import read_rows

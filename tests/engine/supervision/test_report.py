@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from weft.conf.processes import ProcessState
+from weft.conf.host.processes import ProcessState
 from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.message import AgentMessage

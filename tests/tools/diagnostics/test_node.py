@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft.conf.finding import DOCTOR, Finding, Verdict, doctor_arguments, failures, read_findings
-from weft.conf.measurements import Measurements
+from weft.conf.host.measurements import Measurements
 from weft.engine.supervision.driver import PRELOAD
 from weft.engine.supervision.ranks import Ranks
 from weft.tools.cli import main

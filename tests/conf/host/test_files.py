@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from weft.conf.files import JsonCache, replacing, write_atomic
+from weft.conf.host.files import JsonCache, replacing, write_atomic
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path):

@@ -7,9 +7,9 @@ from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts, Sample
 from weft.comm.collectives.group import LinkClass
 from weft.comm.wan.probe import LinkProfile, ProfileCache
-from weft.conf import measurements
-from weft.conf.files import JsonCache
-from weft.conf.measurements import MOST_DAYS, Measurement, Measurements
+from weft.conf.host import measurements
+from weft.conf.host.files import JsonCache
+from weft.conf.host.measurements import MOST_DAYS, Measurement, Measurements
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.tools.cli import main
 from weft.tools.diagnostics.judging import Judge

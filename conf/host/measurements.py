@@ -11,7 +11,7 @@ from statistics import median
 from time import time
 from typing import Any
 
-from weft.conf.files import JsonCache
+from weft.conf.host.files import JsonCache
 
 MOST_DAYS = 30.0
 """Age at which a value is measured anew."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.conf.documents import MOST_FILE_BYTES, read_text, read_yaml
+from weft.conf.host.documents import MOST_FILE_BYTES, read_text, read_yaml
 from weft.pipeline.profile import MOST_BYTES, load_costs
 
 

@@ -1,19 +1,28 @@
-"""Processes: their state as reported by the kernel, and a quick end of this one."""
+"""Processes of this host: their state, their timer slack, the terminal behind them, and a quick end of this one."""
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TextIO
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 STOPPED = frozenset("Tt")
 """States of a process that a signal or a debugger has stopped."""
+USUAL_S = 5e-5
+"""Linux's default timer slack of a process."""
+_PR_SET_TIMERSLACK = 29
+_LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
+COLUMNS = "WEFT_COLUMNS"
+"""Environment variable of ranks: width of the terminal that shows their output."""
+_USUAL_COLUMNS = 80
 
 
 class ProcessState(NamedTuple):
@@ -61,3 +70,28 @@ def end_process(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # closed
             stream.flush()
     os._exit(code)
+
+
+def set_timer_slack(seconds: float) -> None:
+    """Set the timer slack, by which Linux may delay wake-ups, of this thread and what it starts later; at least 1 ns.
+
+    Only timed waits change: a wait that an event ends stays as prompt as before.
+    """
+    _LIBC.prctl(_PR_SET_TIMERSLACK, max(1, round(seconds * 1e9)))
+
+
+def columns_of(stream: TextIO) -> int:
+    """Return the width of a terminal, or 0 if ``stream`` is none, or has no size, as under `ssh -tt` and `script`."""
+    if not stream.isatty():
+        return 0
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        return _USUAL_COLUMNS
+    return size.columns if size.lines > 0 else 0
+
+
+def columns_behind(stream: TextIO, environment: Mapping[str, str]) -> int:
+    """Return `columns_of` the stream, or the width in ``environment`` if that is 0."""
+    text = environment.get(COLUMNS, "")
+    return columns_of(stream) or (int(text) if text.isdecimal() else 0)

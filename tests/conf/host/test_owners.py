@@ -6,8 +6,8 @@ import os
 import pytest
 
 from weft.comm.native import Kind, build
-from weft.conf.files import JsonCache
-from weft.conf.owners import own_folder, why_untrusted
+from weft.conf.host.files import JsonCache
+from weft.conf.host.owners import own_folder, why_untrusted
 
 OTHER = 54321
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")

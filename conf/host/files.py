@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from weft.conf.owners import is_trusted
+from weft.conf.host.owners import is_trusted
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from weft.conf import ports
+from weft.conf.host import ports
 
 
 def test_a_port_is_free_and_no_ephemeral_one():

@@ -7,7 +7,7 @@ import os
 import socket
 from pathlib import Path
 
-from weft.conf.private import make_run_folder
+from weft.conf.host.private import make_run_folder
 
 NAME = "lock"
 

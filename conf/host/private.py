@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import time_ns
 
-from weft.conf.files import replacing
-from weft.conf.schema import WeftConfig
+from weft.conf.host.files import replacing
 
 SECRETS = "WEFT_SECRETS"
 """Environment variable that names a file of secret variables, which keeps them out of process lists."""
@@ -84,11 +83,6 @@ def append_private(path: Path, text: str) -> None:
     make_run_folder(path.parent)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "a") as out:
         out.write(text)
-
-
-def run_folder(config: WeftConfig) -> Path:
-    """Return the folder of a run."""
-    return (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
 
 
 def make_run_folder(path: Path) -> None:

@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-from weft.conf.timer_slack import set_timer_slack
+from weft.conf.host.processes import set_timer_slack
 
 TOLD = """
 import ctypes, threading
-from weft.conf.timer_slack import USUAL_S, set_timer_slack
+from weft.conf.host.processes import USUAL_S, set_timer_slack
 slack = lambda: print(ctypes.CDLL(None).prctl(30), flush=True)
 def punctual():
     set_timer_slack(USUAL_S)

@@ -1,0 +1,1 @@
+"""The host under a run: files, processes, ports, locks and measurements. Imports nothing else of Weft."""
