@@ -1,4 +1,4 @@
-"""Attempts: a rank that survives a fault gives everything back but its process, and takes part in the next attempt."""
+"""Attempts: a rank that survives a fault keeps its process, releases everything else, and takes part in the next one."""
 
 from __future__ import annotations
 

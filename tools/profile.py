@@ -92,7 +92,7 @@ def _ranks(asked: str | None) -> int:
 
 
 def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
-    """Measure collectives inside of this host, keep what runs read, and show it and return what plans read.
+    """Measure collectives within this host, store what runs read, print it, and return what plans read.
 
     Raises:
         RuntimeError: a rank failed.

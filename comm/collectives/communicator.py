@@ -146,7 +146,7 @@ class Communicator:
         Args:
             work: one of `weft.comm.collectives.primitives`; its result is the handle's.
             tensor: not to be accessed before the handle's `wait` returns.
-            what: it is, for error messages.
+            what: name of the operation, for error messages.
         """
         axis = self._axes[self.group.flat.shape, 0]
         pending = axis.executor.submit(lambda ready: work(ready, axis.group), completed(tensor))

@@ -23,7 +23,7 @@ class Usage:
 
 
 def gather_usage(idle_share: float, device: torch.device) -> Usage:
-    """Usage of all ranks, from each rank's own. Collective call.
+    """Collect the usage of all ranks. Collective call.
 
     Args:
         idle_share: share of the last step in which this rank did not compute.

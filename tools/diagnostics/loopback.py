@@ -18,7 +18,7 @@ _MOST_S = 10.0
 
 
 def check_loopback(judge: Judge, damage: bool = False) -> Finding:
-    """Gigabits that one connection carries in a second of the processor, which other processes do not change.
+    """Gigabits that one connection carries per second of processor time, which other processes do not affect.
 
     Args:
         damage: for tests: change a bit on the way.

@@ -82,7 +82,7 @@ def _judged(
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """The shortest time of a few; on processors the time that this process had, which others do not change."""
+    """The shortest of several times. On CPUs it is processor time, which other processes do not affect."""
     work()
     best = float("inf")
     for _ in range(_REPEATS):
