@@ -1,4 +1,4 @@
-"""Attempts: a rank that survives a fault keeps its process, releases everything else, and takes part in the next one."""
+"""Attempts: a rank that survives a fault keeps its process, releases the rest, and takes part in the next attempt."""
 
 from __future__ import annotations
 

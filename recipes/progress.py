@@ -15,7 +15,7 @@ from weft.conf.schema import WeftConfig
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import together
 from weft.engine.engine import WeftEngine
-from weft.engine.observability.flops import model_flops_per_token
+from weft.engine.observability.usage import model_flops_per_token
 from weft.engine.planning.devices import peak_flops
 from weft.engine.supervision.places import Phase
 from weft.recipes.logs import LogWriter, open_logs

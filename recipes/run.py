@@ -25,9 +25,8 @@ from weft.engine.stop_signals import Stopped
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer, SkippedTooOften
 from weft.engine.zero.finite import explanation, first_appeared
-from weft.recipes.bad_data import BadData
-from weft.recipes.evaluations import Evaluations
 from weft.recipes.finish import print_once
+from weft.recipes.history import BadData, Evaluations
 from weft.recipes.progress import Progress
 
 BEST = "best"

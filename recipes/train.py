@@ -47,9 +47,9 @@ from weft.engine.supervision.memory.host_memory import VARIABLE as MEMORY
 from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.attempts import Held, run_attempts
-from weft.recipes.evaluations import Evaluations
 from weft.recipes.failures import reported
 from weft.recipes.finish import check_finish, finish, print_once
+from weft.recipes.history import Evaluations
 from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun

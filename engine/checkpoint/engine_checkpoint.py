@@ -43,11 +43,10 @@ from weft.engine.checkpoint.folder import (
 )
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.checkpoint.pieces import Piece
-from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.ranks import Ranks, find_stores, store_of
 from weft.engine.checkpoint.reader import Checkpoint, open_checkpoint
 from weft.engine.checkpoint.shard_file import ShardEntry
 from weft.engine.checkpoint.shared_reading import Needed, among, read_once
-from weft.engine.checkpoint.stores import find_stores, store_of
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.checkpoint.writer import save
 from weft.engine.stages.fingerprint import folder_fingerprint

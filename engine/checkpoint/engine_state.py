@@ -18,13 +18,11 @@ from weft.engine.checkpoint.client_state import CLIENT
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST
 from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
-from weft.engine.checkpoint.parts import stored_name, whole_name
-from weft.engine.checkpoint.pieces import Piece, StoredPiece
-from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.pieces import Piece, StoredPiece, stored_name, whole_name
+from weft.engine.checkpoint.ranks import Ranks, Store, store_of
 from weft.engine.checkpoint.rates import PER_GROUP, restore_rates
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.checkpoint.shard_file import damaged
-from weft.engine.checkpoint.stores import Store, store_of
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.zero import Fragment
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.parts import stored_name
-from weft.engine.checkpoint.pieces import Piece, share
+from weft.engine.checkpoint.pieces import Piece, share, stored_name
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.zero import Fragment, ShardedOptimizer
 

@@ -1,14 +1,18 @@
-"""The ranks that write or read together. An error on one rank is raised on all."""
+"""The ranks that write or read together, and share errors; those that share a file system are a store."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from weft.comm.agreement import Gather, attempt
+from weft.engine.checkpoint import durable
 from weft.engine.checkpoint.errors import BY_NAME, CheckpointError, explain
+from weft.engine.checkpoint.folder import TEMPORARY
 
 T = TypeVar("T")
 
@@ -51,3 +55,75 @@ class Ranks:
             shared = BY_NAME.get(outcome.failure.kind, CheckpointError)
             raise shared(outcome.failure.text) from outcome.failure.cause
         return outcome.results
+
+
+LEADERS = 4
+"""Number of rounds of `find_stores` for stores of many ranks."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Ranks that share a file system.
+
+    Attributes:
+        members: their ranks, ascending.
+    """
+
+    members: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """Rank that creates, renames and removes folders for the others."""
+        return self.members[0]
+
+
+def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[Store, ...]:
+    """Find out which ranks share ``folder``, creating it if missing. Collective call.
+
+    This takes few collectives and few files for both large and small stores.
+
+    Args:
+        leaders: rounds in which a single rank makes a file, and the ranks that see it share its store. After these,
+            each remaining rank makes a file, which suits many small stores, such as hosts' own disks.
+
+    Raises:
+        CheckpointError: the folder is not writable.
+    """
+    stores: list[Store] = []
+    waiting: list[int] | None = None
+    while waiting is None or waiting:
+        alone = len(stores) < leaders
+        first = 0 if waiting is None else waiting[0]
+        probing = ranks.rank == first if alone else waiting is None or ranks.rank in waiting
+        probe = folder / f"step-probe-{secrets.token_hex(8)}{TEMPORARY}"  # the name is unique
+        try:
+            probes = ranks.collect(folder, partial(_make, probe) if probing else _nothing)
+            if waiting is None:
+                waiting = list(range(len(probes)))
+            makers = [first] if alone else waiting
+            sees = next((maker for maker in makers if maker == ranks.rank or (folder / probes[maker]).exists()), None)
+            seen = ranks.gather(sees if ranks.rank in waiting else None)
+        finally:
+            if probing:
+                durable.remove(probe)
+        for maker in makers:
+            if members := tuple(rank for rank, store in enumerate(seen) if store == maker):
+                stores.append(Store(members))
+        waiting = [rank for rank in waiting if seen[rank] is None]
+    return tuple(stores)
+
+
+def _make(probe: Path) -> str:
+    """Create the folder, and return its name."""
+    durable.make_folder(probe)
+    return probe.name
+
+
+def _nothing() -> str:
+    """Return the store of a rank that creates none."""
+    return ""
+
+
+def store_of(stores: tuple[Store, ...], rank: int) -> Store:
+    """Return the store of a rank."""
+    return next(store for store in stores if rank in store.members)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from weft.engine.checkpoint.parts import cut_tensors, overlap, stored_name
-from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor
+from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor, cut_tensors, overlap, stored_name
 from weft.engine.checkpoint.shard_file import TYPES, ShardReader, damaged
 from weft.engine.parallel.cut import Cut
 

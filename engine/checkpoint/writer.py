@@ -12,9 +12,8 @@ from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.folder import check_space, checkpoint_folder, clean, complete, prune, put, temporary_for
 from weft.engine.checkpoint.manifest import join, write_manifest
 from weft.engine.checkpoint.pieces import Piece
-from weft.engine.checkpoint.ranks import Ranks
+from weft.engine.checkpoint.ranks import Ranks, Store, find_stores, store_of
 from weft.engine.checkpoint.shard_file import file_name, write_shard
-from weft.engine.checkpoint.stores import Store, find_stores, store_of
 
 
 def save(

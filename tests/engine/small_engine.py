@@ -19,7 +19,7 @@ from tests.thread_ranks import at_end
 from weft.conf.schema import CommConfig, DataConfig, Partition, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
 from weft.engine.checkpoint.origin import Origin
-from weft.engine.checkpoint.parts import cut_tensors, stored_name, whole_name
+from weft.engine.checkpoint.pieces import cut_tensors, stored_name, whole_name
 from weft.engine.planning.layout import RankLayout
 from weft.engine.zero import Collectives, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op

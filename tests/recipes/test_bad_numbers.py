@@ -6,7 +6,7 @@ import pytest
 
 from tests.recipes.runs import prepare, records, run_all
 from weft.engine.zero.skipping import SkippedStep, SkippedTooOften
-from weft.recipes.bad_data import BadData
+from weft.recipes.history import BadData
 from weft.tools.ranks import run_ranks
 
 STEPS, SIZE = 10, 8

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from weft.conf.schema import WeftConfig
-from weft.recipes.hub import push
+from weft.recipes.finish import push
 from weft.tools.preflight import check_hub
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.recipes.runs import prepare, records, run_all
 from weft.engine.checkpoint import open_checkpoint
-from weft.recipes.evaluations import Evaluations
+from weft.recipes.history import Evaluations
 from weft.tools.ranks import run_ranks
 
 LOSSES = {2: 5.0, 4: 3.0} | {step: 4.0 + step / 100 for step in range(6, 30, 2)}

@@ -24,8 +24,7 @@ from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.client_state import encode
 from weft.engine.checkpoint.engine_state import Moment, Portion, fragments, num_bytes_to_come
 from weft.engine.checkpoint.pieces import Piece
-from weft.engine.checkpoint.ranks import Ranks
-from weft.engine.checkpoint.stores import find_stores, store_of
+from weft.engine.checkpoint.ranks import Ranks, find_stores, store_of
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.distributed import attempt_number
 from weft.engine.supervision.memory.exchange import receive_copies, send_copy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.engine.checkpoint.stores import Store
+from weft.engine.checkpoint.ranks import Store
 from weft.engine.supervision.memory.partners import partners
 
 

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.engine.checkpoint.errors import CheckpointError
-from weft.engine.checkpoint.parts import cut_tensors, overlap, stored_name, whole_name
-from weft.engine.checkpoint.pieces import Piece
+from weft.engine.checkpoint.pieces import Piece, cut_tensors, overlap, stored_name, whole_name
 from weft.engine.checkpoint.reader import open_checkpoint
 from weft.engine.checkpoint.writer import save
 from weft.engine.parallel.cut import Cut

@@ -29,7 +29,7 @@ from weft.engine.checkpoint import (
     load_tagged,
     save_engine,
 )
-from weft.engine.checkpoint.parts import whole_name
+from weft.engine.checkpoint.pieces import whole_name
 from weft.engine.checkpoint.shard_file import ShardReader
 from weft.engine.zero.finite import NonFiniteError
 

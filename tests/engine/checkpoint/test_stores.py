@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.checkpoint.ranks_in_threads import Meeting
 from weft.engine.checkpoint import CheckpointError
-from weft.engine.checkpoint.stores import LEADERS, Store, find_stores
+from weft.engine.checkpoint.ranks import LEADERS, Store, find_stores
 
 SHARED = {
     "one for all": "aaaaaa",

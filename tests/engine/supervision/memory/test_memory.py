@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from weft.engine.checkpoint import CheckpointError, Piece
 from weft.engine.checkpoint.pieces import share
-from weft.engine.checkpoint.ranks import Ranks
-from weft.engine.checkpoint.stores import Store
+from weft.engine.checkpoint.ranks import Ranks, Store
 from weft.engine.supervision.memory import HostMemory, partners
 from weft.engine.supervision.memory.hosts import Hosts
 from weft.engine.supervision.memory.recovery import Part, _is_intact, _Recovery, newest_whole
