@@ -10,9 +10,9 @@ from pathlib import Path
 
 from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
-from weft.conf.ranges import SHARE, out_of_range
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
 from weft.conf.schema import Attention, DataKind, LoraConfig, OptimizerKind, PipelineConfig, Precision, WeftConfig
+from weft.conf.schema.ranges import SHARE, out_of_range
 from weft.conf.sites import site_problems
 
 HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
+
+from weft.conf.schema.ranges import COUNT, POSITIVE, Range
 
 
 class ClusterManager(Enum):
@@ -90,11 +93,11 @@ class ClusterConfig:
     """Links between sites."""
     hostfile: str = ""
     """DeepSpeed hostfile (`host slots=N` lines); empty means this machine only."""
-    ranks: int = 1
+    ranks: Annotated[int, COUNT] = 1
     """Processes on this machine if there is no hostfile; with slurm and kubernetes, on each host."""
     master_addr: str = "127.0.0.1"
     """Rendezvous address of the ranks."""
-    master_port: int = 29500
+    master_port: Annotated[int, Range(0, 65535)] = 29500
     """Rendezvous port of the ranks, and unless `comm.port` or `supervise.port` is set the one TCP port of each
     host for other hosts, which a firewall has to let pass; 0 picks a free one (one machine only)."""
     manager: ClusterManager = ClusterManager.ssh
@@ -115,11 +118,11 @@ class ClusterConfig:
 class CommConfig:
     """Transfers between ranks."""
 
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, POSITIVE] = 600.0
     """Seconds after which an unfinished transfer stops the run with an error."""
-    deadline_s: float = 30.0
+    deadline_s: Annotated[float, POSITIVE] = 30.0
     """Seconds of silence after which a link between sites counts as failed."""
-    connections: int = 0
+    connections: Annotated[int, Range(0, 1024)] = 0
     """TCP connections per pair of ranks of different sites; 0 probes each link when the run starts
     and takes the fewest that fill it."""
     tls: bool = True
@@ -128,11 +131,11 @@ class CommConfig:
     interface: str = ""
     """Network interface on which to listen for ranks of other sites; empty takes the one that reaches
     `cluster.master_addr`."""
-    port: int = 0
+    port: Annotated[int, Range(0, 65000)] = 0
     """TCP port of each host for ranks of other sites: the first rank of the host listens there for all of them; 0 takes
     `cluster.master_port` (under torchrun, or on loopback, any free one)."""
-    chunk_kb: int = 128
+    chunk_kb: Annotated[int, Range(4, 4096)] = 128
     """Kibibytes that a connection between sites sends at a time. A tensor should fill all `connections`
     many times over: lower it if tensors are small and connections are many."""
-    cell: int = 1
+    cell: Annotated[int, Range(1, 64)] = 1
     """Replicas per DP-cell, which pool their uplinks for transfers between sites; 1 disables pooling."""

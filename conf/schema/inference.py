@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
+
+from weft.conf.schema.ranges import COUNT, NATURAL, POSITIVE, Range
 
 
 class KvConnector(Enum):
@@ -31,7 +34,7 @@ class ControllerConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on; any address that other machines can reach needs an API key."""
-    port: int = 8300
+    port: Annotated[int, Range(0, 65535)] = 8300
     """Port to listen on."""
     api_key_env: str = "WEFT_API_KEY"
     """Environment variable with the API key that callers send as `Authorization: Bearer KEY`; it is
@@ -41,30 +44,30 @@ class ControllerConfig:
     tokenizer: str = ""
     """tokenizer.json of the served model, or its folder, to count prompt tokens; empty uses the one in
     `inference.prefill.model`, or estimates the count from the text's length if there is none."""
-    deadline_s: float = 10.0
+    deadline_s: Annotated[float, POSITIVE] = 10.0
     """Refuse a request whose first token is predicted to take longer, in seconds; the request header
     X-Weft-Deadline-S overrides it."""
-    max_prompt_tokens: int = 131_072
+    max_prompt_tokens: Annotated[int, COUNT] = 131_072
     """Longest prompt that is accepted."""
-    max_body_bytes: int = 4_194_304
+    max_body_bytes: Annotated[int, COUNT] = 4_194_304
     """Largest request body that is accepted."""
-    max_json_depth: int = 32
+    max_json_depth: Annotated[int, COUNT] = 32
     """Deepest JSON nesting of a request body that is accepted."""
-    max_queue: int = 64
+    max_queue: Annotated[int, COUNT] = 64
     """Largest number of unanswered requests on one worker."""
-    max_connections: int = 1024
+    max_connections: Annotated[int, COUNT] = 1024
     """Largest number of open client connections."""
-    receive_timeout_s: float = 10.0
+    receive_timeout_s: Annotated[float, POSITIVE] = 10.0
     """Seconds that a client has to send its request."""
-    answer_slack_s: float = 5.0
+    answer_slack_s: Annotated[float, POSITIVE] = 5.0
     """Seconds past the expected end of a prompt after which the controller starts to check the worker's
     health; the worker keeps its prompts as long as it answers."""
-    silence_s: float = 30.0
+    silence_s: Annotated[float, POSITIVE] = 30.0
     """Seconds without any answer after which a worker counts as hung. A dead worker refuses
     connections, which is noticed at once."""
-    answer_timeout_s: float = 600.0
+    answer_timeout_s: Annotated[float, POSITIVE] = 600.0
     """Seconds after which a prompt is abandoned even if its worker is alive."""
-    probe_s: float = 0.5
+    probe_s: Annotated[float, POSITIVE] = 0.5
     """Seconds between probes of each worker's health and bubbles."""
 
 
@@ -78,26 +81,26 @@ class PrefillConfig:
     """Python interpreter that has vLLM; empty uses the one that runs `weft serve`."""
     ranks: list[int] = field(default_factory=list)
     """Training ranks of this host whose bubbles serve prefill; empty means all of `cluster.ranks`."""
-    ranks_per_worker: int = 1
+    ranks_per_worker: Annotated[int, COUNT] = 1
     """Ranks whose devices one worker spans as its tensor-parallel group; it runs while all of them
     are in a bubble."""
     host: str = "127.0.0.1"
     """Address for the workers to listen on; any address that other machines can reach needs an API key."""
-    first_port: int = 8301
+    first_port: Annotated[int, Range(1024, 65535)] = 8301
     """Port of the first worker; the others follow."""
-    first_side_port: int = 5600
+    first_side_port: Annotated[int, Range(1024, 65535)] = 5600
     """Side-channel port of the first worker's NIXL connector, for decode instances; the others follow."""
-    memory_share: float = 0.1
+    memory_share: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.1
     """Fraction of a GPU's memory that a worker reserves at its start for weights, KV cache and about a
     gigabyte more; an 8 B model in bf16 has 16 GB of weights, so 0.25 of an 80 GB GPU. Training must
     leave that much free; `weft serve` checks both before it starts a worker."""
-    kv_cache_bytes: int = 268_435_456
+    kv_cache_bytes: Annotated[int, COUNT] = 268_435_456
     """KV cache of a worker on a CPU; on a GPU it follows from `memory_share`."""
-    max_tokens: int = 4096
+    max_tokens: Annotated[int, COUNT] = 4096
     """Longest prompt, and longest prefill chunk, in tokens."""
-    guard_s: float = 0.003
+    guard_s: Annotated[float, NATURAL] = 0.003
     """Seconds to keep free at the end of each bubble, before training is expected back."""
-    quantile: float = 0.98
+    quantile: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.98
     """Fraction of prefill steps that should end within their prediction; the others run into the guard."""
     connector: KvConnector = KvConnector.none
     """How to send KV caches: none, or nixl (vLLM's NIXL connector, with a quiet progress thread)."""

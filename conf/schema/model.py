@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
+
+from weft.conf.schema.ranges import COUNT, POSITIVE, SHARE, Range
 
 
 class Attention(Enum):
@@ -29,11 +31,11 @@ class LoraConfig:
 
     enabled: bool = False
     """Train only the adapters."""
-    rank: int = 8
+    rank: Annotated[int, COUNT] = 8
     """Rank of the update matrices."""
-    alpha: float = 16.0
+    alpha: Annotated[float, POSITIVE] = 16.0
     """Scale of the update: alpha / rank."""
-    dropout: float = 0.0
+    dropout: Annotated[float, SHARE] = 0.0
     """Dropout on the adapter's input."""
     target_modules: list[str] = field(default_factory=list)
     """Modules that get an adapter; [all-linear] is each nn.Linear but the output's; empty lets peft choose."""
@@ -77,7 +79,7 @@ class DataConfig:
     """Split of a hub dataset."""
     eval_split: str = ""
     """Split used for evaluation; empty holds out `eval_fraction` of the training data."""
-    eval_fraction: float = 0.0
+    eval_fraction: Annotated[float, SHARE] = 0.0
     """Fraction of documents held out for evaluation when `eval_split` is empty."""
     text_field: str = "text"
     """Field with the text of a document."""
@@ -91,9 +93,9 @@ class DataConfig:
     """Read the data during training instead of loading it first; shuffle within a buffer."""
     shuffle: bool = True
     """Shuffle documents, differently in each epoch."""
-    shuffle_buffer: int = 10_000
+    shuffle_buffer: Annotated[int, COUNT] = 10_000
     """Documents in the shuffle buffer of a streamed source."""
-    sequence_length: int = 256
+    sequence_length: Annotated[int, Range(2)] = 256
     """Tokens per sequence."""
     packing: bool = True
     """Pack several documents into each sequence; position ids restart at each document."""

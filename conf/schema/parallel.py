@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
 from weft.conf.schedule_kinds import PlacementKind, ScheduleKind
+from weft.conf.schema.ranges import COUNT, NATURAL, Range
 from weft.conf.schema.training import Precision
 
 
@@ -37,7 +39,7 @@ class PairChoice(Enum):
 class PipelineConfig:
     """The placement of the model on ranks, and their schedule."""
 
-    stages: int = 1
+    stages: Annotated[int, COUNT] = 1
     """Number of pipeline ranks; the number of replicas is world size / (stages x context x tensor)."""
     schedule: ScheduleKind = ScheduleKind["1f1b"]
     """Schedule generator; `file` reads `schedule_file`."""
@@ -50,29 +52,29 @@ class PipelineConfig:
     """straight: one chunk per rank; interleaved: several, round-robin; fold: two, down and back up;
     site_fold, site_interleaved: the same within each site. any: what the schedule needs, or for
     schedule=auto the placement with the shortest predicted step."""
-    chunks_per_rank: int = 2
+    chunks_per_rank: Annotated[int, COUNT] = 2
     """Virtual stages per rank in an interleaved placement."""
-    launch_together: int = 0
+    launch_together: Annotated[int, NATURAL] = 0
     """Micro-batches of a chunk that the interleaved schedule launches in a row: more overlap more of
     ZeRO's collectives but hold more activations. 0 takes the number that `weft plan` prints, as far
     as memory allows, if collectives have been measured, and otherwise one per rank."""
-    microbatches: int = 4
+    microbatches: Annotated[int, NATURAL] = 4
     """Micro-batches per step and replica; 0 derives it from `train.batch_size`, which is also done if
     only that is given on the command line."""
     split: SplitKind = SplitKind.even
     """How to divide layers among stages: even counts, or cost, which also weighs embedding and head."""
     layers: list[int] = field(default_factory=list)
     """Number of layers of each virtual stage; empty lets `split` decide."""
-    memory_cap_bytes: int = 0
+    memory_cap_bytes: Annotated[int, NATURAL] = 0
     """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap, or for
     schedule=auto one that it sets itself and that the dry run prints."""
-    search_seconds: float = 2.0
+    search_seconds: Annotated[float, NATURAL] = 2.0
     """Nominal time for schedule=auto to improve its first schedule."""
     pairs: PairChoice = PairChoice.auto
     """Which strand pairs of a schedule run interleaved, where ranks share layers: auto, those that are
     shorter so by their segment plans; always, all of them; never, none. The halves of others run one after
     the other, backward first."""
-    receive_ahead: int = 4
+    receive_ahead: Annotated[int, COUNT] = 4
     """Number of receives to post in advance, per neighbour and direction."""
     debug: bool = False
     """Check before each action that its dependencies have finished."""
@@ -91,10 +93,10 @@ class ContextExchange(Enum):
 class ParallelConfig:
     """Parallelism inside of layers; a replica has stages x context x tensor ranks."""
 
-    tensor: int = 1
+    tensor: Annotated[int, COUNT] = 1
     """Ranks that share each layer's matrices, the embedding and the head, and between blocks the
     sequence: neighbouring ranks of one host."""
-    context: int = 1
+    context: Annotated[int, COUNT] = 1
     """Ranks that share each sequence; they are data ranks of ZeRO, too."""
     context_exchange: ContextExchange = ContextExchange.auto
     """How attention sees whole sequences: gather collects keys and values on every rank; all_to_all gives
@@ -102,7 +104,7 @@ class ParallelConfig:
     keys and values from rank to rank while attention to others is computed, and keeps a rank's own only. auto
     takes what costs least time of what fits in memory, as `python -m benchmarks collectives` has measured, or moves
     the fewest bytes."""
-    expert: int = 1
+    expert: Annotated[int, COUNT] = 1
     """Ranks that share the experts of each layer, each with tokens of its own; a divisor of replicas x context
     x tensor, and a multiple of tensor."""
     tensor_across_hosts: bool = False
@@ -114,22 +116,22 @@ class ParallelConfig:
 class ZeroConfig:
     """Sharding of optimiser state, gradients and weights over replicas."""
 
-    stage: int = 0
+    stage: Annotated[int, Range(0, 3)] = 0
     """Sharded state: 0: nothing; 1: optimiser state; 2: also gradients; 3: also weights."""
     overlap_comm: bool = True
     """Overlap gradient reductions and weight all-gathers with compute; off waits for each of them."""
-    reduce_bucket_size: int = 50_000_000
+    reduce_bucket_size: Annotated[int, COUNT] = 50_000_000
     """Largest number of elements per gradient reduction."""
-    allgather_bucket_size: int = 50_000_000
+    allgather_bucket_size: Annotated[int, COUNT] = 50_000_000
     """Largest number of elements per weight all-gather."""
-    param_persistence_threshold: int = 0
+    param_persistence_threshold: Annotated[int, NATURAL] = 0
     """Stage 3 keeps parameters with fewer elements than this unsharded, in order of use, up to
     `model_persistence_threshold` elements."""
-    model_persistence_threshold: int = 9_223_372_036_854_775_807
+    model_persistence_threshold: Annotated[int, NATURAL] = 9_223_372_036_854_775_807
     """Largest number of elements per rank that `param_persistence_threshold` may keep unsharded."""
     communication_data_type: Precision = Precision.fp32
     """Number format in which gradients are sent; they are accumulated in fp32 before and after."""
-    reduce_every: int = 0
+    reduce_every: Annotated[int, NATURAL] = 0
     """Micro-batches of a stage to accumulate before stages 2 and 3 reduce-scatter the gradients. 0
     accumulates the whole step and communicates least; 1 takes the least memory."""
     partition: Partition = Partition.workload

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
+
+from weft.conf.schema.ranges import COUNT, NATURAL, POSITIVE, Range
 
 
 class Precision(Enum):
@@ -45,23 +48,23 @@ class OptimizerConfig:
 
     kind: OptimizerKind = OptimizerKind.adamw
     """Algorithm: adamw, sgd, or lamb, which scales updates by each parameter's norm for large batches."""
-    lr: float = 3e-4
+    lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the first and second moment; sgd uses the first as its momentum."""
-    eps: float = 1e-8
+    eps: Annotated[float, POSITIVE] = 1e-8
     """Term added to the square root of the second moment."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, NATURAL] = 0.0
     """Decoupled weight decay."""
-    clip: float = 1.0
+    clip: Annotated[float, NATURAL] = 1.0
     """Global gradient norm above which gradients are clipped; 0 disables clipping."""
     schedule: LrSchedule = LrSchedule.cosine
     """Learning-rate schedule after warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, NATURAL] = 0
     """Steps of linear warm-up."""
-    warmup_ratio: float = 0.0
+    warmup_ratio: Annotated[float, Range(0, 1)] = 0.0
     """Share of the steps that warm up, rounded up; above 0 it replaces `warmup_steps`."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: Annotated[float, Range(0, 1)] = 0.1
     """Final learning rate as a fraction of the peak, for cosine and linear."""
 
 
@@ -76,28 +79,28 @@ class TrainConfig:
     shared: bool = False
     """Let other users read checkpoints, exports, metrics and plots of the run, as the umask allows; otherwise the
     folder is private (0700). Settings and the supervisor's files are private in any case."""
-    steps: int = 100
+    steps: Annotated[int, COUNT] = 100
     """Number of optimiser steps."""
-    epochs: float = 0.0
+    epochs: Annotated[float, NATURAL] = 0.0
     """Passes over the data, instead of `steps`; the last step is filled up from the next pass. 0 uses
     `steps`, which streamed data requires."""
-    max_seconds: float = 0.0
+    max_seconds: Annotated[float, NATURAL] = 0.0
     """Stop after this many seconds of training; 0 means no limit."""
-    microbatch_size: int = 1
+    microbatch_size: Annotated[int, NATURAL] = 1
     """Sequences per micro-batch; 0 derives it from `batch_size`."""
-    batch_size: int = 0
+    batch_size: Annotated[int, NATURAL] = 0
     """Sequences per step over all replicas; 0 means microbatch_size x microbatches x replicas."""
     precision: Precision = Precision.fp32
     """Number format of weights and activations; bf16 and fp16 keep fp32 master weights."""
-    seed: int = 1234
+    seed: Annotated[int, NATURAL] = 1234
     """Random seed of new weights, shuffling and dropout."""
-    eval_every: int = 0
+    eval_every: Annotated[int, NATURAL] = 0
     """Steps between evaluations; 0 disables them."""
-    eval_batches: int = 8
+    eval_batches: Annotated[int, COUNT] = 8
     """Batches per evaluation."""
-    early_stopping_patience: int = 0
+    early_stopping_patience: Annotated[int, NATURAL] = 0
     """Stop after this many evaluations in a row without a lower loss; 0 disables early stopping."""
-    early_stopping_threshold: float = 0.0
+    early_stopping_threshold: Annotated[float, NATURAL] = 0.0
     """Minimum improvement of the evaluation loss that resets the count of evaluations without one."""
     export: bool = True
     """Export a Hugging Face folder at the end."""
@@ -110,7 +113,7 @@ class TrainConfig:
     """Create that repository as private if it does not exist yet."""
     sample: str = ""
     """Prompt to sample a text from the export with plain transformers; empty samples nothing."""
-    sample_tokens: int = 64
+    sample_tokens: Annotated[int, COUNT] = 64
     """Number of tokens to sample."""
     timeline: bool = False
     """At the end, plot a measured step and the predicted one, and write the measured costs."""
@@ -120,7 +123,7 @@ class TrainConfig:
 class LoggingConfig:
     """Metrics logging of recipes; your own scripts use DeepSpeed's monitors."""
 
-    every: int = 1
+    every: Annotated[int, COUNT] = 1
     """Steps between log records."""
     progress: bool = True
     """Show the steps on rank 0: a bar on a terminal, otherwise a line every ten seconds."""
@@ -142,15 +145,15 @@ class LoggingConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    every: int = 0
+    every: Annotated[int, NATURAL] = 0
     """Steps between checkpoints; 0 saves only at the end."""
-    memory_every: int = 0
+    memory_every: Annotated[int, NATURAL] = 0
     """Steps between checkpoints in host memory, on this host and one other, from which a supervised run
     recovers; 0 keeps none."""
-    memory_share: float = 0.25
+    memory_share: Annotated[float, Range(0, 1, low_open=True)] = 0.25
     """Share of the time that copies to the other host may take, where one takes more than a second: over
     a slow link they hold training up. Memory checkpoints are then further apart than `memory_every`."""
-    keep: int = 2
+    keep: Annotated[int, NATURAL] = 2
     """Number of newest complete checkpoints to keep; 0 keeps all."""
     load_best_model_at_end: bool = False
     """Also keep the checkpoint with the lowest evaluation loss, as `checkpoints/best`, and export that
@@ -160,12 +163,12 @@ class CheckpointConfig:
     a checkpoint folder."""
     final: bool = True
     """Save a checkpoint at the end."""
-    storage_wait_s: float = 3600.0
+    storage_wait_s: Annotated[float, NATURAL] = 3600.0
     """Seconds that the last checkpoint of a run waits for storage that is full or read-only, and tries again."""
     on_signal: bool = True
     """Take the first SIGTERM or SIGINT as a request: training ends after the running step with a checkpoint, exit
     code 143 or 130. A second signal ends it at once."""
-    signal_deadline_s: float = 300.0
+    signal_deadline_s: Annotated[float, POSITIVE] = 300.0
     """Seconds from the first signal to the end of the step and its checkpoint; then the ranks are killed."""
     background: bool = False
     """Copy to host memory and write in the background while training continues. Your own script then

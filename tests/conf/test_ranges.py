@@ -6,8 +6,8 @@ import pytest
 
 from weft.conf import load
 from weft.conf.fields import field_types
-from weft.conf.ranges import RANGES, Range, out_of_range
 from weft.conf.schema import WeftConfig
+from weft.conf.schema.ranges import Range, out_of_range, ranges
 
 WHOLE = {name for name, kind in field_types().items() if kind in (int, int | None)}
 
@@ -24,7 +24,7 @@ def with_value(name, value):
 
 def ends():
     """(field, value, whether it is allowed), at both ends of each range."""
-    for name, allowed in RANGES.items():
+    for name, allowed in ranges(WeftConfig).items():
         for end, is_open, inwards in ((allowed.low, allowed.low_open, 1), (allowed.high, allowed.high_open, -1)):
             if end == inf:
                 continue
@@ -45,7 +45,7 @@ def test_ends(name, value, allowed):
 
 def test_every_number_of_the_schema_has_a_range():
     numbers = {name for name, kind in field_types().items() if kind in (int, float, int | None, float | None)}
-    assert numbers == set(RANGES)
+    assert numbers == set(ranges(WeftConfig))
 
 
 def test_a_number_may_be_left_open_where_its_field_says_so():
