@@ -18,9 +18,9 @@ from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.wan.network import WanNetwork
 from weft.conf.hosts import boards_folder
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint import BackgroundWriter
+from weft.engine.checkpoint import BackgroundWriter, engine_methods
 from weft.engine.checkpoint.origin import Origin
-from weft.engine.deepspeed import checkpoints, construction, evaluation
+from weft.engine.deepspeed import construction, evaluation
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
 from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import close_groups, from_rank_zero
@@ -96,8 +96,8 @@ class WeftEngine(PipelineEngine):
     _configure_optimizer = construction.configure_optimizer
     _configure_lr_scheduler = construction.configure_lr_scheduler
     eval_batch = evaluation.eval_batch
-    save_checkpoint = checkpoints.save_checkpoint
-    load_checkpoint = checkpoints.load_checkpoint
+    save_checkpoint = engine_methods.save_checkpoint
+    load_checkpoint = engine_methods.load_checkpoint
 
     def __init__(
         self,

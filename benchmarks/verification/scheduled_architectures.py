@@ -19,8 +19,8 @@ from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
+from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
-from weft.engine.execution.sums import LabelCount
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.axis_check import TOLERANCE

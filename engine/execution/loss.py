@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.sums import ReplicaSum
 from weft.engine.distributed import together
+from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
-from weft.engine.execution.sums import LabelCount, ReplicaSum
 from weft.engine.stages.batch import count_label_tokens, label_tokens
 from weft.engine.stages.objective import Minimised, tell_items, told_items
 

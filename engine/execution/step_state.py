@@ -10,8 +10,8 @@ from torch import Tensor
 
 from weft.comm.channel import SendHandle
 from weft.engine.backward import SavedForward
+from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.receives import ReceiveQueue
-from weft.engine.execution.sums import LabelCount
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.stages.batch import Batch
 from weft.pipeline.action import Action

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.engine.execution.sums import ReplicaSum
+from weft.comm.sums import ReplicaSum
 from weft.engine.zero.host_copy import HostCopy
 from weft.engine.zero.origin import Source
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.engine.execution.sums import ReplicaSum, sum_now
+from weft.comm.sums import ReplicaSum, sum_now
 from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm

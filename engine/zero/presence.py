@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from weft.engine.execution.sums import ReplicaSum
+from weft.comm.sums import ReplicaSum
 from weft.engine.zero.bucket import Bucket
 
 

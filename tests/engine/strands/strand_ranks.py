@@ -19,8 +19,8 @@ from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ContextExchange, ModelConfig, Partition, SplitKind, WeftConfig, ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
+from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
-from weft.engine.execution.sums import LabelCount
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes, open_axes
 from weft.engine.planning.layout import RankLayout

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.collectives import Primitive
-from weft.engine.execution.sums import ReplicaSum
+from weft.comm.sums import ReplicaSum
 from weft.engine.zero import Collectives, ShardedOptimizer
 from weft.engine.zero.collectives import CompletedHandle
 

@@ -6,9 +6,9 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch.optim import SGD, AdamW
 
 from tests.engine.zero.replicas import Meetings, SmallStage, in_threads, whole_step
+from weft.comm.sums import ReplicaSum
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import Precision, WeftConfig, ZeroConfig
-from weft.engine.execution.sums import ReplicaSum
 from weft.engine.zero import NonFiniteError, ShardedOptimizer, Sharding, Skips, optimizer
 from weft.engine.zero.finite import NormWatch, all_finite
 from weft.engine.zero.norm import ROW, squared_norm

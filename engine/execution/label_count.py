@@ -1,0 +1,62 @@
+"""The tokens with labels of a step, summed over replicas while it computes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.sums import ReplicaSum
+
+NO_LABELS = "data: no token of this step carries a label; check the labels or the chat template"
+
+
+class LabelCount:
+    """Tokens that count in the loss, over all micro-batches and replicas of a step."""
+
+    def __init__(self, count: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Start to sum the ``count`` of this replica, a scalar on its device."""
+        exact = torch.float64 if count.device.type == "cpu" else torch.float32
+        self._sum: ReplicaSum | None = ReplicaSum(count.to(exact), group)
+        self.items = torch.zeros((), device=count.device)
+        """The count, fp32, after `wait`."""
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """True after `wait`."""
+        return self._sum is None
+
+    def wait(self) -> Tensor:
+        """Fill and return `items`. On a GPU only the current stream waits.
+
+        Raises:
+            ValueError: the count is zero. On a GPU, `check` raises this.
+        """
+        if self._sum is not None:
+            self.items.copy_(self._sum.wait())
+            self._sum = None
+            if self.items.is_cuda:
+                self._tell()
+            elif self.items == 0:
+                raise ValueError(NO_LABELS)
+        return self.items
+
+    def _tell(self) -> None:
+        """Copy the count to the host for `check`. A step without labels has a loss and gradients of zero."""
+        told = torch.empty((), pin_memory=True)
+        told.copy_(self.items, non_blocking=True)
+        self._told = told, torch.cuda.current_stream(self.items.device).record_event()
+        self.items.clamp_(min=1.0)
+
+    def check(self) -> None:
+        """Raise an error for a count of zero. To be called in a later step than `wait`, so that the host hardly waits.
+
+        Raises:
+            ValueError: the step had no labels.
+        """
+        if self._told is not None:
+            told, event = self._told
+            event.synchronize()
+            if told == 0:
+                raise ValueError(NO_LABELS)
