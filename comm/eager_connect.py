@@ -12,11 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from weft.comm.backends import GLOO
 from weft.comm.emulated.group import BACKEND
-from weft.comm.sites.joining import GLOO
-
-Hop = tuple[int, int]
-"""Sender and receiver, as global ranks."""
+from weft.comm.links import Hop
 
 
 def on_host(group: dist.ProcessGroup | None = None) -> bool:

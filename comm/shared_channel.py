@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.eager_connect import Hop, on_host
+from weft.comm.eager_connect import on_host
 from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import gather
+from weft.comm.links import Hop
 
 INLINE_BYTES = 2 << 20
 """Larger tensors are copied by a separate thread; for smaller ones the context switch costs more than the copy."""

@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.backends import in_host_memory
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.eager_connect import Hop, connect_pairs, edge_colors, in_color_order, on_host
+from weft.comm.eager_connect import connect_pairs, edge_colors, in_color_order, on_host
+from weft.comm.job import current_job
+from weft.comm.links import Hop
 from weft.comm.rts_channel import RtsReceiver, RtsSender, shorten_switch_interval
-from weft.comm.sites.joining import by_site, in_host_memory
 
 RTS_TIMEOUT = timedelta(days=7)
 """An RTS may take as long as a step; the receiver enforces its own deadline."""
@@ -148,7 +150,7 @@ def _groups(hops: Collection[Hop], timeout: timedelta) -> dict[Hop, dist.Process
     groups: dict[Hop, dist.ProcessGroup] = {}
     # gloo connects all members of a group to each other, NCCL only those that communicate. A group over several sites
     # would be none of NCCL's.
-    for ranks in components(hops) if on_host() else by_site({rank for hop in hops for rank in hop}):
+    for ranks in components(hops) if on_host() else current_job().by_site({rank for hop in hops for rank in hop}):
         inside = {hop: color for hop, color in colors.items() if hop[0] in ranks}
         for color in sorted(set(inside.values())):
             group = dist.new_group(ranks, timeout=timeout, group_desc=f"hops {color}")

@@ -19,11 +19,13 @@ class Feature:
     Attributes:
         entry: the module that the core calls, which nothing outside the feature imports by a statement.
         commands: module and summary of each of its commands.
+        checks: module of each of its checks of `weft doctor`.
         settings: fields or sections that need it unless they have their defaults, or one of these values.
     """
 
     entry: str
     commands: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    checks: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -31,6 +33,7 @@ FEATURES = {
     "wan": Feature(
         entry="weft.comm.wan",
         commands={"netbed": ("weft.tools.netbed.command", "emulate a WAN on this machine, with real TCP and faults")},
+        checks={"net": "weft.tools.netbed.probing"},
         settings={"cluster.sites": ()},
     ),
     "planner": Feature(

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from weft.comm import rendezvous
 from weft.comm.agreement import attempt
+from weft.comm.backends import backend_of
 from weft.comm.channel import ChannelError
 from weft.comm.eager_connect import on_host
 from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import broadcast
-from weft.comm.sites.joining import backend_of
-from weft.comm.sites.links import Sites
+from weft.comm.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
 
 T = TypeVar("T")

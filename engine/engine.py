@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from weft.comm.collectives import Primitive
 from weft.comm.collectives.eager_connect import connect_groups
-from weft.comm.wan.network import WanNetwork
+from weft.comm.links import SiteNetwork
 from weft.conf.hosts import boards_folder
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, engine_methods
@@ -107,7 +107,7 @@ class WeftEngine(PipelineEngine):
         collectives: Collectives,
         axes: AxisGroups | None = None,
         pairs: SlotPairs | None = None,
-        wan: WanNetwork | None = None,
+        wan: SiteNetwork | None = None,
         objective: Objective | None = None,
         **deepspeed: Any,
     ) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
-from weft.comm.wan.network import WanNetwork
+from weft.comm.links import SiteNetwork
 from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
@@ -147,7 +147,7 @@ class PreparedRun:
     collectives: Collectives
     axes: AxisGroups
     pairs: SlotPairs | None
-    wan: WanNetwork | None
+    wan: SiteNetwork | None
 
     @classmethod
     def open(

@@ -16,8 +16,8 @@ from time import monotonic
 
 import torch.distributed as dist
 
+from weft.comm.job import current_job
 from weft.comm.lifeline import abort_devices_groups
-from weft.comm.sites.joining import interrupt_groups
 from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.kept import Kept
@@ -151,7 +151,7 @@ def _leave(held: Held) -> None:
     faulthandler.dump_traceback_later(STUCK_S)
     try:
         held.interrupt()
-        interrupt_groups()
+        current_job().close(linger_s=0.0)
     except Exception:  # the thread continues to read from the agent
         log.exception("leaving an attempt")
     if dist.is_initialized():

@@ -21,6 +21,8 @@ SETTINGS = {
     "supervision": "supervise.enabled=true",
 }
 """A setting that needs each feature; the planner and emulation have commands only."""
+CHECKS = {"net": ("--bind", "127.0.0.1")}
+"""Options of each feature's check of `weft doctor`."""
 IMPORT_ALL = """
 import importlib, pkgutil, weft
 names = [found.name for found in pkgutil.walk_packages(weft.__path__, "weft.")]
@@ -102,6 +104,9 @@ def test_the_core_works_without(name, tmp_path, whole):
     for command in FEATURES[name].commands:
         refused = run(root, "-m", "weft.tools.cli", command)
         assert refused.returncode == 2 and f"weft {command}: needs the feature {name!r}" in refused.stderr
+    for check in FEATURES[name].checks:
+        refused = run(root, "-m", "weft.tools.cli", "doctor", check, *CHECKS[check])
+        assert refused.returncode == 2 and f"weft doctor {check}: needs the feature {name!r}" in refused.stderr
     if name in SETTINGS:
         refused = run(root, "-m", "weft.tools.cli", "config", "recipe=quickstart", SETTINGS[name])
         setting = SETTINGS[name].partition("=")[0]

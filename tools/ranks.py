@@ -81,9 +81,9 @@ def _rank(
     os.environ.update(variables)
     import torch
 
-    from weft.comm.sites.joining import leave
+    from weft.comm.job import current_job
 
     torch.set_num_threads(1)
     result = function(*args)
-    leave()
+    current_job().close()  # delivers messages to other sites
     return result

@@ -10,7 +10,7 @@ from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.registry import CHUNK_KB, MANY
-from weft.comm.wan.probe import LinkProfile
+from weft.comm.links import LinkProfile
 from weft.conf.schema import (
     ClusterConfig,
     CommConfig,

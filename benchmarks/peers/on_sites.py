@@ -16,8 +16,8 @@ from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import profile, wan_topology
 from benchmarks.peers.registry import MANY, SITES, Engine
 from benchmarks.results import parse, write_json
+from weft.comm.links import LinkProfile
 from weft.comm.wan.library import load
-from weft.comm.wan.probe import LinkProfile
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.generators import generate

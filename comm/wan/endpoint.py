@@ -9,9 +9,10 @@ from types import TracebackType
 import torch
 
 from weft.comm.key import WanKey
+from weft.comm.links import LinkCounters
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.staging import staging
-from weft.comm.wan.transport import LinkCounters, Path, Transport
+from weft.comm.wan.transport import Path, Transport
 
 SINK_LANE = 0xFFFF
 """A lane whose messages the peer acknowledges and discards, for probes."""

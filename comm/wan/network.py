@@ -19,10 +19,11 @@ from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.exchange import gather
 from weft.comm.key import WanKey
-from weft.comm.wan.cell import Cell, join
+from weft.comm.links import Cell, Hop, LinkProfile
+from weft.comm.wan.cell import join
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.probe import MOST, LinkProfile, probe_both
+from weft.comm.wan.probe import MOST, probe_both
 from weft.conf.schema import CommConfig
 
 _log = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ _NO_TLS_WARNING = (
 INSIDE_CONNECTIONS = 2
 """Connections of a link between ranks of one site."""
 
-Hop = tuple[int, int]
 T = TypeVar("T")
 
 
@@ -62,14 +62,14 @@ class WanNetwork:
         comm: CommConfig,
         device: torch.device,
         known: Mapping[Hop, LinkProfile] = MappingProxyType({}),
-        door: tuple[str, int] | None = None,
+        address: tuple[str, int] | None = None,
     ) -> WanNetwork:
         """Open the links of every cell. A collective call over the whole world.
 
         Args:
             cells: all crossings of the job, the same on every rank; a pipeline that shares no
                 uplinks is a cell of its own.
-            door: the address on which this host listens already, if each host has one port; otherwise every rank
+            address: the address on which this host listens already, if each host has one port; otherwise every rank
                 listens, from ``comm.port`` on.
             known: all profiles that an earlier attempt has measured; if a rank has them, nothing is probed.
 
@@ -82,7 +82,7 @@ class WanNetwork:
         if cells and me == 0 and not comm.tls:
             _log.warning(_NO_TLS_WARNING)
         attempt = gather(secrets.token_hex(16))[0]  # rank 0's
-        endpoint = _on_all_ranks(lambda: _listen(me, attempt, comm, device, door) if mine else None)
+        endpoint = _on_all_ranks(lambda: _listen(me, attempt, comm, device, address) if mine else None)
         addresses = gather(endpoint.address if endpoint else None)
         network = cls(endpoint)
         for cell in mine:

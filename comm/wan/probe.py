@@ -13,11 +13,9 @@ from typing import Any
 import torch
 
 from weft.comm.channel import Handle, TensorSpec
+from weft.comm.links import TOLERANCE, LinkProfile, fewest
 from weft.comm.wan.endpoint import SINK_LANE, WanEndpoint
 from weft.conf.host.measurements import Measurements
-
-TOLERANCE = 0.05
-"""Relative gain below which more connections are not used."""
 
 MOST = 32
 """Default for the maximum number of connections that a probe tries."""
@@ -26,56 +24,6 @@ _MESSAGE_BYTES = 1 << 18
 _WINDOW_MESSAGES = 16  # more than the window of one connection
 _REPORT_BYTES = 4096
 _PATIENCE_OPPOSED = 4.0  # times longer, until both directions' pacing has converged
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkProfile:
-    """The measured properties of one direction of a link.
-
-    Attributes:
-        rtt_s: minimum round-trip time.
-        rates_bps: pairs of (number of connections, their total payload bits per second).
-        opposed_bps: rate while the other direction was saturated too, so that acknowledgements shared
-            the line with payload, or 0 if only one direction was measured.
-    """
-
-    rtt_s: float
-    rates_bps: tuple[tuple[int, float], ...]
-    opposed_bps: float = 0.0
-
-    @property
-    def latency_s(self) -> float:
-        """One-way delay: half the round trip."""
-        return self.rtt_s / 2
-
-    @property
-    def single_bps(self) -> float:
-        """Rate of one connection."""
-        return dict(self.rates_bps)[1]
-
-    @property
-    def aggregate_bps(self) -> float:
-        """The maximum rate over all numbers of connections."""
-        return max(dict(self.rates_bps).values())
-
-    @property
-    def training_bps(self) -> float:
-        """The rate for training, in which activations and gradients travel in opposite directions."""
-        return self.opposed_bps or self.aggregate_bps
-
-    @property
-    def connections(self) -> int:
-        """The fewest connections that saturate the link, within `TOLERANCE` (Atlas 4.1)."""
-        return fewest(dict(self.rates_bps))
-
-
-def fewest(rates_bps: Mapping[int, float]) -> int:
-    """The smallest number of connections whose rate no larger number exceeds by more than `TOLERANCE`."""
-    return min(
-        count
-        for count, rate in rates_bps.items()
-        if all(more <= rate * (1 + TOLERANCE) for other, more in rates_bps.items() if other > count)
-    )
 
 
 def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:

@@ -9,12 +9,13 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 from weft.comm.channel import ChannelError
 from weft.comm.key import WanKey
+from weft.comm.links import LinkCounters
 from weft.comm.wan.library import Counters, Options, load, openssl
 
 
@@ -31,29 +32,6 @@ class State(IntEnum):
     FAILED = -1
     PENDING = 0
     DONE = 1
-
-
-@dataclass(frozen=True)
-class LinkCounters:
-    """Counters of a link.
-
-    Attributes:
-        sent_bytes: acknowledged payload.
-        received_bytes: payload of complete chunks.
-        resent_chunks: chunks resent because their connection broke.
-        duplicate_chunks: received chunks that were dropped as duplicates.
-        broken: connections lost or replaced.
-        ready: connections in use.
-        rtt_s: minimum round-trip time of the link's pings, or 0 before the first.
-    """
-
-    sent_bytes: int
-    received_bytes: int
-    resent_chunks: int
-    duplicate_chunks: int
-    broken: int
-    ready: int
-    rtt_s: float
 
 
 class InFlight(Hashable, Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from weft.comm.sites.joining import in_host_memory
+from weft.comm.backends import in_host_memory
 from weft.engine.checkpoint.pieces import Piece
 
 log = logging.getLogger(__name__)

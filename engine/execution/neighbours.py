@@ -12,16 +12,16 @@ import torch.distributed as dist
 
 from weft.comm.channel import ChannelError, Receiver, Sender
 from weft.comm.emulated.world import emulated_world
+from weft.comm.job import current_job
 from weft.comm.lifeline import Lifeline
+from weft.comm.links import Hop, LinkProfile, SiteNetwork
 from weft.comm.rts_channel import RtsReceiver, RtsSender
 from weft.comm.shared_channel import SharedReceiver, SharedSender, share
-from weft.comm.sites.joining import door
 from weft.comm.torch_channel import between_hosts, connect
-from weft.comm.wan.network import WanNetwork
-from weft.comm.wan.probe import LinkProfile
+from weft.conf.features import entry
 from weft.conf.schema import CommConfig
 from weft.engine.planning.dp_cells import cells
-from weft.engine.planning.hops import Hop, hops
+from weft.engine.planning.hops import hops
 from weft.engine.planning.layout import RankLayout
 from weft.pipeline.placement import Placement
 
@@ -33,13 +33,13 @@ def open_wan(
     device: torch.device,
     *,
     known: Mapping[Hop, LinkProfile] | None = None,
-) -> WanNetwork | None:
+) -> SiteNetwork | None:
     """Open the job's links between sites. Return None if no consecutive stages are at different sites.
 
     Collective call.
 
     Args:
-        known: see `WanNetwork.join`.
+        known: all profiles that an earlier attempt has measured; if a rank has them, nothing is probed.
     """
     crossing = cells(placement, layout, comm.cell)
     if not crossing:
@@ -47,7 +47,10 @@ def open_wan(
     world = emulated_world()
     if world is not None:
         return world.network(hops(placement, layout)[1])
-    return WanNetwork.join(crossing, comm=comm, device=device, known=known or {}, door=door())
+    network: SiteNetwork = entry("wan").open_network(
+        crossing, comm=comm, device=device, known=known or {}, address=current_job().address
+    )
+    return network
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,13 @@ class Neighbours:
 
     @classmethod
     def join(
-        cls, placement: Placement, layout: RankLayout, *, wan: WanNetwork | None, device: torch.device, timeout_s: float
+        cls,
+        placement: Placement,
+        layout: RankLayout,
+        *,
+        wan: SiteNetwork | None,
+        device: torch.device,
+        timeout_s: float,
     ) -> Neighbours:
         """Open the channels. Collective call over the whole world.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.comm.wan.cell import Cell
+from weft.comm.links import Cell
 from weft.engine.planning.hops import crosses, neighbours
 from weft.engine.planning.layout import RankLayout
 from weft.pipeline.placement import Placement

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from weft.comm.collectives import CollectiveCosts, Group, Primitive
 from weft.conf.features import entry, is_installed
+from weft.comm.links import Hop
 from weft.conf.schema import ContextExchange
-from weft.engine.planning.hops import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes
 from weft.engine.stages.split import StageSplit
@@ -18,7 +18,7 @@ from weft.pipeline.costs import LinkCost, PairCosts, StageCost
 from weft.pipeline.workload import ModelWork
 
 if TYPE_CHECKING:
-    from weft.comm.wan.probe import LinkProfile
+    from weft.comm.links import LinkProfile
 
 PROBED = "measured by the probe of the WAN"
 

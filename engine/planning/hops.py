@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from weft.comm.links import Hop
 from weft.engine.planning.layout import RankLayout
 from weft.pipeline.placement import Placement
-
-Hop = tuple[int, int]
-"""Global ranks of a sender and its receiver."""
 
 
 def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:

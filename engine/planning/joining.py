@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.emulated.world import emulated_world
-from weft.comm.sites.joining import spans_sites
-from weft.comm.sites.links import Sites
+from weft.comm.job import current_job
+from weft.comm.links import Sites
 from weft.conf.batch import check_world
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import num_routes, ranks_per_site
@@ -44,7 +44,7 @@ def join(config: WeftConfig) -> torch.device:
     """
     sites = _sites(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = distributed.init_distributed(config.comm.timeout_s, sites=sites)
-    if sites is not None and not spans_sites() and dist.get_rank() == 0 and emulated_world() is None:
+    if sites is not None and current_job().address is None and dist.get_rank() == 0 and emulated_world() is None:
         log.warning(
             "cluster.sites: the process group was there before weft knew of them, and connects every rank to every "
             "other in the clear; call weft.init_distributed(config) first, with the configuration that has them"

@@ -10,7 +10,7 @@ from time import monotonic
 
 import torch
 
-from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.links import SiteEndpoint
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.supervision.place_writer import PlaceWriter
 from weft.engine.supervision.places import LinkReading, Phase
@@ -89,7 +89,7 @@ class Heartbeat:
         """Return the observers of slots. See `PlaceObserver`."""
         return [] if self.place is None else [PlaceObserver(self.place, steps_done)]
 
-    def follow(self, device: torch.device, endpoint: WanEndpoint | None, peers: Collection[int]) -> None:
+    def follow(self, device: torch.device, endpoint: SiteEndpoint | None, peers: Collection[int]) -> None:
         """Publish the memory of ``device`` and the counters of the links to ``peers``, until the attempt ends."""
         if self.place is None:
             return
@@ -112,7 +112,7 @@ class Heartbeat:
             self.place.close()
 
 
-def _reading(endpoint: WanEndpoint, peer: int) -> LinkReading:
+def _reading(endpoint: SiteEndpoint, peer: int) -> LinkReading:
     found = endpoint.counters(peer)
     return LinkReading(
         peer=peer,

@@ -15,7 +15,7 @@ from tests.nccl_rules.device import Device
 from tests.nccl_rules.group import join
 from tests.nccl_rules.host import HostRules
 from weft.comm.collectives import Rewrite
-from weft.comm.sites.links import Sites
+from weft.comm.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
 
 LIMIT_S = 60.0

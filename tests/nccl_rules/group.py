@@ -16,11 +16,10 @@ from torch import Tensor
 
 from tests.nccl_rules.device import Device, Operation, Stream
 from tests.nccl_rules.host import HostRules, is_on_host
-from weft.comm import lifeline
-from weft.comm.sites import joining
-from weft.comm.sites.group import SiteGroup
-from weft.comm.sites.links import Sites
-from weft.comm.sites.work import CollectiveWork, TransferWork
+from weft.comm import backends, lifeline
+from weft.comm.links import Sites
+from weft.comm.wan.sites.group import SiteGroup
+from weft.comm.wan.sites.work import CollectiveWork, TransferWork
 
 PATIENCE = timedelta(seconds=600)
 """Timeout of gloo; the device gives up long before."""
@@ -257,9 +256,9 @@ def join(limit_s: float = 20.0, *, bound: bool = False, sites: Sites | None = No
     def make(options: Any, given: Any) -> Any:
         if sites is None:
             return strict(options.store, options.group_rank, options.group_size, options)
-        return joining._create(options, given, inside=strict)
+        return backends.create_group(options, given, inside=strict)
 
-    backend = joining.NCCL if sites is not None else "strict"
+    backend = backends.NCCL if sites is not None else "strict"
     dist.Backend._plugins.pop(backend.upper(), None)
     dist.Backend.register_backend(backend, make, extended_api=True, devices=["cpu"])
     made = dist.new_group

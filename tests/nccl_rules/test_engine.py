@@ -97,7 +97,7 @@ OVER_SITES = {
     "a DP-cell of two, ZeRO-3, compared": (2, {"sites": (1, 1), "cell": 2, "zero": 3, "compare_every": 1}),
     "bf16": (2, {"sites": (1, 1), "precision": "bf16"}),
 }
-"""Configuration of two sites of two ranks each, whose process groups are those of `weft.comm.sites`."""
+"""Configuration of two sites of two ranks each, whose process groups are those of `weft.comm.wan.sites`."""
 WHOLE = {"sites": (2, 2), "routes": [["site0"], ["site1"]]}
 MIXED = {"sites": (1, 1, 2), "routes": [["site0", "site1"], ["site2"]]}
 ROUTES = {

@@ -13,10 +13,8 @@ import torch.distributed as dist
 from tests.security.meeting import ask_the_store, listens_beyond_this_host
 from weft.comm import rendezvous
 from weft.comm.authenticated_socket import AuthenticatedTcpSocket, AuthenticatedUnixSocket
-from weft.comm.key import WanKey
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
 from weft.comm.rendezvous import own_address
-from weft.comm.wan.endpoint import WanEndpoint
 from weft.conf.host.ports import free_port
 from weft.tools.ranks import run_ranks
 
@@ -270,23 +268,6 @@ def test_another_user_is_refused_at_the_unix_socket(squats):
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
-
-
-def test_a_rendezvous_that_left_its_port_to_an_endpoint_is_reached_through_it():
-    with environment(WEFT_KEY=KEY):
-        listening = AuthenticatedTcpSocket(("127.0.0.1", free_port()), listens=True)
-        key = WanKey.from_environment()
-        with WanEndpoint(rank=0, bind="127.0.0.1", key=key, knocks=True, port=listening.address[1]) as endpoint:
-            store, _ = first_rank(listening, endpoint)
-            limit = time.monotonic() + 10
-            while listening.port.listener.fileno() >= 0 and time.monotonic() < limit:
-                time.sleep(0.01)
-            assert listening.port.listener.fileno() < 0
-            others = [another_rank(AuthenticatedTcpSocket(listening.address, listens=False)) for _ in range(5)]
-            for number, other in enumerate(others):
-                other.set(str(number), b"1")
-                assert store.get(str(number)) == b"1"
-            assert endpoint.refused == 0
 
 
 def test_an_address_in_use_is_an_error_with_a_remedy():

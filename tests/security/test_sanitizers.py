@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f"tests/comm/test_wan{part}.py" for part in ("", "_frames", "_unauthenticated", "_cell", "_fork")]
+TESTS = [f"tests/comm/wan/test_{part}.py" for part in ("endpoint", "frames", "unauthenticated", "cell", "fork")]
 BUILDS = {
     "address,undefined": (
         "libasan.so",
@@ -73,7 +73,7 @@ def sanitized(kind, tests, tmp_path, *options, **more):
 def test_the_transport_is_clean(kind, tmp_path):
     options = ["--timeout=600"]  # the first test compiles
     if kind == "thread":  # it knows no threads in the child of a process with threads
-        options.append("--deselect=tests/comm/test_wan_fork.py::test_a_child_may_have_endpoints_of_its_own")
+        options.append("--deselect=tests/comm/wan/test_fork.py::test_a_child_may_have_endpoints_of_its_own")
     done, found = sanitized(kind, TESTS, tmp_path, *options)
     print(done.stdout[-2000:])
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:] + "\n".join(found)

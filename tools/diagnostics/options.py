@@ -1,10 +1,16 @@
-"""Command lines of `weft doctor node` and `weft doctor ring`, without the imports of the checks."""
+"""Command lines of the checks of `weft doctor`, without the imports of the checks."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+NET = """
+Measures round trip, one connection's rate and the rate of many, in each direction alone and in both
+at once, and says how many connections fill the link. Run it at both sites: at one `weft doctor net
+--bind ADDRESS`, and at the other `weft doctor net --bind ADDRESS --peer ADDRESS:PORT` with what the
+first one prints. Both need the same WEFT_KEY. With --netbed FILE it probes an emulated WAN instead.
+"""
 NODE = """
 Checks this host: speed of memory and matrix products, products checked bit by bit, the disk of a folder, the clock,
 loopback, collectives between its devices, and what its GPUs report. Speeds are held against the data sheet where the
@@ -71,3 +77,15 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clear", nargs="*", metavar="NAME", help="remove values by name, part of a name or file; all if none is given"
     )
+
+
+def add_net_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `weft doctor net`."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--netbed", type=Path, metavar="FILE", help="a topology of `weft netbed`")
+    where.add_argument("--bind", help="this host's IP address on the WAN")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; default: a free one")
+    parser.add_argument("--peer", default="", help="ADDRESS:PORT of the other site's doctor")
+    parser.add_argument("--most", type=int, default=32, help="the greatest number of connections to try")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time of one measurement")
+    parser.add_argument("--congestion", default="", help="the kernel's congestion control, as in comm.congestion")

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.backends import in_host_memory
 from weft.comm.exchange import gather
-from weft.comm.sites.joining import in_host_memory
 from weft.conf.host.private import private_folder
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.client_state import encode

@@ -6,7 +6,6 @@ from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts, Sample
 from weft.comm.collectives.group import LinkClass
-from weft.comm.wan.probe import LinkProfile, ProfileCache
 from weft.conf.host import measurements
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import MOST_DAYS, Measurement, Measurements
@@ -42,10 +41,9 @@ def test_each_measurement_has_a_date_a_load_and_a_spread(tmp_path, machine):
     [
         lambda path: Judge(Measurements(path)).by_own_best("x", "cpu", lambda: 1.0, share=0.5, unit="GB/s"),
         lambda path: PrefillCost().save(path),
-        lambda path: ProfileCache(path).add({"a": LinkProfile(rtt_s=1.0, rates_bps=((1, 1.0),))}),
         lambda path: CostCache(path).write("x", COSTS),
     ],
-    ids=["diagnostics", "prefill", "links", "collectives"],
+    ids=["diagnostics", "prefill", "collectives"],
 )
 def test_all_that_is_measured_is_kept_as_measurements(tmp_path, machine, write):
     machine.load = 2.5

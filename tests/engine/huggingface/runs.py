@@ -258,13 +258,13 @@ def over_sites(folder: str, count: int, more: dict[str, Any], deepspeed: dict[st
     import torch.distributed as dist
 
     import weft as package
-    from weft.comm.sites.group import SiteGroup
-    from weft.comm.sites.joining import spans_sites
+    from weft.comm.job import current_job
+    from weft.comm.wan.sites.group import SiteGroup
 
     package.init_distributed(deepspeed)
-    assert spans_sites()
+    assert current_job().address
     logs = weft(folder, count, more, deepspeed)
-    assert spans_sites()
+    assert current_job().address
     groups = [group for group in dist.distributed_c10d._world.pg_map if group.size() == dist.get_world_size()]
     assert all(isinstance(group, SiteGroup) for group in groups)
     return logs

@@ -12,8 +12,8 @@ from tests.engine.planning.planned import plans_of_ranks
 from tests.engine.tiny import tiny_config
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
+from weft.comm.links import LinkProfile
 from weft.comm.values import decode, encode
-from weft.comm.wan.probe import LinkProfile
 from weft.conf.schema import LinkConfig, Partition
 from weft.engine.planning.facts import PROBED
 from weft.engine.planning.layout import RankLayout

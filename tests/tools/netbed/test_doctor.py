@@ -2,9 +2,11 @@
 
 import pytest
 
-from weft.comm.wan.probe import LinkProfile, ProfileCache
-from weft.tools.doctor import bed_cache, hints, main
+from weft.comm.links import LinkProfile
+from weft.comm.wan.probe import ProfileCache
+from weft.tools.doctor import main
 from weft.tools.netbed import load
+from weft.tools.netbed.probing import bed_cache, hints
 
 PROFILE = LinkProfile(rtt_s=0.04, rates_bps=((1, 5e7), (2, 1e8), (8, 4.9e8), (16, 5e8)))
 
@@ -31,7 +33,7 @@ def test_hints_name_the_setting_and_the_value(tmp_path):
 
 def test_a_bed_that_was_probed_is_read_from_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("weft.tools.doctor.load", lambda: None)
+    monkeypatch.setattr("weft.tools.netbed.probing.load", lambda: None)
     path = tmp_path / "bed.yaml"
     path.write_text("sites: {east: 1, west: 1}\nlinks: [{sites: [east, west], latency_ms: 20}]\n")
     ProfileCache(bed_cache(load(path))).add({"east -> west": PROFILE, "west -> east": PROFILE})

@@ -7,7 +7,7 @@ import os
 import secrets
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from time import monotonic, sleep
 
@@ -18,6 +18,7 @@ from weft.comm import rendezvous
 from weft.comm.channel import ChannelError
 from weft.comm.host_port import claim
 from weft.comm.key import WanKey
+from weft.comm.links import Sites
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.network import listening_address
@@ -29,21 +30,6 @@ _CONNECTIONS = 2
 _REDUCING = 16
 """Connections of a link over which replicas reduce gradients, unless ``comm.connections`` is set."""
 _LINGER_S = 5.0
-
-
-@dataclass(frozen=True)
-class Sites:
-    """The sites of a job over several, which the default process group is made of.
-
-    Attributes:
-        of_ranks: the site of each global rank.
-        comm: settings of the links between sites.
-        reduce: True if replicas at different sites reduce gradients and gather weights.
-    """
-
-    of_ranks: tuple[int, ...]
-    comm: CommConfig
-    reduce: bool = False
 
 
 class SiteLinks:

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.comm.test_wan import KEY, Pair, noise, until
-from tests.comm.test_wan_frames import RoguePeer
+from tests.comm.wan.test_endpoint import KEY, Pair, noise, until
+from tests.comm.wan.test_frames import RoguePeer
 from weft.comm.channel import ChannelError
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.comm.proxy import Proxy
+from tests.comm.wan.proxy import Proxy
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint

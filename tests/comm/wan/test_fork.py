@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.comm.test_wan import KEY, Pair, noise, until
+from tests.comm.wan.test_endpoint import KEY, Pair, noise, until
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
 

@@ -18,7 +18,8 @@ from tests.quickstart import TINY_QUICKSTART, losses_of
 from weft.comm.native import Kind, build
 from weft.tools.netbed import missing
 
-DOCS = Path(__file__).parents[2] / "docs" / "wan.md"
+DOCS = Path(__file__).parents[3] / "docs" / "wan.md"
+ATTACKER = Path(__file__).parents[2] / "security" / "attacker.c"
 OTHER = 54321
 RANKS = 2
 BIN = Path(sys.executable).parent
@@ -68,7 +69,7 @@ def running(command, folder):
 @contextmanager
 def attacking(inside, *arguments):
     """The attacker, whose report the result returns and which has ended by then."""
-    program = build([Path(__file__).with_name("attacker.c")], kind=Kind.program)
+    program = build([ATTACKER], kind=Kind.program)
     command = [*inside, str(program), str(OTHER), *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
         assert attacker.stdout.readline() == "ready\n"

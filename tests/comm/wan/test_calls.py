@@ -18,8 +18,8 @@ from termios import TIOCOUTQ
 import pytest
 import torch
 
-from tests.comm.test_wan import KEY, noise, until
-from tests.comm.test_wan_frames import ACK, CHUNK, CREDIT, DATA, RoguePeer
+from tests.comm.wan.test_endpoint import KEY, noise, until
+from tests.comm.wan.test_frames import ACK, CHUNK, CREDIT, DATA, RoguePeer
 from weft.comm.channel import TensorSpec
 from weft.comm.native import build
 from weft.comm.wan import library, transport

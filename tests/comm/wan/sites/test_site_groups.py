@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.comm.sites import ranks
-from weft.comm.sites.joining import GLOO
+from tests.comm.wan.sites import ranks
+from weft.comm.backends import GLOO
 from weft.tools.ranks import run_ranks
 
 

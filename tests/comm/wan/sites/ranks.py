@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import rendezvous
-from weft.comm.sites.joining import in_host_memory
-from weft.comm.sites.links import Sites
+from weft.comm.backends import in_host_memory
+from weft.comm.links import Sites
 from weft.comm.wan.channel import WanChannel
 from weft.conf.schema import CommConfig
 from weft.engine.distributed import init_distributed

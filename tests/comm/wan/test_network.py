@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.comm.wan.cell import Cell
+from weft.comm.links import Cell
 from weft.comm.wan.network import WanNetwork
 from weft.conf.schema import CommConfig
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.comm.test_wan import SMALL, Pair, noise, until
-from tests.comm.test_wan_frames import BYE, CHUNK, DATA, RoguePeer
+from tests.comm.wan.test_endpoint import SMALL, Pair, noise, until
+from tests.comm.wan.test_frames import BYE, CHUNK, DATA, RoguePeer
 from tests.security.damage import damaged
 from weft.comm.channel import TensorSpec
 

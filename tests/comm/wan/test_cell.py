@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.comm.proxy import Proxy
-from tests.comm.test_wan import KEY, noise
+from tests.comm.wan.proxy import Proxy
+from tests.comm.wan.test_endpoint import KEY, noise
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.wan.cell import Cell, join
+from weft.comm.links import Cell
+from weft.comm.wan.cell import join
 from weft.comm.wan.channel import cut
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.transport import Path

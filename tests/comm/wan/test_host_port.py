@@ -12,7 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 
-from tests.comm.knocks import JOB, KEY, is_closed, knock
+from tests.comm.wan.knocks import JOB, KEY, is_closed, knock
+from tests.security.test_rendezvous import another_rank, environment, first_rank
+from weft.comm.authenticated_socket import AuthenticatedTcpSocket
 from weft.comm.channel import TensorSpec
 from weft.comm.host_port import HandedOn, HostPort, Service, claim
 from weft.comm.host_port import knock as own_knock
@@ -293,3 +295,20 @@ def test_few_peers_with_another_key_shake_hands_at_once(monkeypatch):
         with socket.create_connection(driver.part.address, timeout=20) as client:
             client.sendall(own_knock(KEY, Service.CONTROL))
             assert client.recv(100) == b"CONTROL"
+
+
+def test_a_rendezvous_that_left_its_port_to_an_endpoint_is_reached_through_it():
+    with environment(WEFT_KEY=KEY.secret.decode()):
+        listening = AuthenticatedTcpSocket(("127.0.0.1", free_port()), listens=True)
+        key = WanKey.from_environment()
+        with WanEndpoint(rank=0, bind="127.0.0.1", key=key, knocks=True, port=listening.address[1]) as endpoint:
+            store, _ = first_rank(listening, endpoint)
+            limit = time.monotonic() + 10
+            while listening.port.listener.fileno() >= 0 and time.monotonic() < limit:
+                time.sleep(0.01)
+            assert listening.port.listener.fileno() < 0
+            others = [another_rank(AuthenticatedTcpSocket(listening.address, listens=False)) for _ in range(5)]
+            for number, other in enumerate(others):
+                other.set(str(number), b"1")
+                assert store.get(str(number)) == b"1"
+            assert endpoint.refused == 0

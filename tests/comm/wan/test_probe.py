@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.comm.test_wan import KEY, noise
+from tests.comm.wan.test_endpoint import KEY, noise
 from weft.comm.channel import TensorSpec
+from weft.comm.links import TOLERANCE, LinkProfile, fewest
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.probe import TOLERANCE, LinkProfile, ProfileCache, fewest, probe, probe_both, search
+from weft.comm.wan.probe import ProfileCache, probe, probe_both, search
 from weft.conf.host.measurements import Measurements
 
 
@@ -100,6 +101,7 @@ def test_the_cache_keeps_what_others_wrote_and_survives_damage(tmp_path):
         assert cache.read() == {}
     cache.add({"east-west": PROFILE})
     assert cache.read() == {"east-west": PROFILE}
+    assert Measurements(cache.path).read()["east-west"].at > 0
 
 
 def test_an_endpoint_that_cannot_open_more_connections_is_probed_with_what_it_has():

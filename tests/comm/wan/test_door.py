@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.comm.knocks import JOB, KEY, is_closed, knock
+from tests.comm.wan.knocks import JOB, KEY, is_closed, knock
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint

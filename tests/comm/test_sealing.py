@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from weft.comm.sites.sealing import sealed_afterwards
+from weft.comm.backends import sealed_afterwards
 
 
 def listener():

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.comm.test_wan import KEY, Pair, noise
+from tests.comm.wan.test_endpoint import KEY, Pair, noise
 from tests.security import attackers as module
 from tests.security.attackers import attack
 

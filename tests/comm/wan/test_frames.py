@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.comm.test_wan import KEY, Pair, noise, until
+from tests.comm.wan.test_endpoint import KEY, Pair, noise, until
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.library import load

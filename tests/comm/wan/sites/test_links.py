@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from weft.comm import rendezvous
-from weft.comm.sites import links
-from weft.comm.sites.links import SiteLinks, Sites
+from weft.comm.links import Sites
+from weft.comm.wan.sites import links
+from weft.comm.wan.sites.links import SiteLinks
 from weft.conf.host.ports import free_port
 from weft.conf.schema import CommConfig
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.comm.test_wan import Pair
+from tests.comm.wan.test_endpoint import Pair
 from weft.comm.channel import TensorSpec
 
 pytestmark = pytest.mark.gpu(shows="tensors cross the WAN through pinned memory, whole and in order")

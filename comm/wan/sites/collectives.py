@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.sites.exchange import SiteExchange
+from weft.comm.wan.sites.exchange import SiteExchange
 
 _REDUCTIONS: Sequence[tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]]] = (
     (dist.ReduceOp.SUM, torch.add),

@@ -16,11 +16,11 @@ from torch import Tensor
 from weft.comm.channel import TensorSpec
 from weft.comm.progress import Progress
 from weft.comm.python_group import PythonGroup, reduction
-from weft.comm.sites import collectives
-from weft.comm.sites.exchange import SiteExchange
-from weft.comm.sites.links import SiteLinks
-from weft.comm.sites.work import Arrival, CollectiveWork, HostCopy, TransferWork
 from weft.comm.wan.channel import WanChannel
+from weft.comm.wan.sites import collectives
+from weft.comm.wan.sites.exchange import SiteExchange
+from weft.comm.wan.sites.links import SiteLinks
+from weft.comm.wan.sites.work import Arrival, CollectiveWork, HostCopy, TransferWork
 
 _AFTER_COLLECTIVES = 1
 """Priority of messages between two members: a step waits for sums, and not for a copy of its state."""
