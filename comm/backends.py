@@ -53,7 +53,7 @@ def create_group(options: Any, given: Any, *, inside: Callable[..., Any]) -> Any
     """Create a group, for `torch.distributed.Backend.register_backend`; ``given`` are the first group's `Sites`."""
     if isinstance(given, Sites):
         return entry("wan").default_group(options, given)
-    return current_job().group(options, inside)
+    return current_job().create_group(options, inside)
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, options: Any) -> Any:

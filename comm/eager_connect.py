@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.backends import GLOO
-from weft.comm.emulated.group import BACKEND
+from weft.comm.job import current_job
 from weft.comm.links import Hop
 
 
 def on_host(group: dist.ProcessGroup | None = None) -> bool:
     """True if the group communicates from host memory (gloo, which connects when the group is created)."""
-    return dist.get_backend(group) in ("gloo", GLOO, BACKEND)
+    return not current_job().is_real or dist.get_backend(group) in ("gloo", GLOO)
 
 
 def connect_pairs(hops: Sequence[tuple[Hop, dist.ProcessGroup]], device: torch.device) -> None:

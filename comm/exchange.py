@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.emulated.world import Asked, emulated_world
+from weft.comm.job import Asked, current_job
 from weft.comm.values import decode, encode
 
 MOST_BYTES = 1 << 30
@@ -39,9 +40,11 @@ def gather(
     Raises:
         ValueError: a rank sent something else.
     """
-    world = emulated_world()
-    if world is not None:
-        return world.gather(value, dist.get_process_group_ranks(group or dist.group.WORLD), asked)
+    real = partial(_gather, value, group, kinds)
+    return current_job().gather(real, value, group or dist.group.WORLD, asked)
+
+
+def _gather(value: object, group: dist.ProcessGroup | None, kinds: tuple[type, ...]) -> list[Any]:
     data, device = encode(value), _device(group)
     told = _all_gathered(_first(data), device, group)
     lengths = [_length(first) for first in told]
@@ -62,9 +65,10 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
     Raises:
         ValueError: rank ``src`` sent something else.
     """
-    world = emulated_world()
-    if world is not None:
-        return world.hear(src, lambda: value, kinds)
+    return current_job().broadcast(partial(_broadcast, value, src, kinds), value, src, kinds)
+
+
+def _broadcast(value: object, src: int, kinds: tuple[type, ...]) -> Any:
     tells, device = dist.get_rank() == src, _device(None)
     data = encode(value) if tells else b""
     first = _first(data).to(device)

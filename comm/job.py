@@ -1,27 +1,45 @@
-"""The job of the default process group, in what differs between jobs of one site, of several, and emulated ones."""
+"""The job of the default process group: its ranks are at one site, at several, or emulated but for this one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from weft.comm.links import Hop, SiteNetwork
+
+T = TypeVar("T")
+
+
+class Asked(Enum):
+    """Kinds of small values that ranks exchange, for emulated ranks whose values differ."""
+
+    value = "value"
+    """Other values: every rank has the same as this one."""
+    host = "host"
+    """The host that a rank is on."""
+    tied = "tied"
+    """The parameters of a rank that others hold, too."""
+    timeline = "timeline"
+    """The timeline that a rank measured of a step."""
+
 
 class Job:
-    """A job whose ranks are at one site. Subclasses are `pg_options` of the first group, which has them as ``job``.
+    """A job of real ranks at one site. Subclasses are the default group's ``job``.
 
     Attributes:
+        is_real: False if all other ranks are emulated, so that nothing is measured.
         address: the address on which this host listens for all of its ranks, or None in a job without sites.
     """
 
+    is_real = True
     address: tuple[str, int] | None = None
 
-    def by_site(self, ranks: Iterable[int]) -> list[list[int]]:
-        """The given global ranks of each site, ascending."""
-        return [sorted(ranks)]
+    # -- groups ------------------------------------------------------------------------------------
 
-    def group(self, options: Any, inside: Callable[..., Any]) -> Any:
+    def create_group(self, options: Any, inside: Callable[..., Any]) -> Any:
         """Create a process group, for `torch.distributed.Backend.register_backend`.
 
         Args:
@@ -29,8 +47,38 @@ class Job:
         """
         return inside(options.store, options.group_rank, options.group_size, options)
 
+    def by_site(self, ranks: Iterable[int]) -> list[list[int]]:
+        """The given global ranks of each site, ascending."""
+        return [sorted(ranks)]
+
     def close(self, *, linger_s: float = 5.0) -> None:
         """Send queued data to other sites, for at most ``linger_s``; their groups are unusable afterwards."""
+
+    # -- small values --------------------------------------------------------------------------------
+
+    def gather(
+        self, exchange: Callable[[], list[Any]], value: Any, group: dist.ProcessGroup, asked: Asked
+    ) -> list[Any]:
+        """Return the values of all members of ``group``; this rank's is ``value``, and real ranks ``exchange`` them."""
+        return exchange()
+
+    def broadcast(self, exchange: Callable[[], Any], value: Any, src: int, kinds: Sequence[type]) -> Any:
+        """Return the value of rank ``src``, which is ``value`` if this rank `computes` it."""
+        return exchange()
+
+    def computes(self, src: int) -> bool:
+        """True if this rank has to compute the value that rank ``src`` broadcasts next."""
+        return dist.get_rank() == src
+
+    # -- channels ------------------------------------------------------------------------------------
+
+    def channels(self, connect: Callable[[], dict[Hop, Any]], hops: Collection[Hop]) -> dict[Hop, Any]:
+        """Return this rank's ends of ``hops``, to which real ranks ``connect``."""
+        return connect()
+
+    def network(self, connect: Callable[[], SiteNetwork], hops: Collection[Hop]) -> SiteNetwork:
+        """Return the links between sites, of ``hops``, to which real ranks ``connect``."""
+        return connect()
 
 
 _AT_ONE_SITE = Job()

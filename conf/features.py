@@ -66,10 +66,10 @@ FEATURES = {
         settings={"supervise.enabled": (False,), "checkpoint.memory_every": ()},
     ),
     "emulation": Feature(
-        entry="weft.tools.emulation",
+        entry="weft.recipes.emulation",
         commands={
             "emulate": (
-                "weft.recipes.emulate",
+                "weft.recipes.emulation.command",
                 "measure the step time of a large job with a few real ranks on this machine",
             )
         },

@@ -20,8 +20,8 @@ from weft.comm.agreement import attempt
 from weft.comm.backends import backend_of
 from weft.comm.channel import ChannelError
 from weft.comm.eager_connect import on_host
-from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import broadcast
+from weft.comm.job import current_job
 from weft.comm.links import Sites
 from weft.conf.schema import CommConfig, WeftConfig
 
@@ -69,7 +69,7 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | 
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     rendezvous.register()
-    given = dist.is_initialized() and not rendezvous.made_here() and emulated_world() is None
+    given = dist.is_initialized() and not rendezvous.made_here() and current_job().is_real
     if given and dist.get_rank() == 0 < dist.get_world_size() - 1:
         log.warning(
             "the process group was there before weft: torch's store listens on every address, without a key; call "
@@ -206,10 +206,7 @@ def from_rank_zero(action: Callable[[], T], *kinds: type) -> T:
     Args:
         kinds: dataclasses and enums that the result consists of.
     """
-    world = emulated_world()
-    if world is not None:
-        return world.hear(0, lambda: together(action), kinds)
-    return broadcast(together(lambda: action() if dist.get_rank() == 0 else None), kinds=kinds)
+    return broadcast(together(lambda: action() if current_job().computes(0) else None), kinds=kinds)
 
 
 def rank_zero_first(action: Callable[[], T]) -> T:

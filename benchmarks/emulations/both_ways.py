@@ -21,8 +21,8 @@ from benchmarks.peers.layout import Layout, Links
 from benchmarks.peers.stepping import time_steps
 from benchmarks.peers.weft_engine import emulated_engine
 from weft.conf.schema import WeftConfig
-from weft.tools.emulation.session import Setting
-from weft.tools.emulation.turns import Emulation, emulated
+from weft.recipes.emulation.session import Setting
+from weft.recipes.emulation.turns import Emulation, emulated
 from weft.tools.netbed import NetBed
 from weft.tools.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from weft.engine.engine import WeftEngine
 @dataclass(frozen=True)
 class LayersJob:
     """A job of layers, compared with the same job without emulation; see
-    `weft.tools.emulation.job.EmulatedJob`."""
+    `weft.recipes.emulation.job.EmulatedJob`."""
 
     case: EngineCase
     config: WeftConfig

@@ -22,7 +22,7 @@ from weft.conf.schema import (
     WeftConfig,
 )
 from weft.pipeline.costs import LinkCost
-from weft.tools.emulation.what_if import WhatIf
+from weft.recipes.emulation.what_if import WhatIf
 from weft.tools.links import Way, measure_link
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.netbed.probing import probe_nodes

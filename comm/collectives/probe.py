@@ -17,8 +17,8 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.costs import CollectiveCosts, Sample, fit, moved_share, rounds
 from weft.comm.collectives.group import LinkClass
 from weft.comm.collectives.primitives import PRIMITIVES
-from weft.comm.emulated.world import Asked, emulated_world
 from weft.comm.exchange import gather
+from weft.comm.job import Asked, current_job
 from weft.comm.shared_channel import host_identity
 from weft.conf.host.measurements import spread_of
 
@@ -117,7 +117,7 @@ def known_costs(communicator: Communicator, *, device: torch.device, cache: Cost
     """
     group = communicator.group
     key, first = topology_key(group, device.type), dist.get_rank() == group.ranks[0]
-    if emulated_world() is not None:
+    if not current_job().is_real:
         return cache.read(key)  # what emulated ranks take part in measures nothing
     mine = (group.layout, cache.read(key) if first and not (len(group.layout) > 1 and cache.is_due(key)) else None)
     everyones: list[tuple[tuple[int, ...], CollectiveCosts | None]] = gather(mine, kinds=(CollectiveCosts,))

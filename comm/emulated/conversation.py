@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -98,9 +98,12 @@ class Recorder:
         in_what = f": {differing}" if differing else ""
         raise Mismatch(f"rank {self.rank} comes to {said}, where rank {peer} expects {expected}{in_what}")
 
-    def answer(self, counterpart: str, make: Callable[[], Any]) -> Any:
-        """Return the other ranks' recorded answer, or what this rank would ``make`` of it."""
-        given, known = self.heard.answers[counterpart], self._told.get(counterpart, ())
-        answer = known[len(given)] if len(given) < len(known) else make()
-        given.append(answer)
-        return answer
+    def is_answered(self, counterpart: str) -> bool:
+        """True if the other ranks' next answer is recorded."""
+        return len(self.heard.answers[counterpart]) < len(self._told.get(counterpart, ()))
+
+    def answer(self, counterpart: str, computed: Any) -> Any:
+        """Return the other ranks' recorded answer, or what this rank has ``computed``."""
+        answers = self.heard.answers[counterpart]
+        answers.append(self._told[counterpart][len(answers)] if self.is_answered(counterpart) else computed)
+        return answers[-1]

@@ -65,7 +65,7 @@ class EmulatedGroup(PythonGroup):
     def __init__(self, world: Meeting, ranks: Sequence[int], name: str = "") -> None:
         """A group of global ``ranks``, this one among them, which it calls ``name``."""
         super().__init__(ranks, tuple(ranks).index(world.rank))
-        self.world: Any = world
+        self.job = self.world = world
         self._called, self._free_s = name, 0.0
 
     def new_group(

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,22 +16,11 @@ from weft.comm.emulated.clock import EmulatedClock
 from weft.comm.emulated.conversation import EmulationError, Recorder, Said
 from weft.comm.emulated.group import BACKEND, EmulatedGroup
 from weft.comm.emulated.meeting import Call, NoStep, Step
+from weft.comm.job import Asked, Job
+from weft.comm.links import Hop
 
 VALUES = "values"
 """The kind of messages that all ranks receive from one rank, as a counterpart of a `Conversation`."""
-
-
-class Asked(Enum):
-    """Kinds of small values that ranks exchange."""
-
-    value = "value"
-    """Other values: every rank has the same as this one."""
-    host = "host"
-    """The host that a rank is on."""
-    tied = "tied"
-    """The parameters of a rank that others hold, too."""
-    timeline = "timeline"
-    """The timeline that a rank measured of a step."""
 
 
 @dataclass(eq=False)
@@ -52,7 +40,7 @@ class EmulatedNetwork:
         """Nothing to abandon."""
 
 
-class EmulatedWorld:
+class EmulatedWorld(Job):
     """The interface of this rank to the emulated ranks of its job.
 
     Attributes:
@@ -61,6 +49,8 @@ class EmulatedWorld:
         collective_s: returns the duration of a collective once all members have joined.
         answers: by kind of value, a function of another rank and this rank's value that returns the other's.
     """
+
+    is_real = False
 
     def __init__(
         self,
@@ -124,36 +114,42 @@ class EmulatedWorld:
 
     # -- small values ----------------------------------------------------------------------------
 
-    def gather(self, value: Any, ranks: Sequence[int], asked: Asked) -> list[Any]:
-        """Return the value of each of ``ranks``; this rank's is ``value``."""
-        said = Said(f"the {asked.value} that ranks tell each other")
-        self.recorder.say(ranks, f"{asked.value} of {len(ranks)} ranks", said)
+    def gather(self, exchange: Callable, value: Any, group: dist.ProcessGroup, asked: Asked) -> list[Any]:
+        """See `Job`."""
+        ranks = dist.get_process_group_ranks(group)
+        self.recorder.say(
+            ranks, f"{asked.value} of {len(ranks)} ranks", Said(f"the {asked.value} that ranks tell each other")
+        )
         other = self.answers.get(asked)
         mine = self.rank
         answers = [value if rank == mine or other is None else other(rank, value) for rank in ranks]
         if other is not None and asked is Asked.host:
-            answers[list(ranks).index(mine)] = other(mine, value)
+            answers[ranks.index(mine)] = other(mine, value)
         return answers
 
-    def hear(self, src: int, make: Callable[[], Any], kinds: Sequence[type] = ()) -> Any:
-        """Return the value of ``kinds`` that rank ``src`` broadcasts: the one that this rank would ``make``."""
+    def broadcast(self, exchange: Callable, value: Any, src: int, kinds: Sequence[type]) -> Any:
+        """See `Job`."""
         name = kinds[0].__name__ if kinds else "value"
         self.recorder.say([src], VALUES, Said(f"the {name} that rank {src} tells all ranks"))
-        return self.recorder.answer(VALUES, make)
+        return self.recorder.answer(VALUES, value)
+
+    def computes(self, src: int) -> bool:
+        """See `Job`; a recorded answer is not computed again."""
+        return not self.recorder.is_answered(VALUES)
 
     # -- tensors ---------------------------------------------------------------------------------
 
-    def channels(self, hops: Collection[tuple[int, int]]) -> dict[tuple[int, int], Any]:
-        """Return this rank's ends of its hops."""
+    def channels(self, connect: Callable, hops: Collection[Hop]) -> dict[Hop, Any]:
+        """See `Job`."""
         mine = [hop for hop in hops if self.rank in hop]
         return {
             (here, there): EmulatedSender(self, there) if here == self.rank else EmulatedReceiver(self, here)
             for here, there in mine
         }
 
-    def network(self, hops: Collection[tuple[int, int]]) -> Any:
-        """Return the stand-in for `weft.comm.wan.network.WanNetwork`: channels between sites, without sockets."""
-        return EmulatedNetwork(self.channels(hops))
+    def network(self, connect: Callable, hops: Collection[Hop]) -> EmulatedNetwork:
+        """See `Job`."""
+        return EmulatedNetwork(self.channels(connect, hops))
 
     def ends_s(self, operation: str, ranks: tuple[int, ...], num_bytes: int, root: int | None, start_s: float) -> float:
         """Return when an operation ends that this rank could begin at ``start_s``; outside of steps at once."""
@@ -169,14 +165,6 @@ class EmulatedWorld:
             hosts, sites = {self._hosts(rank) for rank in ranks}, {self._sites(rank) for rank in ranks}
             self._spreads[ranks] = len(hosts), len(sites) > 1
         return self._spreads[ranks]
-
-
-def emulated_world() -> EmulatedWorld | None:
-    """Return the emulated world of this process, or None in a real job."""
-    if not dist.is_initialized():
-        return None
-    group = dist.distributed_c10d._get_default_group()  # torch 2.11 to 2.13
-    return group.world if isinstance(group, EmulatedGroup) else None
 
 
 def _create(options: Any, world: EmulatedWorld) -> EmulatedGroup:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from weft.comm.emulated.world import Asked
 from weft.comm.exchange import gather
+from weft.comm.job import Asked
 from weft.engine.deepspeed.grid import RankTopology
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages import Stage, tied_names

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.channel import ChannelError, Receiver, Sender
-from weft.comm.emulated.world import emulated_world
 from weft.comm.job import current_job
 from weft.comm.lifeline import Lifeline
 from weft.comm.links import Hop, LinkProfile, SiteNetwork
@@ -44,13 +43,15 @@ def open_wan(
     crossing = cells(placement, layout, comm.cell)
     if not crossing:
         return None
-    world = emulated_world()
-    if world is not None:
-        return world.network(hops(placement, layout)[1])
-    network: SiteNetwork = entry("wan").open_network(
-        crossing, comm=comm, device=device, known=known or {}, address=current_job().address
-    )
-    return network
+    job = current_job()
+
+    def connect() -> SiteNetwork:
+        network: SiteNetwork = entry("wan").open_network(
+            crossing, comm=comm, device=device, known=known or {}, address=job.address
+        )
+        return network
+
+    return job.network(connect, hops(placement, layout)[1])
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,13 @@ class Neighbours:
         """
         inside, between = hops(placement, layout)
         assert not between or wan is not None, "stages at several sites need `open_wan`"
-        shared, apart = share(inside, timeout_s=timeout_s)
         hosts = between_hosts()
-        channels: dict[Hop, Any] = shared | connect(apart, device=device, timeout_s=timeout_s, rts_group=hosts)
+
+        def connect_all() -> dict[Hop, Any]:
+            shared, apart = share(inside, timeout_s=timeout_s)
+            return shared | connect(apart, device=device, timeout_s=timeout_s, rts_group=hosts)
+
+        channels = current_job().channels(connect_all, inside)
         own = list(channels.values())
         if wan is not None:
             channels |= wan.channels

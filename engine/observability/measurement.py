@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from weft.comm.emulated.world import Asked
 from weft.comm.exchange import gather
+from weft.comm.job import Asked
 from weft.engine.observability.clock import Clock
 from weft.pipeline.action import COMPUTE, SENDS, Op, Slot, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule

@@ -16,10 +16,10 @@ from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.costs import Sample
 from weft.comm.collectives.group import LinkClass
-from weft.comm.emulated.world import emulated_world
 from weft.comm.exchange import gather
 from weft.conf.features import entry
 from weft.conf.host.measurements import Measurement, spread_of
+from weft.comm.job import current_job
 from weft.conf.schema import WeftConfig
 from weft.engine.distributed import ranks_on_this_host
 from weft.engine.planning.devices import correct, correct_reached, peak_flops
@@ -44,7 +44,7 @@ def correct_measurements(
         timelines: its last steps.
         communicators: of this rank, with the times of their last collectives.
     """
-    if emulated_world() is not None:
+    if not current_job().is_real:
         return  # durations of emulated ranks are configured
     load, cache = _run_load(device), CostCache.in_folder(config.data.cache_dir)
     with suppress(OSError):  # a cache that cannot be written was not read either

@@ -8,7 +8,6 @@ import os
 import torch
 import torch.distributed as dist
 
-from weft.comm.emulated.world import emulated_world
 from weft.comm.job import current_job
 from weft.comm.links import Sites
 from weft.conf.batch import check_world
@@ -44,7 +43,8 @@ def join(config: WeftConfig) -> torch.device:
     """
     sites = _sites(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = distributed.init_distributed(config.comm.timeout_s, sites=sites)
-    if sites is not None and current_job().address is None and dist.get_rank() == 0 and emulated_world() is None:
+    job = current_job()
+    if sites is not None and job.is_real and job.address is None and dist.get_rank() == 0:
         log.warning(
             "cluster.sites: the process group was there before weft knew of them, and connects every rank to every "
             "other in the clear; call weft.init_distributed(config) first, with the configuration that has them"

@@ -30,7 +30,7 @@ class SitesJob(Job):
             found.setdefault(self._of_ranks[rank], []).append(rank)
         return [found[site] for site in sorted(found)]
 
-    def group(self, options: Any, inside: Callable[..., Any]) -> Any:
+    def create_group(self, options: Any, inside: Callable[..., Any]) -> Any:
         """See `Job`."""
         ranks = options.global_ranks_in_group or range(len(self._of_ranks))
         if len({self._of_ranks[rank] for rank in ranks}) == 1:

@@ -8,6 +8,7 @@ from tests.thread_ranks import run_in_threads
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, probe
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
+from weft.comm.job import Job
 
 CPU = torch.device("cpu")
 KNOWN, OTHER, MEASURED = (
@@ -72,7 +73,7 @@ def test_the_first_rank_of_a_group_reads_and_writes_its_cache(tmp_path, measurin
 
 
 def test_what_emulated_ranks_take_part_in_measures_nothing(tmp_path, measuring, monkeypatch):
-    monkeypatch.setattr(probe, "emulated_world", object)
+    monkeypatch.setattr(Job, "is_real", False)
     found = run_in_threads(6, asked, tmp_path, {1: OTHER})
     assert [costs for costs, _ in found] == [None, OTHER, None, None, None, None]
     assert not measuring

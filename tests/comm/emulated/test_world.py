@@ -9,8 +9,9 @@ import torch.distributed as dist
 from weft.comm.channel import TensorSpec
 from weft.comm.collectives.probe import nodes_of_world
 from weft.comm.emulated.conversation import EmulationError, Recorder
-from weft.comm.emulated.world import EmulatedWorld, emulated_world
+from weft.comm.emulated.world import EmulatedWorld
 from weft.comm.exchange import broadcast, gather
+from weft.comm.job import current_job
 from weft.engine.distributed import from_rank_zero, together
 
 SIZE, RANK = 10_240, 737
@@ -64,7 +65,7 @@ def world(monkeypatch):
 
 def test_a_large_world_is_there_at_once(world):
     assert (dist.get_rank(), dist.get_world_size()) == (RANK, SIZE)
-    assert emulated_world() is world
+    assert current_job() is world
     assert dist.get_process_group_ranks(dist.new_group([1, RANK, 9000])) == [1, RANK, 9000]
     assert dist.new_group([1, 2]) is dist.GroupMember.NON_GROUP_MEMBER
 
@@ -117,7 +118,7 @@ def test_collectives_end_when_the_last_has_come_and_the_model_says(world):
 
 def test_messages_have_tag_size_and_time(world):
     world.step = Step()
-    ends = world.channels({(RANK, 738), (738, RANK), (1, 2)})
+    ends = world.channels(dict, {(RANK, 738), (738, RANK), (1, 2)})
     assert set(ends) == {(RANK, 738), (738, RANK)}
     sent = ends[RANK, 738].send("3RECV_F7", torch.ones(3))
     assert sent.ended()
@@ -133,7 +134,7 @@ def test_outside_of_steps_nothing_takes_time_and_no_rank_sends(world):
     world.collective_s = lambda call: 5.0
     dist.all_reduce(torch.zeros(1))
     assert world.clock.now() == 100.0
-    ends = world.channels({(RANK, 738), (738, RANK)})
+    ends = world.channels(dict, {(RANK, 738), (738, RANK)})
     with pytest.raises(EmulationError, match="sends 3RECV_F7 to rank 738, which is in no step"):
         ends[RANK, 738].send("3RECV_F7", torch.ones(3))
     with pytest.raises(EmulationError, match="waits for 2RECV_B7 of rank 738, which is in no step"):
@@ -145,9 +146,8 @@ def test_a_rank_that_is_not_there_is_refused():
         EmulatedWorld(rank=8, size=8, hosts=int)
 
 
-def test_what_is_known_already_is_not_made_again():
-    told = {"values": ["plan"]}
-    world = EmulatedWorld(rank=1, size=2, hosts=int, recorder=Recorder(1, told=told))
-    assert world.hear(0, lambda: pytest.fail("it is known")) == "plan"
-    assert world.hear(0, lambda: "made") == "made"
+def test_what_is_known_already_is_not_made_again(world):
+    world.recorder = Recorder(RANK, told={"values": ["plan"]})
+    assert from_rank_zero(lambda: pytest.fail("it is known")) == "plan"
+    assert from_rank_zero(lambda: "made") == "made"
     assert world.recorder.heard.answers["values"] == ["plan", "made"]

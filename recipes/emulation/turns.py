@@ -14,11 +14,11 @@ from weft.comm.emulated.conversation import EmulationError
 from weft.comm.emulated.world import VALUES
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.recipes.emulation.classes import RankClass, classes_of, representatives
+from weft.recipes.emulation.job import EmulatedJob, hosts_of
+from weft.recipes.emulation.session import Prepared, Setting, Turn, serve
+from weft.recipes.emulation.what_if import WhatIf
 from weft.tools.children import Child
-from weft.tools.emulation.classes import RankClass, classes_of, representatives
-from weft.tools.emulation.job import EmulatedJob, hosts_of
-from weft.tools.emulation.session import Prepared, Setting, Turn, serve
-from weft.tools.emulation.what_if import WhatIf
 
 AGREED = 0.02
 """Real ranks agree when the step changes by no more than this share from one round to the next."""

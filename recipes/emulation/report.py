@@ -6,8 +6,8 @@ from statistics import median
 
 from weft.pipeline.cell import cell_step_s
 from weft.pipeline.text import bytes_text
-from weft.tools.emulation.session import Setting
-from weft.tools.emulation.turns import AGREED, Emulation
+from weft.recipes.emulation.session import Setting
+from weft.recipes.emulation.turns import AGREED, Emulation
 
 
 def report(found: Emulation, setting: Setting) -> str:

@@ -8,13 +8,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.comm.emulated.test_world import Clock
 from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.conversation import EmulationError
 from weft.comm.emulated.meeting import Call
-from weft.engine.emulation.delays import AlphaBetaDelays, CheckedDelays, DelayModel, Job, Message, delay_model
+from weft.comm.emulated.world import EmulatedWorld
+from weft.recipes.emulation.delays import AlphaBetaDelays, CheckedDelays, DelayModel, Job, Message, delay_model
 
 ROOT = Path(__file__).parents[3]
 LINKS = MappingProxyType({LinkClass.intra: AlphaBeta(1.0, 0.5), LinkClass.inter: AlphaBeta(10.0, 5.0)})
@@ -42,6 +46,52 @@ def test_measured_costs_come_first():
     model = DelayModel(Job(num_ranks=4, collectives=costs, links=LINKS))
     assert model.collective_s(call()) == 6 * 0.25
     assert model.collective_s(call("all_gather")) == 2 * 1.0 + 8 * 0.5  # not measured
+
+
+def halves(tensor):
+    return list(tensor.chunk(2))
+
+
+COLLECTIVES = {
+    "all_reduce": lambda tensor: dist.all_reduce(tensor),
+    "reduce": lambda tensor: dist.reduce(tensor, dst=0),
+    "broadcast": lambda tensor: dist.broadcast(tensor, src=0),
+    "all_gather": lambda tensor: dist.all_gather_into_tensor(tensor, tensor[:4].clone()),
+    "gather": lambda tensor: dist.gather(tensor[:4], halves(tensor), dst=1),
+    "reduce_scatter": lambda tensor: dist.reduce_scatter_tensor(tensor[:4].clone(), tensor),
+    "scatter": lambda tensor: dist.scatter(tensor[:4].clone(), halves(tensor), src=1),
+    "all_to_all": lambda tensor: dist.all_to_all_single(torch.empty(8), tensor),
+    "barrier": lambda tensor: dist.barrier(),
+}
+
+
+class Ready:
+    """The behaviour of emulated ranks that are always ready."""
+
+    def ready_s(self, operation, ranks, root):
+        return 0.0
+
+    def ended(self, operation, ranks, at_s):
+        pass
+
+
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_an_emulated_collective_takes_as_long_as_its_delay_model_says(operation, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restores what `join` replaces
+    world, model, calls = EmulatedWorld(rank=1, size=2, hosts=int, sites=int), DelayModel(JOB), []
+    world.clock, world.step = Clock(), Ready()
+    world.collective_s = lambda call: calls.append(call) or model.collective_s(call)
+    world.join()
+    try:
+        begun_s = world.clock.now()
+        COLLECTIVES[operation](torch.ones(8))
+        (call,) = calls
+        assert (call.operation, call.ranks, call.num_hosts, call.crosses) == (operation, (0, 1), 2, True)
+        assert call.num_bytes == (0 if operation == "barrier" else 32)
+        assert world.clock.now() == begun_s + 1 * 10.0 + call.num_bytes * 5.0 + 1000.0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_alpha_beta_has_ranks_that_are_always_ready():
@@ -75,7 +125,7 @@ def test_a_trace_says_what_was_recorded(tmp_path):
 )
 def test_what_is_wrong_is_one_clear_error(tmp_path, given, message):
     (tmp_path / "model.py").write_text(
-        "from weft.engine.emulation.delays import DelayModel\n"
+        "from weft.recipes.emulation.delays import DelayModel\n"
         "class Raises:\n    def __init__(self, job): 1 / 0\n"
         "class Negative(DelayModel):\n    def collective_s(self, call): return -1.0\n"
         "class NotANumber(DelayModel):\n    def collective_s(self, call): return float('nan')\n"
@@ -123,7 +173,7 @@ def models_in_the_docs():
 def test_messages_are_late_when_the_model_says(tmp_path):
     file = tmp_path / "late.py"
     file.write_text(
-        "from weft.engine.emulation.delays import DelayModel\n"
+        "from weft.recipes.emulation.delays import DelayModel\n"
         "class Late(DelayModel):\n    def late_s(self, message): return 0.5 if message.crosses else 0.25\n"
     )
     name, make = delay_model(f"{file}:Late")

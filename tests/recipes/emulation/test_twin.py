@@ -16,7 +16,7 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.order import execution_order
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import SimulatedStep
-from weft.pipeline.twin import OnlineTwin
+from weft.recipes.emulation.twin import OnlineTwin
 
 START_S = 100.0
 

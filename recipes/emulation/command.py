@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from statistics import median
 
-from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.conversation import EmulationError, Mismatch
 from weft.conf import load
 from weft.conf.host.files import write_atomic
 from weft.conf.hosts import run_folder, world_size
-from weft.engine.emulation.delays import delay_model
-from weft.recipes.emulated_job import recipe_job
+from weft.recipes.emulation.delays import delay_model
+from weft.recipes.emulation.job import EmulatedJob, recipe_job
+from weft.recipes.emulation.report import report
+from weft.recipes.emulation.session import Setting
+from weft.recipes.emulation.turns import RealRank, emulate
+from weft.recipes.emulation.what_if import WhatIf
 from weft.tools import parsers
-from weft.tools.emulation.checking import check_rank
-from weft.tools.emulation.report import report
-from weft.tools.emulation.session import Setting
-from weft.tools.emulation.turns import emulate
-from weft.tools.emulation.what_if import WhatIf
+
+_STEPS = 1
+"""Measured steps that a rank is compared over, after those that warm up."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,6 +70,29 @@ def main(argv: Sequence[str]) -> int:
         }
         write_atomic(args.json, json.dumps(figures, indent=1) + "\n")
     return 0
+
+
+def check_rank(job: EmulatedJob, other: EmulatedJob, rank: int, size: int, setting: Setting, settings: str) -> None:
+    """Run ``rank`` as all others are set up, then with other settings among others that expect the first.
+
+    Args:
+        other: the job as this rank takes it to be.
+        settings: the differing settings, for the message.
+
+    Raises:
+        Mismatch: it does something that another rank does not expect; names both.
+        ValueError: it refuses its settings itself.
+    """
+    with closing(RealRank(job, rank, size, setting)) as right:
+        costs = right.ask("collectives", right.prepared.plan.costs)
+        heard = right.ask("run", _STEPS, costs, setting.what_if).heard
+    try:
+        with closing(RealRank(other, rank, size, replace(setting, expected=heard))) as wrong:
+            wrong.ask("run", _STEPS, costs, setting.what_if)
+    except Mismatch as error:
+        raise Mismatch(f"{error}; rank {rank} was started with {settings}, the others were not") from None
+    except EmulationError as error:
+        raise EmulationError(f"{error}; rank {rank} was started with {settings}, the others were not") from None
 
 
 def _ranks(text: str) -> list[int]:

@@ -1,21 +1,50 @@
-"""The job of a recipe, as its real ranks run it among emulated ones."""
+"""The job that real ranks run among emulated ones, such as that of a recipe; where its ranks are."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Protocol
 
 from weft.comm.emulated.conversation import EmulationError
 from weft.conf.batch import check_world
-from weft.conf.hosts import asks_for_nodes, world_size
+from weft.conf.hosts import asks_for_nodes, working_hosts, world_size
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.kept import Kept
+from weft.engine.planning.layout import RankLayout
 from weft.recipes.preparation import prepare
+
+
+class EmulatedJob(Protocol):
+    """The inputs of an emulated job's ranks."""
+
+    @property
+    def config(self) -> WeftConfig:
+        """Return the run's configuration."""
+        ...
+
+    def engine(self) -> WeftEngine:
+        """The engine of this process's rank, with its data. A collective call."""
+        ...
+
+
+def hosts_of(config: WeftConfig, per_host: int) -> Callable[[int], int]:
+    """The number of each rank's host: by the hostfile, or of ``per_host`` ranks each."""
+    if not config.cluster.hostfile:
+        return lambda rank: rank // per_host
+    numbers = [host for host, slots in enumerate(working_hosts(config.cluster).values()) for _ in range(slots)]
+    return numbers.__getitem__
+
+
+def sites_of(layout: RankLayout) -> Callable[[int], int]:
+    """The number of each rank's site."""
+    return lambda rank: layout.rank_sites[rank // layout.lines]
 
 
 @dataclass(frozen=True)

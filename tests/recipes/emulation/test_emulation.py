@@ -11,11 +11,11 @@ from weft.comm.emulated.conversation import EmulationError, Mismatch
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.pipeline.costs import LinkCost
 from weft.pipeline.simulation import simulate
-from weft.tools.emulation.checking import check_rank
-from weft.tools.emulation.classes import representatives
-from weft.tools.emulation.session import Setting
-from weft.tools.emulation.turns import emulate
-from weft.tools.emulation.what_if import WhatIf
+from weft.recipes.emulation.classes import representatives
+from weft.recipes.emulation.command import check_rank
+from weft.recipes.emulation.session import Setting
+from weft.recipes.emulation.turns import emulate
+from weft.recipes.emulation.what_if import WhatIf
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 WORK = EmulatedWork(forward_s=0.004, input_s=0.004, weight_s=0.004, hidden_bytes=2**12, weight_elements=1000)
@@ -83,7 +83,7 @@ def test_a_rank_that_was_started_otherwise_is_found_and_both_ranks_are_named(tmp
 def test_a_model_that_fails_in_a_step_ends_the_emulation_with_one_error(tmp_path):
     file = tmp_path / "model.py"
     file.write_text(
-        "from weft.engine.emulation.delays import DelayModel\n"
+        "from weft.recipes.emulation.delays import DelayModel\n"
         "class Fails(DelayModel):\n    def late_s(self, message): raise OSError('no such link')\n"
     )
     with pytest.raises(EmulationError, match="late_s raised OSError: no such link"):

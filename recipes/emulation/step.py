@@ -8,21 +8,21 @@ from time import thread_time
 
 from weft.comm.emulated.conversation import EmulationError
 from weft.comm.emulated.world import EmulatedWorld
-from weft.engine.emulation.delays import CheckedDelays, Message
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.action import COMPUTE, RECEIVES, Action, Op, Slot
 from weft.pipeline.costs import CostModel
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import COMPUTE_LANE, SEND_LANE, Span, Timeline
-from weft.pipeline.twin import OnlineTwin
-from weft.tools.emulation.what_if import WhatIf
+from weft.recipes.emulation.delays import CheckedDelays, Message
+from weft.recipes.emulation.twin import OnlineTwin
+from weft.recipes.emulation.what_if import WhatIf
 
 _SENT_BY = {Op.RECV_F: (Op.SEND_F, -1), Op.RECV_B: (Op.SEND_B, 1)}
 _FROM_ROOT = ("broadcast", "scatter", "recv")
 
 
 class JobPace:
-    """Durations of emulated ranks, from the delay model and the what-if settings. See `weft.pipeline.twin.Pace`."""
+    """Durations of emulated ranks, from the delay model and the what-if settings. See `Pace` in `twin.py`."""
 
     def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
         """Create the pace of the twin of ``line``."""

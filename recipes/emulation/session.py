@@ -18,8 +18,8 @@ from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.conversation import Conversation, EmulationError, Recorder
 from weft.comm.emulated.meeting import Call
-from weft.comm.emulated.world import VALUES, Asked, EmulatedWorld
-from weft.engine.emulation.delays import BUILT_IN, CheckedDelays, Job, delay_model
+from weft.comm.emulated.world import VALUES, EmulatedWorld
+from weft.comm.job import Asked
 from weft.engine.planning.estimates import stage_sizes
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.run_plan import RunPlan
@@ -27,9 +27,10 @@ from weft.pipeline.action import slot_text
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.fitting import fit_costs
 from weft.pipeline.timeline import COMPUTE_LANE, Timeline
-from weft.tools.emulation.job import EmulatedJob, hosts_of, sites_of
-from weft.tools.emulation.step import TwinStep
-from weft.tools.emulation.what_if import WhatIf
+from weft.recipes.emulation.delays import BUILT_IN, CheckedDelays, Job, delay_model
+from weft.recipes.emulation.job import EmulatedJob, hosts_of, sites_of
+from weft.recipes.emulation.step import TwinStep
+from weft.recipes.emulation.what_if import WhatIf
 
 WARM_UP = 2
 """Steps that the first turn does not measure: they make connections, caches and buffers. Later turns leave out one."""

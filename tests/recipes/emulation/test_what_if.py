@@ -8,7 +8,7 @@ import pytest
 
 from weft.comm.emulated.conversation import EmulationError
 from weft.pipeline.costs import CostModel, LinkCost
-from weft.tools.emulation.what_if import TIMEOUT_S, WhatIf
+from weft.recipes.emulation.what_if import TIMEOUT_S, WhatIf
 
 
 def test_conditions_add_up():

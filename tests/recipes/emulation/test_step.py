@@ -13,7 +13,7 @@ from weft.pipeline.fitting import fit_costs
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.tools.emulation.step import TwinStep
+from weft.recipes.emulation.step import TwinStep
 
 LOOP_S, COMPUTE_S, SEND_S, RECEIVE_S, WAIT_S = 0.25, 4.0, 0.5, 0.125, 8.0
 """Between two slots; in a slot; beyond the wait; the wait."""

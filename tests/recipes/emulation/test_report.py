@@ -8,8 +8,8 @@ import pytest
 
 from weft.comm.emulated.clock import EmulatedClock
 from weft.comm.emulated.conversation import EmulationError
-from weft.tools.emulation.report import _disagreement
-from weft.tools.emulation.turns import AGREED, Emulation, _agree, emulate
+from weft.recipes.emulation.report import _disagreement
+from weft.recipes.emulation.turns import AGREED, Emulation, _agree, emulate
 
 
 def found(*rounds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.recipes.emulate import main
+from weft.recipes.emulation.command import main
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,6 @@ from weft.recipes.emulate import main
     ],
 )
 def test_bad_input_is_refused_before_any_process_starts(argv, message, monkeypatch):
-    monkeypatch.setattr("weft.tools.emulation.turns.RealRank", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("weft.recipes.emulation.turns.RealRank", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match=message):
         main(["recipe=quickstart", *argv])

@@ -1,1 +1,0 @@
-"""Layers that take a given time, for schedules on machines without GPUs."""
