@@ -40,9 +40,8 @@ test-slow: $(VENV)/.ready
 
 # Unauthenticated peers, insiders, damaged input, and the WAN transport under sanitizers; part of `make test` as well.
 test-security: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -m "not gpu" tests/security tests/comm/wan/test_unauthenticated.py tests/comm/wan/test_attackers.py \
-		tests/comm/wan/test_fuzz.py tests/comm/wan/test_frames.py \
-		tests/comm/wan/test_fork.py $(ARGS)
+	$(BIN)/python -m pytest -q -m "not gpu" tests/security \
+		$(addprefix tests/comm/wan/test_,unauthenticated.py attackers.py fuzz.py frames.py fork.py sanitizers.py) $(ARGS)
 
 files: $(VENV)/.ready  ## write docs/files.md, the index of all files, from module docstrings
 	$(BIN)/python -m tests.file_index

@@ -98,6 +98,7 @@ def test_the_core_works_without(name, tmp_path, whole):
 
     # Benchmarks measure every feature, and are not installed.
     own = [f"--ignore={ROOT / 'tests' / folder}" for folder in (*folders(name), "benchmarks")]
+    # The benchmarks measure the features, and are no part of the package.
     collected = run(root, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests"), *own)
     assert collected.returncode == 0, collected.stdout[-3000:]
 

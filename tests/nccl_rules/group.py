@@ -18,8 +18,6 @@ from tests.nccl_rules.device import Device, Operation, Stream
 from tests.nccl_rules.host import HostRules, is_on_host
 from weft.comm import backends, lifeline
 from weft.comm.links import Sites
-from weft.comm.wan.sites.group import SiteGroup
-from weft.comm.wan.sites.work import CollectiveWork, TransferWork
 
 PATIENCE = timedelta(seconds=600)
 """Timeout of gloo; the device gives up long before."""
@@ -277,6 +275,8 @@ def join(limit_s: float = 20.0, *, bound: bool = False, sites: Sites | None = No
 @contextmanager
 def waits_for_other_sites(device: Device) -> Iterator[None]:
     """Note that whoever waits for what a group over sites does holds up the host."""
+    from weft.comm.wan.sites.group import SiteGroup  # jobs of one site do without
+    from weft.comm.wan.sites.work import CollectiveWork, TransferWork
 
     def noting(wait: Callable[..., bool]) -> Callable[..., bool]:
         def waiting(work: dist.Work, *args: Any) -> bool:
@@ -289,7 +289,7 @@ def waits_for_other_sites(device: Device) -> Iterator[None]:
     def ruled(run: Callable[..., Any]) -> Callable[..., Any]:
         """Torch has taken the rules away on the way here: it has asked them about the call of `torch.distributed`."""
 
-        def running(group: SiteGroup, *args: Any, **named: Any) -> Any:
+        def running(group: dist.ProcessGroup, *args: Any, **named: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 return run(group, *args, **named)
             with HostRules(device):

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from tests.comm.wan import attackers as module
+from tests.comm.wan.attackers import attack
 from tests.comm.wan.test_endpoint import KEY, Pair, noise
-from tests.security import attackers as module
-from tests.security.attackers import attack
 
 
 def test_attackers_are_refused_and_what_is_no_refusal_is_seen(monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TESTS = [f"tests/comm/wan/test_{part}.py" for part in ("endpoint", "frames", "unauthenticated", "cell", "fork")]
 BUILDS = {
     "address,undefined": (
@@ -57,7 +57,7 @@ def sanitized(kind, tests, tmp_path, *options, **more):
     logs.mkdir()
     environment = {key: value.format(log=logs / "report") for key, value in settings.items()} | more
     environment |= {"WEFT_SANITIZE": kind, "LD_PRELOAD": f"{library(name)} {library('libstdc++.so')}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.security.sanitized", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.comm.wan.sanitized", "-p", "no:cacheprovider", *tests]
     command.append("--capture=sys")  # errors that end the process are on its standard error, not in the log
     if kind == "thread":
         command = ["setarch", "-R", *command]  # its shadow memory lies at fixed addresses
@@ -94,7 +94,7 @@ def test_the_transport_is_clean(kind, tmp_path):
 )
 def test_what_is_wrong_on_purpose_is_found(kind, fault, said, tmp_path):
     """A sanitizer that says nothing at all does not pass for a clean transport."""
-    done, found = sanitized(kind, ["tests/security/commit_fault.py"], tmp_path, WEFT_FAULT=fault)
+    done, found = sanitized(kind, ["tests/comm/wan/commit_fault.py"], tmp_path, WEFT_FAULT=fault)
     text = "\n".join(found)
     assert said in text and bool(said) is bool(found), text + done.stdout[-2000:] + done.stderr[-2000:]
     # Errors in the middle of a run end it; leaks and races are reported at its end.

@@ -1,4 +1,4 @@
-"""A pytest plugin (`-p tests.security.sanitized`): the WAN transport is compiled with sanitizers.
+"""A pytest plugin (`-p tests.comm.wan.sanitized`): the WAN transport is compiled with sanitizers.
 
 `WEFT_SANITIZE` names them as the compiler does. The sanitizer's library has to be loaded before
 Python starts: see `test_sanitizers.py`, which does so.
