@@ -15,7 +15,7 @@ from weft.conf.features import FEATURES
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("conf", "pipeline", "comm", "inference", "engine", "recipes", "tools")
 SETTINGS = {
-    "wan": "cluster.sites={a: {ranks: 2}, b: {ranks: 2}}",
+    "wan": "cluster.sites=[{name: a, ranks: 1}, {name: b, ranks: 1}]",
     "prefill": "inference.enabled=true",
     "strands": "pipeline.pairs=always",
     "supervision": "supervise.enabled=true",
@@ -98,7 +98,6 @@ def test_the_core_works_without(name, tmp_path, whole):
 
     # Benchmarks measure every feature, and are not installed.
     own = [f"--ignore={ROOT / 'tests' / folder}" for folder in (*folders(name), "benchmarks")]
-    # The benchmarks measure the features, and are no part of the package.
     collected = run(root, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests"), *own)
     assert collected.returncode == 0, collected.stdout[-3000:]
 

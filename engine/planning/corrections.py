@@ -17,9 +17,9 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.costs import Sample
 from weft.comm.collectives.group import LinkClass
 from weft.comm.exchange import gather
+from weft.comm.job import current_job
 from weft.conf.features import entry
 from weft.conf.host.measurements import Measurement, spread_of
-from weft.comm.job import current_job
 from weft.conf.schema import WeftConfig
 from weft.engine.distributed import ranks_on_this_host
 from weft.engine.planning.devices import correct, correct_reached, peak_flops

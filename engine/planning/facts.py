@@ -8,8 +8,8 @@ from math import inf
 from typing import TYPE_CHECKING, Protocol
 
 from weft.comm.collectives import CollectiveCosts, Group, Primitive
-from weft.conf.features import entry, is_installed
 from weft.comm.links import Hop
+from weft.conf.features import entry, is_installed
 from weft.conf.schema import ContextExchange
 from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.sizes import ModelSizes

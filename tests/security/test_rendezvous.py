@@ -15,7 +15,6 @@ from weft.comm import rendezvous
 from weft.comm.authenticated_socket import AuthenticatedTcpSocket, AuthenticatedUnixSocket
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
 from weft.comm.rendezvous import own_address
-from weft.conf.host.ports import free_port
 from weft.tools.ranks import run_ranks
 
 KEY = "a key of sixteen bytes or more"
