@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.eager_connect import on_host
 from weft.comm.exchange import gather
 from weft.comm.links import Hop
+from weft.conf.host.processes import host_identity
 
 INLINE_BYTES = 2 << 20
 """Larger tensors are copied by a separate thread; for smaller ones the context switch costs more than the copy."""
@@ -89,12 +89,6 @@ def _accept(listener: socket.socket, timeout_s: float) -> socket.socket:
         if user == os.getuid():
             return accepted
         accepted.close()
-
-
-def host_identity() -> tuple[object, ...]:
-    """Equal for two processes that share memory and a network namespace."""
-    network = os.stat("/proc/self/ns/net").st_ino
-    return (Path("/proc/sys/kernel/random/boot_id").read_text(), os.getuid(), network)
 
 
 class SharedSender:

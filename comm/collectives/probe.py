@@ -19,8 +19,8 @@ from weft.comm.collectives.group import LinkClass
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.exchange import gather
 from weft.comm.job import Asked, current_job
-from weft.comm.shared_channel import host_identity
 from weft.conf.host.measurements import spread_of
+from weft.conf.host.processes import host_identity
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 """Workload sizes to measure, in bytes."""

@@ -5,24 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic, sleep
 from types import MappingProxyType
 from typing import TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.exchange import gather
-from weft.comm.key import WanKey
 from weft.comm.links import Cell, Hop, LinkProfile
 from weft.comm.wan.cell import join
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.opening import await_links, open_endpoint
 from weft.comm.wan.probe import MOST, probe_both
 from weft.conf.schema import CommConfig
 
@@ -82,12 +79,26 @@ class WanNetwork:
         if cells and me == 0 and not comm.tls:
             _log.warning(_NO_TLS_WARNING)
         attempt = gather(secrets.token_hex(16))[0]  # rank 0's
-        endpoint = _on_all_ranks(lambda: _listen(me, attempt, comm, device, address) if mine else None)
+        port = 0 if address else comm.port and comm.port + int(os.environ.get("LOCAL_RANK", "0"))
+
+        def listen() -> WanEndpoint:
+            return open_endpoint(
+                comm,
+                rank=me,
+                job=attempt,
+                connections=comm.connections or MOST,
+                port=port,
+                host_address=address,
+                shares_port=address is not None,
+                device=device,
+            )
+
+        endpoint = _on_all_ranks(lambda: listen() if mine else None)
         addresses = gather(endpoint.address if endpoint else None)
         network = cls(endpoint)
         for cell in mine:
             network._open(cell, addresses, comm)
-        _on_all_ranks(lambda: network._await_connections(comm.deadline_s))
+        _on_all_ranks(lambda: await_links(endpoint, comm.deadline_s) if endpoint else None)
         if not comm.connections:
             network.profiles = next(filter(None, gather(dict(known), kinds=(LinkProfile,))), {})
             network._use_known()
@@ -121,19 +132,6 @@ class WanNetwork:
         channel = join(self.endpoint, cell, priorities=self.priorities)
         self.channels |= {(me, opposite): channel, (opposite, me): channel}
 
-    def _await_connections(self, deadline_s: float) -> None:
-        if self.endpoint is None:
-            return
-        limit = monotonic() + deadline_s
-        for peer in self.endpoint.peers:
-            while not self.endpoint.counters(peer).ready:
-                if monotonic() > limit:
-                    raise ChannelError(
-                        f"link {self.endpoint.peers[peer]}: no connection within comm.deadline_s={deadline_s:g}; "
-                        "check that other sites can reach comm.interface and that WEFT_KEY is the same everywhere"
-                    )
-                sleep(0.01)
-
     def _use_known(self) -> None:
         """Use the number of connections that an earlier probe found sufficient."""
         for (sender, peer), profile in self.profiles.items():
@@ -148,42 +146,6 @@ class WanNetwork:
             for peer in sorted({cell.links(me)[0] for cell in cells}, key=lambda peer: sorted((me, peer))):
                 found[me, peer], _ = probe_both(self.endpoint, peer, first=me < peer)
         return found
-
-
-def _listen(
-    rank: int, attempt: str, comm: CommConfig, device: torch.device, door: tuple[str, int] | None
-) -> WanEndpoint:
-    return WanEndpoint(
-        rank=rank,
-        job=attempt,
-        bind=listening_address(comm.interface),
-        port=0 if door else comm.port and comm.port + int(os.environ.get("LOCAL_RANK", "0")),
-        door=door,
-        knocks=door is not None,
-        key=WanKey.from_environment(),
-        connections=comm.connections or MOST,
-        deadline_s=comm.deadline_s,
-        timeout_s=comm.timeout_s,
-        tls=comm.tls,
-        chunk_bytes=comm.chunk_kb << 10,
-        device=device,
-    )
-
-
-def listening_address(interface: str) -> str:
-    """This host's address on ``interface``; by default on the route to rank 0."""
-    if interface:
-        found = psutil.net_if_addrs()
-        for entry in found.get(interface, ()):
-            if entry.family in (socket.AF_INET, socket.AF_INET6):
-                return entry.address.partition("%")[0]
-        raise ValueError(f"comm.interface={interface}: {socket.gethostname()} has {', '.join(found)}; choose one")
-    family, kind, *_, master = socket.getaddrinfo(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), type=socket.SOCK_DGRAM
-    )[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(master)  # looks up the route; sends nothing
-        return probe.getsockname()[0]
 
 
 def _on_all_ranks(action: Callable[[], T]) -> T:

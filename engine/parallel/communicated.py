@@ -21,8 +21,7 @@ from weft.comm.collectives.communicator import PLAIN, Communicator
 from weft.comm.collectives.primitives import all_to_all, maximum, shift
 from weft.comm.collectives.probe import nodes_of_world
 from weft.comm.exchange import gather
-from weft.comm.shared_channel import host_identity
-from weft.conf.host.processes import own_start, process_state
+from weft.conf.host.processes import host_identity, own_start, process_state
 from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 GONE_S = 1.0

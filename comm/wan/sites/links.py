@@ -9,7 +9,6 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from time import monotonic, sleep
 
 import torch
 import torch.distributed as dist
@@ -17,11 +16,10 @@ import torch.distributed as dist
 from weft.comm import rendezvous
 from weft.comm.channel import ChannelError
 from weft.comm.host_port import claim
-from weft.comm.key import WanKey
 from weft.comm.links import Sites
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.comm.wan.network import listening_address
+from weft.comm.wan.opening import await_links, listening_address, open_endpoint
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import CommConfig
 
@@ -45,7 +43,7 @@ class SiteLinks:
             ValueError: no key, an interface that is not there, or a port that is taken; on all ranks of the host.
         """
         comm = sites.comm
-        self.sites, self._store, self._rank, self._deadline_s = sites, store, rank, comm.deadline_s
+        self.sites, self._store, self._rank = sites, store, rank
         self._held = ExitStack()
         if rank == 0:
             store.set("attempt", secrets.token_hex(16))
@@ -60,7 +58,7 @@ class SiteLinks:
             said = json.loads(self._store.get(f"door/{bind}"))
             if isinstance(said, str):
                 raise ValueError(said)
-            return self._open(comm, bind, door=(said[0], said[1]))
+            return self._open(comm, host_address=(said[0], said[1]))
         try:
             endpoint = self._listen_for_host(comm, bind)
         except ValueError as error:
@@ -80,32 +78,28 @@ class SiteLinks:
         """
         port = comm.port or (0 if is_loopback(bind) else int(self._store.get("port")))
         if not port:
-            return self._open(comm, bind)
+            return self._open(comm)
         remedy = f"end what does, or set another {'comm.port' if comm.port else 'cluster.master_port'}"
         try:
             self._held.enter_context(claim(port, f"endpoint-{bind}"))
         except OSError as error:
             raise ValueError(f"another run's ranks listen at {bind}:{port} of this host; {remedy}") from error
         try:
-            return self._open(comm, bind, port=port)
+            return self._open(comm, port=port)
         except ValueError as error:
             if "cannot listen" not in str(error):
                 raise
             raise ValueError(f"{error}; {remedy}") from error
 
-    def _open(self, comm: CommConfig, bind: str, *, port: int = 0, door: tuple[str, int] | None = None) -> WanEndpoint:
-        return WanEndpoint(
+    def _open(self, comm: CommConfig, *, port: int = 0, host_address: tuple[str, int] | None = None) -> WanEndpoint:
+        return open_endpoint(
+            comm,
             rank=self._rank,
             job=f"groups of {self._store.get('attempt').decode()}",
-            bind=bind,
-            port=port,
-            door=door,
-            knocks=True,
-            key=WanKey.from_environment(),
             connections=(comm.connections or _REDUCING) if self.sites.reduce else _CONNECTIONS,
-            deadline_s=comm.deadline_s,
-            timeout_s=comm.timeout_s,
-            tls=comm.tls,
+            port=port,
+            host_address=host_address,
+            shares_port=True,
             device=torch.device("cpu"),
         )
 
@@ -136,20 +130,8 @@ class SiteLinks:
         return int(store.get("lane"))
 
     def await_contact(self) -> None:
-        """Wait until all links are connected.
-
-        Raises:
-            ChannelError: a link is not connected within ``comm.deadline_s``.
-        """
-        limit = monotonic() + self._deadline_s
-        for peer, name in self._endpoint.peers.items():
-            while not self._endpoint.counters(peer).ready:
-                if monotonic() > limit:
-                    raise ChannelError(
-                        f"link {name}: no contact within comm.deadline_s={self._deadline_s:g}; is comm.interface the "
-                        "one that other sites reach, and WEFT_KEY the same everywhere?"
-                    )
-                sleep(0.01)
+        """Wait until all links are connected. Errors: see `await_links`."""
+        await_links(self._endpoint, self.sites.comm.deadline_s)
 
     def close(self, *, linger_s: float = _LINGER_S) -> None:
         """Send queued data, for at most ``linger_s``, and stop listening.
