@@ -88,11 +88,11 @@ class Neighbours:
         assert not between or wan is not None, "stages at several sites need `open_wan`"
         hosts = between_hosts()
 
-        def connect_all() -> dict[Hop, Any]:
+        def open_inside() -> dict[Hop, Any]:
             shared, apart = share(inside, timeout_s=timeout_s)
             return shared | connect(apart, device=device, timeout_s=timeout_s, rts_group=hosts)
 
-        channels = current_job().channels(connect_all, inside)
+        channels = current_job().channels(open_inside, inside)
         own = list(channels.values())
         if wan is not None:
             channels |= wan.channels
