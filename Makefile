@@ -63,12 +63,12 @@ gpu-report: $(SOURCES)/weft/__init__.py
 # One of them starts `weft` from $(VENV) and vLLM's proxy.
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready $(SOURCES)/weft/__init__.py $(TOY_PROXY)
 	PYTHONPATH=$(SOURCES) WEFT_BIN=$(BIN) TOY_PROXY=$(TOY_PROXY) \
-		$(VLLM_VENV)/bin/python -m pytest -q -rs -m vllm tests/vllm $(ARGS)
+		$(VLLM_VENV)/bin/python -m pytest -q -rs -m vllm tests/inference/vllm $(ARGS)
 
 $(TOY_PROXY):
 	@mkdir -p $(@D)
 	@curl -sSfL -o $@.part $(TOY_PROXY_URL) && mv $@.part $@ || { rm -f $@.part; printf '%s\n' \
-		"vLLM's prefill/decode proxy, which tests/vllm/test_recipe.py starts, cannot be downloaded from" \
+		"vLLM's prefill/decode proxy, which tests/inference/vllm/test_recipe.py starts, cannot be downloaded from" \
 		"  $(TOY_PROXY_URL)" \
 		"Save it as $@, or name a copy: make test-vllm TOY_PROXY=PATH. (It is in vLLM's source archive, too.)" >&2; exit 1; }
 

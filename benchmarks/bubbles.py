@@ -17,8 +17,8 @@ from statistics import median
 
 from benchmarks.results import parse, write_json
 from benchmarks.serving.faults import FAULTS, LAST, Target
+from benchmarks.serving.figures import steps_within
 from benchmarks.serving.picture import draw
-from benchmarks.serving.reckoning import steps_within
 from benchmarks.serving.report import Findings, prefills_of, report_faults, report_serving, spans_of
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
 from benchmarks.serving.served_model import write_model

@@ -48,13 +48,13 @@ FEATURES = {
     "prefill": Feature(
         entry="weft.inference",
         commands={
-            "serve": ("weft.recipes.serve", "run vLLM prefill workers in the bubbles of a training run"),
+            "serve": ("weft.recipes.serving.serve", "run vLLM prefill workers in the bubbles of a training run"),
             "controller": (
-                "weft.recipes.controller",
+                "weft.recipes.serving.controller",
                 "run the controller: one address in front of all prefill workers",
             ),
         },
-        settings={"inference": ()},
+        settings={"inference.enabled": (False,)},
     ),
     "strands": Feature(entry="weft.engine.strands", settings={"pipeline.pairs": (PairChoice.never,)}),
     "supervision": Feature(

@@ -1,11 +1,10 @@
-"""The machines of a run: the hostfile, the number of ranks per host, and the folders of the run on a host."""
+"""The machines of a run: the hostfile and the number of ranks per host."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from weft.conf.host.private import shared_memory_folder
 from weft.conf.schema import ClusterConfig, ClusterManager, WeftConfig
 
 LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
@@ -72,14 +71,3 @@ def is_loopback(address: str) -> bool:
 def run_folder(config: WeftConfig) -> Path:
     """Return the folder of a run."""
     return (Path(config.train.output_dir).expanduser() / config.train.name).absolute()
-
-
-def boards_folder(config: WeftConfig, user: int) -> Path:
-    """The folder of a run's boards on this host.
-
-    Args:
-        user: numeric id of the user that trains.
-    """
-    if config.inference.boards:
-        return Path(config.inference.boards).expanduser()
-    return shared_memory_folder(user) / config.train.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from weft.comm.collectives import Primitive
 from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.links import SiteNetwork
-from weft.conf.hosts import boards_folder
+from weft.conf.features import entry
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, engine_methods
 from weft.engine.checkpoint.origin import Origin
@@ -32,11 +31,10 @@ from weft.engine.execution.garbage import LongLived
 from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
-from weft.engine.observability.bubbles import BubbleMarks, BubbleObserver, open_board
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.set_up import SET_UP
-from weft.engine.observability.slots import SlotObserver
+from weft.engine.observability.slots import BubbleObserver, SlotObserver
 from weft.engine.observability.usage import Usage, gather_usage
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes, communicators_of
@@ -151,17 +149,18 @@ class WeftEngine(PipelineEngine):
         )
         SET_UP.done("channels")
         self.executor = self._make_executor(receive_ahead=weft.pipeline.receive_ahead, debug=weft.pipeline.debug)
-        self.bubbles: BubbleMarks | None = None
+        self.slot_observers: list[SlotObserver] = []
+        """Observers that are notified of every slot of a training step."""
+        self.bubbles: BubbleObserver | None = None
         if weft.inference.enabled:
-            self.bubbles = open_board(
-                boards_folder(weft, os.getuid()),
+            self.bubbles = entry("prefill").observe_bubbles(
+                weft,
                 self.global_rank,
                 self.device,
                 predicted=plan.predicted(self.line).compute[self.pipe_rank],
                 longest_row=max(map(len, plan.cell(self.line).rows)),
             )
-        self.slot_observers: list[SlotObserver] = [] if self.bubbles is None else [BubbleObserver(self.bubbles)]
-        """Observers that are notified of every slot of a training step."""
+            self.slot_observers.append(self.bubbles)
         self.heartbeat = Heartbeat()
 
     def attach_heartbeat(self, heartbeat: Heartbeat) -> None:

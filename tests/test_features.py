@@ -31,6 +31,11 @@ for name in names:
         importlib.import_module(name)
 print(len(names))
 """
+NO_EDITABLE = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+"""
+"""An editable install imports a folder that the copy lacks from the whole tree."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -44,7 +49,8 @@ def folders(name):
 
 
 def copy(root, *, without=()):
-    """Copy the package to a folder, where a process with it in PYTHONPATH imports it."""
+    """Copy the package to a folder, where a process with it in PYTHONPATH imports it, and nothing from here."""
+    (root / "sitecustomize.py").write_text(NO_EDITABLE)
     package = root / "weft"
     package.mkdir()
     shutil.copy(ROOT / "__init__.py", package)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.serving.reckoning import length_s
+from benchmarks.serving.figures import length_s
 from benchmarks.serving.training import Cell
 from weft.inference.board.common_bubbles import Spans, intersection
 

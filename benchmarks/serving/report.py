@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.serving.reckoning import fault_figures, histogram, slowdown, steps_within, use_of
+from benchmarks.serving.figures import fault_figures, histogram, slowdown, steps_within, use_of
 from benchmarks.serving.requests import Answer
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.common_bubbles import Spans

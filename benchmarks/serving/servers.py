@@ -11,8 +11,8 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 
-from weft.conf.hosts import boards_folder
 from weft.conf.schema import WeftConfig
+from weft.inference.board.layout import boards_folder
 
 ARGUMENTS = ["--dtype", "float32", "--no-enable-prefix-caching"]
 """Arguments of every vLLM server: equal prompts are computed again."""

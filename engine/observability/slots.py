@@ -24,3 +24,19 @@ class SlotObserver(Protocol):
     def slot_ends(self, slot: Slot) -> None:
         """Note that the slot's work has been launched. On a CPU it has ended."""
         ...
+
+
+class BubbleObserver(SlotObserver, Protocol):
+    """An observer of slots that publishes when the rank is idle, also in waits between slots."""
+
+    def idle(self) -> None:
+        """Note that the rank begins to wait."""
+        ...
+
+    def busy(self) -> None:
+        """Note that the rank's wait has ended."""
+        ...
+
+    def close(self) -> None:
+        """Note the end of the engine."""
+        ...

@@ -13,7 +13,8 @@ import os
 import stat
 from pathlib import Path
 
-from weft.conf.host.private import private_folder
+from weft.conf.host.private import private_folder, shared_memory_folder
+from weft.conf.schema import WeftConfig
 
 MAGIC = int.from_bytes(b"weftbord", "little")
 VERSION = 1
@@ -49,6 +50,17 @@ def num_words(rows: int, edges: int) -> int:
 def row_at(step: int, rows: int, edges: int) -> int:
     """Index of the first word of a step's row; steps count from 1."""
     return HEADER + edges + (step % rows) * (ROW_HEADER + edges)
+
+
+def boards_folder(config: WeftConfig, user: int) -> Path:
+    """The folder of a run's boards on this host.
+
+    Args:
+        user: numeric id of the user that trains.
+    """
+    if config.inference.boards:
+        return Path(config.inference.boards).expanduser()
+    return shared_memory_folder(user) / config.train.name
 
 
 def board_path(folder: str | Path, rank: int) -> Path:

@@ -13,9 +13,10 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from weft.conf.hosts import boards_folder, is_loopback
+from weft.conf.hosts import is_loopback
 from weft.conf.schema import ControllerConfig, WeftConfig
 from weft.inference.board.common_bubbles import CommonBubbles
+from weft.inference.board.layout import boards_folder
 from weft.inference.board.reader import BoardReader
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.peers import Peers

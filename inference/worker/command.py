@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.conf.hosts import boards_folder, working_hosts
+from weft.conf.hosts import working_hosts
 from weft.conf.schema import KvConnector, PrefillWorkerConfig, WeftConfig
-from weft.inference.board.layout import board_path
+from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.worker.settings import WorkerSettings
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -1,6 +1,6 @@
 """The private interfaces of vLLM 0.32.0 that the prefill worker relies on, and the methods that it wraps.
 
-`PRIVATE` is checked by tests/vllm/test_contract.py against the installed vLLM.
+`PRIVATE` is checked by tests/inference/vllm/test_contract.py against the installed vLLM.
 """
 
 from __future__ import annotations

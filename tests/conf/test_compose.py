@@ -1,10 +1,7 @@
 """Every recipe, group and file composes, and a resolved configuration repeats itself."""
 
-import re
-import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,8 +9,7 @@ import yaml
 from weft.conf import load
 from weft.conf.compose import compose
 from weft.conf.fields import FOLDER, choices, groups
-from weft.conf.hosts import boards_folder
-from weft.conf.schema import KvConnector, ScheduleKind, WeftConfig
+from weft.conf.schema import ScheduleKind, WeftConfig
 from weft.conf.trees import from_tree, to_tree
 
 RECIPES = {
@@ -42,22 +38,6 @@ def test_a_resolved_configuration_repeats_itself(recipe, tmp_path):
     file.write_text(yaml.safe_dump(to_tree(config)))
     assert load([f"recipe={file}"]) == config
     assert load([], recipe_file=str(file)) == config
-
-
-def test_the_readmes_lines_serve_prefills():
-    """Trainer, workers and controller agree, and training lasts as long as they do."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    (block,) = re.findall(r"^### 3\. Serving .*?^```\n(.*?)^```", text, re.M | re.S)
-    lines = [shlex.split(line.removesuffix("&")) for line in block.splitlines()]
-    assert [line[1] for line in lines] == ["launch", "serve", "controller"]
-    assert all(line[2] == "recipe=serving" for line in lines)
-    trainer, workers, controller = (load(line[2:]) for line in lines)
-    assert trainer.train.steps >= 1_000_000
-    assert not (trainer.train.max_seconds or trainer.train.epochs or trainer.train.early_stopping_patience)
-    assert trainer.inference.enabled and trainer.pipeline.stages > 1, "no bubbles without a pipeline"
-    assert workers.inference.prefill.connector is KvConnector.nixl, "what a worker computes reaches a decoder"
-    assert len({str(boards_folder(config, 0)) for config in (trainer, workers, controller)}) == 1
-    assert workers.inference.prefill.model == controller.inference.prefill.model == "MODEL"
 
 
 def test_a_tree_needs_no_hydra_to_become_a_configuration():

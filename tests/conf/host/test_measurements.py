@@ -9,7 +9,6 @@ from weft.comm.collectives.group import LinkClass
 from weft.conf.host import measurements
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import MOST_DAYS, Measurement, Measurements
-from weft.inference.placement.prefill_cost import PrefillCost
 from weft.tools.cli import main
 from weft.tools.diagnostics.judging import Judge
 
@@ -40,10 +39,9 @@ def test_each_measurement_has_a_date_a_load_and_a_spread(tmp_path, machine):
     "write",
     [
         lambda path: Judge(Measurements(path)).by_own_best("x", "cpu", lambda: 1.0, share=0.5, unit="GB/s"),
-        lambda path: PrefillCost().save(path),
         lambda path: CostCache(path).write("x", COSTS),
     ],
-    ids=["diagnostics", "prefill", "collectives"],
+    ids=["diagnostics", "collectives"],
 )
 def test_all_that_is_measured_is_kept_as_measurements(tmp_path, machine, write):
     machine.load = 2.5
@@ -167,7 +165,7 @@ def test_the_doctor_shows_and_clears_what_is_kept(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     CostCache.in_folder(str(tmp_path)).write("cpu on 2 ranks", COSTS)
     Measurements(tmp_path / "devices.json").keep({"cpu, threads=1": 1e9, "memory of cpu": 2e9})
-    PrefillCost().save(tmp_path / "prefill" / "model.json")
+    Measurements(tmp_path / "prefill" / "model.json").keep({"prefill": 1.0})
     JsonCache(tmp_path / "work.json").add({"3 abc": {}})
     folder = ["--folder", str(tmp_path)]
     assert main(["doctor", "cache", *folder]) == 0

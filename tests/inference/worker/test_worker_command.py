@@ -19,7 +19,7 @@ from weft.inference.worker.command import (
     workers_of,
 )
 from weft.inference.worker.settings import WorkerSettings
-from weft.recipes.serving_checks import check_serving
+from weft.recipes.serving.checks import check_serving
 
 
 @pytest.fixture

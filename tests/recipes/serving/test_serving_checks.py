@@ -3,17 +3,22 @@
 import ctypes
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from weft.conf import load
 from weft.conf.schema import KvConnector, WeftConfig
+from weft.inference.board.layout import boards_folder
 from weft.inference.worker.arguments import REMEDIES, SHORT, problems_of
 from weft.inference.worker.command import workers_of
-from weft.recipes import serve
-from weft.recipes.serving_checks import (
+from weft.recipes.serving import serve
+from weft.recipes.serving.checks import (
     FIXED_BYTES,
     cache_bytes,
     check_engine,
@@ -277,3 +282,33 @@ def test_the_reason_is_the_first_error_of_the_last_start(tmp_path):
         "(APIServer pid=1) pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, no\n"
     )
     assert reason_of(log, 0) == "pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, no"
+
+
+def test_the_readmes_lines_serve_prefills():
+    """Trainer, workers and controller agree, and training lasts as long as they do."""
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    (block,) = re.findall(r"^### 3\. Serving .*?^```\n(.*?)^```", text, re.M | re.S)
+    lines = [shlex.split(line.removesuffix("&")) for line in block.splitlines()]
+    assert [line[1] for line in lines] == ["launch", "serve", "controller"]
+    assert all(line[2] == "recipe=serving" for line in lines)
+    trainer, workers, controller = (load(line[2:]) for line in lines)
+    assert trainer.train.steps >= 1_000_000
+    assert not (trainer.train.max_seconds or trainer.train.epochs or trainer.train.early_stopping_patience)
+    assert trainer.inference.enabled and trainer.pipeline.stages > 1, "no bubbles without a pipeline"
+    assert workers.inference.prefill.connector is KvConnector.nixl, "what a worker computes reaches a decoder"
+    assert len({str(boards_folder(config, 0)) for config in (trainer, workers, controller)}) == 1
+    assert workers.inference.prefill.model == controller.inference.prefill.model == "MODEL"
+
+
+@pytest.mark.parametrize("where", ["boards", "package"])
+def test_workers_import_nothing_that_another_user_could_have_written(tmp_path, monkeypatch, where):
+    boards = tmp_path / "boards"
+    trap = boards if where == "boards" else boards / "package"
+    boards.mkdir(mode=0o700)
+    trap.mkdir(exist_ok=True)
+    trap.chmod(0o777)
+    monkeypatch.setattr(serve.subprocess, "Popen", lambda *_, **__: pytest.fail("a process would start"))
+    config = load([f"inference.boards={boards}", "inference.enabled=true"])
+    (worker,) = serve.workers_of(config)
+    with pytest.raises(ValueError, match=r"not a folder of this user alone"):
+        serve._WorkerProcess(config, worker, None).check()

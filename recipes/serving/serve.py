@@ -19,10 +19,10 @@ from weft.conf import load
 from weft.conf.host.files import replacing
 from weft.conf.host.private import private_folder
 from weft.conf.host.processes import set_timer_slack
-from weft.conf.hosts import boards_folder
 from weft.conf.schema import WeftConfig
+from weft.inference.board.layout import boards_folder
 from weft.inference.worker.command import Worker, command, devices_of, environment, workers_of
-from weft.recipes.serving_checks import (
+from weft.recipes.serving.checks import (
     check_engine,
     check_memory,
     check_ports,

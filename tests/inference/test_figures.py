@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.serving.reckoning import histogram, idle_between, use_of
+from benchmarks.serving.figures import histogram, idle_between, use_of
 from benchmarks.serving.report import fault_figures
 from benchmarks.serving.requests import read_trace
 

@@ -9,6 +9,7 @@ from math import ceil, inf
 import numpy as np
 
 from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.prompt_work import PromptWork
 from weft.inference.placement.replay import (
     MAX_WINDOWS,
     Arrival,
@@ -32,6 +33,46 @@ MOST_PROMPTS = 1_000_000
 """Prompts in a window: a replay has up to 60 of them, and takes about 10 us for a prompt."""
 WINDOW_STEPS = 8
 """Training steps that a window has at least."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `report`, except for the trace."""
+    prefill = parser.add_argument_group("prefills in the bubbles (with --prefill)")
+    prefill.add_argument("--gpus", type=int, default=1000, help="number of GPUs that train; default 1000")
+    prefill.add_argument("--cells", type=int, default=50, help="number of DP-cells that the GPUs form; default 50")
+    prefill.add_argument(
+        "--prefill-cost",
+        type=_prefill_cost,
+        default="5,107,3.5",
+        metavar="STEP_MS,TOKEN_US,PAIR_NS",
+        help="cost of a chunk: per engine step, per token, per pair of tokens; default: 8 B parameters on an A100",
+    )
+    prefill.add_argument(
+        "--guard", type=float, default=2.0, metavar="MS", help="time kept free at the end of each bubble; default 2"
+    )
+    prefill.add_argument(
+        "--deadline",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="longest acceptable time to the first token; default 10",
+    )
+    prefill.add_argument(
+        "--loads",
+        type=float,
+        nargs="*",
+        default=[0.5, 0.8, 0.95, 1.2],
+        help="offered loads, as fractions of the bubbles' capacity",
+    )
+
+
+def _prefill_cost(text: str) -> PromptWork:
+    """The option's value: STEP_MS,TOKEN_US,PAIR_NS of a chunk of n tokens after c."""
+    try:
+        step_ms, token_us, pair_ns = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected STEP_MS,TOKEN_US,PAIR_NS, as in 5,107,3.5") from None
+    return PromptWork(step_s=step_ms / 1e3, token_s=token_us / 1e6, context_s=pair_ns / 1e9, max_tokens=8192)
 
 
 def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.engine.observability.bubbles import train_and_read
 from tests.engine.parallel.axis_training import pair_config
 from tests.engine.tiny import tiny_config
+from tests.inference.board.board_training import train_and_read
 from weft.tools.ranks import run_ranks
 
 STEPS = 4

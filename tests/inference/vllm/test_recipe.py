@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WEFT = Path(os.environ.get("WEFT_BIN", ROOT / ".venv" / "bin")).absolute() / "weft"
 PROXY = Path(os.environ.get("TOY_PROXY", ROOT / ".cache" / "toy_proxy_server.py")).absolute()
 MISSING = [str(path) for path in (WEFT, PROXY) if not path.exists()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -11,8 +12,10 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm.rts_channel import shorten_switch_interval
+from weft.conf.schema import WeftConfig
 from weft.engine.observability.clock import DeviceTimes
-from weft.inference.board.writer import BoardWriter, board_path
+from weft.inference.board.layout import board_path, boards_folder
+from weft.inference.board.writer import BoardWriter
 from weft.pipeline.action import COMPUTE, Op, Slot
 from weft.pipeline.timeline import Span
 
@@ -24,8 +27,8 @@ CLOSE_S = 10.0
 """Longest wait for a device's last marks."""
 
 
-class BubbleMarks(Protocol):
-    """The marks that the engine sets during a step. See `weft.inference.board.writer.BoardWriter`."""
+class Marks(Protocol):
+    """The marks of a step: of the host (`BoardWriter`), or in the order of a device's work (`DeviceMarks`)."""
 
     def begin(self, kind: int) -> None:
         """Mark the beginning of a step, without computations yet."""
@@ -40,16 +43,24 @@ class BubbleMarks(Protocol):
         ...
 
     def close(self) -> None:
-        """Mark the end of the engine."""
+        """Remove the board."""
         ...
 
 
 class BubbleObserver:
-    """An observer of slots that marks bubbles: a rank is busy in its computations, and idle in between."""
+    """An observer of slots that marks bubbles: a rank is busy in its computations, and idle in between.
 
-    def __init__(self, marks: BubbleMarks) -> None:
-        """Set ``marks``."""
-        self._marks = marks
+    Attributes:
+        path: file of the board.
+        busy: marks that the rank computes again, outside of slots.
+        idle: marks that the rank waits, outside of slots.
+        close: removes the board.
+    """
+
+    def __init__(self, marks: Marks, path: Path) -> None:
+        """Set ``marks`` on the board at ``path``."""
+        self._marks, self.path = marks, path
+        self.busy, self.idle, self.close = marks.busy, marks.idle, marks.close
 
     def step_begins(self, num_microbatches: int) -> None:
         """Mark the beginning of a step."""
@@ -58,12 +69,12 @@ class BubbleObserver:
     def slot_begins(self, slot: Slot) -> None:
         """Mark the rank as busy, if the slot computes."""
         if slot[0].op in WORK:
-            self._marks.busy()
+            self.busy()
 
     def slot_ends(self, slot: Slot) -> None:
         """Mark the rank as idle, if the slot computed and was not the optimiser's step, after which the host works."""
         if slot[0].op in WORK and slot[0].op is not Op.STEP:
-            self._marks.idle()
+            self.idle()
 
 
 class Times(Protocol):
@@ -125,10 +136,10 @@ class DeviceMarks:
             raise
 
 
-def open_board(
-    folder: Path, rank: int, device: torch.device, *, predicted: Sequence[Span], longest_row: int
-) -> BubbleMarks:
-    """Open the board of a global rank.
+def observe_bubbles(
+    config: WeftConfig, rank: int, device: torch.device, *, predicted: Sequence[Span], longest_row: int
+) -> BubbleObserver:
+    """Open the board of a global rank, and return the observer that marks its bubbles there.
 
     Args:
         predicted: the rank's computations in a step, as planned.
@@ -138,9 +149,9 @@ def open_board(
         ValueError: the folder of boards is not this user's alone.
     """
     board = BoardWriter(
-        board_path(folder, rank),
+        board_path(boards_folder(config, os.getuid()), rank),
         rank=rank,
         plan=[(span.start_s, span.end_s) for span in predicted],
         max_edges=2 * longest_row + SPARE_EDGES,
     )
-    return DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board
+    return BubbleObserver(DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board, board.path)

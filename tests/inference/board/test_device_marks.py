@@ -3,7 +3,7 @@
 import threading
 import time
 
-from weft.engine.observability.bubbles import DeviceMarks
+from weft.inference.board.observer import DeviceMarks
 
 
 class LateDevice:
@@ -65,7 +65,7 @@ def test_a_device_that_fails_leaves_no_board(monkeypatch):
 
 
 def test_a_device_that_hangs_holds_nobody_up(monkeypatch):
-    monkeypatch.setattr("weft.engine.observability.bubbles.CLOSE_S", 0.1)
+    monkeypatch.setattr("weft.inference.board.observer.CLOSE_S", 0.1)
     marks = DeviceMarks(board := Board(), LateDevice())
     marks.busy()
     marks.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.engine.tiny import batches
 from weft.conf.schema import WeftConfig
-from weft.engine.observability.bubbles import WORK
+from weft.inference.board.observer import WORK
 from weft.inference.board.reader import BoardReader
 from weft.pipeline.action import Op
 

@@ -1,0 +1,1 @@
+"""Commands that serve prefills in the bubbles of training: `weft serve` and `weft controller`."""
