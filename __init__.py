@@ -12,8 +12,8 @@ _HOMES = {
     "WeftEngine": "weft.engine.engine",
     "WeftTrainer": "weft.engine.huggingface.trainer",
     "WeftConfig": "weft.conf.schema",
-    "Objective": "weft.engine.stages.objective",
-    "next_token_loss": "weft.engine.stages.objective",
+    "Objective": "weft.engine.models.objective",
+    "next_token_loss": "weft.engine.models.objective",
 }
 __all__ = [
     "Objective",

@@ -111,7 +111,7 @@ def deepspeed_peak(stage: int) -> int:
 
     from weft.conf.deepspeed import deepspeed_config
     from weft.engine.distributed import init_distributed
-    from weft.engine.stages import build_model
+    from weft.engine.stages.files.loading import build_model
 
     before = _start()
     config = _config(stage)

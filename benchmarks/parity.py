@@ -13,7 +13,7 @@ from benchmarks.verification.parity_cases import VARIANTS, ParityCase, cases
 from benchmarks.verification.parity_engine import through_engine
 from benchmarks.verification.tiny_models import TINY
 from weft.conf.schema import ContextExchange
-from weft.engine.stages.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
+from weft.engine.stages.checking.comparison import Difference, Outcome, difference, staged_outcome, whole_outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,11 +31,11 @@ from weft.conf.schema import (
     ZeroConfig,
 )
 from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
+from weft.engine.models.sizes import model_sizes
 from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.precision import DTYPES
-from weft.engine.stages import build_model, load_hf_config
-from weft.engine.stages.sizes import model_sizes
+from weft.engine.stages.files.loading import build_model, load_hf_config
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 

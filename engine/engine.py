@@ -31,6 +31,8 @@ from weft.engine.execution.garbage import LongLived
 from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
+from weft.engine.models.objective import Minimised, Objective
+from weft.engine.models.seeding import seeded
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.set_up import SET_UP
@@ -41,8 +43,6 @@ from weft.engine.parallel.communicated import close_axes, communicators_of
 from weft.engine.planning.corrections import correct_measurements
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
-from weft.engine.stages.objective import Minimised, Objective
-from weft.engine.stages.seeding import seeded
 from weft.engine.stop_signals import StopSignals
 from weft.engine.supervision.heartbeat import Heartbeat
 from weft.engine.supervision.memory import HostMemory, MemoryCheckpoints

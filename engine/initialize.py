@@ -36,6 +36,9 @@ from weft.engine.distributed import (
 from weft.engine.engine import WeftEngine
 from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import open_wan
+from weft.engine.models.batch import Batch
+from weft.engine.models.objective import Objective
+from weft.engine.models.skeleton import hf_model
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
@@ -45,19 +48,13 @@ from weft.engine.planning.joining import join_job
 from weft.engine.planning.kept import Kept, known_to_any
 from weft.engine.planning.run_plan import RunPlan, plan_run, settle_placement
 from weft.engine.precision import DTYPES
-from weft.engine.stages import (
-    Batch,
-    Stage,
-    load_hf_config,
-    load_stages,
-    refuse_partitioning,
-    self_check,
-    stages_from_model,
-)
-from weft.engine.stages.axis_check import check_axes, refuse_unshareable
-from weft.engine.stages.fingerprint import folder_fingerprint, model_fingerprint
-from weft.engine.stages.objective import Objective
-from weft.engine.stages.stage import hf_model
+from weft.engine.stages.checking.axis_check import check_axes, refuse_unshareable
+from weft.engine.stages.checking.refusals import refuse_partitioning
+from weft.engine.stages.checking.self_check import self_check
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.stage import Stage
+from weft.engine.stages.files.fingerprint import folder_fingerprint, model_fingerprint
+from weft.engine.stages.files.loading import load_hf_config, load_stages
 from weft.engine.zero import Collectives
 from weft.pipeline.placement import Placement
 

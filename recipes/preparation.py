@@ -37,8 +37,10 @@ from weft.engine.distributed import attempt_number, from_rank_zero, is_supervise
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.kept import Kept
 from weft.engine.planning.layout import RankLayout
-from weft.engine.stages import check_flash_packing, load_hf_config, refuse_packing, self_check
-from weft.engine.stages.fingerprint import files_fingerprint
+from weft.engine.stages.checking.refusals import refuse_packing
+from weft.engine.stages.checking.self_check import check_flash_packing, self_check
+from weft.engine.stages.files.fingerprint import files_fingerprint
+from weft.engine.stages.files.loading import load_hf_config
 from weft.recipes.clock import start_clock
 from weft.recipes.finish import print_once
 

@@ -10,8 +10,11 @@ from transformers import PreTrainedConfig
 from weft.conf import load
 from weft.conf.fields import choices
 from weft.conf.schema import ModelConfig, WeftConfig
-from weft.engine.stages import Outline, check_axes, check_packing, load_hf_config, outline_of, self_check
-from weft.engine.stages.skeleton import model_class
+from weft.engine.models.skeleton import model_class
+from weft.engine.stages.checking.axis_check import check_axes
+from weft.engine.stages.checking.self_check import check_packing, self_check
+from weft.engine.stages.cutting.outline import Outline, outline_of
+from weft.engine.stages.files.loading import load_hf_config
 from weft.tools import parsers
 
 

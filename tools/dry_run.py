@@ -15,7 +15,7 @@ from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.memory import memory_checkpoint_bytes
 from weft.engine.planning.run_plan import RunPlan, plan_run
-from weft.engine.stages import load_hf_config
+from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
 from weft.tools.first_row import first_row_lines
 from weft.tools.preflight import INPUTS, preflight

@@ -106,7 +106,9 @@ def check_model(config: WeftConfig) -> None:
     """Check that the model can be made or read, with layers for all stages and positions for all tokens."""
     path = config.model.path
     if not path or is_here(path) or (_is_hub_name(path) and _runs_here(config)):
-        from weft.engine.stages import check_model_fits  # imports torch, which the other checks do not need
+        from weft.engine.stages.files.loading import (
+            check_model_fits,  # imports torch, which the other checks do not need
+        )
 
         check_model_fits(config.model, virtual_stages(config), config.data.sequence_length)
     elif not _is_hub_name(path):
@@ -139,7 +141,7 @@ def check_data(config: WeftConfig) -> None:
     """Check that the data source exists and is well formed, local files line by line; and what becomes of the first."""
     from weft.engine.data import check_source, encode_first, load_tokenizer  # torch, which other checks do not need
     from weft.engine.data.tokenizer import require_rows
-    from weft.engine.stages import load_hf_config
+    from weft.engine.stages.files.loading import load_hf_config
 
     check_source(config.data)
     words = config.model.tokenizer or config.model.path
@@ -184,8 +186,7 @@ def check_resume(config: WeftConfig) -> None:
 
 def _weights_are_here(path: str) -> bool:
     """Return True for a new model, a folder, and a model of the hub that is in its cache; others only ranks can see."""
-    from weft.engine.stages.folder import weight_files
-    from weft.engine.stages.location import weights_folder
+    from weft.engine.stages.files.folder import weight_files, weights_folder
 
     if not path or is_here(path):
         return True

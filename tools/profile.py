@@ -13,10 +13,10 @@ from weft.conf.checks import check
 from weft.conf.compose import compose
 from weft.conf.host.files import write_atomic
 from weft.conf.schema import WeftConfig
+from weft.engine.models.tracing import trace_model
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.layer_costs import measure_layers, measured_layers
 from weft.engine.precision import DTYPES
-from weft.engine.stages.tracing import trace_model
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.limits import number
 from weft.pipeline.profile import costs_to_yaml

@@ -199,7 +199,7 @@ def emulated_hidden(work: EmulatedWork) -> Tensor:
 
 
 class EmulatedStage(nn.Module):
-    """A virtual stage of emulated layers, with what the engine uses of `weft.engine.stages.Stage`."""
+    """A virtual stage of emulated layers, with what the engine uses of `weft.engine.stages.cutting.stage.Stage`."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ from weft.conf.schema import (
     TrainConfig,
     WeftConfig,
 )
-from weft.engine.stages import build_model
+from weft.engine.stages.files.loading import build_model
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.tables import table_of
 

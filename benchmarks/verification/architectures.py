@@ -25,10 +25,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import Attention, ModelConfig, SplitKind
-from weft.engine.stages import check_packing, export_stages, load_hf_config, load_stages, self_check, split_layers
-from weft.engine.stages.checking import LENGTH, architecture, check_stages, require_causal, small_copy, tried_batch
-from weft.engine.stages.comparison import run_stages
-from weft.engine.stages.skeleton import cuttable_layers, skeleton
+from weft.engine.models.skeleton import cuttable_layers, skeleton
+from weft.engine.stages.checking.comparison import run_stages
+from weft.engine.stages.checking.self_check import (
+    LENGTH,
+    architecture,
+    check_packing,
+    check_stages,
+    require_causal,
+    self_check,
+    small_copy,
+    tried_batch,
+)
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.exporting import export_stages
+from weft.engine.stages.files.loading import load_hf_config, load_stages
 
 LIMIT_S = 180
 """Processor seconds that one architecture may take: other work on the host does not count."""

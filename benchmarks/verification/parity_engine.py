@@ -17,7 +17,7 @@ from weft.engine.execution.executor import Executor
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
 from weft.engine.planning.schedules import plan_evaluation
-from weft.engine.stages.comparison import Outcome
+from weft.engine.stages.checking.comparison import Outcome
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import add_transfers
 from weft.pipeline.placement import Placement

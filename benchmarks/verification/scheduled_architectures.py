@@ -21,16 +21,15 @@ from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
+from weft.engine.models.batch import Batch, count_label_tokens, tell_rows
+from weft.engine.models.skeleton import cuttable_layers, hf_model
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.unshareable import UnshareableError
-from weft.engine.stages.axis_check import TOLERANCE
-from weft.engine.stages.batch import Batch, count_label_tokens
-from weft.engine.stages.checking import architecture, small_copy, tried_batch
-from weft.engine.stages.comparison import Outcome, difference, whole_outcome
-from weft.engine.stages.members import members_outcome
-from weft.engine.stages.packed import tell_rows
-from weft.engine.stages.skeleton import cuttable_layers
-from weft.engine.stages.stage import Stage, hf_model
+from weft.engine.stages.checking.axis_check import TOLERANCE
+from weft.engine.stages.checking.comparison import Outcome, difference, whole_outcome
+from weft.engine.stages.checking.members import members_outcome
+from weft.engine.stages.checking.self_check import architecture, small_copy, tried_batch
+from weft.engine.stages.cutting.stage import Stage
 from weft.engine.strands.strand_pairs import StrandPairs
 from weft.engine.zero import Sharding
 from weft.pipeline.action import Op, is_pair, parse_slot

@@ -10,15 +10,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from benchmarks.verification.architectures import Finding, Verdict, causal_class, prepared, reason_of
 from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import ContextExchange
+from weft.engine.models.batch import Batch, count_label_tokens, tell_rows
+from weft.engine.models.skeleton import cuttable_layers
 from weft.engine.parallel.unshareable import UnshareableError
-from weft.engine.stages import check_axes, check_packing
-from weft.engine.stages.axis_check import TOLERANCE, refuse_unshareable
-from weft.engine.stages.batch import Batch, count_label_tokens
-from weft.engine.stages.checking import LENGTH, tried_batch
-from weft.engine.stages.comparison import difference, whole_outcome
-from weft.engine.stages.members import members_outcome
-from weft.engine.stages.packed import tell_rows
-from weft.engine.stages.skeleton import cuttable_layers
+from weft.engine.stages.checking.axis_check import TOLERANCE, check_axes, refuse_unshareable
+from weft.engine.stages.checking.comparison import difference, whole_outcome
+from weft.engine.stages.checking.members import members_outcome
+from weft.engine.stages.checking.self_check import LENGTH, check_packing, tried_batch
 
 
 def shared_text(sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto) -> str:

@@ -49,7 +49,7 @@ from weft.engine.checkpoint.shard_file import ShardEntry
 from weft.engine.checkpoint.shared_reading import Needed, among, read_once
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.checkpoint.writer import save
-from weft.engine.stages.fingerprint import folder_fingerprint
+from weft.engine.stages.files.fingerprint import folder_fingerprint
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from weft.comm.exchange import gather
 from weft.engine.checkpoint.trained import Trained
 from weft.engine.parallel.axis import AxisGroup
 from weft.engine.precision import exact_value
-from weft.engine.stages import export_stages, rehearse_export
-from weft.engine.stages.shards import Shard, exported_dtype
+from weft.engine.stages.files.exporting import export_stages, rehearse_export
+from weft.engine.stages.files.shards import Shard, exported_dtype
 
 
 def export(
@@ -34,7 +34,7 @@ def export(
         dtype: of weights. None takes each weight's original type.
 
     Raises:
-        ValueError: see `weft.engine.stages.export_stages`.
+        ValueError: see `weft.engine.stages.files.exporting.export_stages`.
         NonFiniteError: the model has non-finite values. Nothing was written.
     """
     trained.check_finite()
@@ -54,7 +54,7 @@ def check_export(
     """Check before training that an export can be written. Collective call.
 
     Raises:
-        ValueError: see `weft.engine.stages.rehearse_export`.
+        ValueError: see `weft.engine.stages.files.exporting.rehearse_export`.
     """
     writes = trained.layout.position(trained.global_rank).line == 0
     stages = list(trained.module.stages.values()) if writes else []

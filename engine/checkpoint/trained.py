@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.planning.layout import RankLayout
-from weft.engine.stages import Stage
+from weft.engine.stages.cutting.stage import Stage
 from weft.engine.zero import ShardedOptimizer, Sharding
 from weft.pipeline.placement import Placement
 

@@ -8,8 +8,8 @@ from weft.engine.data.open import encode_first, open_source
 from weft.engine.data.source import Source
 from weft.engine.data.tokenizer import load_tokenizer, vocabulary_for
 from weft.engine.data.unused import unused_lines
-from weft.engine.stages.batch import count_label_tokens
-from weft.engine.stages.refusals import refuse_packing
+from weft.engine.models.batch import count_label_tokens
+from weft.engine.stages.checking.refusals import refuse_packing
 
 __all__ = [
     "Batch",

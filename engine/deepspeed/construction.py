@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.optim import Optimizer
 
 from weft.engine.precision import compute_in
-from weft.engine.stages.adapter import exported_frozen
+from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
 
 

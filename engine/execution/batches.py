@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from weft.engine.models.batch import tell_rows
 from weft.engine.parallel.axis import Alone, AxisGroup
-from weft.engine.stages.context import WHOLE, part_of
-from weft.engine.stages.packed import tell_rows
+from weft.engine.stages.cutting.context import WHOLE, part_of
 
 ALONE = Alone("context")
 

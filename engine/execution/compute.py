@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.engine.backward import SplitBackward
 from weft.engine.execution.step_state import StepState, key
-from weft.engine.stages import Stage
+from weft.engine.stages.cutting.stage import Stage
 from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
 

@@ -13,7 +13,7 @@ from weft.engine.execution.compute import Compute
 from weft.engine.execution.receives import ReceiveQueue
 from weft.engine.execution.step_state import Key, StepState, key
 from weft.engine.parallel.axis import AxisGroups
-from weft.engine.stages import Stage
+from weft.engine.stages.cutting.stage import Stage
 from weft.pipeline.action import RECEIVES, SENDS, Action, Op, Slot, is_pair, receive_of
 from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule

@@ -14,8 +14,8 @@ from weft.comm.sums import ReplicaSum
 from weft.engine.distributed import together
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
-from weft.engine.stages.batch import count_label_tokens, label_tokens
-from weft.engine.stages.objective import Minimised, tell_items, told_items
+from weft.engine.models.batch import count_label_tokens, label_tokens
+from weft.engine.models.objective import Minimised, tell_items, told_items
 
 
 @dataclass(kw_only=True, eq=False)

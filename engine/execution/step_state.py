@@ -12,8 +12,8 @@ from weft.comm.channel import SendHandle
 from weft.engine.backward import SavedForward
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.receives import ReceiveQueue
+from weft.engine.models.batch import Batch
 from weft.engine.observability.slots import SlotObserver
-from weft.engine.stages.batch import Batch
 from weft.pipeline.action import Action
 
 Key = tuple[int, int]

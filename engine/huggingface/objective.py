@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from weft.engine.stages.batch import Batch
-from weft.engine.stages.objective import Forward, Objective, one_item
-from weft.engine.stages.stage import hf_model
+from weft.engine.models.batch import Batch
+from weft.engine.models.objective import Forward, Objective, one_item
+from weft.engine.models.skeleton import hf_model
 
 SAME = ("input_ids", "attention_mask", "position_ids")
 """Inputs on which the pipeline has already run the layers when the loss is computed."""

@@ -33,8 +33,8 @@ from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, check
 from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse, refuse_kind
 from weft.engine.initialize import initialize
+from weft.engine.models.skeleton import hf_model
 from weft.engine.precision import EXPORTED
-from weft.engine.stages.stage import hf_model
 from weft.engine.stop_signals import Stopped, StopSignals
 
 

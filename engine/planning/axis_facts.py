@@ -20,7 +20,7 @@ from weft.engine.planning.facts import AxisFacts, Facts
 from weft.engine.planning.memory import rank_states
 from weft.engine.planning.schedules import open_placements
 from weft.engine.precision import DTYPES
-from weft.engine.stages.split import split_model
+from weft.engine.stages.cutting.split import split_model
 from weft.pipeline.states import USABLE
 
 _LAUNCH_S = 1e-5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
+from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts
-from weft.engine.stages.sizes import ModelSizes, PartSize
-from weft.engine.stages.split import StageSplit
+from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import CostModel, PairCosts, StageCost
 from weft.pipeline.states import WEIGHT_BYTES
 from weft.pipeline.workload import NOTHING, LayerWork, ModelWork, gathered_widths, loss_work, share_of_loss

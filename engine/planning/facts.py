@@ -11,9 +11,9 @@ from weft.comm.collectives import CollectiveCosts, Group, Primitive
 from weft.comm.links import Hop
 from weft.conf.features import entry, is_installed
 from weft.conf.schema import ContextExchange
+from weft.engine.models.sizes import ModelSizes
 from weft.engine.planning.layout import RankLayout
-from weft.engine.stages.sizes import ModelSizes
-from weft.engine.stages.split import StageSplit
+from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import LinkCost, PairCosts, StageCost
 from weft.pipeline.workload import ModelWork
 

@@ -14,7 +14,9 @@ from transformers import PreTrainedConfig
 from weft.conf.schema import WeftConfig
 from weft.engine.backward import SplitBackward
 from weft.engine.precision import DTYPES
-from weft.engine.stages import Stage, StageSplit, load_stages
+from weft.engine.stages.cutting.split import StageSplit
+from weft.engine.stages.cutting.stage import Stage
+from weft.engine.stages.files.loading import load_stages
 from weft.pipeline.costs import StageCost
 from weft.pipeline.workload import ModelWork
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.conf.schema import Precision, WeftConfig
+from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.facts import Facts
-from weft.engine.stages.sizes import PartSize
-from weft.engine.stages.split import StageSplit
+from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.action import Op
 from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import CostModel

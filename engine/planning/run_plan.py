@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.conf.schema import Partition, WeftConfig
+from weft.engine.models.sizes import PartSize
 from weft.engine.planning.dp_cells import CellMember
 from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
@@ -13,8 +14,7 @@ from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.schedules import plan_cells, plan_placement
-from weft.engine.stages.sizes import PartSize
-from weft.engine.stages.split import StageSplit, split_model
+from weft.engine.stages.cutting.split import StageSplit, split_model
 from weft.pipeline.action import Slot
 from weft.pipeline.cell import cell_step_s, pipeline_of, predict
 from weft.pipeline.costs import CostModel

@@ -15,7 +15,7 @@ from weft.comm.collectives.group import LinkClass
 from weft.conf.schema import WeftConfig
 from weft.engine.planning.facts import AxisFacts, Facts
 from weft.engine.precision import DTYPES
-from weft.engine.stages.split import StageSplit
+from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.strands.overlap_cache import overlap_cache, overlap_key
 from weft.engine.strands.tracing import trace_strands
 from weft.pipeline.costs import StageCost

@@ -21,21 +21,20 @@ from weft.comm.channel import Handle
 from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.backward.tape import Kept
+from weft.engine.models.batch import tell_packed
+from weft.engine.models.objective import Minimised, Objective, next_token_loss
+from weft.engine.models.sizes import meta_model
+from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
+from weft.engine.models.tracing import layers_alike
 from weft.engine.parallel import attention as context_attention
 from weft.engine.parallel import blocks
 from weft.engine.parallel.axis import AXES, AxisGroups, Completed
 from weft.engine.parallel.blocks import Block, Gradients, Partial
 from weft.engine.parallel.experts import expert_modules
-from weft.engine.stages.context import part_of
-from weft.engine.stages.from_model import stages_from_model
-from weft.engine.stages.handover import set_dtype
-from weft.engine.stages.meta import meta_model
-from weft.engine.stages.objective import Minimised, Objective, next_token_loss
-from weft.engine.stages.packed import tell_packed
-from weft.engine.stages.skeleton import decoder_layers
-from weft.engine.stages.split import split_layers
-from weft.engine.stages.stage import Stage, hf_model
-from weft.engine.stages.tracing import layers_alike
+from weft.engine.stages.cutting.context import part_of
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.cutting.stage import Stage
 from weft.pipeline.strands.work import PartWork, SegmentWork, StrandWork, Traffic, Work
 
 

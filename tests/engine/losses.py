@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.engine.tiny import batches, check_order, tiny_config
 from weft.conf.schema import WeftConfig
-from weft.engine.stages.objective import Objective
+from weft.engine.models.objective import Objective
 
 STEPS = 3
 
@@ -72,7 +72,7 @@ def paired(replica: int, num_replicas: int) -> Iterator[dict[str, Tensor]]:
 def reference_losses(name: str, config: WeftConfig, num_replicas: int) -> list[float]:
     """One process that runs Hugging Face's own forward on the same data."""
     from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
-    from weft.engine.stages import build_model
+    from weft.engine.stages.files.loading import build_model
 
     torch.set_num_threads(1)
     model = build_model(config.model, dtype=torch.float32, seed=config.train.seed).train()

@@ -18,7 +18,7 @@ def test_evaluation_between_steps(context):
     losses, loss, *_, spans = results[0]
     assert losses == pytest.approx(reference_losses(config, replicas, 2), rel=1e-5)
 
-    from weft.engine.stages import build_model
+    from weft.engine.stages.files.loading import build_model
 
     model = build_model(config.model, dtype=torch.float32, seed=config.train.seed).eval()
     data = list(islice(batches(0, 1), 3 * replicas))

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.exports import export_each, given_model
 from tests.engine.tiny import tiny_config
-from weft.engine.stages import build_model
+from weft.engine.stages.files.loading import build_model
 from weft.tools.ranks import run_ranks
 
 CASES = {

@@ -8,7 +8,7 @@ from tests.engine.stages.tiny import batch, gradients, run, stages_of, tiny, who
 from tests.engine.tiny import tiny_config, with_costs
 from weft.engine.huggingface.objective import LastStage
 from weft.engine.initialize import initialize
-from weft.engine.stages.objective import Minimised, Objective, one_item
+from weft.engine.models.objective import Minimised, Objective, one_item
 from weft.tools.ranks import run_ranks
 
 

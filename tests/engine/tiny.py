@@ -131,7 +131,7 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
     """
     from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
     from weft.engine.precision import DTYPES
-    from weft.engine.stages import build_model
+    from weft.engine.stages.files.loading import build_model
 
     torch.set_num_threads(1)
     low = DTYPES[config.train.precision]

@@ -89,7 +89,7 @@ def run(
     import torch
 
     from weft.engine.engine import WeftEngine
-    from weft.engine.stages import Stage
+    from weft.engine.stages.cutting.stage import Stage
     from weft.engine.stop_signals import Stopped, StopSignals
     from weft.engine.zero import NonFiniteError
     from weft.recipes import run as recipe

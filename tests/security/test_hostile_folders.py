@@ -7,7 +7,7 @@ import pytest
 from weft.conf.schema import DataConfig, ModelConfig
 from weft.engine.data.tokenizer import load_tokenizer
 from weft.engine.deepspeed.keys import split_deepspeed_config
-from weft.engine.stages.folder import require_whole_folder
+from weft.engine.stages.files.folder import require_whole_folder
 
 DEEP = b"[" * 100_000
 

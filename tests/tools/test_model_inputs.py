@@ -11,7 +11,7 @@ from tests.engine.stages.tiny import ARCHITECTURES, tiny, whole
 from weft.conf import load
 from weft.conf.schema import ModelConfig
 from weft.engine.data.tokenizer import train_bpe
-from weft.engine.stages import check_model_fits
+from weft.engine.stages.files.loading import check_model_fits
 from weft.tools.preflight import check_data, check_model
 
 WORDS = ["how many are 3 and 4? there are 7."] * 20

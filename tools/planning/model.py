@@ -75,8 +75,8 @@ def _traced(model: str, text: str | None, sequence_length: int, lora: LoraConfig
     fields = config_of(model)
     from transformers import AutoConfig  # takes seconds to load
 
-    from weft.engine.stages.skeleton import causal_config
-    from weft.engine.stages.tracing import trace_model
+    from weft.engine.models.skeleton import causal_config
+    from weft.engine.models.tracing import trace_model
 
     path = Path(model)
     name = (

@@ -8,7 +8,8 @@ import torch
 from tests.engine.backward.test_models import build
 from weft.conf.schema import SplitKind
 from weft.engine.backward import SplitBackward
-from weft.engine.stages import split_layers, stages_from_model
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
 
 
 def batch_of(ids):

@@ -13,7 +13,7 @@ from weft.conf.schema import ModelConfig, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.checkpoint.errors import OtherBaseError
 from weft.engine.checkpoint.origin import Origin, flat
-from weft.engine.stages.fingerprint import files_fingerprint, folder_fingerprint, model_fingerprint
+from weft.engine.stages.files.fingerprint import files_fingerprint, folder_fingerprint, model_fingerprint
 
 WHERE = Path("/runs/sft/checkpoints/step-00000004")
 OWN = Origin("aaaa1111", "/models/a", flat(to_tree(WeftConfig())), {"the tokenizer": "1", "data.path": "2"})

@@ -5,8 +5,8 @@ import torch
 from transformers import masking_utils
 
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.stages.batch import count_label_tokens, label_tokens
-from weft.engine.stages.context import whole_batch
+from weft.engine.models.batch import count_label_tokens, label_tokens
+from weft.engine.stages.cutting.context import whole_batch
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

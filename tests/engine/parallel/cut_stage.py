@@ -18,6 +18,7 @@ from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
+from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.functions import gather, scatter_sum, take_slice
@@ -25,7 +26,6 @@ from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.joining import join
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.run_plan import settle_placement
-from weft.engine.stages.sizes import ModelSizes, PartSize
 from weft.pipeline.placement import Placement
 
 WIDTH, LENGTH, LAYERS, VOCAB = 8, 12, 4, 64
@@ -54,7 +54,7 @@ class CutBlock(nn.Module):
 
 
 class CutStage(nn.Module):
-    """A virtual stage of such blocks, with what the engine uses of `weft.engine.stages.Stage`."""
+    """A virtual stage of such blocks, with what the engine uses of `weft.engine.stages.cutting.stage.Stage`."""
 
     tied: frozenset[str] = frozenset()
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from benchmarks.verification.tiny_models import VOCABULARY
 from weft.conf.schema import ContextExchange, ModelConfig
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.stages import build_model
-from weft.engine.stages.batch import Batch, count_label_tokens
-from weft.engine.stages.checking import roughen
-from weft.engine.stages.comparison import Outcome
-from weft.engine.stages.members import members_outcome
+from weft.engine.models.batch import Batch, count_label_tokens
+from weft.engine.stages.checking.comparison import Outcome
+from weft.engine.stages.checking.members import members_outcome
+from weft.engine.stages.checking.self_check import roughen
+from weft.engine.stages.files.loading import build_model
 
 CPU = torch.device("cpu")
 

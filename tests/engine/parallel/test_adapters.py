@@ -5,11 +5,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from weft.engine.stages.batch import count_label_tokens
-from weft.engine.stages.checking import tried_batch
-from weft.engine.stages.comparison import Outcome, difference, whole_outcome
-from weft.engine.stages.members import members_outcome
-from weft.engine.stages.packed import tell_rows
+from weft.engine.models.batch import count_label_tokens, tell_rows
+from weft.engine.stages.checking.comparison import Outcome, difference, whole_outcome
+from weft.engine.stages.checking.members import members_outcome
+from weft.engine.stages.checking.self_check import tried_batch
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]

@@ -10,16 +10,16 @@ from benchmarks.verification.small_configs import small_config
 from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import CPU, items_of, micro_batches, require_same, shared, whole_model
 from weft.engine.execution.batches import prepare_batch
+from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.parallel import attention, zigzag
 from weft.engine.parallel.axis import Alone
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.parallel.unshareable import UnshareableError
-from weft.engine.stages.axis_check import check_axes
-from weft.engine.stages.comparison import whole_outcome
-from weft.engine.stages.members import members_outcome
-from weft.engine.stages.objective import Minimised, Objective, next_token_loss
-from weft.engine.stages.port import Port
-from weft.engine.stages.stage import Stage
+from weft.engine.stages.checking.axis_check import check_axes
+from weft.engine.stages.checking.comparison import whole_outcome
+from weft.engine.stages.checking.members import members_outcome
+from weft.engine.stages.cutting.port import Port
+from weft.engine.stages.cutting.stage import Stage
 
 FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", 2, form) for form in FORMS] + [("llama", 4, "packed"), ("mistral", 4, "plain")]

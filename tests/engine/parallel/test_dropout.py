@@ -8,10 +8,9 @@ import torch
 from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import micro_batches, whole_model
 from weft.conf.schema import Attention, LoraConfig
+from weft.engine.models.skeleton import decoder_layers, hf_model
 from weft.engine.parallel import tensor
 from weft.engine.parallel.axis import Completed
-from weft.engine.stages.skeleton import decoder_layers
-from weft.engine.stages.stage import hf_model
 
 LORA = LoraConfig(enabled=True, rank=4, dropout=0.5, target_modules=["q_proj", "o_proj", "down_proj"])
 CONFIG = dataclasses.replace(

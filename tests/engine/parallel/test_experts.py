@@ -9,13 +9,13 @@ import torch
 from benchmarks.verification.small_configs import small_config
 from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from weft.engine.models.sizes import model_sizes
 from weft.engine.parallel.unshareable import UnshareableError
-from weft.engine.stages.axis_check import check_axes
-from weft.engine.stages.comparison import Outcome, gradients, whole_outcome
-from weft.engine.stages.loading import load_hf_config
-from weft.engine.stages.port import Port
-from weft.engine.stages.sizes import model_sizes
-from weft.engine.stages.stage import Stage
+from weft.engine.stages.checking.axis_check import check_axes
+from weft.engine.stages.checking.comparison import Outcome, gradients, whole_outcome
+from weft.engine.stages.cutting.port import Port
+from weft.engine.stages.cutting.stage import Stage
+from weft.engine.stages.files.loading import load_hf_config
 
 DEEPSEEK = {
     "n_routed_experts": 4,

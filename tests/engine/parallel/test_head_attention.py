@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
 from weft.conf.schema import ContextExchange
+from weft.engine.models.flash import ON_CPU
 from weft.engine.parallel import zigzag
 from weft.engine.parallel.attention import ContextAttention
 from weft.engine.parallel.axis import Alone
@@ -14,9 +15,8 @@ from weft.engine.parallel.context_exchange import choose_exchange, key_value_siz
 from weft.engine.parallel.head_attention import HeadAttention
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.parallel.unshareable import UnshareableError
-from weft.engine.stages.axis_check import check_axes
-from weft.engine.stages.comparison import whole_outcome
-from weft.engine.stages.flash import ON_CPU
+from weft.engine.stages.checking.axis_check import check_axes
+from weft.engine.stages.checking.comparison import whole_outcome
 
 FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", 2, form) for form in FORMS] + [("llama", 4, "packed"), ("mistral", 4, "plain")]

@@ -26,8 +26,8 @@ from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.parallel.ring import Ring, Seen
 from weft.engine.parallel.ring_attention import RingAttention, only_earlier
 from weft.engine.parallel.unshareable import UnshareableError
-from weft.engine.stages.axis_check import check_axes
-from weft.engine.stages.comparison import whole_outcome
+from weft.engine.stages.checking.axis_check import check_axes
+from weft.engine.stages.checking.comparison import whole_outcome
 
 FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", size, form) for size in (2, 4) for form in FORMS] + [("mistral", 4, "plain")]

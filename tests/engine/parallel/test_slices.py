@@ -9,10 +9,12 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Transp
 
 from tests.engine.parallel.test_tensor import MODELS, wide
 from weft.conf.schema import LoraConfig, ModelConfig, SplitKind
+from weft.engine.models import slices
+from weft.engine.models.slices import _cut_of_source
 from weft.engine.parallel.axis import Alone, AxisGroups
 from weft.engine.parallel.cut import Cut
-from weft.engine.stages import build_model, load_hf_config, load_stages, slices, split_layers
-from weft.engine.stages.slices import _cut_of_source
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ from tests.engine.parallel.members import CPU, items_of, micro_batches, require_
 from weft.conf.schema import LoraConfig, SplitKind
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.parallel.in_process import run_in_threads
-from weft.engine.stages import load_hf_config, load_stages, split_layers, stages_from_model
-from weft.engine.stages.comparison import Outcome, gradients, run_stages, whole_outcome
+from weft.engine.stages.checking.comparison import Outcome, gradients, run_stages, whole_outcome
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.loading import load_hf_config, load_stages
 
 MAKING = threading.Lock()
 """Held while a model is made: transformers changes its classes for the time."""

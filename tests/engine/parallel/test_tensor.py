@@ -11,13 +11,14 @@ from benchmarks.verification.small_configs import small_config
 from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, whole_model
 from weft.conf.schema import LoraConfig, ModelConfig, SplitKind
+from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.parallel.unshareable import UnshareableError
-from weft.engine.stages import split_layers, stages_from_model
-from weft.engine.stages.axis_check import check_axes
-from weft.engine.stages.comparison import whole_outcome
-from weft.engine.stages.members import members_outcome
-from weft.engine.stages.objective import Minimised, Objective, next_token_loss
+from weft.engine.stages.checking.axis_check import check_axes
+from weft.engine.stages.checking.comparison import whole_outcome
+from weft.engine.stages.checking.members import members_outcome
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
 
 DEEPSEEK = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

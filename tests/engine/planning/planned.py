@@ -9,7 +9,7 @@ from weft.engine.distributed import from_rank_zero, init_distributed
 from weft.engine.initialize import PreparedRun
 from weft.engine.planning.gathering import facts_of_ranks
 from weft.engine.planning.run_plan import RunPlan, settle_placement
-from weft.engine.stages import load_hf_config
+from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.placement import Placement
 
 

@@ -12,7 +12,7 @@ from weft.conf.schema import LoraConfig, ModelConfig, PipelineConfig, WeftConfig
 from weft.engine.planning.estimates import planning_costs
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import settle_placement, split_stages
-from weft.engine.stages import load_hf_config
+from weft.engine.stages.files.loading import load_hf_config
 
 SHAPE = {
     "vocab_size": 256,

@@ -19,11 +19,11 @@ from weft.conf.schema import (
     SiteConfig,
     WeftConfig,
 )
+from weft.engine.models.sizes import model_sizes
 from weft.engine.parallel.context_exchange import key_value_size
 from weft.engine.planning import axis_facts
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
-from weft.engine.stages.sizes import model_sizes
 from weft.pipeline.states import USABLE
 
 LLAMA = LlamaConfig(**MODEL.to_dict() | {"vocab_size": 4096})

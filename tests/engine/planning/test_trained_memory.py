@@ -35,8 +35,9 @@ from weft.engine.parallel.axis import Alone, AxisGroups
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
 from weft.engine.precision import DTYPES, compute_in, exact_value
-from weft.engine.stages import load_hf_config, load_stages, stages_from_model
-from weft.engine.stages.adapter import exported_frozen
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.files.adapter import exported_frozen
+from weft.engine.stages.files.loading import load_hf_config, load_stages
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.engine.zero.collectives import CompletedHandle
 

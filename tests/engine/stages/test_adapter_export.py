@@ -11,7 +11,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.verification.tiny_models import VOCABULARY
 from tests.engine.stages.tiny import batch, gradients, run, stages_of, tiny, whole
 from weft.conf.schema import SplitKind
-from weft.engine.stages import export_stages, split_layers, stages_from_model
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.exporting import export_stages
 
 SETTINGS = {
     "resized": {"target_modules": ["q_proj"], "tokens": 8},

@@ -10,9 +10,12 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 from tests.engine.stages.tiny import ARCHITECTURES, batch, run, stages_of, tiny, whole
 from weft.conf.schema import ModelConfig, WeftConfig
 from weft.engine.initialize import initialize
-from weft.engine.stages import check_packing, load_hf_config, outline_of, refuse_packing, self_check
-from weft.engine.stages.shrink import shrunken_model
-from weft.engine.stages.skeleton import model_class
+from weft.engine.models.shrink import shrunken_model
+from weft.engine.models.skeleton import model_class
+from weft.engine.stages.checking.refusals import refuse_packing
+from weft.engine.stages.checking.self_check import check_packing, self_check
+from weft.engine.stages.cutting.outline import outline_of
+from weft.engine.stages.files.loading import load_hf_config
 from weft.tools import check
 
 

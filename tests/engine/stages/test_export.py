@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.stages.tiny import ARCHITECTURES, batch, stages_of, tiny, whole
-from weft.engine.stages import export_stages
-from weft.engine.stages.shards import write_shards
+from weft.engine.stages.files.exporting import export_stages
+from weft.engine.stages.files.shards import write_shards
 
 
 def require_equal(a, b):
@@ -99,7 +99,7 @@ def test_a_failing_writer_stops_all_and_leaves_the_old_export(tmp_path, monkeypa
             raise OSError(28, "No space left on device")
         return write_shards(stage, folder, **named)
 
-    monkeypatch.setattr("weft.engine.stages.exporting.write_shards", full)
+    monkeypatch.setattr("weft.engine.stages.files.exporting.write_shards", full)
     results = in_threads(
         2, lambda rank, gather: export_stages([stages[rank]], tmp_path / "out", rank=rank, gather=gather)
     )
@@ -116,7 +116,7 @@ def test_writers_without_a_common_disk(tmp_path, monkeypatch):
         target.mkdir(exist_ok=True)
         return write_shards(stage, target, **named)
 
-    monkeypatch.setattr("weft.engine.stages.exporting.write_shards", elsewhere)
+    monkeypatch.setattr("weft.engine.stages.files.exporting.write_shards", elsewhere)
     with pytest.raises(ValueError, match="every host mounts"):
         export_stages(stages, tmp_path / "out")
     assert not (tmp_path / "out").exists()

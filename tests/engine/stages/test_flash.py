@@ -8,9 +8,10 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from tests.engine.stages.tiny import batch, run, stages_of, tiny, whole
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.stages import check_flash_packing, load_hf_config
-from weft.engine.stages.flash import ON_CPU
-from weft.engine.stages.packed import PackedRows, flash_arguments, tell_packed
+from weft.engine.models.batch import PackedRows, flash_arguments, tell_packed
+from weft.engine.models.flash import ON_CPU
+from weft.engine.stages.checking.self_check import check_flash_packing
+from weft.engine.stages.files.loading import load_hf_config
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -53,7 +54,7 @@ def test_stages_keep_documents_apart_in_every_row(arch):
 def test_an_architecture_that_tells_its_attention_nothing_is_refused(monkeypatch):
     config = load_hf_config(tiny("llama"))
     check_flash_packing(config)
-    monkeypatch.setattr("weft.engine.stages.checking.wanted_arguments", lambda *_: {})
+    monkeypatch.setattr("weft.engine.stages.checking.self_check.wanted_arguments", lambda *_: {})
     with pytest.raises(ValueError, match=r"LlamaForCausalLM does not tell.*train\.microbatch_size=1"):
         check_flash_packing(config)
 

@@ -11,7 +11,8 @@ import torch
 
 from tests.engine.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
 from weft.conf.schema import Attention, ModelConfig
-from weft.engine.stages import load_hf_config, seeding
+from weft.engine.models import seeding
+from weft.engine.stages.files.loading import load_hf_config
 
 
 def check(config, count, *, dtype=torch.float32, packed=False, masked=False):

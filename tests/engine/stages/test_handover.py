@@ -12,14 +12,17 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 from benchmarks.verification.small_configs import small_config
 from tests.engine.stages.tiny import batch, gradients, logits, run, stages_of, tiny, whole
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.stages import load_hf_config, outline_of, self_check, split_layers, stages_from_model
-from weft.engine.stages.comparison import run_stages
-from weft.engine.stages.handover import Handover, boundaries
-from weft.engine.stages.joining import pack, packed_size, unpack
-from weft.engine.stages.placeholders import Placeholder, SkippedLayer, Upstream
-from weft.engine.stages.port import Port
-from weft.engine.stages.provenance import BEFORE, Provenance
-from weft.engine.stages.skeleton import cuttable_layers, decoder_layers, model_class, num_layers, skeleton
+from weft.engine.models.skeleton import Placeholder, cuttable_layers, decoder_layers, model_class, num_layers, skeleton
+from weft.engine.stages.checking.comparison import run_stages
+from weft.engine.stages.checking.self_check import self_check
+from weft.engine.stages.cutting.boundary import Handover, boundaries, pack, packed_size, unpack
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.outline import outline_of
+from weft.engine.stages.cutting.placeholders import SkippedLayer, Upstream
+from weft.engine.stages.cutting.port import Port
+from weft.engine.stages.cutting.provenance import BEFORE, Provenance
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.loading import load_hf_config
 
 ZAYA = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96, "pad_token_id": 0}
 

@@ -13,8 +13,8 @@ from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
-from weft.engine.stages.comparison import difference, staged_outcome
-from weft.engine.stages.comparison import gradients as gradients_of
+from weft.engine.stages.checking.comparison import difference, staged_outcome
+from weft.engine.stages.checking.comparison import gradients as gradients_of
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import add_transfers
 from weft.pipeline.placement import Placement

@@ -10,7 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.stages import export_stages, load_hf_config, load_stages, self_check, split_layers, stages_from_model
+from weft.engine.stages.checking.self_check import self_check
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.exporting import export_stages
+from weft.engine.stages.files.loading import load_hf_config, load_stages
 
 
 @pytest.fixture(scope="module")

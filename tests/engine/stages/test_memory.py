@@ -11,7 +11,8 @@ from weft.conf.schema import ModelConfig
 LOAD = """
 import re, sys, torch
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.stages import build_model, load_hf_config, load_stages, split_layers
+from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
+from weft.engine.stages.cutting.split import split_layers
 from benchmarks.verification.tiny_models import tiny_model
 
 torch.set_num_threads(1)

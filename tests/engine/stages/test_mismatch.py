@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weft.engine.stages.mismatch import why_not_shared
+from weft.engine.stages.checking.mismatch import why_not_shared
 
 TINY = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
 

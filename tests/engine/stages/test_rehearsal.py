@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.engine.stages.tiny import stages_of, tiny, whole
 from weft.engine.data.tokenizer import train_bpe
-from weft.engine.stages import export_stages, rehearse_export
-from weft.engine.stages import exporting as module
+from weft.engine.stages.files import exporting as module
+from weft.engine.stages.files.exporting import export_stages, rehearse_export
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from tests.engine.stages.tiny import tiny
 from weft.conf.schema import SplitKind
-from weft.engine.stages import StageSplit, load_hf_config, split_layers
-from weft.engine.stages.sizes import model_sizes
+from weft.engine.models.sizes import model_sizes
+from weft.engine.stages.cutting.split import StageSplit, split_layers
+from weft.engine.stages.files.loading import load_hf_config
 
 
 def config(layers=4, **overrides):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
-from weft.engine.stages.tracing import trace_model
+from weft.engine.models.tracing import trace_model
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 PUBLISHED = {

@@ -7,7 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.stages.tiny import tiny, whole
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.stages import export_stages, load_hf_config, load_stages, split_layers
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.exporting import export_stages
+from weft.engine.stages.files.loading import load_hf_config, load_stages
 
 LOW, HIGH = torch.bfloat16, torch.float32
 

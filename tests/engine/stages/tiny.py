@@ -7,8 +7,11 @@ from torch import Tensor
 
 from benchmarks.verification.tiny_models import TINY, VOCABULARY, tiny_model
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.stages import Batch, Stage, build_model, load_hf_config, load_stages, split_layers
-from weft.engine.stages.comparison import run_stages as run
+from weft.engine.models.batch import Batch
+from weft.engine.stages.checking.comparison import run_stages as run
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.cutting.stage import Stage
+from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
 
 ARCHITECTURES = tuple(TINY)
 tiny = tiny_model

@@ -14,17 +14,17 @@ from tests.engine.losses import own, smoothed
 from tests.engine.parallel.members import micro_batches
 from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
+from weft.engine.models.batch import tell_rows
+from weft.engine.models.lora import add_adapters
+from weft.engine.models.objective import Minimised, Objective
+from weft.engine.models.seeding import new_model
+from weft.engine.models.skeleton import model_class
+from weft.engine.models.tracing import trace_model
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.in_process import run_in_threads
-from weft.engine.stages.context import part_of
-from weft.engine.stages.from_model import stages_from_model
-from weft.engine.stages.lora import add_adapters
-from weft.engine.stages.objective import Minimised, Objective
-from weft.engine.stages.packed import tell_rows
-from weft.engine.stages.seeding import new_model
-from weft.engine.stages.skeleton import model_class
-from weft.engine.stages.split import split_layers
-from weft.engine.stages.tracing import trace_model
+from weft.engine.stages.cutting.context import part_of
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
 from weft.engine.strands.tracing import trace_strands
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.search import search_stages

@@ -14,7 +14,7 @@ from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfi
 from weft.engine.planning.memory import activation_memory
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.planning.schedules import open_placements, plan_schedule
-from weft.engine.stages.split import StageSplit
+from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.zero import Collectives, Sharding
 from weft.engine.zero.collectives import CompletedHandle
 from weft.pipeline.action import Action, Op

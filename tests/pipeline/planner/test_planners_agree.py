@@ -20,7 +20,7 @@ from weft.conf.schema import (
 )
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
-from weft.engine.stages import load_hf_config
+from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.hardware import GpuKind
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.estimates import Estimates

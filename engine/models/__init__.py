@@ -1,0 +1,1 @@
+"""Whole models, before any cut: skeletons, initialisation, adapters, sizes, losses."""

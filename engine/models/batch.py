@@ -1,0 +1,124 @@
+"""Packed rows of a micro-batch with several sequences: found on the host, so that forwards need no synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+Batch = Mapping[str, Tensor]
+"""``input_ids``, ``labels`` (-100 = ignored, not shifted) and ``position_ids``, each int64 [B, S], and optionally
+``attention_mask`` [B, S]. A member of a context group has its part of these tensors and of ``shift_labels``, the
+labels that its positions predict, but the whole mask."""
+
+
+def count_label_tokens(batch: Batch) -> int:
+    """Return the number of tokens in a causal loss: labels after the first position that are not -100."""
+    return int(label_tokens(batch))
+
+
+def label_tokens(batch: Batch) -> Tensor:
+    """Return the same number as a tensor on the labels' device, without synchronisation."""
+    predicted = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
+    return (predicted != -100).sum()
+
+
+_KNOWN = "_weft_packed"
+_SEQUENCES = "_weft_sequences"
+
+
+def sequence_indices(position_ids: Tensor) -> Tensor:
+    """Return the index of each token's sequence in its row, [B, S]. Positions are consecutive inside a sequence."""
+    starts = position_ids[:, 1:] - position_ids[:, :-1] != 1
+    return torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The sequences in the concatenated rows of a micro-batch.
+
+    Attributes:
+        bounds: int32 [N + 1], the first token of each of the N sequences, then the number of tokens.
+        longest: length of the longest sequence.
+    """
+
+    bounds: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, position_ids: Tensor) -> PackedRows | None:
+        """Return the packed rows of ``position_ids`` [B, S] in host memory, or None if every row is one sequence."""
+        starts = torch.ones_like(position_ids, dtype=torch.bool)
+        starts[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] != 1
+        if not starts[:, 1:].any():
+            return None
+        ends = torch.tensor([position_ids.numel()], dtype=torch.int32)
+        bounds = torch.cat([starts.flatten().nonzero().flatten().to(torch.int32), ends])
+        return cls(bounds, int(bounds.diff().max()))
+
+    def to(self, device: torch.device) -> PackedRows:
+        """Copy to ``device``."""
+        return PackedRows(self.bounds.to(device, non_blocking=True), self.longest)
+
+
+def tell_packed(position_ids: Tensor, rows: PackedRows | None, sequences: Tensor | None = None) -> None:
+    """Attach packed rows to a tensor of positions, for forwards that receive this tensor object.
+
+    Args:
+        sequences: [B, S], the `sequence_indices` of whole rows, if the positions are of a part of them.
+    """
+    setattr(position_ids, _KNOWN, rows or False)
+    setattr(position_ids, _SEQUENCES, sequences)
+
+
+def tell_rows(position_ids: Tensor, whole: Tensor) -> None:
+    """Attach to positions the packed rows of the whole rows [B, S], which are in host memory."""
+    rows = PackedRows.of(whole)
+    if rows is None:
+        tell_packed(position_ids, None)
+        return
+    device, cut = position_ids.device, position_ids.shape != whole.shape
+    sequences = sequence_indices(whole).to(device, non_blocking=True) if cut else None
+    tell_packed(position_ids, rows.to(device), sequences)
+
+
+def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
+    """Return the bounds that keep packed sequences apart in flash attention, for any number of rows, or empty without
+    packing.
+
+    Hugging Face itself detects packing only in a single row, and synchronises the device for it
+    (`modeling_flash_attention_utils._is_packed_sequence`).
+    """
+    rows: PackedRows | None = getattr(position_ids, _KNOWN, None) or None
+    if rows is None:
+        return {}
+    bounds, longest = rows.bounds, rows.longest
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def _install() -> None:
+    """Replace transformers' detection of packed rows by the attached packed rows.
+
+    Its causal mask detects packing in every forward, and synchronises the device for it
+    (`masking_utils.find_packed_sequence_indices` of 5.17 to 5.19). Tensors without attached rows are examined as
+    before. On the meta device, which has no values, a row counts as one sequence.
+    """
+    look: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
+
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        rows = getattr(position_ids, _KNOWN, None)
+        if rows is None and not position_ids.is_meta:
+            return look(position_ids)
+        if not rows:
+            return None
+        whole = getattr(position_ids, _SEQUENCES, None)
+        return sequence_indices(position_ids) if whole is None else whole
+
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+
+
+if hasattr(masking_utils, "find_packed_sequence_indices"):
+    _install()

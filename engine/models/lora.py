@@ -1,0 +1,110 @@
+"""Adapters: low-rank updates through peft, the same for every split."""
+
+from __future__ import annotations
+
+import contextlib
+
+import peft
+import torch
+from peft import NoMatchingPeftModuleError
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from weft.conf.schema import LoraConfig
+from weft.engine.models.seeding import seeded
+from weft.engine.models.skeleton import Placeholder, model_class, skeleton
+
+ADAPTER = "default"
+"""Name of the adapter in peft's models."""
+PREFIX = "base_model.model."
+"""The prefix that peft adds to a parameter's name."""
+ALL_LINEAR = "all-linear"
+"""Name for every linear layer but the output embedding, as in peft. Experts and routers are not included."""
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn.Module:
+    """Freeze a model and add adapters.
+
+    Returns:
+        peft's model, or the frozen model itself if none of its modules is a target.
+    """
+    model.requires_grad_(False)
+    settings = peft_config(config, model)
+    elsewhere = {name: module for name, module in model.named_modules() if isinstance(module, Placeholder)}
+    targets = {name for name in elsewhere if check_target_module_exists(settings, name)}
+    settings.exclude_modules = targets or None
+    adapted: nn.Module = model
+    with contextlib.suppress(NoMatchingPeftModuleError):
+        adapted = peft.get_peft_model(model, settings)
+    settings.exclude_modules = None
+    for name in targets:
+        _wrap_weights(elsewhere[name])
+    for name, layer in adapted.named_modules():
+        if isinstance(layer, LoraLayer):
+            with seeded(seed, name), torch.no_grad():
+                layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+    return adapted
+
+
+def _wrap_weights(placeholder: Placeholder) -> None:
+    """Rename weights in placeholders as they are named below an adapter on other stages."""
+    if placeholder._parameters:
+        inner = Placeholder(placeholder)
+        inner._parameters.update(placeholder._parameters)
+        placeholder._parameters.clear()
+        placeholder._modules["base_layer"] = inner
+
+
+def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: PreTrainedConfig) -> None:
+    """Check that each of ``target_modules`` names a module of the whole model, because peft ignores unknown ones.
+
+    Raises:
+        ValueError: one does not, or the model cannot be built.
+    """
+    if not config.target_modules or config.target_modules == [ALL_LINEAR]:
+        return
+    whole = skeleton(cls, hf_config)
+    names = [name for name, _ in whole.named_modules()]
+    missing = [t for t in config.target_modules if not any(f".{name}".endswith(f".{t}") for name in names)]
+    if missing:
+        raise ValueError(
+            f"model.lora.target_modules={config.target_modules}: {cls.__name__} has no module {', '.join(missing)}; "
+            f"its matrices are {', '.join(_matrices(whole))}; {ALL_LINEAR} alone stands for all but the output's"
+        )
+
+
+def _matrices(model: PreTrainedModel, *, output: bool = True) -> list[str]:
+    """Return the last parts of the names of a model's matrices, with or without the output embedding."""
+    head = None if output else model.get_output_embeddings()
+    matrices = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    return sorted({name.rpartition(".")[2] for name in matrices})
+
+
+def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
+    """Return peft's config of the settings.
+
+    Raises:
+        ValueError: no target modules are set, and peft has no default for the architecture.
+    """
+    model_type = model.config.model_type
+    if config.target_modules == [ALL_LINEAR]:  # of the whole model, because a stage may lack some kinds of layers
+        targets = _matrices(skeleton(model_class(model.config), model.config), output=False)
+    else:
+        targets = list(config.target_modules) or TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model_type)
+    if not targets:
+        raise ValueError(
+            f"model.lora.target_modules=[]: peft knows no usual targets for model_type={model_type}; "
+            "name the modules, for example model.lora.target_modules=[q_proj,v_proj]"
+        )
+    return peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )

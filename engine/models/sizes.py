@@ -1,0 +1,223 @@
+"""Numbers of weights of each part of a model, and of those that a token uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from weft.conf.schema import LoraConfig
+from weft.engine.models.lora import add_adapters
+from weft.engine.models.skeleton import decoder_layers, hf_model, model_class, skeleton
+from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.context_exchange import key_value_size
+from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.experts import expert_cuts, require_experts, require_grouped_rows
+from weft.engine.parallel.tensor import require_shareable
+from weft.engine.parallel.tensor_cuts import tensor_cuts
+from weft.engine.parallel.tensor_styles import TensorPlan
+
+
+@dataclass(frozen=True)
+class PartSize:
+    """Numbers of weights of a part of the model."""
+
+    parameters: int
+    """All weights."""
+    active: int
+    """Weights that one token is multiplied with: the chosen experts in a mixture, none of an
+    embedding. A forward takes twice as many floating-point operations per token."""
+    held: int = -1
+    """Weights that one rank holds, if several share a layer. All by default."""
+    largest: int = 0
+    """Weights that one rank holds of the largest trained parameter."""
+    trained: int = -1
+    """Trained weights among `parameters`. All by default."""
+    held_trained: int = -1
+    """Trained weights among `held`. All by default."""
+    active_trained: int = -1
+    """Trained weights among `active`. All by default."""
+
+    def __post_init__(self) -> None:
+        """Set defaults: a rank holds and trains all weights."""
+        if self.held < 0:
+            object.__setattr__(self, "held", self.parameters)
+        if self.trained < 0:
+            object.__setattr__(self, "trained", self.parameters)
+        if self.held_trained < 0:
+            object.__setattr__(self, "held_trained", self.held)
+        if self.active_trained < 0:
+            object.__setattr__(self, "active_trained", self.active)
+
+    def __add__(self, other: PartSize) -> PartSize:
+        return PartSize(
+            self.parameters + other.parameters,
+            self.active + other.active,
+            self.held + other.held,
+            max(self.largest, other.largest),
+            self.trained + other.trained,
+            self.held_trained + other.held_trained,
+            self.active_trained + other.active_trained,
+        )
+
+    def without(self, other: PartSize) -> PartSize:
+        """Return this part without weights that were counted twice."""
+        return PartSize(
+            self.parameters - other.parameters,
+            self.active,
+            self.held - other.held,
+            self.largest,
+            self.trained - other.trained,
+            self.held_trained - other.held_trained,
+            self.active_trained,
+        )
+
+
+NOTHING = PartSize(0, 0)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Weights of the embedding, of each decoder layer, and of the final norm and head."""
+
+    before: PartSize
+    layers: tuple[PartSize, ...]
+    after: PartSize
+    hidden_size: int
+    """Elements of a token's hidden state."""
+    vocab_size: int
+    """Logits of a token."""
+    key_value_size: int = 0
+    """Elements of a token's keys and values in a layer, or 0 if unknown."""
+    tied: PartSize = NOTHING
+    """Weights that the embedding and the head share, counted in both."""
+
+    @property
+    def largest_layer(self) -> int:
+        """Weights that a rank holds of the largest decoder layer."""
+        return max(layer.held for layer in self.layers)
+
+    @property
+    def largest_trained_layer(self) -> int:
+        """Largest number of trained weights that a rank holds of a decoder layer."""
+        return max(layer.held_trained for layer in self.layers)
+
+
+def model_sizes(
+    given: PreTrainedConfig | nn.Module,
+    *,
+    lora: LoraConfig | None = None,
+    tensor: int = 1,
+    expert: int = 1,
+    dtype: torch.dtype | None = None,
+) -> ModelSizes:
+    """Count a model's weights, and those that are trained, without allocating them.
+
+    Args:
+        given: config of a model that will be made, or a model (or peft's around one).
+        lora: adapters of a model that will be made.
+        tensor, expert: sizes of the groups that share matrices and experts.
+        dtype: of computations, to check that a rank's parts of experts support it.
+
+    Raises:
+        UnshareableError: the model cannot be divided.
+    """
+    model = hf_model(meta_model(given, lora))
+    path = decoder_layers(model)
+    layers = model.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
+    cuts = _cuts(model, path, tensor, expert)
+    if dtype is not None:
+        require_grouped_rows(model, cuts, dtype, tensor)
+    inside = {id(parameter) for parameter in layers.parameters()}
+    of_head, of_embedding = (
+        _identities(part) for part in (model.get_output_embeddings(), model.get_input_embeddings())
+    )
+    outside = {id(parameter) for parameter in model.parameters()} - inside
+    before = _size(model, cuts, outside - (of_head - of_embedding))
+    text = model.config.get_text_config()
+    return ModelSizes(
+        before=replace(before, active=0, active_trained=0),
+        layers=tuple(_size(model, cuts, {id(parameter) for parameter in layer.parameters()}) for layer in layers),
+        after=_size(model, cuts, of_head),
+        tied=_size(model, cuts, of_head & of_embedding),
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        key_value_size=key_value_size(model.config),
+    )
+
+
+def _identities(part: nn.Module | None) -> set[int]:
+    return set() if part is None else {id(parameter) for parameter in part.parameters()}
+
+
+def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict[str, Cut]:
+    """Return a rank's parts of divided parameters, by their names."""
+    cuts: dict[str, Cut] = {}
+    if tensor > 1:
+        require_shareable(model, tensor, layers)
+        cuts |= tensor_cuts(model, TensorPlan(model), Alone("tensor", tensor), layers)
+    if expert > 1:
+        require_experts(model, expert)
+        cuts |= expert_cuts(model, Alone("expert", expert))
+    return cuts
+
+
+def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
+    """Return the size of the parameters with these identities."""
+    chosen, experts = chosen_experts(model.config.get_text_config())
+    total = active = held = largest = trained = held_trained = active_trained = 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in wanted:
+            continue
+        count = parameter.numel()
+        total += count
+        here = cuts[name].num_elements if name in cuts else count
+        held += here
+        met = count * chosen // experts if experts and ".experts." in name else count
+        active += met
+        if parameter.requires_grad:
+            trained, held_trained, largest = trained + count, held_trained + here, max(largest, here)
+            active_trained += met
+    return PartSize(total, active, held, largest, trained, held_trained, active_trained)
+
+
+def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the number of experts per token, and of all experts, or (0, 0) for a dense model."""
+    experts = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 0)
+    chosen = next((getattr(config, name) for name in CHOSEN_COUNTS if getattr(config, name, None)), experts)
+    return (chosen, experts) if experts else (0, 0)
+
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of Hugging Face configs with the number of experts."""
+CHOSEN_COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Fields of Hugging Face configs with the number of experts per token."""
+
+
+def meta_model(trained: PreTrainedConfig | nn.Module, lora: LoraConfig | None = None) -> nn.Module:
+    """Return the whole model in its trained form, with adapters.
+
+    Args:
+        trained: config of a model that will be made, or a model (or peft's around one), which is not changed.
+        lora: adapters of a model that will be made.
+
+    Raises:
+        ValueError: transformers cannot build it, or its adapters have no targets.
+    """
+    if isinstance(trained, nn.Module):
+        return _copy(trained)
+    model = skeleton(model_class(trained), trained)
+    return model if lora is None or not lora.enabled else add_adapters(model, lora, seed=0)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Copy a model without its weights."""
+    tensors: dict[int, Tensor] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    return copy.deepcopy(model, tensors | {id(buffer): buffer.to("meta") for buffer in model.buffers()})

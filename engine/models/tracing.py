@@ -1,0 +1,270 @@
+"""Floating-point operations and bytes of each layer, from the model's own forward traced on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from weft.conf.schema import LoraConfig
+from weft.engine.models import batch as packed
+from weft.engine.models.sizes import meta_model
+from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
+from weft.engine.parallel.experts import expert_modules
+from weft.pipeline.workload import LayerWork, ModelWork, loss_work
+
+assert packed  # transformers cannot detect packed rows on the meta device
+_TRACED = "weft_traced"
+
+
+def trace_model(
+    given: PreTrainedConfig | nn.Module,
+    sequence_length: int,
+    *,
+    name: str = "",
+    dtype: torch.dtype = torch.bfloat16,
+    lora: LoraConfig | None = None,
+) -> ModelWork:
+    """Count weights, operations and bytes of every layer without allocating weights.
+
+    The forward is the model's own, on the meta device. Products are counted by torch's `FlopCounterMode` (those of
+    experts, which it does not support, here), and saved activations by autograd's hooks. Attention is assumed to
+    store no scores (as flash attention), and experts to compute only the tokens that are sent to them.
+
+    Args:
+        given: config of a model that will be made, or a model (or peft's around one).
+        sequence_length: tokens of the one sequence that is traced.
+        dtype: of weights and activations.
+        lora: adapters of a model that will be made.
+
+    Raises:
+        ValueError: the model cannot be built, or its forward does not run without data.
+    """
+    try:
+        return _trace(given, sequence_length, name, dtype, lora, repeat=True)
+    except ValueError:  # layers with further inputs from each other cannot represent others
+        return _trace(given, sequence_length, name, dtype, lora, repeat=False)
+
+
+def _trace(
+    given: PreTrainedConfig | nn.Module,
+    sequence_length: int,
+    name: str,
+    dtype: torch.dtype,
+    lora: LoraConfig | None,
+    *,
+    repeat: bool,
+) -> ModelWork:
+    """Trace one layer of each kind, or all of them."""
+    model = hf_model(meta_model(given, lora))
+    cls = type(model)
+    tracer = _Tracer()
+    with tracer.as_attention():
+        model.config._attn_implementation = _TRACED if cls._supports_attention_backend else "eager"
+        model.gradient_checkpointing_disable()
+        set_dtype(model, dtype)
+        if cls._can_set_experts_implementation():
+            model.set_experts_implementation("grouped_mm")
+        path = decoder_layers(model)
+        layers = model.get_submodule(path)
+        assert isinstance(layers, nn.ModuleList)
+        kinds = layers_alike(model, layers) if repeat else list(range(len(layers)))
+        tracer.watch(model, list(layers), kinds)
+        try:
+            tracer.run(model, sequence_length)
+        except Exception as error:  # any: it is Hugging Face's or the model's own code
+            raise ValueError(
+                f"model: the forward of {cls.__name__} does not run without data ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}), so its costs are not known; measure them with `weft profile`"
+            ) from error
+    for number, first in enumerate(kinds):
+        tracer.parts[number + 1] = tracer.parts[first + 1]
+    return _work(model, path, tracer, name or model.config.model_type, sequence_length, dtype)
+
+
+@dataclass
+class _Part:
+    """Counts of a part of the model."""
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    activation_bytes: float = 0.0
+    attended_bytes: float = 0.0
+    routed_bytes: float = 0.0
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that saves the same tensors as flash attention: queries, keys, values and output."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        out = query.new_empty(batch, tokens, heads, value.shape[-1])
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # traced forwards have no backward
+        raise NotImplementedError
+
+
+class _Grouped(torch.autograd.Function):
+    """The product of rows [T, K] with one expert's weights each, of [E, K, N]. torch's own supports bf16 only."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # traced forwards have no backward
+        raise NotImplementedError
+
+
+class _Tracer:
+    """Counts by part: index 0 before the layers, then each layer, and the last one after them."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = [_Part()]
+        self._known: dict[int, Any] = {}  # weights and saved tensors, kept alive so that no address is reused
+        self._grouped_flops = 0.0
+        self._forms: dict[int, Any] = {}  # outputs of the first layer of each kind
+        self._flops = FlopCounterMode(display=False)
+
+    def watch(self, model: PreTrainedModel, layers: list[nn.Module], kinds: list[int]) -> None:
+        """Record where each layer begins and the last ends, and skip layers that an earlier one represents."""
+        storages = (weight.untyped_storage() for weight in model.parameters())
+        self._known = {storage._cdata: storage for storage in storages}
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: self._enter(number + 1))
+            if (first := kinds[number]) == number:
+                layer.register_forward_hook(lambda _, __, out, number=number: self._forms.update({number: out}))
+            else:
+                layer.forward = partial(self._passed_on, first)
+        layers[-1].register_forward_hook(lambda *_: self._enter(len(layers) + 1))
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):  # some examine the ids for padding
+                part.warn_if_padding_and_no_attention_mask = lambda *_: None
+
+    def run(self, model: PreTrainedModel, tokens: int) -> None:
+        """Run one forward of one sequence."""
+        ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
+        saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        grouped = patch.object(torch.nn.functional, "grouped_mm", self._multiply)
+        with self._flops, saved, grouped:
+            model(input_ids=ids, use_cache=False)
+        self._enter(len(self.parts) - 1)
+
+    def _passed_on(self, kind: int, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        form = self._forms[kind]
+        return hidden_states if isinstance(form, Tensor) else (hidden_states, *form[1:])
+
+    @contextmanager
+    def as_attention(self) -> Iterator[None]:
+        """Context in which models with attention `_TRACED` report to this tracer."""
+        AttentionInterface.register(_TRACED, self._attend)
+        AttentionMaskInterface.register(_TRACED, lambda *_, **__: None)
+        try:
+            yield
+        finally:
+            AttentionInterface._global_mapping.pop(_TRACED, None)
+            AttentionMaskInterface._global_mapping.pop(_TRACED, None)
+
+    def _enter(self, number: int) -> None:
+        counted = sum(part.matmul_flops for part in self.parts[:-1])
+        self.parts[-1].matmul_flops = float(self._flops.get_total_flops()) + self._grouped_flops - counted
+        self.parts += [_Part() for _ in range(len(self.parts), number + 1)]
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage
+            self.parts[-1].activation_bytes += storage.nbytes()
+        return tensor
+
+    def _multiply(self, rows: Tensor, weights: Tensor, **_: Any) -> Tensor:
+        self._grouped_flops += 2 * rows.shape[0] * rows.shape[1] * weights.shape[-1]
+        self.parts[-1].routed_bytes = self.parts[-1].routed_bytes or float(rows.nbytes)  # its first product's input
+        return _Grouped.apply(rows, weights)
+
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *_: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        batch, heads, tokens, width = query.shape
+        seen = min(options.get("sliding_window") or tokens, tokens)
+        pairs = tokens * seen - seen * (seen - 1) / 2 if getattr(module, "is_causal", True) else tokens * tokens
+        part = self.parts[-1]
+        part.attention_flops += 2 * batch * heads * pairs * (width + value.shape[-1])
+        part.attended_bytes = float(key.nbytes + value.nbytes)
+        return _Attention.apply(query, key, value), None
+
+
+def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
+    """Return for each layer the first with the same class, shapes, trained weights in and before it, and type of
+    attention."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
+    firsts: dict[Any, int] = {}
+    found, reached = [], any(weight.requires_grad for weight in model.get_input_embeddings().parameters())
+    for number, (layer, kind) in enumerate(zip(layers, types, strict=True)):
+        weights = [(tuple(weight.shape), weight.requires_grad) for weight in layer.parameters()]
+        found.append(firsts.setdefault((type(layer), kind, reached, *weights), number))
+        reached = reached or any(trained for _, trained in weights)
+    return found
+
+
+def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens: int, dtype: torch.dtype) -> ModelWork:
+    """Return the counts, with the weights of each part."""
+    layers = model.get_submodule(path)
+    head = model.get_output_embeddings()
+    tied = bool(head is not None and model.all_tied_weights_keys)
+    head_weights = 0 if head is None else sum(weight.numel() for weight in head.parameters())
+    outside = sum(weight.numel() for at, weight in model.named_parameters() if not at.startswith(f"{path}."))
+    text = model.config.get_text_config()
+    before, *inner, after = tracer.parts
+    sizes = {at: weight.numel() for at, weight in model.named_parameters()}
+    trained = {at: sizes[at] for at, weight in model.named_parameters() if weight.requires_grad}
+    return ModelWork(
+        name=name,
+        sequence_length=tokens,
+        before=_layer_work(before, outside - (0 if tied else head_weights), 0, recomputed=False),
+        layers=tuple(
+            _layer_work(part, sum(w.numel() for w in layer.parameters()), expert_parameters(layer))
+            for part, layer in zip(inner, layers, strict=True)
+        ),
+        after=_layer_work(after, head_weights, 0, recomputed=False) + loss_work(float(tokens * text.vocab_size)),
+        tied_parameters=head_weights if tied else 0,
+        message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
+        attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
+        heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
+        trained_share=sum(trained.values()) / sum(sizes.values()),
+        adapter_share=sum(size for at, size in trained.items() if ".lora_" in at) / max(1, sum(trained.values())),
+        experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
+    )
+
+
+def _layer_work(part: _Part, parameters: int, experts: int, *, recomputed: bool = True) -> LayerWork:
+    return LayerWork(
+        parameters=parameters,
+        expert_parameters=experts,
+        matmul_flops=part.matmul_flops,
+        attention_flops=part.attention_flops,
+        activation_bytes=part.activation_bytes,
+        unrecomputed_bytes=0.0 if recomputed else part.activation_bytes,
+        routed_bytes=part.routed_bytes,
+        routed_layers=float(experts > 0),
+    )
+
+
+def expert_parameters(layer: nn.Module) -> int:
+    """Return the number of weights of a layer's routed experts."""
+    return sum(weight.numel() for name, weight in layer.named_parameters() if ".experts." in f".{name}")

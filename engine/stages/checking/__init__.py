@@ -1,0 +1,1 @@
+"""Checks of stages and of divided layers on small copies of a model."""

@@ -1,0 +1,294 @@
+"""The self-check: compares a small copy of an architecture, run as a whole by Hugging Face, with its stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from weft.conf.schema import ModelConfig, SplitKind
+from weft.engine.models.batch import Batch, PackedRows, count_label_tokens, tell_packed
+from weft.engine.models.flash import ON_CPU, wanted_arguments
+from weft.engine.models.objective import Minimised, Objective, next_token_loss
+from weft.engine.models.seeding import seeded
+from weft.engine.models.shrink import shrunken_model
+from weft.engine.models.skeleton import causal_config, cuttable_layers, hf_model, model_class, num_layers, skeleton
+from weft.engine.stages.checking.comparison import (
+    Outcome,
+    all_parameters,
+    difference,
+    distance,
+    run_stages,
+    staged_outcome,
+    whole_outcome,
+)
+from weft.engine.stages.checking.refusals import refuse_partitioning
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import StageSplit, split_layers
+from weft.engine.stages.cutting.stage import Stage, accepted_arguments
+from weft.engine.stages.files.loading import load_hf_config, new_stages
+
+TOLERANCE = 1e-5
+"""Largest difference relative to the largest value. It is 0 for every architecture that works."""
+REMEDY = "choose another architecture, or run it whole with pipeline.stages=1"
+LENGTH = 12
+"""Length of the sequences of the check."""
+
+
+def self_check(
+    model: PreTrainedConfig | ModelConfig | nn.Module,
+    *,
+    num_stages: int = 0,
+    packing: bool = False,
+    own_loss: bool = True,
+) -> None:
+    """Compare stages with Hugging Face's own run, on a small copy: logits, loss and gradients.
+
+    Stages are made as in training: cut out of a given model, or built one by one from a config.
+
+    Args:
+        model: a config, or a model, which is not changed.
+        num_stages: of the small copy. 0 puts each of its layers on a separate stage.
+        packing: also check that packed documents do not attend to each other.
+        own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
+
+    Raises:
+        ValueError: the results differ. The message has the architecture, the difference and the remedy.
+    """
+    cls, config = architecture(model)
+    refuse_partitioning(model if isinstance(model, nn.Module) else None)
+    cuttable_layers(skeleton(cls, config))
+    small = small_copy(cls, config, min_layers=max(2, num_stages))
+    require_causal(small)
+    count = num_stages or num_layers(small.config)
+    check_stages(small, count, [tried_batch(small)], given=isinstance(model, nn.Module), own_loss=own_loss)
+    if packing:
+        _require_apart(small)
+
+
+def architecture(model: PreTrainedConfig | ModelConfig | nn.Module) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """Return the class that is trained, and its config.
+
+    Raises:
+        ValueError: the model is not Hugging Face's, or transformers has no causal model of the type.
+    """
+    if isinstance(model, nn.Module):
+        return type(hf_model(model)), hf_model(model).config
+    config = load_hf_config(model) if isinstance(model, ModelConfig) else causal_config(model)
+    return model_class(config), config
+
+
+def small_copy(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_layers: int) -> PreTrainedModel:
+    """Return a small model of an architecture in training mode, with perturbed weights.
+
+    Raises:
+        ValueError: see `shrunken_model`.
+    """
+    small = shrunken_model(cls, config, min_layers=min_layers).train()
+    roughen([small])
+    return small
+
+
+def check_stages(
+    small: PreTrainedModel, num_stages: int, batches: Sequence[Batch], *, given: bool = True, own_loss: bool = True
+) -> tuple[Outcome, Outcome]:
+    """Run a small model whole and in stages.
+
+    Args:
+        small: from `small_copy`. It receives gradients.
+        num_stages: to cut it into.
+        batches: micro-batches.
+        given: whether to cut stages out of a copy of it. Otherwise each stage is built alone.
+        own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
+
+    Returns:
+        The outcome of the stages and that of the whole model.
+
+    Raises:
+        ValueError: the outcomes differ, or one of the runs fails.
+    """
+    name, num_items = type(small).__name__, torch.tensor(sum(map(count_label_tokens, batches)))
+    split = split_layers(small.config, num_stages, SplitKind.even)
+    stages = _stages(small, split, given)
+    _require_same_weights(small, stages)
+    loss = None if own_loss else next_token_loss
+    if loss is not None:
+        stages[-1].objective = Minimised(Objective.of(loss))
+    with _refusing(f"Hugging Face's own run of {name} fails"):
+        want = whole_outcome(small, batches, num_items, loss)
+    with _refusing(f"{name} does not run in stages"):
+        got = staged_outcome(stages, batches, num_items)
+        with torch.no_grad():
+            half = torch.stack([run_stages(stages, batch, 2 * num_items) for batch in batches]).sum()
+    off = difference(got, want)
+    for what, much in (("logits", off.logits), ("loss", off.loss), (f"gradient of {off.gradient}", off.gradients)):
+        if not much <= TOLERANCE:
+            raise _refusal(f"{name} in stages differs from Hugging Face's own run, {what} by {much:.2g}")
+    if not torch.allclose(2 * half, got.loss):
+        raise _refusal(
+            f"{name} does not divide its loss by num_items_in_batch, so micro-batches cannot be weighed by tokens; "
+            "give a loss of your own, weft.initialize(loss=weft.next_token_loss)"
+        )
+    _require_same_evaluation(small, stages, batches[0])
+    return got, want
+
+
+def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], batch: Batch) -> None:
+    """Compare stages in evaluation mode, in which some models compute differently."""
+    name = type(small).__name__
+    for model in (*stages, small):
+        model.eval()
+    with _refusing(f"{name} does not run in stages in evaluation"), torch.no_grad():
+        got = stages[-1].logits(run_stages(stages[:-1], batch), batch)
+        want = small(**stages[0].accepted(batch), use_cache=False).logits
+    for model in (*stages, small):
+        model.train()
+    if not (much := distance(got, want)) <= TOLERANCE:
+        raise _refusal(f"{name} in stages differs from Hugging Face's own run in evaluation, logits by {much:.2g}")
+
+
+def _stages(small: PreTrainedModel, split: StageSplit, given: bool) -> list[Stage]:
+    if given:
+        return stages_from_model(copy.deepcopy(small), split, range(split.num_stages))
+    with _refusing(f"{type(small).__name__} cannot be made in stages", passed=ValueError):
+        stages = new_stages(type(small), small.config, split, range(split.num_stages), dtype=torch.float32, seed=0)
+    roughen(stages)
+    return stages
+
+
+def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
+    """Check on a small copy that packed documents do not attend to each other.
+
+    Raises:
+        ValueError: they do.
+    """
+    cls, config = architecture(model)
+    _require_apart(small_copy(cls, config, min_layers=2))
+
+
+def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
+    """Check on a small copy that packed documents do not attend to each other in flash attention.
+
+    The kernel itself needs a GPU. So the check is that the architecture passes the documents' bounds to its attention,
+    and uses nothing else.
+
+    Raises:
+        ValueError: it does not.
+    """
+    cls, config = architecture(model)
+    small = small_copy(cls, config, min_layers=2)
+    try:
+        small.set_attn_implementation(ON_CPU)
+        _require_apart(small, told=True)
+    except ValueError as error:
+        raise ValueError(
+            f"data.packing=true with flash attention and more than one sequence in a micro-batch: {cls.__name__} does "
+            "not tell its attention where documents begin; set train.microbatch_size=1 and raise "
+            "pipeline.microbatches or data.sequence_length, or choose model.attn_implementation=sdpa"
+        ) from error
+
+
+def roughen(models: Sequence[nn.Module]) -> None:
+    """Perturb weights, because initial norms and biases are the same in every layer."""
+    with torch.no_grad():
+        for name, parameter in all_parameters(models):
+            with seeded(0, name):
+                parameter.add_(torch.randn(parameter.shape), alpha=0.05)
+
+
+def tried_batch(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return two sequences of `LENGTH` tokens."""
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(1, vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, :2] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH).repeat(2, 1)}
+
+
+def require_causal(model: PreTrainedModel) -> None:
+    """Check that the model returns logits over the vocabulary for every token, independent of later tokens.
+
+    Raises:
+        ValueError: it is another kind of model, or its labels would leak.
+    """
+    name, batch = type(model).__name__, tried_batch(model)
+    ids, half = batch["input_ids"], LENGTH // 2
+    logits = _logits(model, ids, batch["position_ids"])
+    if logits is None or logits.shape[:-1] != ids.shape or logits.shape[-1] < int(ids.max()) + 1:
+        found = "none" if logits is None else tuple(logits.shape)
+        raise ValueError(
+            f"model: {name} is no causal language model: its logits are {found}, not one vocabulary for each of "
+            f"{tuple(ids.shape)} tokens; give one such as AutoModelForCausalLM makes"
+        )
+    later = torch.cat([ids[:, :half], ids[:, half:].flip(1)], dim=1)
+    other = _logits(model, later, batch["position_ids"])
+    assert other is not None
+    if not distance(other[:, :half], logits[:, :half]) <= 1e-4:  # a mixture of experts rounds a little differently
+        hint = "choose a causal architecture"
+        if getattr(model.config, "is_decoder", True) is False:
+            hint = "set is_decoder=true in its config (model.overrides.is_decoder=true), or " + hint
+        raise ValueError(f"model: {name} lets tokens see those after them, so that labels would leak; {hint}")
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor | None:
+    takes = accepted_arguments(model)
+    given = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    given |= wanted_arguments(model.config, positions)
+    training = model.training
+    model.eval()
+    try:
+        with _refusing(f"Hugging Face's own run of {type(model).__name__} fails"), torch.no_grad():
+            return getattr(model(**{k: v for k, v in given.items() if takes is None or k in takes}), "logits", None)
+    finally:
+        model.train(training)
+
+
+def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> None:
+    whole, staged = ({name for name, _ in all_parameters(models)} for models in ([small], stages))
+    if whole != staged:
+        odd = ", ".join(sorted(whole ^ staged)[:4])
+        raise _refusal(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
+
+
+def _require_apart(model: PreTrainedModel, *, told: bool = False) -> None:
+    """Check that a change of the first of two packed documents does not change the second one's logits.
+
+    ``told`` attaches the packed rows to the positions by `weft.engine.models.batch.tell_packed`.
+    """
+    ids = tried_batch(model)["input_ids"]
+    other = ids.clone()
+    other[:, :5] = ids[:, :5].flip(1)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
+    if told:
+        tell_packed(positions, PackedRows.of(positions))
+    one, two = (_logits(model, i, positions) for i in (ids, other))
+    assert one is not None and two is not None
+    off = float((one - two)[:, 5:].abs().max())
+    if off > 1e-4 * float(one[:, 5:].abs().max()):  # a mixture of experts rounds a little differently
+        raise ValueError(
+            f"data.packing=true: {type(model).__name__} lets packed documents see each other "
+            f"(logits differ by {off:.2g}); set data.packing=false"
+        )
+
+
+@contextmanager
+def _refusing(what: str, *, passed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Context that turns any error of Hugging Face's or the model's own code into the message for the user.
+
+    Args:
+        passed: errors that already name the reason.
+    """
+    try:
+        yield
+    except passed:
+        raise
+    except Exception as error:
+        raise _refusal(f"{what} ({type(error).__name__}: {' '.join(str(error).split())})") from error
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"model: {reason}; {REMEDY}")

@@ -1,0 +1,1 @@
+"""Virtual stages, cut out of Hugging Face models."""

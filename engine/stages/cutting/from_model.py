@@ -1,0 +1,80 @@
+"""Cuts virtual stages out of a model in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from weft.engine.models.lora import PREFIX
+from weft.engine.models.skeleton import hf_model
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.stages.cutting.outline import outline_of
+from weft.engine.stages.cutting.parts import named_parts, share_tied
+from weft.engine.stages.cutting.port import Port
+from weft.engine.stages.cutting.prune import open_port, prune
+from weft.engine.stages.cutting.split import StageSplit
+from weft.engine.stages.cutting.stage import Stage
+
+
+def stages_from_model(
+    model: nn.Module, split: StageSplit, stages: Sequence[int], axes: AxisGroups | None = None
+) -> list[Stage]:
+    """Cut virtual stages out of a Hugging Face model, or of peft's model around one.
+
+    The model is consumed: it becomes the first of the stages, and the memory of layers outside of the wanted
+    stages is freed even if there are other references to the model. A single stage is the whole model, uncut.
+
+    Args:
+        split: of the whole model.
+        stages: numbers of the virtual stages wanted.
+        axes: groups that divide each layer.
+
+    Raises:
+        ValueError: the model cannot be cut faithfully.
+    """
+    whole = hf_model(model)
+    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"model: peft's {model.active_peft_config.peft_type} puts tokens before the prompt, which only the whole "
+            "model can do; use adapters inside the layers, such as LoRA"
+        )
+    _checkpoint_without_reentrance(whole)
+    axes = axes or AxisGroups()
+    prefix = PREFIX if model is not whole else ""
+    if split.num_stages == 1:
+        cuts = named_parts(whole, axes, prefix)
+        return [Stage(model, index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
+    outline = outline_of(type(whole), whole.config)
+    assert split.num_layers == outline.num_layers
+    bodies = [model, *(_same_weights(model) for _ in stages[1:])]
+    made = []
+    for index, body in zip(stages, bodies, strict=True):
+        part, window = hf_model(body), split.layers[index]
+        tied = prune(part, outline, window)
+        port = open_port(part, outline, window, tied)
+        names = frozenset(prefix + name for name in tied)
+        cuts = named_parts(part, axes, prefix)
+        made.append(Stage(body, index=index, num_stages=split.num_stages, port=port, tied=names, axes=axes, cuts=cuts))
+    share_tied(made)
+    return made
+
+
+def _checkpoint_without_reentrance(model: nn.Module) -> None:
+    """Replace reentrant checkpointing of layers by the other kind.
+
+    Reentrant checkpointing hides from autograd all tensors but a layer's own positional arguments. It yields no
+    gradient if no argument needs one, as on a first stage with a frozen embedding.
+    """
+    for module in model.modules():
+        run = getattr(module, "_gradient_checkpointing_func", None)
+        if isinstance(run, partial) and run.keywords.get("use_reentrant"):
+            module._gradient_checkpointing_func = partial(run, use_reentrant=False)
+
+
+def _same_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a tree of modules with the same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

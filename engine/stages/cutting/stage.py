@@ -1,0 +1,283 @@
+"""A virtual stage: some decoder layers of a Hugging Face model, run by the model's own forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from weft.engine.models.batch import Batch
+from weft.engine.models.flash import wanted_arguments
+from weft.engine.models.objective import Minimised
+from weft.engine.models.router import RouterLoss, wants_router_loss
+from weft.engine.models.skeleton import decoder_layers, hf_model
+from weft.engine.parallel.attention import attend_over
+from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.cut import Cut
+from weft.engine.parallel.functions import all_sum, collect
+from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.stages.cutting.boundary import Boundary, pack, packed_size, unpack
+from weft.engine.stages.cutting.context import labels_to_predict, own_positions, whole_batch, whole_sequence
+from weft.engine.stages.cutting.port import Port, StageEnded, require_as_predicted
+
+
+class Stage(nn.Module):
+    """One virtual stage.
+
+    The model's own forward runs on every stage. Layers of other stages are placeholders: the one before the stage's
+    own layers returns the received hidden state, and the one after them ends the forward. So Hugging Face's code
+    makes masks, rotary tables and other tensors that it derives from the batch on each stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        index: int,
+        num_stages: int,
+        port: Port,
+        tied: frozenset[str] = frozenset(),
+        prefix: str = "",
+        axes: AxisGroups | None = None,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        """Wrap a pruned model.
+
+        Args:
+            model: a pruned Hugging Face model, or peft's around it.
+            index: of the virtual stage.
+            num_stages: virtual stages of the whole model.
+            port: passes the hidden state to the model.
+            tied: names in ``model`` of parameters that another stage holds, too.
+            prefix: of names in the whole model, before those in ``model``.
+            axes: this rank's groups inside of a layer.
+            cuts: parts of divided parameters in ``model``, by names in the whole model.
+        """
+        super().__init__()
+        self.axes = axes or AxisGroups()
+        self.cuts: Mapping[str, Cut] = cuts or {}
+        """This rank's parts of divided parameters, by names in the whole model."""
+        self.index, self.num_stages = index, num_stages
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.model = model
+        self.prefix = prefix
+        shared = tied if num_stages > 1 else frozenset[str]()
+        self.tied = frozenset(prefix + name for name, _ in global_names(model) if name in shared)
+        self.objective: Minimised | None = None
+        """The objective of the last stage, if it is not the model's own loss."""
+        self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
+        if self.router is not None:
+            self.router.shared_by = self.axes.tensor
+        attend_over(self.axes, self.hf_model)
+        if port.handover is not None and self.axes.tensor.size > 1:
+            raise UnshareableError(
+                f"parallel.tensor={self.axes.tensor.size}: layers of {type(self.hf_model).__name__} hand each other "
+                "more than the hidden state, which slices of the sequence do not cover; set pipeline.stages=1"
+            )
+        self._port = port
+        self._arguments = accepted_arguments(self.hf_model)
+
+    @property
+    def hf_model(self) -> PreTrainedModel:
+        """The Hugging Face model, with peft's layers but without peft's wrapper."""
+        return hf_model(self.model)
+
+    def forward(
+        self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None, *, counts: bool = True
+    ) -> Tensor:
+        """Run the stage's layers.
+
+        Args:
+            hidden: from the stage before, as `hidden_spec` says, or None on the first.
+            batch: the micro-batch, the same on every stage.
+            num_items: number of labels over which the loss is averaged. None averages over this micro-batch.
+            counts: whether the micro-batch has items. Without them an objective's loss is 0.
+
+        Returns:
+            The next stage's input, or on the last stage the sum of the tokens' losses divided by ``num_items``.
+        """
+        if not self.is_last:
+            return self._hidden(hidden, batch)
+        if self.objective is None:
+            return self.output(hidden, batch, num_items).loss
+        if not counts:
+            return 0.0 * self.logits(hidden, batch).sum()
+        assert num_items is not None
+        whole = whole_batch(batch)
+        loss = self.objective(lambda **more: self._whole_output(hidden, batch, **more), whole, num_items)
+        return loss / self.axes.context.size  # members compute the same, and losses are summed
+
+    def output(self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None) -> Any:
+        """Return the output of the model's own forward on the last stage, with the loss."""
+        assert self.is_last
+        labels = {"labels": batch["labels"]} | labels_to_predict(batch)
+        return self._output(hidden, batch, **labels, num_items_in_batch=num_items)
+
+    def logits(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        """Return the last stage's logits [B, S, V] for evaluation, of whole sequences on each context member."""
+        assert self.is_last
+        return self.whole_logits(self._output(hidden, batch).logits)
+
+    def whole_logits(self, logits: Tensor) -> Tensor:
+        """Gather logits of whole sequences over the whole vocabulary, from this member's part."""
+        return whole_sequence(self.axes.context, collect(self.axes.tensor, logits, logits.dim() - 1))
+
+    def hidden_spec(self, batch: Batch, *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
+        """Return shape and dtype of the tensor that this stage receives for a micro-batch.
+
+        It is the hidden state, [B, S, H] in most models. If other tensors cross the cut as well, it is one tensor
+        [elements] with all of them packed.
+
+        Args:
+            leaving: describe the stage's output instead, whose gradient it receives.
+        """
+        parts = self._parts(batch, leaving)
+        dtype = parts[0][1]
+        return (parts[0][0] if len(parts) == 1 else torch.Size([packed_size(parts, dtype)])), dtype
+
+    def _parts(self, batch: Batch, leaving: bool) -> list[tuple[torch.Size, torch.dtype]]:
+        """Return shapes and types of the tensors that cross the cut before the stage, or the one after it."""
+        boundary = self._crossing(batch, leaving)
+        if boundary is None:
+            width = self.hf_model.config.get_text_config().hidden_size
+            rows, length = batch["input_ids"].shape
+            parts = [(torch.Size((rows, length // self.axes.tensor.size, width)), self._dtype())]
+        else:
+            parts = [(torch.Size(part.shape), part.dtype) for part in boundary]
+        if self.router is not None:
+            parts.append((torch.Size([self.router.num_sums]), torch.float32))
+        return parts
+
+    def _crossing(self, batch: Batch, leaving: bool) -> Boundary | None:
+        cut = self._port.window.stop if leaving else self._port.window.start
+        return self._port.crossing(cut, batch["input_ids"].shape, self._dtype())
+
+    def _dtype(self) -> torch.dtype:
+        """Return the type in which the model computes: the smallest of its weights', because some stay in fp32."""
+        kinds = {parameter.dtype for parameter in self.hf_model.parameters() if parameter.is_floating_point()}
+        return min(kinds, key=lambda dtype: dtype.itemsize)
+
+    def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters with their names in the whole model, each once."""
+        for name, parameter in global_names(self.model):
+            yield self.prefix + name, parameter
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the stage's decoder layers and its head, in order. Only their own forwards use their weights."""
+        layers = self.hf_model.get_submodule(decoder_layers(self.hf_model))
+        assert isinstance(layers, nn.ModuleList)
+        head = self.hf_model.get_output_embeddings() if self.is_last else None
+        return [block for block in (*layers, head) if block is not None and any(True for _ in block.parameters())]
+
+    def _hidden(self, hidden: Tensor | None, batch: Batch) -> Tensor:
+        tensors, sums = self._received(hidden, batch)
+        if self.router is None:
+            left = self._left(tensors, batch)
+        else:
+            with self.router.listening():
+                left = self._left(tensors, batch, output_router_logits=False)
+        boundary = self._crossing(batch, leaving=True)
+        if boundary is not None:
+            require_as_predicted(left, boundary, type(self.hf_model).__name__)
+        if self.router is not None:
+            left.append(self._router_sums(sums, batch, left[0]))
+        return left[0] if len(left) == 1 else pack(left, left[0].dtype)
+
+    def _received(self, hidden: Tensor | None, batch: Batch) -> tuple[list[Tensor], Tensor | None]:
+        """Unpack the tensors from the previous stage, and its sums over routers."""
+        assert (hidden is None) == self.is_first
+        if hidden is None:
+            return [], None
+        parts = self._parts(batch, leaving=False)
+        tensors = [hidden] if len(parts) == 1 else list(unpack(hidden, parts))
+        return tensors, None if self.router is None else tensors.pop()
+
+    def _left(self, tensors: list[Tensor], batch: Batch, **more: Any) -> list[Tensor]:
+        try:
+            self._run(tensors, batch, **more)
+        except StageEnded as end:
+            return end.tensors
+        raise AssertionError("the forward ran past the stage's last layer")
+
+    def accepted(self, batch: Batch, **more: Any) -> dict[str, Any]:
+        """Return the arguments of a micro-batch that the model's own forward accepts, without labels, and those of
+        ``more``."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+        if "position_ids" in batch:
+            more = more | wanted_arguments(self.hf_model.config, batch["position_ids"])
+        return {
+            name: value for name, value in (inputs | more).items() if self._arguments is None or name in self._arguments
+        }
+
+    def _output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
+        """Return the last stage's outputs, with the router's loss included in theirs."""
+        tensors, sums = self._received(hidden, batch)
+        if self.router is None:
+            return self._run(tensors, batch, **more)
+        with self.router.listening():
+            output = self._run(tensors, batch, **more, output_router_logits=False)
+        totals = all_sum(self.axes.context, self._router_sums(sums, batch, output.logits))
+        output.aux_loss = self.router.loss(totals)
+        if output.loss is not None:
+            output.loss = output.loss + self.router.weighted(output.aux_loss, batch, more.get("num_items_in_batch"))
+        return output
+
+    def _whole_output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
+        """Return the outputs for whole sequences, on every member of a context group.
+
+        If an objective requests the model's own loss by ``labels``, it is computed from whole logits as well. So
+        members exchange the same tensors for any objective, as plans of strand pairs require.
+        """
+        if self.axes.context.size == 1 and self.axes.tensor.size == 1:
+            return self._output(hidden, batch, **more)
+        labels, count = more.pop("labels", None), more.get("num_items_in_batch")
+        output = self._output(hidden, batch, **more)
+        output.logits = self.whole_logits(output.logits)
+        if labels is not None:
+            model, logits = self.hf_model, output.logits
+            loss_of = ForCausalLMLoss if self.axes.tensor.size > 1 else model.loss_function
+            output.loss = loss_of(logits, labels, vocab_size=logits.shape[-1], num_items_in_batch=count)
+            if self.router is not None:
+                output.loss = output.loss + self.router.weighted(output.aux_loss, whole_batch(batch), count)
+        return output
+
+    def _router_sums(self, before: Tensor | None, batch: Batch, like: Tensor) -> Tensor:
+        assert self.router is not None
+        return self.router.sums(before, own_positions(self.axes.context, batch.get("attention_mask")), like)
+
+    def _run(self, tensors: list[Tensor], batch: Batch, **more: Any) -> Any:
+        self._port.open(tensors, batch["input_ids"].shape, self._dtype())
+        try:
+            return self.hf_model(**self.accepted(batch, **more), use_cache=False)
+        finally:
+            self._port.close()
+
+
+def global_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter once, by its name in the whole model. A tied one has the name of its source.
+
+    torch's own choice is the first name, which depends on the stage's other modules.
+    """
+    sources = tuple(set(hf_model(model).all_tied_weights_keys.values()))
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter not in names or name.endswith(sources):
+            names[parameter] = name
+    for parameter, name in names.items():
+        yield name, parameter
+
+
+def tied_names(stage: Stage) -> frozenset[str]:
+    """Return names, in the whole model, of a stage's parameters that another virtual stage holds, too."""
+    return stage.tied
+
+
+def accepted_arguments(model: PreTrainedModel) -> frozenset[str] | None:
+    """Return names of the arguments that the model's forward accepts, or None if it accepts any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)

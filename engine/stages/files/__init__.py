@@ -1,0 +1,1 @@
+"""Stages from model folders, and exports into them."""

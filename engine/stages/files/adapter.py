@@ -1,0 +1,81 @@
+"""Export of adapters, in peft's format."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import peft
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from weft.engine.stages.cutting.stage import Stage
+from weft.engine.stages.files.shards import exported_dtype, write_tensors
+
+BASE = "base_model"
+"""Subfolder of an adapter's folder for a base model without a folder of its own."""
+
+
+def has(stage: Stage) -> bool:
+    """True if a stage has adapters."""
+    return isinstance(stage.model, peft.PeftModel)
+
+
+def has_new_base(stage: Stage) -> bool:
+    """True if the base model was not loaded from a folder, so that adapters alone would be useless."""
+    return not stage.hf_model.config.name_or_path
+
+
+def exported_frozen(stage: Stage) -> list[nn.Parameter]:
+    """Return the frozen weights that an export writes: all, or only embeddings if the base model has a folder."""
+    model = stage.hf_model
+    parts: list[nn.Module | None] = [model]
+    if has(stage) and not has_new_base(stage):
+        parts = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [p for part in parts if part is not None for p in part.parameters() if not p.requires_grad]
+
+
+def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
+    """Write the tensors that peft saves of one stage into a file, if the stage has adapters.
+
+    Besides adapters, peft saves an embedding that was resized, that has an adapter, or that has trained tokens.
+
+    Args:
+        dtype: of the export. None takes each weight's original type.
+    """
+    model = stage.model
+    if not isinstance(model, peft.PeftModel):
+        return []
+    name = f"stage-{stage.index:05d}.safetensors"
+    with warnings.catch_warnings():  # peft repeats its warning about embeddings for each stage
+        warnings.simplefilter("ignore")
+        state = model.state_dict()
+        weights = peft.get_peft_model_state_dict(model, state, adapter_name=model.active_adapter)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    types = {id(value): exported_dtype(named[key], dtype) for key, value in state.items() if key in named}
+    write_tensors({key: value.to(types.get(id(value), value.dtype)) for key, value in weights.items()}, folder / name)
+    return [name]
+
+
+def merge(parts: Sequence[str], folder: Path) -> None:
+    """Merge the stages' files into one."""
+    weights: dict[str, Tensor] = {}
+    for part in parts:
+        weights |= load_file(folder / part)
+        (folder / part).unlink()
+    write_tensors(weights, folder / "adapter_model.safetensors")
+
+
+def write_config(stage: Stage, folder: Path, base_path: str | None) -> None:
+    """Write the adapters' configuration, which all stages with adapters share.
+
+    Args:
+        base_path: of the base model, if the adapters' configuration does not name it.
+    """
+    config = copy.deepcopy(stage.model.active_peft_config)
+    config.base_model_name_or_path = base_path or config.base_model_name_or_path
+    config.inference_mode = True
+    config.save_pretrained(str(folder))

@@ -1,0 +1,112 @@
+"""Check that a model's folder is complete, before weights are read from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from weft.conf.host.documents import parse_json, read_text
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLES = ("model.safetensors", "pytorch_model.bin")
+_MOST_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors library."""
+
+
+def require_whole_folder(folder: Path) -> None:
+    """Check that a folder has a complete model, from file names, sizes and headers alone.
+
+    Raises:
+        ValueError: a file is missing or truncated. The message names it and the remedy.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"model.path={folder}: not a folder; give the folder of a saved model")
+    if not (folder / "config.json").is_file():
+        hint = "give the folder of a saved model"
+        if (folder / "adapter_config.json").is_file():
+            hint = "it holds adapters only; merge them into their base model with peft's merge_and_unload and save that"
+        raise ValueError(f"model.path={folder}: no config.json in it; {hint}")
+    for file in weight_files(folder):
+        if not file.is_file():
+            raise ValueError(f"model.path={folder}: {file.name} is missing; copy or download the folder again")
+        if file.suffix == ".safetensors":
+            _require_whole_file(folder, file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of the folder's weights, by its index.
+
+    Raises:
+        ValueError: there are none, or the index cannot be read.
+    """
+    for name in INDEXES:
+        if (folder / name).is_file():
+            try:
+                weight_map = parse_json(read_text(folder / name))["weight_map"]
+                return [folder / file for file in sorted(set(weight_map.values()))]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"model.path={folder}: {name} cannot be read ({error}); copy or download the folder again"
+                ) from error
+    for name in SINGLES:
+        if (folder / name).is_file():
+            return [folder / name]
+    raise ValueError(f"model.path={folder}: no {SINGLES[0]} in it; give the folder of a saved model, with its weights")
+
+
+def weight_types(folder: Path) -> set[str]:
+    """Return safetensors' names of the floating types of a folder's weights, or empty for other kinds of files."""
+    found: set[str] = set()
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            found |= {entry["dtype"] for name, entry in read_header(file)[1].items() if name != "__metadata__"}
+    return found & {"F64", "F32", "F16", "BF16"}
+
+
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the data of a safetensors file begin, and its header.
+
+    Raises:
+        ValueError: the header is no JSON, or larger than any that safetensors writes.
+    """
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        return 8 + length, parse_json(stream.read(length))
+
+
+def _require_whole_file(folder: Path, file: Path) -> None:
+    """Check a file's length by its header, whose own length comes first."""
+    size = file.stat().st_size
+    try:
+        begin, header = read_header(file)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"model.path={folder}: {file.name} is not a safetensors file; copy or download it again"
+        ) from error
+    whole = begin + max(ends, default=0)
+    if size != whole:
+        raise ValueError(f"model.path={folder}: {file.name} has {size} of {whole} bytes; copy or download it again")
+
+
+def is_local(path: str) -> bool:
+    """True if ``model.path`` means a folder rather than a hub name."""
+    return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).expanduser().exists()
+
+
+def source_of(path: str) -> str:
+    """Return the name or folder from which transformers loads ``model.path``."""
+    return str(Path(path).expanduser()) if is_local(path) else path
+
+
+def weights_folder(path: str) -> Path:
+    """Return the folder of ``model.path``, which for a hub name is in the cache."""
+    if is_local(path):
+        return Path(path).expanduser()
+    found = cached_file(path, "config.json")
+    assert found is not None
+    return Path(found).parent

@@ -1,0 +1,155 @@
+"""Shards: files of one stage's weights, with the tensor names of Hugging Face's own export."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from weft.engine.precision import given_dtype
+from weft.engine.stages.cutting.stage import Stage
+
+SHARD_BYTES = 5_000_000_000
+"""Largest size of a shard, as in transformers and on the hub."""
+_WRAPPED = ("base_layer", "original_module", "token_adapter")
+"""Names under which peft's modules have the module that they replace."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of weights."""
+
+    stage: int
+    """Virtual stage of its weights."""
+    number: int
+    """The number of the stage's shards."""
+    names: tuple[str, ...]
+    """Names of its weights."""
+    num_bytes: int
+    """Their size."""
+
+    @property
+    def file(self) -> str:
+        """Temporary name, until the number of all shards is known."""
+        return f"stage-{self.stage:05d}-{self.number:05d}.safetensors"
+
+
+def write_shards(
+    stage: Stage, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> list[Shard]:
+    """Write one stage's weights. A tied weight is written by the first stage only.
+
+    Only one shard and one layer are copied at a time.
+
+    Args:
+        dtype: of the export. None takes each weight's original type.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    shards: list[Shard] = []
+    pending: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        shard = Shard(stage.index, len(shards), tuple(pending), _size(pending))
+        write_tensors(pending, folder / shard.file)
+        shards.append(shard)
+        pending.clear()
+
+    model = stage.hf_model
+    named = model.named_parameters(remove_duplicate=False)
+    types = {base_name(model, name): exported_dtype(parameter, dtype) for name, parameter in named}
+    for weights in _parts(own_weights(stage)):
+        part = {name: value.to(types.get(name, value.dtype)) for name, value in weights.items()}
+        original = revert_weight_conversion(stage.hf_model, part)
+        if pending and _size(pending) + _size(original) > shard_bytes:
+            flush()
+        pending.update(original)
+    if pending:
+        flush()
+    return shards
+
+
+def exported_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the type in which a weight is exported: ``dtype``, or its original type."""
+    return parameter.dtype if not parameter.is_floating_point() else dtype or given_dtype(parameter)
+
+
+def exported_bytes(stage: Stage, dtype: torch.dtype | None) -> int:
+    """Estimate the bytes of a stage's export. A tied weight counts for the first stage only."""
+    adapted = stage.model is not stage.hf_model and bool(stage.hf_model.config.name_or_path)
+    return sum(
+        (prod(stage.cuts[name].shape) if name in stage.cuts else parameter.numel())
+        * exported_dtype(parameter, dtype).itemsize
+        for name, parameter in stage.named_global_parameters()
+        if (parameter.requires_grad or not adapted) and (stage.is_first or name not in stage.tied)
+    )
+
+
+def own_weights(stage: Stage) -> dict[str, Tensor]:
+    """Return the weights that a stage contributes to the whole model, each once, without adapters."""
+    model = stage.hf_model
+    elsewhere = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
+    if not stage.is_first:
+        elsewhere |= {name.removeprefix(_wrapper(stage)) for name in stage.tied}
+    named = ((base_name(model, name), name, value) for name, value in model.state_dict().items())
+    return {base: value for base, name, value in named if base is not None and not {base, name} & elsewhere}
+
+
+def _wrapper(stage: Stage) -> str:
+    """Return the prefix that peft adds to names, if it wraps the stage."""
+    return stage.prefix or ("" if stage.model is stage.hf_model else "base_model.model.")
+
+
+def base_name(model: nn.Module, name: str) -> str | None:
+    """Return the name that a tensor of a model has without peft, or None for a tensor of peft's own."""
+    path, module = list[str](), model
+    for part in name.split("."):
+        inside = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        if not inside:
+            path.append(part)
+        elif part not in _WRAPPED:
+            return None
+        module = getattr(module, part)
+    return ".".join(path)
+
+
+def _parts(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield weights of one decoder layer at a time, so that only these are converted at once."""
+    part: dict[str, Tensor] = {}
+    number = None
+    for name, value in weights.items():
+        layer = next((piece for piece in name.split(".") if piece.isdigit()), None)
+        if part and layer != number:
+            yield part
+            part = {}
+        number = layer
+        part[name] = value
+    if part:
+        yield part
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file durably. Tensors that share memory are written separately."""
+    own: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        copied = tensor.detach().to("cpu").contiguous()
+        own[name] = copied.clone() if (memory := copied.untyped_storage().data_ptr()) in taken else copied
+        taken.add(memory)
+    save_file(own, path, metadata={"format": "pt"})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
