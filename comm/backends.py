@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import os
-import socket
-import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,6 +12,7 @@ import torch.distributed as dist
 from weft.comm import rendezvous
 from weft.comm.job import current_job
 from weft.comm.links import Sites
+from weft.comm.listeners import sealed_afterwards
 from weft.conf.features import entry
 
 GLOO = "weft_gloo"
@@ -24,8 +20,6 @@ GLOO = "weft_gloo"
 NCCL = "weft_nccl"
 """Backend whose groups inside a site are NCCL's."""
 _DEVICES = ["cpu", "cuda"]
-_SO_ATTACH_FILTER = 26
-_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # classic BPF: keep 0 bytes of any packet
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +41,11 @@ def backend_of(inside: str) -> str:
 def in_host_memory(backend: str) -> str:
     """Return the backend for tensors in host memory in a job whose backend is ``backend``."""
     return backend_of("gloo") if rendezvous.made_here() or backend in (GLOO, NCCL) else "gloo"
+
+
+def on_host(group: dist.ProcessGroup | None = None) -> bool:
+    """True if the group communicates from host memory (gloo, which connects when the group is created)."""
+    return not current_job().is_real or dist.get_backend(group) in ("gloo", GLOO)
 
 
 def create_group(options: Any, given: Any, *, inside: Callable[..., Any]) -> Any:
@@ -72,36 +71,3 @@ def _nccl(store: dist.Store, rank: int, size: int, options: Any) -> Any:
     group = dist.ProcessGroupNCCL(store, rank, size, settings)
     group._set_sequence_number_for_group()
     return group
-
-
-@contextmanager
-def sealed_afterwards() -> Iterator[None]:
-    """Drop new connections to the listening sockets that the block opens, once it has ended.
-
-    gloo connects all members of a group when the group is created, accepts any peer that sends the right number, and
-    listens as long as the group exists. Nothing else in this process may begin to listen during the block.
-    """
-    before = _sockets()
-    yield
-    for file in _sockets().items() - before.items():
-        with suppress(OSError), socket.socket(fileno=os.dup(file[0])) as end:
-            if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                _seal(end)
-
-
-def _seal(listener: socket.socket) -> None:
-    code = ctypes.create_string_buffer(_DROP_ALL)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(code)))
-    except OSError as error:
-        log.warning("%s:%d goes on accepting connections of anybody: %s", *listener.getsockname()[:2], error)
-
-
-def _sockets() -> dict[int, str]:
-    """The sockets of this process: the descriptor, and the kernel's name of the socket behind it."""
-    found: dict[int, str] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
-                found[int(name)] = target
-    return found

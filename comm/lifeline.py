@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.backends import on_host
 from weft.comm.channel import ChannelError
-from weft.comm.eager_connect import on_host
 
 _TAG = 1
 """The tag of the lifeline's messages; ready-to-send messages have 0."""

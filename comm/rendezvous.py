@@ -20,8 +20,8 @@ import psutil
 import torch.distributed as dist
 
 from weft.comm.authenticated_socket import RUN, AuthenticatedSocket, AuthenticatedTcpSocket, AuthenticatedUnixSocket
+from weft.comm.listeners import refuse_other_users
 from weft.comm.loopback_proxy import LoopbackProxy, ProcessLocalPort
-from weft.comm.own_user import refuse_other_users
 from weft.conf.hosts import is_loopback
 
 METHOD = "weft://"

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.backends import on_host
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.eager_connect import on_host
 from weft.comm.exchange import gather
 from weft.comm.links import Hop
 from weft.conf.host.processes import host_identity

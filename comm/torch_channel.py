@@ -7,7 +7,7 @@ communicator, so that two crossing sends do not wait for each other's receive.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.backends import in_host_memory
+from weft.comm.backends import in_host_memory, on_host
 from weft.comm.channel import ChannelError, TensorSpec
-from weft.comm.eager_connect import connect_pairs, edge_colors, in_color_order, on_host
 from weft.comm.job import current_job
 from weft.comm.links import Hop
 from weft.comm.rts_channel import RtsReceiver, RtsSender, shorten_switch_interval
@@ -165,3 +164,39 @@ def components(hops: Iterable[Hop]) -> list[list[int]]:
         both = joined.get(sender, {sender}) | joined.get(receiver, {receiver})
         joined.update(dict.fromkeys(both, both))
     return sorted({min(ranks): sorted(ranks) for ranks in joined.values()}.values())
+
+
+def connect_pairs(hops: Sequence[tuple[Hop, dist.ProcessGroup]], device: torch.device) -> None:
+    """Connect every hop of this rank by sending one element over it.
+
+    NCCL connects lazily, inside the first operation between two ranks, and that call blocks the host until the
+    peer issues the matching one. Two ranks that both post a receive first would deadlock.
+
+    Args:
+        hops: each with its group, in an order that all ranks share, as `in_color_order` gives it.
+    """
+    me = dist.get_rank()
+    for (sender, receiver), group in hops:
+        element = torch.zeros(1, device=device)
+        if me == sender:
+            dist.send(element, receiver, group=group)
+        elif me == receiver:
+            dist.recv(element, sender, group=group)
+
+
+def edge_colors(hops: Iterable[Hop]) -> dict[Hop, int]:
+    """An edge colouring, the same on every rank: hops of one colour (0, 1, ...) have no rank in common."""
+    colors: dict[Hop, int] = {}
+    taken: dict[int, set[int]] = {}
+    for hop in sorted(set(hops), key=lambda hop: (min(hop), max(hop), hop)):
+        busy = taken.setdefault(hop[0], set()) | taken.setdefault(hop[1], set())
+        colors[hop] = next(color for color in range(len(busy) + 1) if color not in busy)
+        for rank in hop:
+            taken[rank].add(colors[hop])
+    return colors
+
+
+def in_color_order(hops: Iterable[Hop]) -> list[Hop]:
+    """The hops ordered by colour, so that those without a common rank connect at the same time."""
+    colors = edge_colors(hops)
+    return sorted(colors, key=lambda hop: (colors[hop], hop))

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from weft.comm import rendezvous
 from weft.comm.agreement import attempt
-from weft.comm.backends import backend_of
+from weft.comm.backends import backend_of, on_host
 from weft.comm.channel import ChannelError
-from weft.comm.eager_connect import on_host
 from weft.comm.exchange import broadcast
 from weft.comm.job import current_job
 from weft.comm.links import Sites

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm.collectives import Primitive
-from weft.comm.collectives.eager_connect import connect_groups
+from weft.comm.collectives.primitives import connect_groups
 from weft.comm.links import SiteNetwork
 from weft.conf.features import entry
 from weft.conf.schema import WeftConfig

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from weft.comm.channel import ChannelError
 from weft.comm.collectives.collective import GATHERING, REDUCING, Collective, Primitive
-from weft.comm.collectives.eager_connect import connect_groups
 from weft.comm.collectives.executors import InOrderExecutor, Pending, completed, executor_for
 from weft.comm.collectives.group import Group, Mesh
-from weft.comm.collectives.primitives import PRIMITIVES
+from weft.comm.collectives.primitives import PRIMITIVES, Times, connect_groups
 from weft.comm.collectives.rewrite import Rewrite, Step
-from weft.comm.collectives.times import Times
 
 PLAIN = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
 """Primitives that axes are connected for eagerly; the others connect at first use, which is collective."""

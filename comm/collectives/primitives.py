@@ -1,4 +1,4 @@
-"""Primitives on torch.distributed, along one axis of a mesh.
+"""Primitives on torch.distributed, along one axis of a mesh, and their durations.
 
 Each takes a contiguous tensor and a process group of n ranks. Reducing primitives map [n, ...] to
 [...], gathering primitives map [...] to [n, ...]; all_reduce works in place.
@@ -6,13 +6,21 @@ Each takes a contiguous tensor and a process group of n ranks. Reducing primitiv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.backends import on_host
 from weft.comm.collectives.collective import Primitive
+from weft.comm.collectives.costs import Sample
+from weft.comm.collectives.group import LinkClass
 
 # torch 2.13 renamed these two and deprecates the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -103,3 +111,57 @@ PRIMITIVES: Mapping[Primitive, Callable[[Tensor, dist.ProcessGroup], Tensor]] = 
 def _wait(work: dist.Work | None) -> None:
     assert work is not None, "this rank is a member of the group"
     work.wait()
+
+
+def connect_groups(groups: Iterable[tuple[dist.ProcessGroup, Collection[Primitive]]], device: torch.device) -> None:
+    """Run each primitive once over its group; all members call this with the groups in the same order.
+
+    Args:
+        groups: each with the primitives that it will be used for. An all-to-all connects every pair,
+            which takes memory, so name `Primitive.all_to_all` and `Primitive.reduces` for small groups only.
+    """
+    for group, primitives in groups:
+        size = dist.get_world_size(group)
+        if size > 1 and not on_host(group):
+            for primitive in primitives:
+                PRIMITIVES[primitive](torch.zeros(size, 1, device=device), group)
+
+
+KEPT = 8
+"""Durations to keep of each primitive, link and size."""
+
+Kind = tuple[LinkClass, Primitive, int, int]
+"""Fields of a `Sample` but for the seconds."""
+
+
+class Times:
+    """Marks before and after the last primitives; on a GPU events, which are read on demand."""
+
+    def __init__(self) -> None:
+        self._marks: dict[Kind, deque[tuple[Any, Any]]] = defaultdict(partial(deque, maxlen=KEPT))
+
+    @contextmanager
+    def of(self, kind: Kind, tensor: Tensor) -> Iterator[None]:
+        """Mark the beginning and the end of a primitive on the device of ``tensor``."""
+        begin = _mark(tensor)
+        yield
+        self._marks[kind].append((begin, _mark(tensor)))
+
+    def samples(self) -> list[Sample]:
+        """Return the shortest duration of each kind: the others include waits for late ranks."""
+        return [Sample(*kind, min(_seconds(begin, end) for begin, end in marks)) for kind, marks in self._marks.items()]
+
+
+def _mark(tensor: Tensor) -> Any:
+    if not tensor.is_cuda:
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

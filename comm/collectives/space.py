@@ -1,8 +1,8 @@
-"""The search space of rewrites, and the choice by cost."""
+"""The search space of rewrites, the choice by cost, and the planner that remembers it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations, product
 from math import nan
@@ -11,6 +11,7 @@ from weft.comm.collectives.collective import SUBSTITUTIONS, Collective, Primitiv
 from weft.comm.collectives.costs import CollectiveCosts
 from weft.comm.collectives.group import Mesh
 from weft.comm.collectives.rewrite import Rewrite, Step, plain
+from weft.conf.schema import Partition
 
 EVEN = tuple((1 / count,) * count for count in (1, 2, 4, 8))
 """The workload partitions that are considered."""
@@ -105,3 +106,41 @@ def _reason(best: Rewrite, simple: Rewrite, cost_s: float, plain_s: float, count
         return f"no other of {count} rewrites is faster than the plain one's {1e3 * plain_s:.3g} ms"
     gain = plain_s / cost_s if cost_s else 1.0
     return f"{1e3 * cost_s:.3g} ms, the plain one {1e3 * plain_s:.3g} ms ({gain:.2f}x); best of {count} rewrites"
+
+
+UNCUT = ((1.0,),)
+_GRANULARITIES: Mapping[Partition, tuple[tuple[float, ...], ...]] = {
+    Partition.none: (),
+    Partition.primitive: UNCUT,
+    Partition.group: UNCUT,
+    Partition.workload: EVEN,
+}
+
+
+class Planner:
+    """Chooses rewrites; with equal costs all ranks choose the same."""
+
+    def __init__(self, costs: CollectiveCosts | None, partition: Partition = Partition.workload) -> None:
+        """Plan with these costs.
+
+        Args:
+            costs: costs of the group's links; None leaves collectives unchanged.
+            partition: the dimensions to search; each includes those before it.
+        """
+        self._costs = costs if costs is not None else CollectiveCosts({})
+        self._partition = partition if costs is not None else Partition.none
+        self.choices: dict[Collective, Choice] = {}
+        """The choices so far, with reasons."""
+
+    def __call__(self, collective: Collective) -> Rewrite:
+        """The rewrite of ``collective``."""
+        if collective not in self.choices:
+            self.choices[collective] = self._choose(collective)
+        return self.choices[collective].rewrite
+
+    def _choose(self, collective: Collective) -> Choice:
+        granularities = _GRANULARITIES[self._partition]
+        if not granularities:
+            return Choice.plainly(collective)
+        meshes = [collective.group.flat] if self._partition is Partition.primitive else None
+        return choose(collective, self._costs, meshes=meshes, granularities=granularities)

@@ -15,8 +15,8 @@ from weft.comm.channel import Handle
 from weft.comm.collectives import Collective, CollectiveCosts, Group, Primitive, Rewrite, plain
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
-from weft.comm.collectives.planner import Planner
 from weft.comm.collectives.probe import known_costs, nodes_of_world
+from weft.comm.collectives.space import Planner
 from weft.conf.schema import Partition, ZeroConfig
 from weft.engine.parallel.cut import Cut
 from weft.engine.planning.layout import RankLayout

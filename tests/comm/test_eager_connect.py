@@ -5,8 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.comm.eager_connect import edge_colors, in_color_order
-from weft.comm.torch_channel import components
+from weft.comm.torch_channel import components, edge_colors, in_color_order
 
 RANKS = st.integers(0, 9)
 HOPS = st.sets(st.tuples(RANKS, RANKS).filter(lambda hop: hop[0] != hop[1]), max_size=30)

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from weft.comm import own_user
-from weft.comm.own_user import refuse_other_users
+from weft.comm import listeners as module
+from weft.comm.listeners import refuse_other_users
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 OTHER = 54321
@@ -87,13 +87,13 @@ def test_without_a_compiler_a_warning_names_what_is_missing(monkeypatch, caplog)
     def build(*_, **__):
         raise ValueError("there is no cc; install gcc and g++")
 
-    own_user._library.cache_clear()
-    own_user._warn.cache_clear()
-    monkeypatch.setattr(own_user, "build", build)
+    module._library.cache_clear()
+    module._warn.cache_clear()
+    monkeypatch.setattr(module, "build", build)
     refuse_other_users(one_host=True)
     assert "other users of this host can connect to ranks" in caplog.text and "install gcc" in caplog.text
-    own_user._library.cache_clear()
+    module._library.cache_clear()
 
 
 def test_the_source_is_in_the_wheel():
-    assert "comm/*.c" in (Path(own_user.__file__).parents[1] / "setup.cfg").read_text()
+    assert "comm/*.c" in (Path(module.__file__).parents[1] / "setup.cfg").read_text()

@@ -72,7 +72,7 @@ def _receives_first(_: Device) -> None:
 
 
 def _receives_after_contact(_: Device) -> None:
-    from weft.comm.eager_connect import connect_pairs
+    from weft.comm.torch_channel import connect_pairs
 
     to, back = _pair("to"), _pair("back")
     connect_pairs([((0, 1), to), ((1, 0), back)], CPU)
@@ -80,7 +80,7 @@ def _receives_after_contact(_: Device) -> None:
 
 
 def _met(name: str) -> dist.ProcessGroup:
-    from weft.comm.eager_connect import connect_pairs
+    from weft.comm.torch_channel import connect_pairs
 
     group = _pair(name)
     connect_pairs([((0, 1), group), ((1, 0), group)], CPU)

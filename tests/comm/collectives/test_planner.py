@@ -3,7 +3,7 @@
 import pytest
 
 from weft.comm.collectives import AlphaBeta, Collective, CollectiveCosts, Group, LinkClass, Primitive, plain
-from weft.comm.collectives.planner import Planner
+from weft.comm.collectives.space import Planner
 from weft.conf.schema import Partition
 
 COSTS = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(0.0, 1e-9), LinkClass.inter: AlphaBeta(1e-6, 2e-9)})

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.comm.collectives.balanced import balanced_meshes
 from tests.thread_ranks import run_in_threads
-from weft.comm.collectives import Group, LinkClass, Primitive, eager_connect, probe
+from weft.comm.collectives import Group, LinkClass, Primitive, primitives, probe
 from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.collective import EXECUTED
 from weft.comm.collectives.communicator import Communicator
@@ -142,7 +142,7 @@ def connected(asked):
     pair, alone = dist.new_group([0, 1]), dist.new_group([dist.get_rank()], use_local_synchronization=True)
     groups = [(dist.group.WORLD, asked), (alone, asked)]
     groups += [(pair, [Primitive.all_reduce])] if dist.get_rank() < 2 else []
-    eager_connect.connect_groups(groups, CPU)
+    primitives.connect_groups(groups, CPU)
     return world
 
 
@@ -158,8 +158,8 @@ def test_groups_of_several_ranks_on_devices_are_connected_for_what_they_are_used
 
         return run
 
-    monkeypatch.setattr(eager_connect, "on_host", lambda group: on_host)
-    monkeypatch.setattr(eager_connect, "PRIMITIVES", {primitive: noted(primitive) for primitive in PRIMITIVES})
+    monkeypatch.setattr(primitives, "on_host", lambda group: on_host)
+    monkeypatch.setattr(primitives, "PRIMITIVES", {primitive: noted(primitive) for primitive in PRIMITIVES})
     asked = [Primitive.broadcasts, Primitive.all_to_all]
     assert run_in_threads(3, connected, asked) == [3] * 3
     expected = {(primitive, 3, rank) for primitive in asked for rank in range(3)}
