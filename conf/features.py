@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from weft.conf.schema import PairChoice, WeftConfig
+from weft.conf.schema import ClusterManager, PairChoice, WeftConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,12 @@ FEATURES = {
             "evict": ("weft.tools.supervision.evict", "exclude hosts from runs, or list those that are excluded"),
             "readmit": ("weft.tools.supervision.readmit", "let excluded hosts back in"),
         },
-        settings={"supervise.enabled": (False,), "checkpoint.memory_every": ()},
+        settings={
+            "supervise.enabled": (False,),
+            "checkpoint.memory_every": (),
+            "cluster.manager": (ClusterManager.local, ClusterManager.ssh),
+            "cluster.spares": (),
+        },
     ),
     "emulation": Feature(
         entry="weft.recipes.emulation",

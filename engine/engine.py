@@ -18,6 +18,7 @@ from weft.comm.links import SiteNetwork
 from weft.conf.features import entry
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, engine_methods
+from weft.engine.checkpoint.memory import MemoryWriter
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.deepspeed import construction, evaluation
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
@@ -38,14 +39,13 @@ from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.slots import BubbleObserver, SlotObserver
 from weft.engine.observability.usage import Usage, gather_usage
+from weft.engine.observability.watcher import Watcher
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes, communicators_of
 from weft.engine.planning.corrections import correct_measurements
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
 from weft.engine.stop_signals import StopSignals
-from weft.engine.supervision.heartbeat import Heartbeat
-from weft.engine.supervision.memory import HostMemory, MemoryCheckpoints
 from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
 from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
@@ -80,8 +80,8 @@ class WeftEngine(PipelineEngine):
     """Process groups that were made for this engine, and end with it."""
     origin = Origin()
     """Base model, inputs and settings, as checkpoints record them."""
-    memory: MemoryCheckpoints | None = None
-    """Checkpoints in host memory, once `open_memory` was called."""
+    memory: MemoryWriter | None = None
+    """Takes checkpoints in host memory, in supervised runs (``checkpoint.memory_every``)."""
     checkpoint_writer: BackgroundWriter | None = None
     """Writes checkpoints while training goes on (``checkpoint.background``)."""
     stop_signals: StopSignals | None = None
@@ -161,17 +161,17 @@ class WeftEngine(PipelineEngine):
                 longest_row=max(map(len, plan.cell(self.line).rows)),
             )
             self.slot_observers.append(self.bubbles)
-        self.heartbeat = Heartbeat()
+        self.watcher = Watcher()
 
-    def attach_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Publish this rank's progress to the supervisor."""
-        self.heartbeat = heartbeat
-        self.collectives.tell(heartbeat.place)
+    def attach_watcher(self, watcher: Watcher) -> None:
+        """Publish this rank's progress by ``watcher``."""
+        self.watcher = watcher
+        self.collectives.observe_waits(watcher.waits)
         position, endpoint = self.plan.layout.position, self.wan.endpoint if self.wan is not None else None
         peers = [] if endpoint is None else list(endpoint.peers)
         here = position(self.global_rank).site
-        heartbeat.follow(self.device, endpoint, [peer for peer in peers if position(peer).site != here])
-        self.slot_observers[:0] = heartbeat.observers(lambda: self.global_steps)
+        watcher.follow(self.device, endpoint, [peer for peer in peers if position(peer).site != here])
+        self.slot_observers[:0] = watcher.observers(lambda: self.global_steps)
 
     # -- set-up --------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class WeftEngine(PipelineEngine):
                 advance(self)
 
             self._end_step(trace, state)
-            with self.heartbeat.waiting():
+            with self.watcher.waiting():
                 loss = self.step_loss.share(loss_sum)
             loss = end_batch(self, loss)
             self._comparison.check()
@@ -338,7 +338,7 @@ class WeftEngine(PipelineEngine):
         self.step_loss.check(state.num_items)
         self.records.add(trace, state.peak_bytes, state.peak_chunks)
         if len(self.records) > 1:
-            self.heartbeat.measured(self.records.busy_before_last)
+            self.watcher.measured(self.records.busy_before_last)
         else:
             self._long_lived.freeze()
         self.step_loss.check_objective()
@@ -357,7 +357,7 @@ class WeftEngine(PipelineEngine):
         """Context of waits for other ranks, which count as bubbles."""
         if self.bubbles is not None:
             self.bubbles.idle()
-        with self.heartbeat.waiting():
+        with self.watcher.waiting():
             yield
         if self.bubbles is not None:
             self.bubbles.busy()
@@ -375,22 +375,6 @@ class WeftEngine(PipelineEngine):
         if self.memory is not None:
             self.memory.finish()
 
-    def open_memory(self, memory: HostMemory, *, share: float = 1.0) -> MemoryCheckpoints:
-        """Let this run take checkpoints in host memory. Collective call.
-
-        Args:
-            share: see `MemoryCheckpoints.open`.
-
-        Raises:
-            CheckpointError: on every rank, if a host has too little memory.
-        """
-        sites = [self.layout.position(rank).site for rank in range(self.layout.world_size)]
-        self.memory = MemoryCheckpoints.open(
-            self, memory, sites=sites, timeout_s=self.weft.comm.timeout_s, share=share, whole=self.heartbeat.kept
-        )
-        self.groups = [*self.groups, self.memory.group]
-        return self.memory
-
     def check_finite(self) -> None:
         """Check that the current state may be saved. Collective call, between steps.
 
@@ -401,13 +385,13 @@ class WeftEngine(PipelineEngine):
             ReplicasDiffer: on every rank, if replicas hold different numbers (``supervise.compare_every``).
         """
         self._comparison.now(self.global_steps)
-        with self.heartbeat.waiting():
+        with self.watcher.waiting():
             self.sharding.settle()
             self.optimizer.check_finite()
 
     def get_global_grad_norm(self) -> float | None:
         """2-norm of the whole model's gradient in the last step, before clipping, or None before the first."""
-        with self.heartbeat.waiting():
+        with self.watcher.waiting():
             norm = self.optimizer.gradient_norm
         return None if norm is None else norm.item()
 
@@ -419,7 +403,7 @@ class WeftEngine(PipelineEngine):
     def agree_to_stop(self) -> bool:
         """Return `must_stop` at other times than after a step. Collective call."""
         asked = torch.full((), float(self.is_asked_to_stop()), device=self.device)
-        with self.heartbeat.waiting():
+        with self.watcher.waiting():
             dist.all_reduce(asked)
             self.optimizer.must_stop |= bool(asked)
         return self.must_stop
@@ -502,7 +486,7 @@ class WeftEngine(PipelineEngine):
 
     def usage(self) -> Usage:
         """Return the usage of all ranks' devices. Collective call."""
-        with self.heartbeat.waiting():
+        with self.watcher.waiting():
             return gather_usage(self.records.idle_share(), self.device)
 
     def describe(self) -> str:

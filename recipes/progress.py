@@ -16,8 +16,8 @@ from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import together
 from weft.engine.engine import WeftEngine
 from weft.engine.observability.usage import model_flops_per_token
+from weft.engine.observability.watcher import Phase
 from weft.engine.planning.devices import peak_flops
-from weft.engine.supervision.places import Phase
 from weft.recipes.logs import LogWriter, open_logs
 from weft.recipes.shown import Shown
 
@@ -66,7 +66,7 @@ class Progress:
         self._start = start
         self._rate = engine.get_lr()[0]
         logs = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
-        self._logs = LogWriter(logs, lambda: engine.heartbeat.within(Phase.checkpoint))
+        self._logs = LogWriter(logs, lambda: engine.watcher.within(Phase.checkpoint))
 
     def __enter__(self) -> Progress:
         """Begin to show steps."""

@@ -21,8 +21,8 @@ from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import SharedError, attempt_number, from_rank_zero, together
 from weft.engine.engine import WeftEngine
 from weft.engine.observability.set_up import SET_UP
+from weft.engine.observability.watcher import Phase
 from weft.engine.stop_signals import Stopped
-from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer, SkippedTooOften
 from weft.engine.zero.finite import explanation, first_appeared
 from weft.recipes.finish import print_once
@@ -54,14 +54,14 @@ class TrainingRun:
 
     def train(self, start: int, progress: Progress) -> None:
         """Train from step ``start`` on, with evaluations and checkpoints in between. A collective call."""
-        train, every, heartbeat = self.config.train, self.config.checkpoint.every, self.engine.heartbeat
+        train, every, watcher = self.config.train, self.config.checkpoint.every, self.engine.watcher
         began, step = perf_counter(), start
         SET_UP.done("progress")
         if self.engine.agree_to_stop():
             return
         if step and self._evaluates(step) and self.evaluations.last_step < step:
             self._evaluate(step, progress)  # a signal has left it out
-        heartbeat.enter(Phase.first_step)
+        watcher.enter(Phase.first_step)
         while step < train.steps:
             if self._has_stopped(progress):
                 return
@@ -81,20 +81,20 @@ class TrainingRun:
             step += 1
             progress.step(step, loss)
             if step == start + 1:
-                heartbeat.enter(Phase.steady)
+                watcher.enter(Phase.steady)
                 self._tell_set_up(step)
             if self.engine.must_stop:
                 return
             if self._evaluates(step):
-                with heartbeat.within(Phase.evaluation):
+                with watcher.within(Phase.evaluation):
                     self._evaluate(step, progress)
                 if self.engine.agree_to_stop():  # evaluations are long, and no norm is summed in them
                     return
             if self.engine.memory is not None and step % self.config.checkpoint.memory_every == 0:
-                with heartbeat.within(Phase.checkpoint):
+                with watcher.within(Phase.checkpoint):
                     self.engine.memory.take(self._state())
             if every and step % every == 0 and step < train.steps:
-                with heartbeat.within(Phase.checkpoint):
+                with watcher.within(Phase.checkpoint):
                     self._save_if_there_is_room(step, progress)
             if train.max_seconds and _from_rank_0(perf_counter() - began > train.max_seconds, self.engine.device):
                 progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step}")
@@ -144,7 +144,7 @@ class TrainingRun:
             Stopped: always, on every rank.
         """
         engine, checkpoint, steps = self.engine, self.config.checkpoint, self.config.train.steps
-        engine.heartbeat.enter(Phase.finishing)
+        engine.watcher.enter(Phase.finishing)
         step, saved = engine.global_steps, from_rank_zero(self._step_in_storage)
         if step > saved:
             self.save_last()
@@ -187,7 +187,7 @@ class TrainingRun:
     def _tell_set_up(self, step: int) -> None:
         """Write the seconds to this rank's first step to a supervised run's folder."""
         SET_UP.done("first step")
-        if self.engine.heartbeat.place is not None:
+        if self.engine.watcher.waits is not None:
             where = {"attempt": attempt_number(), "rank": self.engine.global_rank, "step": step}
             SET_UP.write(self.folder / "supervisor" / "set_up.jsonl", **where)
 
@@ -204,7 +204,7 @@ class TrainingRun:
                 f"{error.summary}; {read}, and others were no better: {explanation(error.source)}", error.source
             ) from error
         left_out = self.loader.left_out
-        with self.engine.heartbeat.within(Phase.checkpoint):
+        with self.engine.watcher.within(Phase.checkpoint):
             path = self._restore(self._checkpoints)
             if self.engine.memory is not None:
                 self.engine.memory.forget()  # its checkpoints are of the undone steps

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
+from weft.conf.features import entry
 from weft.conf.host.private import make_shared_folder, take_secrets, write_private
 from weft.conf.host.processes import end_process
 from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import run_folder
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
-from weft.engine.checkpoint import CheckpointError, check_folder
+from weft.engine.attempt import Attempt
+from weft.engine.checkpoint import check_folder
 from weft.engine.distributed import (
     SharedError,
     attempt_number,
@@ -37,17 +39,11 @@ from weft.engine.distributed import (
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
 from weft.engine.observability.set_up import SET_UP
+from weft.engine.observability.watcher import ERROR_FILE, Phase, Watcher, watcher_of
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stop_signals import Stopped, StopSignals
-from weft.engine.supervision.faults import ERROR_FILE
-from weft.engine.supervision.heartbeat import Heartbeat
-from weft.engine.supervision.memory import HostMemory
-from weft.engine.supervision.memory.host_memory import VARIABLE as MEMORY
-from weft.engine.supervision.places import Phase
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
-from weft.recipes.attempts import Held, run_attempts
-from weft.recipes.failures import reported
 from weft.recipes.finish import check_finish, finish, print_once
 from weft.recipes.history import Evaluations
 from weft.recipes.preparation import inputs_of, prepare
@@ -66,16 +62,18 @@ PATIENCE_S = 5.0
 """Seconds that a rank waits for the first rank of its host to report an error that both found."""
 
 
-def main(argv: Sequence[str], held: Held | None = None) -> int:
+def main(argv: Sequence[str], attempt: Attempt | None = None) -> int:
     """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank and return the exit code.
 
     Args:
-        held: see `train`.
+        attempt: see `train`.
     """
-    held = held or Held()
+    attempt = attempt or Attempt()
     known, overrides = parsers.train().parse_known_args(argv)
     settings = overrides, known.config_file
-    config = deepcopy(held.kept.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file)))
+    config = deepcopy(
+        attempt.kept.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file))
+    )
     SET_UP.done("configuration")
     if config.dry_run:
         from weft.tools.dry_run import show
@@ -85,11 +83,11 @@ def main(argv: Sequence[str], held: Held | None = None) -> int:
         return 0
     signals = _take_signals(config)
     if signals is not None:
-        held.callback(signals.close)
-    heartbeat = Heartbeat.from_environment(os.environ)  # from here on an agent sends signals
-    held.callback(heartbeat.close)
-    code = _exit_code(config, heartbeat, held, signals)
-    heartbeat.close()
+        attempt.callback(signals.close)
+    watcher = watcher_of(os.environ)  # from here on an agent sends signals
+    attempt.callback(watcher.close)
+    code = _exit_code(config, watcher, attempt, signals)
+    watcher.close()
     return code
 
 
@@ -98,20 +96,19 @@ def _take_signals(config: WeftConfig) -> StopSignals | None:
     if not config.checkpoint.on_signal:
         return None
     signals = StopSignals(config.checkpoint.signal_deadline_s).open()
-    memory = os.environ.get(MEMORY)
-    if config.checkpoint.memory_every and memory and Path(memory).is_dir():
+    if config.checkpoint.memory_every and entry("supervision").has_memory(os.environ):
         signals.defer()  # memory checkpoints may hold more steps than storage
     return signals
 
 
-def _exit_code(config: WeftConfig, heartbeat: Heartbeat, held: Held, signals: StopSignals | None) -> int:
+def _exit_code(config: WeftConfig, watcher: Watcher, attempt: Attempt, signals: StopSignals | None) -> int:
     """Train, and return 0 at the end of training, or another code if a signal has ended it.
 
     Raises:
         RuntimeError: ``sys.exit(0)`` was called before training was done.
     """
     try:
-        train(config, heartbeat, held, signals)
+        train(config, watcher, attempt, signals)
     except Stopped as stopped:
         return int(stopped.code or 1)
     except SystemExit as end:
@@ -123,15 +120,15 @@ def _exit_code(config: WeftConfig, heartbeat: Heartbeat, held: Held, signals: St
 
 def train(
     config: WeftConfig,
-    heartbeat: Heartbeat | None = None,
-    held: Held | None = None,
+    watcher: Watcher | None = None,
+    attempt: Attempt | None = None,
     signals: StopSignals | None = None,
 ) -> WeftEngine:
     """Run the training that ``config`` describes on this rank, to its end. A collective call.
 
     Args:
-        heartbeat: publishes progress to the supervisor.
-        held: receives callbacks that release this rank's resources without collective calls, if an error
+        watcher: publishes progress to the supervisor.
+        attempt: receives callbacks that release this rank's resources without collective calls, if an error
             may end the attempt but not the process.
         signals: the open handler of stop signals; None leaves signals unhandled.
 
@@ -139,37 +136,40 @@ def train(
         ValueError: bad input, with the same message on every rank.
         Stopped: on every rank: a signal has ended training early (``checkpoint.on_signal``).
     """
-    heartbeat, held = heartbeat or Heartbeat(), held or Held()
-    heartbeat.enter(Phase.setup)
+    watcher, attempt = watcher or Watcher(), attempt or Attempt()
+    watcher.enter(Phase.setup)
     config, device = join_job(config)
     SET_UP.done("join")
     folder = run_folder(config)
-    release = _lock_folder(config, folder, held)
-    config, tokenizer, loader, evaluation = prepare(config, folder, held.kept)
+    release = _lock_folder(config, folder, attempt)
+    config, tokenizer, loader, evaluation = prepare(config, folder, attempt.kept)
     for each in (loader, evaluation):
-        held.callback(each.close) if each is not None else None
-    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device, kept=held.kept)
-    held.callback(engine.abandon)
-    held.interrupt = engine.interrupt
+        attempt.callback(each.close) if each is not None else None
+    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device, kept=attempt.kept)
+    attempt.callback(engine.abandon)
+    attempt.interrupt = engine.interrupt
     engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
-    engine.attach_heartbeat(heartbeat)
+    engine.attach_watcher(watcher)
     engine.stop_signals = signals
     _check_outputs(config, engine, tokenizer, folder)
     engine.set_dataloader(loader)
-    _open_memory(config, engine)
+    if config.checkpoint.memory_every and (problem := entry("supervision").open_memory(config, engine)):
+        print_once(problem)
 
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
     SET_UP.done("resume")
     if signals is not None:
         signals.defer()
-    with reported(run.where), Progress(config, engine, folder, loader, start) as progress:
+    attempt.where = run.where
+    with Progress(config, engine, folder, loader, start) as progress:
         run.train(start, progress)
         progress.end()
         if engine.must_stop:
             run.stop()
+    attempt.where = None
 
-    heartbeat.enter(Phase.finishing)
+    watcher.enter(Phase.finishing)
     run.end()
     if signals is not None:
         signals.close()  # what follows can be repeated from the checkpoint
@@ -180,28 +180,7 @@ def train(
     return engine
 
 
-def _open_memory(config: WeftConfig, engine: WeftEngine) -> None:
-    """Enable checkpoints in host memory, if a supervisor keeps it when ranks end."""
-    if not config.checkpoint.memory_every:
-        return
-    try:
-        memory = together(HostMemory.of_environment)
-        if memory is not None:
-            engine.open_memory(memory, share=config.checkpoint.memory_share)
-            SET_UP.done("memory open")
-            return
-    except (SharedError, CheckpointError) as error:  # on every rank
-        every = config.checkpoint.every
-        rest = f"every {every} steps" if every else "at the end alone; set checkpoint.every"
-        print_once(f"warning: no memory checkpoints: {error}. Checkpoints go to storage, {rest}")
-    else:
-        print_once(
-            f"checkpoint.memory_every={config.checkpoint.memory_every}: only a supervisor keeps memory checkpoints; "
-            "set supervise.enabled=true with weft launch"
-        )
-
-
-def _lock_folder(config: WeftConfig, folder: Path, held: Held) -> Callable[[], None]:
+def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable[[], None]:
     """Lock the run's folder for this run, and write the configuration into it and return what unlocks it.
 
     A collective call.
@@ -223,7 +202,7 @@ def _lock_folder(config: WeftConfig, folder: Path, held: Held) -> Callable[[], N
     SET_UP.done("lock")
     if taken is None:
         return lambda: None
-    held.callback(taken.release)
+    attempt.callback(taken.release)
     return taken.release
 
 
@@ -260,18 +239,18 @@ def reports_error(error: ValueError) -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `main` as a process, once or for each attempt of an agent; return the exit code.
+    """Run `main` as a process, once or for each attempt of a supervised run; return the exit code.
 
     Errors are printed once per job.
     """
     SET_UP.begin()
     end_with_launcher(os.environ)
-    if ERROR_FILE not in os.environ:  # else an agent leaves out what its ranks repeat
+    is_supervised = ERROR_FILE in os.environ
+    if not is_supervised:  # else an agent leaves out what its ranks repeat
         warn_once(sys.stderr)
     take_secrets(os.environ)
     try:
-        with reported():
-            return run_attempts(argv, main)
+        return entry("supervision").run_attempts(argv, main) if is_supervised else main(argv)
     except ValueError as error:
         if reports_error(error):
             print(f"weft train: {error}", file=sys.stderr)
@@ -285,7 +264,7 @@ def run(argv: Sequence[str]) -> int:
         first, lost = first_to_fail(), lost_peer(error)
         if first and lost is None:
             raise
-        if first and ERROR_FILE not in os.environ:  # else an agent names the rank that has gone
+        if first and not is_supervised:  # else an agent names the rank that has gone
             print(f"\nweft train: {lost}", file=sys.stderr)  # not behind the progress bar
         return 1
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from weft.conf import load
 from weft.conf.batch import fit_batch
+from weft.conf.features import entry, is_installed, require
 from weft.conf.host.ports import free_port
 from weft.conf.host.private import SECRETS, split_secrets, write_private
 from weft.conf.host.processes import COLUMNS, columns_of
@@ -19,13 +20,16 @@ from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import asks_for_nodes, is_loopback, run_folder, working_hosts, world_size
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
-from weft.engine.supervision import driver
-from weft.engine.supervision.driver import Spec, config_file
-from weft.engine.supervision.early import PRELOAD, TARGET, EarlyAgent
-from weft.engine.supervision.managers.asking import hosts_or_request
-from weft.engine.supervision.starting import forwarded
 from weft.tools.gpus import num_gpus
-from weft.tools.launch_arguments import Arguments, completed, early_agent, own_environment, read_arguments
+from weft.tools.launch_arguments import (
+    Arguments,
+    EarlyProcess,
+    completed,
+    early_agent,
+    for_other_hosts,
+    own_environment,
+    read_arguments,
+)
 from weft.tools.preflight import MACHINE, check_inputs, preflight
 from weft.tools.processes import GRACE_S, run_group
 
@@ -35,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     return run(read_arguments(argv))
 
 
-def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
+def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
     """Start the run of a command line; return the ranks' exit code.
 
     Args:
@@ -45,7 +49,9 @@ def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
         ValueError: bad input, found before any rank starts.
     """
     if arguments.attach:
-        return driver.drive(Path(arguments.attach).expanduser().absolute(), attach=True)
+        require("supervision", "weft launch --attach")
+        code: int = entry("supervision").drive(Path(arguments.attach).expanduser().absolute(), attach=True)
+        return code
     options, overrides, recipe_file = arguments.options, arguments.overrides, arguments.recipe_file
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
@@ -62,7 +68,7 @@ def run(arguments: Arguments, early: EarlyAgent | None = None) -> int:
         )
     if asks_for_nodes(config.cluster):
         words = [*(["--config-file", str(Path(recipe_file).absolute())] if recipe_file else []), *overrides]
-        given = hosts_or_request(config, words, folder, arguments.write, os.environ)
+        given = entry("supervision").request_hosts(config, words, folder, arguments.write, os.environ)
         if given is None:
             return 0
         config = given
@@ -106,18 +112,18 @@ def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
     if enabled is not None:
         return enabled
     hosts = working_hosts(cluster) if cluster.hostfile else {}
-    return bool(needed) or (len(hosts) > 1 and not options)
+    return bool(needed) or (len(hosts) > 1 and not options and is_installed("supervision"))
 
 
 def starts_here(config: WeftConfig, options: Sequence[str], *, supervised: bool) -> bool:
-    """True if an agent of this host starts all ranks."""
+    """True if an agent of this host starts all ranks. Without supervision, DeepSpeed's launcher starts them."""
     cluster = config.cluster
-    if options or cluster.manager not in (ClusterManager.local, ClusterManager.ssh):
+    if options or not is_installed("supervision") or cluster.manager not in (ClusterManager.local, ClusterManager.ssh):
         return False
     return not cluster.hostfile or (not supervised and len(working_hosts(cluster)) == 1)
 
 
-def run_here(config: WeftConfig, folder: Path, early: EarlyAgent, *, supervised: bool) -> int:
+def run_here(config: WeftConfig, folder: Path, early: EarlyProcess, *, supervised: bool) -> int:
     """Run all ranks on this host, forked from a process with their imports; return the exit code.
 
     That process checks the inputs, too, so that nothing is imported twice.
@@ -138,38 +144,22 @@ def run_here(config: WeftConfig, folder: Path, early: EarlyAgent, *, supervised:
     if code:
         return code
     print(f"weft launch: starting {world_size(config.cluster)} ranks on this host", file=sys.stderr, flush=True)
-    prepare_folder(config, folder, os.environ, supervised=supervised)
-    return driver.drive(folder, early=early)
+    supervision = entry("supervision")
+    supervision.prepare(config, folder, own_environment() | for_other_hosts(os.environ), supervised=supervised)
+    code = supervision.drive(folder, early=early)
+    return code
 
 
 def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> NoReturn:
     """Become the driver of a run on several hosts; what this process has imported for the checks is given back.
 
     Raises:
-        ValueError: see `prepare_folder`.
-    """
-    prepare_folder(config, folder, env)
-    sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", driver.__name__, "launch", str(folder)], dict(env))
-
-
-def prepare_folder(config: WeftConfig, folder: Path, env: Mapping[str, str], *, supervised: bool = True) -> None:
-    """Leave in the run's folder what its driver needs.
-
-    Raises:
         ValueError: a restart would resume from another run's checkpoints.
     """
-    checkpoints = folder / "checkpoints"
-    if supervised and config.checkpoint.resume != "auto" and checkpoints.is_dir() and any(checkpoints.iterdir()):
-        raise ValueError(
-            f"checkpoint.resume={config.checkpoint.resume}: after a fault the run would resume from {checkpoints}, "
-            "which an earlier run has left; move it away, or choose another train.name"
-        )
-    RunLock.check(folder / "supervisor")
-    settled = replace(config.supervise, enabled=supervised, in_process=supervised and config.supervise.in_process)
-    write_config(replace(config, supervise=settled), config_file(folder))
-    write_config(config, folder / "config.yaml")
-    Spec(TARGET, list(PRELOAD), {**own_environment(), **forwarded(env)}).write(folder)
+    supervision = entry("supervision")
+    supervision.prepare(config, folder, own_environment() | for_other_hosts(env))
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", *supervision.DRIVER, str(folder)], dict(env))
 
 
 def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) -> list[str]:
@@ -217,7 +207,7 @@ def write_environment(env: Mapping[str, str], path: Path) -> Path:
     secrets are in a separate file, and only its name is a variable.
     """
     variables = own_environment()
-    variables |= {name: value for name, value in forwarded(env).items() if "\n" not in value}
+    variables |= {name: value for name, value in for_other_hosts(env).items() if "\n" not in value}
     plain, secret = split_secrets(variables)
     if secret:
         plain[SECRETS] = str(secrets_file(path))

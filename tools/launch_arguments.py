@@ -1,4 +1,4 @@
-"""The start of `weft launch` before its imports: read its arguments, print a line, start the agent of this host."""
+"""The start of `weft launch` before its imports: its arguments, and the environment of its processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from weft.engine.supervision.early import PRELOAD, EarlyAgent
+from weft.conf.features import entry
 from weft.tools.gpus import num_gpus
 
 # Options of DeepSpeed's launcher that pass through; the rest follows from the configuration.
@@ -28,6 +29,15 @@ VALUES = (
 ANNOUNCEMENT = "weft launch: loading torch, DeepSpeed and transformers, and checking the settings"
 ELSEWHERE = ("dry_run=", "cluster.hostfile=", "cluster.manager=", "cluster=")
 """Settings with which no rank, or not every rank, may start on this host."""
+
+FORWARDED = (
+    *("DS_", "FI_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TORCHINDUCTOR_"),
+    *("TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "WEFT_"),
+)
+"""Prefixes of environment variables that ranks on other hosts need, besides those of a user's environment file."""
+_WHOLE = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"})
+_PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
+"""Names of such variables. Proxies count in capitals, too."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,23 @@ class Arguments:
         return not (self.options or self.attach or self.write or elsewhere)
 
 
-def early_agent() -> EarlyAgent:
+class EarlyProcess(Protocol):
+    """A process of this host that has begun to import what ranks need."""
+
+    def run(self, target: str, arguments: Sequence[str]) -> int:
+        """Run a function in a fork of it, with this process's output, and return its exit code."""
+        ...
+
+    def close(self) -> None:
+        """End it, unless the run has begun."""
+        ...
+
+
+def early_agent() -> EarlyProcess:
     """Start the agent of this host, and print what takes so long."""
     print(ANNOUNCEMENT, file=sys.stderr, flush=True)
-    return EarlyAgent(PRELOAD, completed({**os.environ, **own_environment()}, num_gpus()))
+    agent: EarlyProcess = entry("supervision").early_agent(completed({**os.environ, **own_environment()}, num_gpus()))
+    return agent
 
 
 def completed(outer: Mapping[str, str], gpus: int) -> dict[str, str]:
@@ -77,6 +100,15 @@ def own_environment() -> dict[str, str]:
         lines = own.read_text().splitlines() if own.is_file() else []
         variables |= {name.strip(): value for name, sign, value in (line.partition("=") for line in lines) if sign}
     return variables
+
+
+def for_other_hosts(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that ranks on other hosts need."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(FORWARDED) or name in _WHOLE or name.lower() in _PROXIES
+    }
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:

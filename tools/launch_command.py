@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from weft.conf.features import is_installed
 from weft.tools.launch_arguments import early_agent, read_arguments
 
 
@@ -14,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
         ValueError: bad input, found before any rank starts.
     """
     arguments = read_arguments(argv)
-    early = early_agent() if arguments.may_run_here else None
+    early = early_agent() if arguments.may_run_here and is_installed("supervision") else None
     try:
         from weft.tools.launch import run  # takes a second on a busy machine
 

@@ -19,10 +19,10 @@ import psutil
 
 from benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
 from weft.conf import load
-from weft.engine.supervision.driver import config_file
 from weft.engine.supervision.journal import NAME, read_journal
 from weft.engine.supervision.leftovers import page_path
 from weft.engine.supervision.places import PlaceReader, Reading
+from weft.engine.supervision.spec import config_file
 
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1

@@ -152,7 +152,7 @@ class _Paused:
 def _watch(module: Any, on: bool) -> None:
     """Switch the publication of this rank's progress on or off."""
     engine = _engine(module)
-    place = engine.heartbeat.place
+    place = engine.watcher.record
     if not on:
         kept.update(observers=engine.slot_observers, closing=place._closing, paused=_Paused())
         engine.slot_observers = [each for each in engine.slot_observers if type(each).__name__ != "PlaceObserver"]

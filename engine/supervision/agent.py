@@ -21,12 +21,13 @@ from time import monotonic, monotonic_ns
 from typing import Any
 
 from weft.conf.host.processes import STOPPED, process_state
+from weft.engine.observability.watcher import ERROR_FILE, Phase
 from weft.engine.stop_signals import STOP
 from weft.engine.supervision.cadence import Cadence
 from weft.engine.supervision.control import ControlClient
 from weft.engine.supervision.early import read_order
 from weft.engine.supervision.examination import examine
-from weft.engine.supervision.faults import ERROR_FILE, OomKills, RankEnd, classify, read_report
+from weft.engine.supervision.faults import OomKills, RankEnd, classify, read_report
 from weft.engine.supervision.forkserver import ForkServer
 from weft.engine.supervision.guard import DriverGuard
 from weft.engine.supervision.leftovers import Ownership, is_owned, page_path, remove_leftovers, take_page
@@ -34,7 +35,7 @@ from weft.engine.supervision.message import AgentMessage
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.output import Output, Repeats, Writer
 from weft.engine.supervision.parking import AGENT, Assignment, Parking
-from weft.engine.supervision.places import Phase, PlaceReader, Reading
+from weft.engine.supervision.places import PlaceReader, Reading
 from weft.engine.supervision.ranks import Rank, Ranks
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 from weft.engine.supervision.vitals import LogMatches, host_vitals

@@ -9,9 +9,9 @@ from math import inf
 from statistics import median
 from typing import Any
 
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.culprit import JobRows
 from weft.engine.supervision.link_speed import LinkSpeed
-from weft.engine.supervision.places import Phase
 from weft.engine.supervision.watch import Observed, Watch
 
 WINDOW_STEPS = 10

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from weft.conf.finding import Finding, Verdict
 from weft.engine.supervision.control import ControlClient
 from weft.engine.supervision.control.address import Address
 
 ASKER = "clock of "
 """Prefix of the names of peers that only request the time and are no agents."""
 _SAMPLES = 8
+MOST_S = 1.0
+"""Greatest offset in seconds that passes."""
 
 
 def answer_clock(message: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -53,3 +56,26 @@ async def clock_offset(address: Address, most_s: float = 5.0) -> tuple[float, fl
         with suppress(Exception):
             await client.close()
     return offset, uncertain
+
+
+def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
+    """Seconds between this host's clock and the driver's.
+
+    Args:
+        driver: ``HOST:PORT`` or the name of a Unix socket.
+        shift_s: for tests: seconds by which to set this host's clock off.
+    """
+    try:
+        offset, uncertain = asyncio.run(clock_offset(_address(driver)))
+    except (TimeoutError, OSError) as error:
+        return Finding("clock", Verdict.failed, f"the driver at {driver} does not answer {error}".strip())
+    offset += shift_s
+    verdict = Verdict.passed if abs(offset) - uncertain <= MOST_S else Verdict.failed
+    side = "ahead of" if offset >= 0 else "behind"
+    says = f"{abs(offset) * 1e3:.1f} ms {side} the driver's, to {uncertain * 1e3:.1f} ms"
+    return Finding("clock", verdict, says, offset, "s")
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdigit() else text

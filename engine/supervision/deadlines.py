@@ -7,7 +7,7 @@ from collections.abc import Collection, Set
 from math import inf
 from statistics import median
 
-from weft.engine.supervision.places import Phase
+from weft.engine.observability.watcher import Phase
 
 STEPS_KEPT = 32
 """Number of recent steps whose duration and longest time without progress are stored."""

@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,8 +32,6 @@ from weft.engine.supervision.clock import ASKER, answer_clock
 from weft.engine.supervision.control import ControlServer
 from weft.engine.supervision.culprit import JobRows
 from weft.engine.supervision.deny_list import DenyList
-from weft.engine.supervision.early import PRELOAD as PRELOAD
-from weft.engine.supervision.early import TARGET as TARGET
 from weft.engine.supervision.early import EarlyAgent
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import STOPS_S, Job, Stage
@@ -42,6 +40,7 @@ from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.room import shortage
 from weft.engine.supervision.rows import read_rows
+from weft.engine.supervision.spec import Spec, config_file, spec_file
 from weft.engine.supervision.starting import AgentProcess, LocalStarter, Starter, starter_for
 
 TICK_S = 0.05
@@ -50,48 +49,6 @@ LEAVE_S = 10.0
 COLLECT_EVERY = 100_000
 """Threshold of Python's garbage collector, in objects. Reports of ranks contain no cycles, and each replaces another.
 With Python's default of 700, collections take a third of the time of a heartbeat."""
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The inputs of a driver besides the configuration.
-
-    Attributes:
-        target: what each rank runs, ``module:function``.
-        preload: modules that forkservers import.
-        environment: variables for agents on other hosts, some of them secret.
-        ssh_port: 0 means the default of ssh.
-    """
-
-    target: str
-    preload: list[str]
-    environment: dict[str, str]
-    ssh_port: int = 0
-
-    def write(self, run_folder: Path) -> None:
-        """Write the specification into the run's folder, readable by its owner alone."""
-        write_private(_spec_file(run_folder), json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, run_folder: Path) -> Spec:
-        """Return the specification that `write` stored.
-
-        Raises:
-            ValueError: the file does not exist.
-        """
-        try:
-            return cls(**json.loads(_spec_file(run_folder).read_text()))
-        except OSError as error:
-            raise ValueError(f"{run_folder}: no supervised run is under way there ({error.strerror})") from error
-
-
-def _spec_file(run_folder: Path) -> Path:
-    return run_folder / "supervisor" / "job.json"
-
-
-def config_file(run_folder: Path) -> Path:
-    """Return the configuration that the run was started with. Each attempt has its own in the same folder."""
-    return run_folder / "supervisor" / "config.yaml"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -192,7 +149,7 @@ class Driver:
         for process in self._processes.values():
             process.kill()
         await self._server.close()
-        _spec_file(self._folder).unlink(missing_ok=True)  # it contains the keys
+        spec_file(self._folder).unlink(missing_ok=True)  # it contains the keys
         self._journal.close()
 
     def _on_signal(self, number: int) -> None:

@@ -13,8 +13,6 @@ from typing import Any
 
 from weft.conf.host.private import write_private
 
-ERROR_FILE = "WEFT_ERROR_FILE"
-"""Environment variable of a rank: path of its error file."""
 LONGEST_FILE = 64 * 1024
 """Largest size of a valid error file, in bytes."""
 LONGEST_MESSAGE = 4000

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -12,11 +11,10 @@ import torch
 
 from weft.comm.links import SiteEndpoint
 from weft.engine.observability.slots import SlotObserver
+from weft.engine.observability.watcher import PROGRESS_PAGE, Phase, Watcher
 from weft.engine.supervision.place_writer import PlaceWriter
-from weft.engine.supervision.places import LinkReading, Phase
+from weft.engine.supervision.places import LinkReading
 
-PLACES = "WEFT_PLACES"
-"""Environment variable with the path of this host's progress page."""
 ATTEMPT = "WEFT_ATTEMPT"
 """Environment variable that numbers the attempts of a run, from 0."""
 MEASURE_EVERY_S = 2.0
@@ -36,12 +34,12 @@ class PlaceObserver:
         self._place.begin_step(self._steps_done() + 1, num_microbatches)
 
 
-class Heartbeat:
-    """This rank's heartbeat. Without a progress page there is no supervisor, and all methods do nothing."""
+class Heartbeat(Watcher):
+    """A watcher that writes to this rank's record on its host's progress page."""
 
-    def __init__(self, place: PlaceWriter | None = None) -> None:
-        """Write to ``place``, if there is one."""
-        self.place = place
+    def __init__(self, record: PlaceWriter) -> None:
+        """Write to ``record``."""
+        self.record = self.waits = record
         self._on_device, self._measured_at = False, 0.0
 
     @classmethod
@@ -52,68 +50,44 @@ class Heartbeat:
         Raises:
             ValueError: what ``WEFT_PLACES`` names is no page of places with room for this rank.
         """
-        if not variables.get(PLACES):
-            return cls()
         attempt = int(variables.get(ATTEMPT, "0"))
         local_rank, rank = int(variables["LOCAL_RANK"]), int(variables["RANK"])
-        return cls(PlaceWriter(Path(variables[PLACES]), local_rank=local_rank, rank=rank, attempt=attempt))
+        return cls(PlaceWriter(Path(variables[PROGRESS_PAGE]), local_rank=local_rank, rank=rank, attempt=attempt))
 
     def enter(self, phase: Phase) -> None:
-        """Publish the beginning of a phase."""
-        if self.place is not None:
-            self.place.enter(phase)
+        """See `Watcher`, as for the others."""
+        self.record.enter(phase)
 
     def kept(self, step: int) -> None:
-        """Publish that a memory checkpoint of ``step`` is complete on all hosts."""
-        if self.place is not None:
-            self.place.keep(step)
-
-    @contextmanager
-    def within(self, phase: Phase) -> Iterator[None]:
-        """Context of ``phase``, in which no step runs."""
-        self.enter(phase)
-        yield
-        self.enter(Phase.steady)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context of a wait for other ranks outside of transfers. All ranks enter it equally often in a step."""
-        if self.place is None:
-            yield
-            return
-        self.place.begin_wait()
-        yield
-        self.place.end_wait()
+        """Write the step to the record."""
+        self.record.keep(step)
 
     def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
-        """Return the observers of slots. See `PlaceObserver`."""
-        return [] if self.place is None else [PlaceObserver(self.place, steps_done)]
+        """Return the one that writes to the record."""
+        return [PlaceObserver(self.record, steps_done)]
 
-    def follow(self, device: torch.device, endpoint: SiteEndpoint | None, peers: Collection[int]) -> None:
-        """Publish the memory of ``device`` and the counters of the links to ``peers``, until the attempt ends."""
-        if self.place is None:
-            return
+    def follow(self, device: torch.device, links: SiteEndpoint | None, peers: Collection[int]) -> None:
+        """Let the record's thread read the memory of ``device`` and the counters of ``links``."""
         if device.type == "cuda":
             self._on_device = True
-            self.place.measure_device()
-            self.place.gauge_device(partial(torch.cuda.memory_allocated, device))
-        if endpoint is not None:
-            self.place.gauge_links(lambda: [_reading(endpoint, peer) for peer in peers])
+            self.record.measure_device()
+            self.record.gauge_device(partial(torch.cuda.memory_allocated, device))
+        if links is not None:
+            self.record.gauge_links(lambda: [_reading(links, peer) for peer in peers])
 
     def measured(self, busy_s: Callable[[], float]) -> None:
-        """Publish the computation time of a step that the device has finished. ``busy_s`` is called occasionally."""
-        if self.place is not None and self._on_device and monotonic() - self._measured_at > MEASURE_EVERY_S:
+        """Publish times of a device, which are read after the step."""
+        if self._on_device and monotonic() - self._measured_at > MEASURE_EVERY_S:
             self._measured_at = monotonic()
-            self.place.add_busy(busy_s())
+            self.record.add_busy(busy_s())
 
     def close(self) -> None:
-        """Stop the heartbeat at the end of the rank."""
-        if self.place is not None:
-            self.place.close()
+        """Stop the record's thread."""
+        self.record.close()
 
 
-def _reading(endpoint: SiteEndpoint, peer: int) -> LinkReading:
-    found = endpoint.counters(peer)
+def _reading(links: SiteEndpoint, peer: int) -> LinkReading:
+    found = links.counters(peer)
     return LinkReading(
         peer=peer,
         sent_bytes=found.sent_bytes,

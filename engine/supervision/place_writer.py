@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic_ns
 
 from weft.conf.host.processes import own_start
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.places import (
     BEGUN,
     DONE,
@@ -23,7 +24,6 @@ from weft.engine.supervision.places import (
     STEP,
     Header,
     LinkReading,
-    Phase,
     Word,
     map_page,
 )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from weft.conf.host.private import private_folder
 from weft.conf.host.processes import own_start
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.culprit import Place
 
 MAGIC = int.from_bytes(b"weftplac", "little")
@@ -60,19 +61,6 @@ class Word(IntEnum):
         KEPT,
         LINKS,
     ) = range(16)
-
-
-class Phase(IntEnum):
-    """The phase of a rank, on which its deadline depends."""
-
-    imports = 0
-    setup = 1
-    first_step = 2
-    steady = 3
-    evaluation = 4
-    checkpoint = 5
-    finishing = 6
-    parked = 7
 
 
 # Progress in one word: step, slots that have ended, whether the next has begun, number of wait marks in it.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.layout import Layout
-from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport
 from weft.engine.supervision.watch import Watch
 

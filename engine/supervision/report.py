@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.conf.host.processes import ProcessState
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.culprit import Place
-from weft.engine.supervision.places import LinkReading, Phase, Reading
+from weft.engine.supervision.places import LinkReading, Reading
 
 GONE = ""
 """State of a process that does not exist any more."""

@@ -18,14 +18,6 @@ from weft.engine.supervision import agent
 from weft.engine.supervision.fleet import CONNECT_S
 from weft.engine.supervision.pod import PodStarter
 
-FORWARDED = (
-    *("DS_", "FI_", "GLOO_", "HF_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TORCHINDUCTOR_"),
-    *("TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "WEFT_"),
-)
-"""Prefixes of environment variables that ranks on other hosts need, besides those of a user's environment file."""
-_WHOLE = frozenset({"LD_LIBRARY_PATH", "PYTHONPATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"})
-_PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
-"""Names of such variables. Proxies count in capitals, too."""
 _OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
 
 
@@ -133,15 +125,6 @@ def starter_for(manager: ClusterManager, ssh_port: int = 0) -> Starter:
             raise ValueError("cluster.manager=slurm: this is no job of Slurm; leave out cluster.hostfile to submit one")
         case ClusterManager.kubernetes:
             return PodStarter()
-
-
-def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of an agent on another host."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(FORWARDED) or name in _WHOLE or name.lower() in _PROXIES
-    }
 
 
 def _start(command: list[str], order: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:

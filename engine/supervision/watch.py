@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from weft.conf.host.processes import STOPPED
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.culprit import JobRows, Place, Suspect, find_culprits
 from weft.engine.supervision.deadlines import Deadlines
-from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport, RankReport
 
 STOPPED_S = 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,24 +17,13 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import known_costs, nodes_of_world
 from weft.comm.collectives.space import Planner
 from weft.conf.schema import Partition, ZeroConfig
+from weft.engine.observability.watcher import Waits
 from weft.engine.parallel.cut import Cut
 from weft.engine.planning.layout import RankLayout
 from weft.engine.precision import DTYPES
 
 Choose = Callable[[Collective], Rewrite]
 """Choice of a collective's implementation."""
-
-
-class Waits(Protocol):
-    """Observer of waits for other replicas. See `weft.engine.supervision.place_writer.PlaceWriter`."""
-
-    def begin_wait(self) -> None:
-        """Note that this rank begins to wait."""
-        ...
-
-    def end_wait(self) -> None:
-        """Note that this rank continues."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -213,7 +201,7 @@ class Collectives:
         """These collectives, and those for other kinds of parameters."""
         return [self, *(other for other in (self.joint, self.expert) if other is not None)]
 
-    def tell(self, waits: Waits | None) -> None:
+    def observe_waits(self, waits: Waits | None) -> None:
         """Set the observer of waits."""
         for kind in self.kinds:
             kind.waits = waits

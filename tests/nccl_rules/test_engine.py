@@ -10,7 +10,6 @@ from tests.engine.parallel.axis_training import pair_config
 from tests.engine.stages.tiny import tiny
 from tests.engine.tiny import reference_losses, references, tiny_config
 from tests.nccl_rules.engines import a_run, divided_under_rules, losses_under_rules, without_eager_connection
-from tests.nccl_rules.lost import train_through
 from tests.quickstart import TINY_QUICKSTART
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
@@ -266,21 +265,3 @@ def test_evaluation_checkpoints_and_an_end_by_the_clock(tmp_path, tensor):
     assert sum(rank["logits"] for rank in ranks) == 2 * 3 and all(rank["spans"] > 0 for rank in ranks)
     assert all(rank["stopped"] == 1 for rank in ranks), "rank 0's clock ends all of them after the same step"
     _refuse_waits(rank["waits"] for rank in ranks)
-
-
-def test_a_rank_dies_and_those_that_stay_take_part_in_the_next_attempt(tmp_path):
-    """All others learn of a death by one error that names the rank; none waits for its device, and training goes on.
-
-    Attempts of one process: what an engine holds is given back, groups are made anew, and host memory has its state.
-    """
-    config = tiny_config(stages=2, zero=1, tied=True)
-    dying = [("behind its step", 3, 2), ("between its note and its send", 1, 3), ("in a reduction", 2, 4)]
-    dying.append(("before its note", 0, 5))  # with the store
-    ranks = run_ranks(4, train_through, config, str(tmp_path), dying, 6, timeout_s=400)
-    expected = reference_losses(config, 2, 6)
-    for rank, heard in enumerate(ranks):
-        deaths = [dead for _, dead, _ in dying[heard["begun"] :]]
-        assert heard["errors"] == [f"rank {dead} has ended or cannot be reached" for dead in deaths], rank
-        assert heard["recovered"] == [None, 1, 2, 3, 4][heard["begun"] :], rank
-        assert list(heard["losses"].values()) == pytest.approx(expected[6 - len(heard["losses"]) :], rel=1e-5)
-        assert heard["code"] == 0

@@ -90,7 +90,7 @@ class Checked:
 
 
 def test_a_free_port_is_chosen_and_written_down(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch.driver, "drive", lambda folder, early: 7)
+    monkeypatch.setattr("weft.engine.supervision.drive", lambda folder, early: 7)
     agent = Checked()
     assert launch.run(read_arguments(["recipe=quickstart", f"train.output_dir={tmp_path}"]), agent) == 7
     written = load([f"recipe={tmp_path}/quickstart/config.yaml"])
@@ -99,7 +99,7 @@ def test_a_free_port_is_chosen_and_written_down(monkeypatch, tmp_path):
 
 
 def test_inputs_that_are_refused_leave_the_run_folder_as_it_was(monkeypatch, tmp_path):
-    monkeypatch.setattr(launch.driver, "drive", lambda folder, early: pytest.fail("ranks would start"))
+    monkeypatch.setattr("weft.engine.supervision.drive", lambda folder, early: pytest.fail("ranks would start"))
     assert launch.run(read_arguments(["recipe=quickstart", f"train.output_dir={tmp_path}"]), Checked(2)) == 2
     assert not list((tmp_path / "quickstart").iterdir())
 

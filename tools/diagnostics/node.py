@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from weft.conf.features import entry
 from weft.conf.finding import Finding, Verdict, failures
 from weft.conf.host.measurements import Measurements
 from weft.conf.schema import DataConfig
-from weft.tools.diagnostics.clock import check_clock
 from weft.tools.diagnostics.corruption import check_bits
 from weft.tools.diagnostics.disk import check_disk, check_free_space
 from weft.tools.diagnostics.gpu import check_gpus, check_xid
@@ -62,6 +62,13 @@ def _rank_with(node: Node, fault: str) -> int:
     return node.ranks - 1 if fault in node.faults else -1
 
 
+def _check_clock(driver: str, shift_s: float) -> Finding:
+    if not driver:
+        return Finding("clock", Verdict.does_not_apply, "no driver to compare with (--driver)")
+    finding: Finding = entry("supervision").check_clock(driver, shift_s)
+    return finding
+
+
 # To add a check: a function that returns a list of `Finding`, and a line here.
 CHECKS: Mapping[str, Callable[[Node], Sequence[Finding]]] = {
     "collectives": lambda node: [
@@ -74,7 +81,7 @@ CHECKS: Mapping[str, Callable[[Node], Sequence[Finding]]] = {
     "bits": lambda node: [check_bits(each, "gemm-bit" in node.faults) for each in node.devices()],
     "disk": lambda node: [check_disk(node.folder, node.judge, 0.6 if "slow-disk" in node.faults else 0.0)],
     "space": lambda node: [check_free_space(node.folder, *([1 << 62] if "full-disk" in node.faults else []))],
-    "clock": lambda node: [check_clock(node.driver, 60.0 if "clock" in node.faults else 0.0)],
+    "clock": lambda node: [_check_clock(node.driver, 60.0 if "clock" in node.faults else 0.0)],
     "loopback": lambda node: [check_loopback(node.judge, "damaged-loopback" in node.faults)],
     "gpu": lambda node: [check_gpus()],
     "xid": lambda node: [check_xid()],

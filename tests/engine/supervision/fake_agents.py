@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from weft.conf.schema.supervision import SuperviseConfig
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.detector import SETTLE_S
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.job import Job, Stage
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport, RankReport
 
 HOSTS = {"a": 2, "b": 2}

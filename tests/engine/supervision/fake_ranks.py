@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.parking import AgentLink
 from weft.engine.supervision.place_writer import PlaceWriter
-from weft.engine.supervision.places import Phase
 
 KEPT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WEFT_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "SECRET")
 

@@ -6,10 +6,11 @@ import random
 from dataclasses import dataclass, field
 
 from tests.engine.supervision.stalls import StallingJob
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.alerts import Alerts
 from weft.engine.supervision.culprit import JobRows, Place, Replica
 from weft.engine.supervision.deadlines import Deadlines
-from weft.engine.supervision.places import LinkReading, Phase
+from weft.engine.supervision.places import LinkReading
 from weft.engine.supervision.report import HostReport, RankReport
 from weft.engine.supervision.watch import Watch
 from weft.pipeline.generators import generate

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tests.engine.tiny import batches
 from weft.conf.schema import WeftConfig
 from weft.engine.initialize import initialize
+from weft.engine.observability.watcher import Phase
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.supervision.heartbeat import Heartbeat
 from weft.engine.supervision.place_writer import PlaceWriter
-from weft.engine.supervision.places import Phase
 
 
 def stop() -> None:

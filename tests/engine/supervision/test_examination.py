@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
+from weft.conf.finding import DOCTOR, doctor_arguments, read_findings
 from weft.engine.supervision import examination
+from weft.engine.supervision.early import PRELOAD
 from weft.engine.supervision.examination import SUSPICIOUS, Suspicions, examine
 from weft.engine.supervision.ranks import Ranks
 
@@ -65,3 +69,24 @@ def test_who_is_suspected():
         suspicions.saw_fault("lost_peer", {"rank": 2, "host": "b"})
         suspicions.saw_fault("link", {"link": [1, 2]})
     assert suspicions.take() == "a" and suspicions.take() is None
+
+
+@pytest.mark.slow
+def test_as_the_supervisor_runs_it(tmp_path):
+    async def ask():
+        ranks = Ranks(PRELOAD, lambda: None)
+        try:
+            return await ranks.ask("doctor", DOCTOR, arguments, 240.0)
+        finally:
+            ranks.close()
+
+    arguments = doctor_arguments(tmp_path, ranks=2, cache=tmp_path / "figures.json")
+    printed, code = asyncio.run(ask())
+    findings = read_findings(printed, code)
+    assert code == 0, findings
+    assert {finding.check for finding in findings} >= {"collectives", "memory", "GEMM", "GEMM bits", "disk", "loopback"}
+
+
+def test_the_supervisors_side_loads_without_torch():
+    code = "import sys, weft.conf.finding, weft.engine.supervision.clock; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -6,12 +6,12 @@ import pytest
 
 from tests.engine.supervision.fake_agents import HOSTS, World
 from tests.engine.supervision.fake_run import rows_of
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import CONNECT_S
 from weft.engine.supervision.job import Stage
 from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport
 from weft.pipeline.action import RECEIVES
 

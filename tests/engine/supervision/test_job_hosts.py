@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.supervision.fake_agents import HOSTS, World
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.detector import LOOK_S
 from weft.engine.supervision.examination import DOCTOR_S
 from weft.engine.supervision.fleet import CONNECT_S, LEAST_CONNECT_S, LONGER
 from weft.engine.supervision.job import HOSTS_S, Stage
 from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.places import Phase
 from weft.engine.supervision.report import HostReport
 
 

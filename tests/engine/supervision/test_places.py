@@ -11,10 +11,11 @@ from time import monotonic, monotonic_ns, sleep
 import pytest
 
 from weft.conf.host.processes import STOPPED, process_state
+from weft.engine.observability.watcher import Phase, watcher_of
 from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.heartbeat import Heartbeat, PlaceObserver
 from weft.engine.supervision.place_writer import PlaceWriter
-from weft.engine.supervision.places import MOST_LINKS, LinkReading, Phase, PlaceReader, make_page, place_of
+from weft.engine.supervision.places import MOST_LINKS, LinkReading, PlaceReader, make_page, place_of
 from weft.pipeline.action import Action, Op
 
 F, RECV = (Action(Op.F, 0, 0),), (Action(Op.RECV_F, 1, 0),)
@@ -273,7 +274,7 @@ def test_what_is_no_page_is_refused(tmp_path, page):
 
 
 def test_without_a_page_nothing_is_written():
-    heartbeat = Heartbeat.from_environment({})
+    heartbeat = watcher_of({})
     heartbeat.enter(Phase.steady)
     with heartbeat.waiting(), heartbeat.within(Phase.checkpoint):
         pass

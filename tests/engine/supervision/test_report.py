@@ -5,10 +5,11 @@ import json
 import pytest
 
 from weft.conf.host.processes import ProcessState
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.culprit import Place
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.places import LinkReading, Phase, Reading
+from weft.engine.supervision.places import LinkReading, Reading
 from weft.engine.supervision.report import HostReport, RankReport, rank_report
 
 LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5, 6)

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.engine.supervision.fake_run import FakeRun, rows_of
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.deadlines import Deadlines
-from weft.engine.supervision.places import LinkReading, Phase
+from weft.engine.supervision.places import LinkReading
 
 
 def verdict_of(run, within_s):

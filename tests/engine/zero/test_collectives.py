@@ -105,12 +105,12 @@ def test_waits_are_told_while_somebody_listens():
     gradients, _, collectives = pair()
     watch, whole = Watch(gradients), torch.arange(4.0)
     collectives.sum(whole)
-    collectives.tell(watch)
+    collectives.observe_waits(watch)
     handle = collectives.reduce(whole, torch.zeros(2))
     assert watch.noted == []
     assert handle.wait().tolist() == [0.0, 4.0]
     assert watch.noted == [("begins", 1), ("ends", 2)]
-    collectives.tell(None)
+    collectives.observe_waits(None)
     collectives.sum(whole)
     assert len(watch.noted) == 2
 
@@ -120,7 +120,7 @@ def test_those_of_other_parameters_are_told_of_and_closed_as_well():
     (*_, collectives), (*_, collectives.joint), (*_, collectives.expert) = kinds
     assert collectives.kinds == [of for *_, of in kinds]
     watch = Watch(kinds[2][0])
-    collectives.tell(watch)
+    collectives.observe_waits(watch)
     collectives.expert.sum(torch.ones(2))
     assert watch.noted == [("begins", 0), ("ends", 1)]
     collectives.close()

@@ -14,11 +14,13 @@ from time import sleep
 import psutil
 import pytest
 
-from benchmarks.survival.hosts import BedHosts
-from benchmarks.survival.run import SupervisedRun
 from tests.quickstart import TINY_QUICKSTART
 from weft.comm.native import Kind, build
 from weft.tools.netbed import missing
+
+pytest.importorskip("weft.engine.supervision", reason="needs the feature supervision")
+from benchmarks.survival.hosts import BedHosts
+from benchmarks.survival.run import SupervisedRun
 
 DOCS = Path(__file__).parents[3] / "docs" / "wan.md"
 ATTACKER = Path(__file__).parents[2] / "security" / "attacker.c"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.engine.checkpoint.engines import build, data
 from weft.conf.schema import WeftConfig
-from weft.engine.supervision.memory import HostMemory
+from weft.engine.supervision.memory import HostMemory, attach_memory
 from weft.pipeline.action import Slot
 
 
@@ -43,7 +43,7 @@ def train(
     """
     engine = build(config)
     rank = dist.get_rank()
-    memory = engine.open_memory(HostMemory(Path(root, f"host{hosts[rank]}")))
+    memory = attach_memory(engine, HostMemory(Path(root, f"host{hosts[rank]}")))
     found = memory.recover()
     begun = engine.global_steps
     engine.set_dataiterator(data(engine, begun, total))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.recipes.again import attempts
+from tests.engine.supervision.again import attempts
 from tests.recipes.runs import prepare
 from weft.conf.host.ports import free_port
 from weft.tools.ranks import run_ranks

@@ -64,7 +64,10 @@ def attempts(settings: Sequence[str], count: int, port: int, lost_at: int, memor
     Args:
         memory: folder of the memory checkpoints.
     """
-    os.environ["WEFT_MEMORY"] = memory  # not by the test, whose server of ranks may have started before
+    os.environ |= {
+        "WEFT_ERROR_FILE": f"{memory}.error{os.environ['RANK']}",
+        "WEFT_MEMORY": memory,
+    }  # not by the test, whose server of ranks may have started before
     from weft.engine.engine import WeftEngine
     from weft.engine.supervision.parking import AgentLink
     from weft.recipes.train import run

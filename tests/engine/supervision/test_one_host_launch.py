@@ -69,10 +69,10 @@ def test_a_killed_launch_leaves_no_process(tmp_path):
 
 
 def test_inputs_are_checked_in_the_process_that_has_the_imports(tmp_path):
-    agent = EarlyAgent(["tests.tools.fake_checks"], os.environ)
+    agent = EarlyAgent(["tests.engine.supervision.fake_checks"], os.environ)
     try:
-        assert agent.run("tests.tools.fake_checks:run", [str(tmp_path / "a"), "0"]) == 0
-        assert agent.run("tests.tools.fake_checks:run", [str(tmp_path / "b"), "2"]) == 2
+        assert agent.run("tests.engine.supervision.fake_checks:run", [str(tmp_path / "a"), "0"]) == 0
+        assert agent.run("tests.engine.supervision.fake_checks:run", [str(tmp_path / "b"), "2"]) == 2
         assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text(), "the module was imported once"
     finally:
         agent.close()
@@ -82,7 +82,7 @@ def test_inputs_are_checked_in_the_process_that_has_the_imports(tmp_path):
 def test_imports_that_fail_end_the_launch(capfd):
     agent = EarlyAgent(["tests.tools.no_such_module"], os.environ)
     try:
-        assert agent.run("tests.tools.fake_checks:run", []) == 1
+        assert agent.run("tests.engine.supervision.fake_checks:run", []) == 1
         assert "no_such_module" in capfd.readouterr().err
     finally:
         agent.close()

@@ -17,8 +17,9 @@ import pytest
 from tests.recipes.runs import prepare, run
 from weft.conf import load
 from weft.engine.supervision import driver
-from weft.engine.supervision.driver import PRELOAD, Spec, config_file
+from weft.engine.supervision.early import PRELOAD
 from weft.engine.supervision.journal import NAME, read_journal
+from weft.engine.supervision.spec import Spec, config_file, prepare_folder
 from weft.tools import launch
 from weft.tools.launch import is_supervised, write_config
 from weft.tools.ranks import run_ranks
@@ -47,7 +48,9 @@ def start(settings, name, faults=""):
     folder = config_folder(config)
     write_config(config, config_file(folder))
     environment = {"FAULTS": faults, "RUN": str(folder)}
-    Spec("tests.tools.faulty_ranks:run", [*PRELOAD, "tests.tools.faulty_ranks"], environment).write(folder)
+    Spec(
+        "tests.engine.supervision.faulty_ranks:run", [*PRELOAD, "tests.engine.supervision.faulty_ranks"], environment
+    ).write(folder)
     return subprocess.Popen([sys.executable, "-m", driver.__name__, "launch", str(folder)]), folder
 
 
@@ -189,7 +192,7 @@ def test_a_run_that_would_resume_from_another_is_not_supervised(tmp_path):
     (tmp_path / "quickstart" / "checkpoints" / "step-00000050").mkdir(parents=True)
     with pytest.raises(ValueError, match="which an earlier run has left"):
         launch.supervise(config, tmp_path / "quickstart", {})
-    launch.prepare_folder(config, tmp_path / "quickstart", {}, supervised=False)  # it does not start again
+    prepare_folder(config, tmp_path / "quickstart", {}, supervised=False)  # it does not start again
 
 
 def test_keys_are_for_the_owner_alone_and_in_no_command_line(tmp_path, monkeypatch):

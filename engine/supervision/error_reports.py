@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from weft.engine.attempt import Attempt
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.errors import OUT_OF_SPACE, NoSpaceError, StorageError
 from weft.engine.distributed import SharedError, lost_peer
-from weft.engine.supervision.faults import ERROR_FILE, ErrorReport, FaultKind, write_report
+from weft.engine.observability.watcher import ERROR_FILE
+from weft.engine.supervision.faults import ErrorReport, FaultKind, write_report
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 
 _KINDS: dict[type[BaseException], FaultKind] = {
@@ -52,17 +54,13 @@ def fault_of(error: BaseException) -> FaultKind:
 
 
 @contextmanager
-def reported(where: Callable[[], tuple[int, tuple[int, int]]] | None = None) -> Iterator[None]:
-    """Write an error report to the path in `ERROR_FILE` if the block fails; the first report of an attempt remains.
-
-    Args:
-        where: the step under way and the range of its batches in the data, as in `ErrorReport`.
-    """
+def reported(attempt: Attempt) -> Iterator[None]:
+    """Write an error report to the path in `ERROR_FILE` if the block fails; the first report of an attempt remains."""
     try:
         yield
     except Exception as error:
         if path := os.environ.get(ERROR_FILE):
-            step, data = (None, None) if where is None else where()
+            step, data = (None, None) if attempt.where is None else attempt.where()
             message = str(error) or type(error).__name__
             ranks = error.ranks if isinstance(error, ReplicasDiffer | NonFiniteError) else ()
             report = ErrorReport(kind=fault_of(error), message=message, step=step, data=data, ranks=ranks)

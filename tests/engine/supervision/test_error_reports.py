@@ -7,14 +7,16 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.channel import ChannelError
+from weft.engine.attempt import Attempt
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.errors import NoSpaceError
 from weft.engine.distributed import SharedError
 from weft.engine.execution.drawing import DataEnded
-from weft.engine.supervision.faults import ERROR_FILE, FaultKind, read_report
+from weft.engine.observability.watcher import ERROR_FILE
+from weft.engine.supervision.error_reports import fault_of, reported
+from weft.engine.supervision.faults import FaultKind, read_report
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.engine.zero.origin import Source
-from weft.recipes.failures import fault_of, reported
 
 
 def _no_memory() -> BaseException:
@@ -55,7 +57,9 @@ def test_an_error_has_a_class(error, kind):
 
 def test_what_fails_leaves_a_report(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "errors" / "0.json"))
-    with pytest.raises(NonFiniteError), reported(), reported(lambda: (7, (96, 112))):
+    training = Attempt()
+    training.where = lambda: (7, (96, 112))
+    with pytest.raises(NonFiniteError), reported(Attempt()), reported(training):
         raise NonFiniteError("step 7: nan")
     found = read_report(tmp_path / "errors" / "0.json")
     assert found is not None
@@ -69,7 +73,7 @@ def test_what_fails_leaves_a_report(tmp_path, monkeypatch):
 
 def test_ranks_that_an_error_names_are_reported(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
-    with pytest.raises(ReplicasDiffer), reported():
+    with pytest.raises(ReplicasDiffer), reported(Attempt()):
         raise ReplicasDiffer("after step 3: ranks 4, 5 do not agree", 2, (4, 5))
     found = read_report(tmp_path / "0.json")
     assert found is not None
@@ -78,7 +82,7 @@ def test_ranks_that_an_error_names_are_reported(tmp_path, monkeypatch):
 
 def test_the_rank_where_bad_numbers_first_appeared_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
-    with pytest.raises(NonFiniteError), reported():
+    with pytest.raises(NonFiniteError), reported(Attempt()):
         raise NonFiniteError("step 3: nan", Source((1,)))
     found = read_report(tmp_path / "0.json")
     assert found is not None
@@ -87,7 +91,7 @@ def test_the_rank_where_bad_numbers_first_appeared_is_reported(tmp_path, monkeyp
 
 def test_an_error_without_words_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
-    with pytest.raises(MemoryError), reported():
+    with pytest.raises(MemoryError), reported(Attempt()):
         raise MemoryError
     found = read_report(tmp_path / "0.json")
     assert found is not None
@@ -96,9 +100,9 @@ def test_an_error_without_words_is_named(tmp_path, monkeypatch):
 
 def test_what_ends_well_leaves_none(tmp_path, monkeypatch):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
-    with reported():
+    with reported(Attempt()):
         pass
-    with pytest.raises(SystemExit), reported():
+    with pytest.raises(SystemExit), reported(Attempt()):
         raise SystemExit(0)
     assert not list(tmp_path.iterdir())
 
@@ -106,7 +110,7 @@ def test_what_ends_well_leaves_none(tmp_path, monkeypatch):
 def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "file" / "0.json"))
-    with pytest.raises(KeyError), reported():
+    with pytest.raises(KeyError), reported(Attempt()):
         raise KeyError("name")
     assert ERROR_FILE in capsys.readouterr().err
 
@@ -114,6 +118,6 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path, monke
 def test_nothing_is_written_without_a_supervisor(tmp_path, monkeypatch):
     monkeypatch.delenv(ERROR_FILE, raising=False)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(KeyError), reported():
+    with pytest.raises(KeyError), reported(Attempt()):
         raise KeyError("name")
     assert not list(tmp_path.iterdir())

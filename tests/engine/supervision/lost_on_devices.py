@@ -20,13 +20,14 @@ from weft.comm import rts_channel
 from weft.comm.channel import ChannelError
 from weft.comm.rts_channel import RtsSender
 from weft.conf.schema import WeftConfig
+from weft.engine.attempt import Attempt
 from weft.engine.initialize import build_engine
 from weft.engine.planning.joining import join_job
-from weft.engine.supervision.memory import HostMemory
+from weft.engine.supervision import attempts
+from weft.engine.supervision.attempts import run_attempts
+from weft.engine.supervision.memory import HostMemory, attach_memory
 from weft.engine.supervision.parking import Assignment
 from weft.engine.zero.sharding import Sharding
-from weft.recipes import attempts
-from weft.recipes.attempts import Held, run_attempts
 from weft.tools.children import end_with_parent
 
 LIMIT_S = 40.0
@@ -124,14 +125,14 @@ def _attempts(
     os.environ.setdefault("WEFT_ATTEMPT", "0")
     devices: list[Device] = []
 
-    def once(_: Sequence[str], held: Held) -> int:
+    def once(_: Sequence[str], attempt: Attempt) -> int:
         number = int(os.environ["WEFT_ATTEMPT"])
         while devices:
             devices.pop().leave()
         devices.append(join(LIMIT_S, attempt=number))
         death = dying[number] if number < len(dying) else None
         try:
-            _train(config, root, death, steps, held, found)
+            _train(config, root, death, steps, attempt, found)
         except ChannelError as error:
             found["errors"].append(str(error))
             raise
@@ -144,19 +145,24 @@ def _attempts(
 
 
 def _train(
-    config: WeftConfig, root: str, death: tuple[str, int, int] | None, steps: int, held: Held, found: dict[str, Any]
+    config: WeftConfig,
+    root: str,
+    death: tuple[str, int, int] | None,
+    steps: int,
+    attempt: Attempt,
+    found: dict[str, Any],
 ) -> None:
-    engine = build_engine(*join_job(config), kept=held.kept)
-    held.callback(engine.abandon)
-    held.interrupt = engine.interrupt
+    engine = build_engine(*join_job(config), kept=attempt.kept)
+    attempt.callback(engine.abandon)
+    attempt.interrupt = engine.interrupt
     rank, total = dist.get_rank(), config.pipeline.microbatches * engine.num_replicas
-    memory = engine.open_memory(HostMemory(Path(root, f"host{rank % 2}")))
+    memory = attach_memory(engine, HostMemory(Path(root, f"host{rank % 2}")))
     recovered = memory.recover()
     found["recovered"].append(recovered and recovered[0])
     engine.set_dataiterator(data(engine, engine.global_steps, total))
     for step in range(engine.global_steps + 1, steps + 1):
         if death is not None and death[1:] == (rank, step):
-            DEATHS[death[0]](held)
+            DEATHS[death[0]](attempt)
         found["losses"][step] = float(engine.train_batch())
         memory.take({})
         memory.finish()

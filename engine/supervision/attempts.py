@@ -10,7 +10,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from time import monotonic
 
@@ -18,32 +17,14 @@ import torch.distributed as dist
 
 from weft.comm.job import current_job
 from weft.comm.lifeline import abort_devices_groups
+from weft.engine.attempt import Attempt, do_nothing
 from weft.engine.distributed import attempt_number, leave_distributed, lost_peer
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.kept import Kept
+from weft.engine.supervision.error_reports import reported
 from weft.engine.supervision.parking import AgentLink
 
-
-class Held(ExitStack):
-    """The resources of an attempt, to be released at its end.
-
-    Attributes:
-        interrupt: has this rank's waits for other ranks fail, from any thread.
-        kept: results for later attempts of this process, which the stack does not release.
-    """
-
-    def __init__(self, kept: Kept | None = None) -> None:
-        """Start without resources."""
-        super().__init__()
-        self.kept = kept or Kept()
-        self.interrupt: Callable[[], None] = _nothing
-
-
-def _nothing() -> None:
-    """Interrupt nothing: the attempt has no waits yet, or has ended."""
-
-
-Once = Callable[[Sequence[str], Held], int]
+Once = Callable[[Sequence[str], Attempt], int]
 """Runs one attempt, from its arguments to its exit code; pushes its resources onto the stack, which releases them."""
 log = logging.getLogger(__name__)
 _OWN = ("weft", "rank ")
@@ -58,21 +39,25 @@ THREADS_S = 10.0
 def run_attempts(argv: Sequence[str], once: Once) -> int:
     """Run ``once`` for each attempt that the agent assigns; return the exit code.
 
-    Without an agent (``WEFT_AGENT``) there is one attempt, whose errors propagate.
+    Without restarts in the same process (``WEFT_AGENT``) there is one attempt. The error that ends this process
+    propagates, after it was written for the supervisor.
 
     Args:
         argv: arguments of the first attempt; later ones come with the assignment.
     """
-    agent = AgentLink.from_environment(os.environ)
+    with reported(Attempt()):
+        agent = AgentLink.from_environment(os.environ)
     if agent is None:
-        return once(argv, Held())  # never unwound: the process ends, and with it all that it holds
+        only = Attempt()  # never unwound: the process ends, and with it all that it holds
+        with reported(only):
+            return once(argv, only)
     first, threads = dict(os.environ), set(threading.enumerate())
     kept = Kept()
     kept.keeps = True
     while True:
-        held = Held(kept)
-        agent.begin(attempt_number(), partial(_leave, held))
-        ended = _attempt(agent, argv, once, held)
+        attempt = Attempt(kept)
+        agent.begin(attempt_number(), partial(_leave, attempt))
+        ended = _attempt(agent, argv, once, attempt)
         if isinstance(ended, int):
             return ended
         if not _threads_ended(threads):
@@ -88,25 +73,26 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
         argv = assignment.arguments
 
 
-def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, held: Held) -> int | str:
+def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, attempt: Attempt) -> int | str:
     """Run an attempt; return its exit code, or why it ended early, after its resources were released.
 
     Raises:
         Exception: a fault of this rank.
     """
-    with held:
+    with attempt:
         try:
-            code = once(argv, held)
-            held.pop_all()
+            with reported(attempt):
+                code = once(argv, attempt)
+            attempt.pop_all()
             return code
         except Exception as error:
             SET_UP.begin()
             lost = lost_peer(error) if isinstance(error, RuntimeError) else None
             if lost is None and not agent.leaving:
-                held.pop_all()
+                attempt.pop_all()
                 raise
             faulthandler.cancel_dump_traceback_later()
-            held.interrupt = _nothing  # it would keep the engine alive
+            attempt.interrupt, attempt.where = do_nothing, None  # they would keep the engine alive
             agent.tell_leaving()
             print(f"\nweft train: {lost or 'asked to leave'}", file=sys.stderr)
             reason = lost or str(error)
@@ -139,7 +125,7 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
         left[0].join(JOIN_S)
 
 
-def _leave(held: Held) -> None:
+def _leave(attempt: Attempt) -> None:
     """Fail all waits for other ranks; runs on a thread when the agent requests that this rank leaves.
 
     A rank that does not leave prints its threads' stacks before its agent kills it.
@@ -150,7 +136,7 @@ def _leave(held: Held) -> None:
     """
     faulthandler.dump_traceback_later(STUCK_S)
     try:
-        held.interrupt()
+        attempt.interrupt()
         current_job().close(linger_s=0.0)
     except Exception:  # the thread continues to read from the agent
         log.exception("leaving an attempt")

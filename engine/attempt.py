@@ -1,0 +1,29 @@
+"""An attempt of a rank to train: its resources, and values that its process keeps for later attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from weft.engine.planning.kept import Kept
+
+
+class Attempt(ExitStack):
+    """The resources of an attempt, to be released at its end.
+
+    Attributes:
+        interrupt: makes this rank's waits for other ranks fail, from any thread.
+        kept: values for later attempts of this process, which the stack does not release.
+        where: returns the step under way and the range of its batches in the data, or None outside of training.
+    """
+
+    def __init__(self, kept: Kept | None = None) -> None:
+        """Start without resources."""
+        super().__init__()
+        self.kept = kept or Kept()
+        self.interrupt: Callable[[], None] = do_nothing
+        self.where: Callable[[], tuple[int, tuple[int, int]]] | None = None
+
+
+def do_nothing() -> None:
+    """Interrupt nothing: the attempt has no waits yet, or has ended."""

@@ -1,0 +1,103 @@
+"""Phases and progress of a rank, published to a supervisor if one has started the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+from weft.conf.features import entry
+
+if TYPE_CHECKING:
+    import torch
+
+    from weft.comm.links import SiteEndpoint
+    from weft.engine.observability.slots import SlotObserver
+
+PROGRESS_PAGE = "WEFT_PLACES"
+"""Environment variable of a supervised rank: path of this host's progress page."""
+ERROR_FILE = "WEFT_ERROR_FILE"
+"""Environment variable of a supervised rank: path of its error report."""
+
+
+class Phase(IntEnum):
+    """The phase of a rank, on which its deadline depends."""
+
+    imports = 0
+    setup = 1
+    first_step = 2
+    steady = 3
+    evaluation = 4
+    checkpoint = 5
+    finishing = 6
+    parked = 7
+
+
+class Waits(Protocol):
+    """Observer of waits for other replicas."""
+
+    def begin_wait(self) -> None:
+        """Note that this rank begins to wait."""
+        ...
+
+    def end_wait(self) -> None:
+        """Note that this rank continues."""
+        ...
+
+
+class Watcher:
+    """Receives the progress of a rank. This one ignores it, and the feature supervision has one that publishes it.
+
+    Attributes:
+        waits: the observer of waits in collectives, if any.
+    """
+
+    waits: Waits | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """Publish the beginning of a phase."""
+
+    def kept(self, step: int) -> None:
+        """Publish that a memory checkpoint of ``step`` is complete on all hosts."""
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Context of ``phase``, in which no step runs."""
+        self.enter(phase)
+        yield
+        self.enter(Phase.steady)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context of a wait for other ranks outside of transfers. All ranks enter it equally often in a step."""
+        if self.waits is not None:
+            self.waits.begin_wait()
+        yield
+        if self.waits is not None:
+            self.waits.end_wait()
+
+    def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
+        """Return observers of slots. ``steps_done`` returns the number of steps before the one that begins."""
+        return []
+
+    def follow(self, device: torch.device, links: SiteEndpoint | None, peers: Collection[int]) -> None:
+        """Publish the memory of ``device`` and the counters of the links to ``peers``, until the attempt ends."""
+
+    def measured(self, busy_s: Callable[[], float]) -> None:
+        """Publish the computation time of a step that the device has finished. ``busy_s`` is called occasionally."""
+
+    def close(self) -> None:
+        """Stop publishing at the end of the rank."""
+
+
+def watcher_of(variables: Mapping[str, str]) -> Watcher:
+    """Return the watcher of a rank with these environment variables.
+
+    Raises:
+        ValueError: the progress page that they name cannot be used.
+    """
+    if not variables.get(PROGRESS_PAGE):
+        return Watcher()
+    heartbeat: Watcher = entry("supervision").heartbeat(variables)
+    return heartbeat
