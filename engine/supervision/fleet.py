@@ -66,6 +66,12 @@ class Host:
         """True if its agent has reported, but never that ranks can start."""
         return self.attempt is not None and not self.ready
 
+    @property
+    def is_unseen(self) -> bool:
+        """True if an earlier driver has recorded its agent, and this one has not heard from it."""
+        unheard = self.attempt is None and not (self.connected or self.exited)
+        return bool(self.generation) and unheard and not (self.starting or self.beside)
+
     def has_stopped(self, attempt: int) -> bool:
         """True if no rank takes part in an attempt any more."""
         running = [rank for rank, code in self.codes.items() if code is None and rank not in self.parked]
@@ -184,12 +190,25 @@ class Fleet:
         self._record("agent", host=name, generation=generation)
         self._start_agent(name, generation)
 
-    def _probe(self, name: str, now: float) -> None:
+    def _probe(self, name: str) -> None:
         """Start an additional agent on an unreachable host. Its own agent reconnects if only the network was cut."""
         host = self.hosts[name]
         host.newest, host.beside = host.newest + 1, True
         self._record("probe", host=name, generation=host.newest)
         self._start_agent(name, host.newest)
+
+    def replace_unseen(self, names: Iterable[str], now: float) -> None:
+        """Start additional agents on hosts whose agents have not reconnected to this driver.
+
+        A driver records an agent before it starts it, and its predecessor may have been killed in between. If the
+        agent lives, the additional one ends as soon as that agent reports.
+        """
+        hosts = ((name, self.hosts[name]) for name in names if name not in self.away)
+        due = [name for name, host in hosts if host.is_unseen and now - host.heard > LEAST_CONNECT_S]
+        probing = sum(host.beside and not host.connected for host in self.hosts.values())
+        for name in due[: max(0, PROBES - probing)]:
+            self.hosts[name].since = now
+            self._probe(name)
 
     def give_up(self, name: str) -> None:
         """Treat a host's agent as ended."""
@@ -320,7 +339,7 @@ class Fleet:
         for name in sorted(due, key=lambda name: self._last_probe(name).at)[:PROBES]:
             wait_s = min(BROKEN_S, 2 * self._last_probe(name).wait_s) if self.hosts[name].is_broken else 0.0
             self._unreachable[name] = _Unreachable(now, max(self.connect_s, wait_s))
-            self._probe(name, now)
+            self._probe(name)
 
     def _last_probe(self, name: str) -> _Unreachable:
         return self._unreachable.get(name, _Unreachable(-inf, 0.0))

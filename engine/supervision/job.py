@@ -323,6 +323,8 @@ class Job:
         self._ticked = now
         if self._asked is not None and now >= self._asked.limit and self.stage is not Stage.ended:
             self._end_stopped("and not every rank has ended in time")
+        if self.stage in (Stage.starting, Stage.running, Stage.stopping):
+            self.fleet.replace_unseen(self._layout.slots, now)
         if self.stage in (Stage.starting, Stage.running):
             fault = self._detector.fault(now)
             if self._detector.has_stopped:

@@ -230,6 +230,44 @@ def test_after_a_cut_the_agent_that_is_heard_first_is_the_hosts(first, anew, rec
     assert world.started[-1] == ("c", max(newest, 2) + 1), "a number that nobody had"
 
 
+def driver_killed_before_it_started_an_agent():
+    """Return the world of the next driver. The agent of b is in the journal, and was never started."""
+    before = World()
+    before.job.launch(before.now)
+    before.connect("a")
+    world = World(past=before.journal)
+    world.job.attach(world.now)
+    world.connect("a")
+    world.report("a", Phase.setup)
+    return world
+
+
+def test_an_agent_that_a_killed_driver_recorded_and_did_not_start_is_started_by_the_next():
+    world = driver_killed_before_it_started_an_agent()
+    world.pass_time(LEAST_CONNECT_S + 1, "a")
+    assert world.started == [("b", 2)], "once"
+    world.job.on_report("b", 2, report_of("b"), world.now)
+    assert world.told["b", 2]["run"]
+    world.pass_time(2 * CONNECT_S, "a", "b")
+    assert not world.events("fault") and not world.events("evict") and world.job.stage is Stage.running
+
+
+def test_an_agent_that_reconnects_slowly_to_the_next_driver_stays():
+    world = driver_killed_before_it_started_an_agent()
+    world.pass_time(LEAST_CONNECT_S + 1, "a")
+    world.connect("b")
+    world.report("b")
+    world.job.on_report("b", 2, report_of("b"), world.now)
+    assert world.told["b", 1]["run"] and world.told["b", 2] == {"end": True, "replaced": True}
+
+
+def test_a_host_on_which_no_agent_starts_is_a_fault_after_a_driver_was_killed():
+    world = driver_killed_before_it_started_an_agent()
+    world.pass_time(LEAST_CONNECT_S + CONNECT_S + 2, "a")
+    (fault,) = world.events("fault")
+    assert fault["culprit"] == {"host": "b"}
+
+
 def test_ssh_that_ends_because_the_link_is_cut_is_no_end_of_an_agent():
     world = World(FOUR, sites=SITES, silence_s=5.0)
     restart_takes(world, 20.0)
