@@ -35,7 +35,7 @@ from weft.engine.supervision.deny_list import DenyList
 from weft.engine.supervision.early import EarlyAgent
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import STOPS_S, Job, Stage
-from weft.engine.supervision.journal import NAME, Journal
+from weft.engine.supervision.journal import NAME, Journal, TimedRead
 from weft.engine.supervision.layout import Layout
 from weft.engine.supervision.order import AgentOrder
 from weft.engine.supervision.room import shortage
@@ -98,6 +98,7 @@ class Driver:
         hostfile = self._config.cluster.hostfile
         self._hosts = read_hostfile(hostfile) if hostfile else {THIS_MACHINE: self._config.cluster.ranks}
         self._deny_list = DenyList.of(self._config)
+        self._denied, self._newest = TimedRead(self._read_denied), TimedRead(self._read_newest)
         self._starter: Starter = (
             LocalStarter() if early else starter_for(self._config.cluster.manager, self._spec.ssh_port)
         )
@@ -246,6 +247,9 @@ class Driver:
 
     def denied(self) -> Mapping[str, str]:
         """Return the hosts on the deny-list, or the last known ones while it cannot be read."""
+        return self._denied()
+
+    def _read_denied(self) -> Mapping[str, str]:
         try:
             denied = self._deny_list.read()
         except ValueError as error:
@@ -264,6 +268,9 @@ class Driver:
 
     def newest_checkpoint(self) -> str:
         """Return the name of the checkpoint with the highest step, or empty if there is none."""
+        return self._newest()
+
+    def _read_newest(self) -> str:
         return max((path.name for path in (self._folder / "checkpoints").glob("step-*")), default="")
 
     # Attempts

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, Generic, TypeVar
 
 from weft.conf.host.private import make_run_folder, write_private
 
+T = TypeVar("T")
 NAME = Path("supervisor", "journal.jsonl")
 """Path of the journal in a run's folder."""
 PATIENCE_S = 1.0
-"""Timeout for a write in seconds. It is short, because agents give up a driver that does not answer."""
+"""Timeout for a write or read in seconds. It is short, because agents give up a driver that does not answer."""
 
 
 class Journal:
@@ -95,6 +97,26 @@ class Journal:
         self.flush()
         self._thread.shutdown()
         os.close(self._file)
+
+
+class TimedRead(Generic[T]):
+    """Reads storage on a thread, so that storage that hangs does not stop the driver's event loop."""
+
+    def __init__(self, read: Callable[[], T]) -> None:
+        """Read nothing yet. ``read`` must not raise."""
+        self._read, self._last = read, list[T]()
+        self._thread: Thread | None = None
+
+    def __call__(self) -> T:
+        """Return the value in storage, or the last one that was read while a read hangs. The first read must end."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = Thread(target=self._refresh, name="weft-storage", daemon=True)
+            self._thread.start()
+            self._thread.join(PATIENCE_S if self._last else None)
+        return self._last[0]
+
+    def _refresh(self) -> None:
+        self._last[:] = [self._read()]
 
 
 def read_journal(path: Path, damaged: list[str] | None = None) -> list[dict[str, Any]]:

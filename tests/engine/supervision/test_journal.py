@@ -8,7 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from weft.engine.supervision.journal import Journal, read_journal
+from weft.engine.supervision import journal as storage
+from weft.engine.supervision.journal import Journal, TimedRead, read_journal
 
 
 @pytest.fixture
@@ -109,3 +110,21 @@ def test_a_disk_that_hangs_holds_up_neither_the_driver_nor_an_event(path, monkey
     answers.set()
     journal.close()
     assert [event["event"] for event in read_journal(path)] == ["launch", "attempt", "fault"]
+
+
+def test_storage_that_hangs_yields_the_last_value_until_it_answers(monkeypatch):
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.01)
+    answers, hangs, reads = iter("ab"), threading.Event(), []
+
+    def read():
+        reads.append(1)
+        if len(reads) > 1:
+            hangs.wait()
+        return next(answers)
+
+    value = TimedRead(read)
+    assert value() == "a"
+    assert [value(), value()] == ["a", "a"] and len(reads) == 2, "one read hangs, and no other starts"
+    hangs.set()
+    value._thread.join()
+    assert value._last == ["b"]
