@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.comm.collectives import Primitive
 from weft.comm.collectives.primitives import connect_groups
 from weft.comm.links import SiteNetwork
 from weft.conf.features import entry
@@ -25,15 +24,12 @@ from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
 from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.execution.compute import Compute
 from weft.engine.execution.drawing import draw
-from weft.engine.execution.executor import Executor, SlotPairs
+from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.garbage import LongLived
-from weft.engine.execution.loss import StepLoss
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
-from weft.engine.models.objective import Minimised, Objective
-from weft.engine.models.seeding import seeded
+from weft.engine.models.objective import Objective
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.set_up import SET_UP
@@ -47,7 +43,6 @@ from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
 from weft.engine.stop_signals import StopSignals
 from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
-from weft.pipeline.action import Action, Op
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
 
@@ -125,7 +120,7 @@ class WeftEngine(PipelineEngine):
         self.collectives, self.axes, self.pairs, self.wan = collectives, axes or AxisGroups(), pairs, wan
         super().__init__(**deepspeed)
         SET_UP.done("engine: DeepSpeed's")
-        connect_groups(self._step_groups(), self.device)
+        connect_groups(construction.step_groups(self), self.device)
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
         self.num_replicas = plan.layout.replicas
@@ -135,7 +130,7 @@ class WeftEngine(PipelineEngine):
         """Measurements of the last steps."""
         self._long_lived = LongLived()
         self.holds_loss = self.schedule.placement.num_stages - 1 in self.module.stages
-        self.step_loss = self._make_loss(objective, counts=position.context == 0)
+        self.step_loss = construction.make_loss(self, objective, counts=position.context == 0)
         self._comparison = Comparison.of_replicas(
             self.sharding,
             self.basic_optimizer,
@@ -148,7 +143,7 @@ class WeftEngine(PipelineEngine):
             plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
         SET_UP.done("channels")
-        self.executor = self._make_executor(receive_ahead=weft.pipeline.receive_ahead, debug=weft.pipeline.debug)
+        self.executor = construction.make_executor(self)
         self.slot_observers: list[SlotObserver] = []
         """Observers that are notified of every slot of a training step."""
         self.bubbles: BubbleObserver | None = None
@@ -174,67 +169,6 @@ class WeftEngine(PipelineEngine):
         self.slot_observers[:0] = watcher.observers(lambda: self.global_steps)
 
     # -- set-up --------------------------------------------------------------------------------
-
-    def _make_loss(self, objective: Objective | None, *, counts: bool) -> StepLoss:
-        minimised, last = None if objective is None else Minimised(objective), self.schedule.placement.num_stages - 1
-        if self.holds_loss:
-            self.module.stages[last].objective = minimised
-        return StepLoss(
-            minimised=minimised,
-            holds=self.holds_loss,
-            source=self.grid.stage_to_global(self.schedule.placement.stage_ranks[-1]),
-            replicas=self.module.data_group if self.layout.data_ranks > 1 else None,
-            pipeline=self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None,
-            device=self.device,
-            counts=counts,
-        )
-
-    def _make_executor(self, *, receive_ahead: int, debug: bool) -> Executor:
-        stages, sharding = self.module.stages, self.sharding
-        return Executor(
-            rank=self.pipe_rank,
-            stages=stages,
-            compute=Compute(
-                stages=stages,
-                placement=self.schedule.placement,
-                seed_gradient=self._seed_gradient,
-                around=sharding.around,
-                random=self._random,
-            ),
-            send_to=self.neighbours.send_to,
-            receive_from=self.neighbours.receive_from,
-            receive_ahead=receive_ahead,
-            stage_wide={
-                Op.UNSHARD: lambda action: sharding.unshard(action.stage),
-                Op.RESHARD: lambda action: sharding.reshard(action.stage),
-                Op.REDUCE_GRAD: lambda action: sharding.reduce(action.stage),
-            },
-            debug=debug,
-            pairs=self.pairs,
-        )
-
-    def _random(self, action: Action) -> AbstractContextManager[None]:
-        """Context with a forward's random numbers, seeded by step, micro-batch, stage and context member.
-
-        These are dropout's, for example. They depend neither on the schedule nor on the number of replicas, and are the
-        same in a resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives
-        different ones for their parts.
-        """
-        assert action.microbatch is not None
-        microbatch = action.microbatch * self.num_replicas + self.replica
-        context = self.axes.context.index
-        name = f"step {self.global_steps}, micro-batch {microbatch}, stage {action.stage}, part {context}"
-        return seeded(self.weft.train.seed, name, self.device)
-
-    def _step_groups(self) -> Iterator[tuple[dist.ProcessGroup, Collection[Primitive]]]:
-        """Groups, besides the replicas' communicators, over which a step sums or sends something, and how."""
-        if dist.group.WORLD is not None:
-            yield dist.group.WORLD, [Primitive.all_reduce]
-        for group in dict.fromkeys((self.module.data_group, self.module.stage_group)):
-            yield group, [Primitive.all_reduce]
-        if self.is_pipe_parallel:
-            yield self.grid.get_pipe_parallel_group(), [Primitive.broadcasts, Primitive.reduces]
-        yield from ((group, [Primitive.all_reduce]) for _, group in self.module.tied)
 
     def set_dataloader(self, loader: Iterable) -> None:
         """Read training data from ``loader``, on every rank."""

@@ -1,19 +1,29 @@
-"""The methods that DeepSpeed's constructor calls: precision, first broadcast, optimiser, learning-rate schedule."""
+"""The parts of an engine: by methods that DeepSpeed's constructor calls, and what executes steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.config import LAMB_OPTIMIZER
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.optim import Optimizer
 
+from weft.comm.collectives import Primitive
+from weft.engine.execution.compute import Compute
+from weft.engine.execution.executor import Executor
+from weft.engine.execution.loss import StepLoss
+from weft.engine.models.objective import Minimised, Objective
+from weft.engine.models.seeding import seeded
 from weft.engine.precision import compute_in
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
+from weft.pipeline.action import Action, Op
 
 
 def zero_optimization_stage(engine: PipelineEngine) -> int:
@@ -93,3 +103,76 @@ def configure_lr_scheduler(engine: PipelineEngine) -> None:
     for group in engine.basic_optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     PipelineEngine._configure_lr_scheduler(engine)
+
+
+def step_groups(engine: PipelineEngine) -> Iterator[tuple[dist.ProcessGroup, Collection[Primitive]]]:
+    """Groups, besides the replicas' communicators, over which a step sums or sends something, and how."""
+    if dist.group.WORLD is not None:
+        yield dist.group.WORLD, [Primitive.all_reduce]
+    for group in dict.fromkeys((engine.module.data_group, engine.module.stage_group)):
+        yield group, [Primitive.all_reduce]
+    if engine.is_pipe_parallel:
+        yield engine.grid.get_pipe_parallel_group(), [Primitive.broadcasts, Primitive.reduces]
+    yield from ((group, [Primitive.all_reduce]) for _, group in engine.module.tied)
+
+
+def make_loss(engine: PipelineEngine, objective: Objective | None, *, counts: bool) -> StepLoss:
+    """Make the loss of a step, and give the stage that computes it the objective.
+
+    Args:
+        objective: is minimised instead of the model's own loss.
+        counts: see `StepLoss`.
+    """
+    placement = engine.schedule.placement
+    minimised, last = None if objective is None else Minimised(objective), placement.num_stages - 1
+    if engine.holds_loss:
+        engine.module.stages[last].objective = minimised
+    return StepLoss(
+        minimised=minimised,
+        holds=engine.holds_loss,
+        source=engine.grid.stage_to_global(placement.stage_ranks[-1]),
+        replicas=engine.module.data_group if engine.layout.data_ranks > 1 else None,
+        pipeline=engine.grid.get_pipe_parallel_group() if engine.is_pipe_parallel else None,
+        device=engine.device,
+        counts=counts,
+    )
+
+
+def make_executor(engine: PipelineEngine) -> Executor:
+    """Make the executor of a rank's stages."""
+    stages, sharding, pipeline = engine.module.stages, engine.sharding, engine.weft.pipeline
+    return Executor(
+        rank=engine.pipe_rank,
+        stages=stages,
+        compute=Compute(
+            stages=stages,
+            placement=engine.schedule.placement,
+            seed_gradient=engine._seed_gradient,
+            around=sharding.around,
+            random=partial(_random, engine),
+        ),
+        send_to=engine.neighbours.send_to,
+        receive_from=engine.neighbours.receive_from,
+        receive_ahead=pipeline.receive_ahead,
+        stage_wide={
+            Op.UNSHARD: lambda action: sharding.unshard(action.stage),
+            Op.RESHARD: lambda action: sharding.reshard(action.stage),
+            Op.REDUCE_GRAD: lambda action: sharding.reduce(action.stage),
+        },
+        debug=pipeline.debug,
+        pairs=engine.pairs,
+    )
+
+
+def _random(engine: PipelineEngine, action: Action) -> AbstractContextManager[None]:
+    """Context with a forward's random numbers, seeded by step, micro-batch, stage and context member.
+
+    These are dropout's, for example. They depend neither on the schedule nor on the number of replicas, and are the
+    same in a resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives
+    different ones for their parts.
+    """
+    assert action.microbatch is not None
+    microbatch = action.microbatch * engine.num_replicas + engine.replica
+    context = engine.axes.context.index
+    name = f"step {engine.global_steps}, micro-batch {microbatch}, stage {action.stage}, part {context}"
+    return seeded(engine.weft.train.seed, name, engine.device)
