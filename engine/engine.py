@@ -125,7 +125,7 @@ class WeftEngine(PipelineEngine):
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
         self.num_replicas = plan.layout.replicas
         self._plans: dict[int, RankSchedule] = {}
-        self.schedule = self._plan(plan.cells).schedule
+        self.schedule = self._plan(plan.schedules).schedule
         self.records = StepRecords(clock_for(self.device))
         """Measurements of the last steps."""
         self._long_lived = LongLived()
@@ -153,7 +153,7 @@ class WeftEngine(PipelineEngine):
                 self.global_rank,
                 self.device,
                 predicted=plan.predicted(self.line).compute[self.pipe_rank],
-                longest_row=max(map(len, plan.cell(self.line).rows)),
+                longest_row=max(map(len, plan.schedule(self.line).rows)),
             )
             self.slot_observers.append(self.bubbles)
         self.watcher = Watcher()
@@ -227,7 +227,7 @@ class WeftEngine(PipelineEngine):
     def plan_for(self, num_microbatches: int) -> RankSchedule:
         """Return the same with the other pipelines of this rank's DP-cell."""
         if num_microbatches not in self._plans:
-            self._plan(from_rank_zero(lambda: self.plan.cells_for(self.weft, num_microbatches), Schedule))
+            self._plan(from_rank_zero(lambda: self.plan.schedules_for(self.weft, num_microbatches), Schedule))
         return self._plans[num_microbatches]
 
     def _plan(self, schedules: Mapping[int, Schedule]) -> RankSchedule:

@@ -57,7 +57,7 @@ def report(config: WeftConfig) -> Iterator[str]:
     yield from [*row, ""] if row else row
     preflight(config, checks=INPUTS)
     plan = expected_plan(config)
-    schedule, known = plan.cell(), plan.facts.sources
+    schedule, known = plan.schedule(), plan.facts.sources
     whole = rank_size(plan.facts.model, plan.split, range(plan.split.num_stages))
     trained = "" if whole.trained == whole.parameters else f" ({whole.trained / 1e6:,.3g} M trained)"
     speed = (

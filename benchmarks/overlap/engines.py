@@ -176,7 +176,7 @@ def weft(
         assert isinstance(costs.pairs, StrandCosts)
         ordered = OrderedPairs(costs.pairs.stages, case.table, HANDOVER_S, order)
         costs = replace(costs, pairs=ordered)
-        engine.pairs.plans = plans_for(engine.plan.cells.values(), ordered, engine.plan.placement.num_stages)
+        engine.pairs.plans = plans_for(engine.plan.schedules.values(), ordered, engine.plan.placement.num_stages)
     planned_s = None if chunked else engine.plan.predicted(costs=costs).step_s
     run = _run(case, engine.train_batch, shared[0], planned_s)
     engine.destroy()

@@ -55,7 +55,7 @@ def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
             step_s=step_s,
             pipeline_s=tuple(map(_between, timelines)),
             predicted_s=engine.plan.step_s,
-            told_s=cell_step_s(engine.plan.cell(), fitted),
+            told_s=cell_step_s(engine.plan.schedule(), fitted),
         )
     finally:
         engine.destroy()

@@ -35,7 +35,7 @@ def plan_to_json(plan: RunPlan) -> str:
         "layers": plan.split.counts,
         "memory": [_tree(memory.zero) | {"activations": memory.activations} for memory in plan.memory],
         "overlap": overlap,
-        "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.cells.items()},
+        "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.schedules.items()},
         "members": _tree(plan.members),
         "sites": [plan.layout.sites_of(plan.layout.route_of(line)) for line in range(plan.layout.lines)],
         "ranks": [

@@ -13,7 +13,7 @@ from weft.engine.planning.facts import Facts
 from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
-from weft.engine.planning.schedules import plan_cells, plan_placement
+from weft.engine.planning.schedules import plan_placement, plan_schedules
 from weft.engine.stages.cutting.split import StageSplit, split_model
 from weft.pipeline.action import Slot
 from weft.pipeline.cell import cell_step_s, pipeline_of, predict
@@ -37,7 +37,7 @@ class RunPlan:
         costs: of one pipeline on that route, with ZeRO's collectives left out.
         overlap: how ZeRO's collectives are partitioned and overlapped, or None where they are not.
         members: each line's place in its DP-cell.
-        cells: the lowered schedules of DP-cells, by their number of pipelines.
+        schedules: lowered, of DP-cells by their number of pipelines.
         memory: of each pipeline rank of the first line.
         own_cap_bytes: limit of activations on each rank that `auto` has set, or None where it has not.
         step_s: predicted seconds of a step, by the last pipeline of any: replicas wait for each other.
@@ -50,7 +50,7 @@ class RunPlan:
     costs: CostModel
     overlap: OverlapPlan | None
     members: tuple[CellMember, ...]
-    cells: dict[int, Schedule]
+    schedules: dict[int, Schedule]
     memory: tuple[RankMemory, ...]
     own_cap_bytes: float | None = None
     step_s: float
@@ -66,21 +66,21 @@ class RunPlan:
         """`costs` with ZeRO's collectives in them, for predictions."""
         return _step_costs(self.costs, self.overlap)
 
-    def cell(self, line: int = 0) -> Schedule:
+    def schedule(self, line: int = 0) -> Schedule:
         """The schedule of a line's DP-cell, at its sites."""
-        return _at_sites(self.cells[self.members[line].pipelines], self.layout.sites_of(self.layout.route_of(line)))
+        return _at_sites(self.schedules[self.members[line].pipelines], self.layout.sites_of(self.layout.route_of(line)))
 
     def row(self, rank: int) -> tuple[Slot, ...]:
         """Return a global rank's actions of a step, in order."""
         at = self.layout.position(rank)
-        return pipeline_of(self.cell(at.line), self.members[at.line].local_rank).rows[at.stage]
+        return pipeline_of(self.schedule(at.line), self.members[at.line].local_rank).rows[at.stage]
 
-    def cells_for(self, config: WeftConfig, num_microbatches: int) -> dict[int, Schedule]:
-        """`cells` for steps of so many micro-batches, which may differ from the configuration's."""
-        return plan_cells(
+    def schedules_for(self, config: WeftConfig, num_microbatches: int) -> dict[int, Schedule]:
+        """`schedules` for steps of so many micro-batches, which may differ from the configuration's."""
+        return plan_schedules(
             config.pipeline,
             self.placement,
-            self.cells,
+            self.schedules,
             costs=self.costs,
             num_microbatches=num_microbatches,
             zero_stage=config.zero.stage,
@@ -94,7 +94,7 @@ class RunPlan:
             costs: of one pipeline. None takes `step_costs`, with the links of the line's sites.
         """
         costs = costs or _on_route(self.step_costs, self.facts, self.layout.route_of(line))
-        return predict(self.cell(line), costs, self.members[line].local_rank)
+        return predict(self.schedule(line), costs, self.members[line].local_rank)
 
     def summary(self) -> str:
         """Return one line about the prediction."""
@@ -126,7 +126,10 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     overlap = _plan_overlap(config, facts, placement, costs, parts, states)
     members = tuple(CellMember.all(facts.layout, config.comm.cell))
     sizes = [member.pipelines for member in members]
-    cells = plan_cells(config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap)
+    schedules = plan_schedules(
+        config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap
+    )
+    first = schedules[sizes[0]]
     working = working_bytes(config, facts, split, costs)
     stepping = [
         stepping_bytes(
@@ -146,11 +149,11 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         costs=costs,
         overlap=overlap,
         members=members,
-        cells=cells,
-        own_cap_bytes=_own_cap_bytes(config, cells[sizes[0]], costs),
-        memory=rank_memory(config, cells[sizes[0]], costs, states, trained, working, stepping),
-        step_s=max(_route_step_s(facts, route, cells, stepping_costs) for route in range(facts.layout.routes)),
-        bubble_share=predict(cells[sizes[0]], stepping_costs, 0).bubble_share,
+        schedules=schedules,
+        own_cap_bytes=_own_cap_bytes(config, first, costs),
+        memory=rank_memory(config, first, costs, states, trained, working, stepping),
+        step_s=max(_route_step_s(facts, route, schedules, stepping_costs) for route in range(facts.layout.routes)),
+        bubble_share=predict(first, stepping_costs, 0).bubble_share,
     )
 
 
@@ -198,10 +201,10 @@ def _on_route(costs: CostModel, facts: Facts, route: int) -> CostModel:
     return replace(costs, wan_links=facts.links.between(facts.layout.site_numbers(route)))
 
 
-def _route_step_s(facts: Facts, route: int, cells: Mapping[int, Schedule], costs: CostModel) -> float:
+def _route_step_s(facts: Facts, route: int, schedules: Mapping[int, Schedule], costs: CostModel) -> float:
     """Return the seconds of a step of the slowest DP-cell on a route."""
     sites, costs = facts.layout.sites_of(route), _on_route(costs, facts, route)
-    return max(cell_step_s(_at_sites(cell, sites), costs) for cell in cells.values())
+    return max(cell_step_s(_at_sites(cell, sites), costs) for cell in schedules.values())
 
 
 def _step_costs(costs: CostModel, overlap: OverlapPlan | None) -> CostModel:

@@ -187,7 +187,7 @@ def _with_overlap(schedule: Schedule, config: PipelineConfig, costs: CostModel, 
     return split if gains and peak_bytes(split, costs) <= overlap.memory_bytes else schedule
 
 
-def plan_cells(
+def plan_schedules(
     config: PipelineConfig,
     placement: Placement,
     sizes: Collection[int],
@@ -202,13 +202,11 @@ class RankSchedule:
     """The part of a DP-cell's schedule that one rank executes in a step.
 
     Attributes:
-        cell: the schedule of all pipelines of the cell.
-        schedule: that of the rank's own pipeline.
+        schedule: of the rank's own pipeline.
         priorities: by tag of what the rank sends between sites, its place among all transfers that
             the cell's uplinks carry there.
     """
 
-    cell: Schedule
     schedule: Schedule
     priorities: Mapping[str, int]
 
@@ -222,7 +220,7 @@ class RankSchedule:
             for priority, action in enumerate(carried)
             if action.op in SENDS
         }
-        return cls(cell, pipeline_of(cell, local_rank), priorities)
+        return cls(pipeline_of(cell, local_rank), priorities)
 
 
 def plan_evaluation(placement: Placement, num_microbatches: int, *, zero_stage: int = 0) -> Schedule:

@@ -12,7 +12,7 @@ from weft.recipes.emulation.turns import AGREED, Emulation
 
 def report(found: Emulation, setting: Setting) -> str:
     """Return the step, each real rank's part of it, and the simulator's step with the same costs."""
-    layout, schedule = found.plan.layout, found.plan.cell()
+    layout, schedule = found.plan.layout, found.plan.schedule()
     lines = [
         f"{layout.world_size:,} ranks: {layout.stages} pipeline ranks x {layout.lines} lines at {len(layout.sites)} "
         f"sites, {schedule.name}, {schedule.num_microbatches} micro-batches; {len(found.classes)} classes of ranks, "
@@ -53,7 +53,7 @@ def _disagreement(found: Emulation) -> str:
 def _beside_simulation(found: Emulation, setting: Setting) -> str:
     """Return the simulator's step with the measured costs, and its difference from the emulated one."""
     costs = setting.what_if.costs(found.costs)
-    simulated_s = cell_step_s(found.plan.cell(), costs)
+    simulated_s = cell_step_s(found.plan.schedule(), costs)
     between_s = found.step_s - simulated_s
     return (
         f"simulated with the costs that were measured: {1e3 * simulated_s:.1f} ms; the {1e3 * between_s:+.1f} ms "

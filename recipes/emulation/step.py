@@ -63,7 +63,7 @@ class TwinStep:
         self._first_stage = member.local_rank * plan.placement.num_stages
         self._first_rank = member.local_rank * plan.placement.num_ranks
         pace = JobPace(plan, at.line, delays, what_if, seed)
-        cell: Schedule = plan.cell(at.line)
+        cell: Schedule = plan.schedule(at.line)
         self._pipelines = member.pipelines
         self.twin = OnlineTwin(cell, costs.for_cell(member.pipelines), self._first_rank + at.stage, pace)
         self._speed = what_if.factor(world.rank, at.stage)

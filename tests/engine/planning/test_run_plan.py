@@ -90,7 +90,7 @@ def test_the_dry_run_and_every_rank_hold_the_same_rows(costs_are_known):
     plans = dict(zip(CASES, expected, strict=True))
     assert plans["together"].overlap.together == 6 and plans["none"].overlap is None
     assert plans["together"].row(0) != plans["none"].row(0) == plans["primitive"].row(0)
-    assert set(plans["cells"].cells) == {2}
+    assert set(plans["cells"].schedules) == {2}
     assert plans["cells"].step_s == max(plans["cells"].predicted(line).step_s for line in (0, 1))
 
 
@@ -99,7 +99,7 @@ def test_a_plan_goes_by_its_facts_alone():
     plan = plan_run(config, facts)
     assert plan == plan_run(config, facts)
     slow = plan_run(config, replace(facts, flops_per_s=1e11))
-    assert slow.step_s == pytest.approx(10 * plan.step_s) and slow.cells == plan.cells
+    assert slow.step_s == pytest.approx(10 * plan.step_s) and slow.schedules == plan.schedules
     assert plan.predicted().step_s == plan.step_s
     known = replace(facts, flops_per_s=None, stage_costs={4: slow.costs.stages})
     assert plan_run(config, known).step_s == slow.step_s

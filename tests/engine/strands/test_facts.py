@@ -49,11 +49,11 @@ def planned(config):
 
 
 def plans_of(plan):
-    return plans_for(plan.cells.values(), plan.costs.pairs, plan.placement.num_stages)
+    return plans_for(plan.schedules.values(), plan.costs.pairs, plan.placement.num_stages)
 
 
 def pairs_of(plan):
-    return [slot for row in plan.cell().rows for slot in row if len(slot) == 2]
+    return [slot for row in plan.schedule().rows for slot in row if len(slot) == 2]
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_every_rank_that_knows_the_facts_plans_the_same(tmp_path):
     config.pipeline.search_seconds = 0.0
     facts = facts_before_start(config, MODEL)
     mine, theirs = plan_run(config, facts), plan_run(config, decode(encode(facts), fact_kinds()))
-    assert mine.cells == theirs.cells and mine.costs == theirs.costs
+    assert mine.schedules == theirs.schedules and mine.costs == theirs.costs
     sent = decode(encode(mine), (RunPlan, *fact_kinds()))
     assert plans_of(sent) == plans_of(mine)
     assert '"strands"' in plan_to_json(mine)

@@ -55,7 +55,7 @@ def test_a_large_job_takes_what_its_schedule_does(tmp_path, kind, placement, zer
     assert [len(each.ranks) for each in found.classes] == [2500] * 4
     assert len({each.pipeline_rank for each in found.real}) == len(found.turns) == 3
     placed = found.plan.placement
-    ideal = simulate(found.plan.cell(), WORK.costs(8, placed.num_stages)).step_s
+    ideal = simulate(found.plan.schedule(), WORK.costs(8, placed.num_stages)).step_s
     assert found.step_s > ideal  # layers sleep at least that long
     assert all(stage.forward_s >= WORK.forward_s * 8 / placed.num_stages for stage in found.costs.stages)
 
