@@ -34,9 +34,9 @@ from weft.engine.data import (
 from weft.engine.data.location import locate
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.kept import Kept
-from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.checking.refusals import refuse_packing
 from weft.engine.stages.checking.self_check import check_flash_packing, self_check
 from weft.engine.stages.files.fingerprint import files_fingerprint

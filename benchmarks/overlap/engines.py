@@ -41,9 +41,9 @@ from weft.conf.schema import (
 )
 from weft.engine.distributed import init_distributed
 from weft.engine.initialize import PreparedRun
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.joining import join
-from weft.engine.planning.layout import RankLayout
 from weft.engine.strands.facts import HANDOVER_S
 from weft.engine.strands.strand_pairs import StrandPairs
 from weft.engine.strands.turns import Turns

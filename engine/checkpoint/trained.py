@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.engine.checkpoint.origin import Origin
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.parallel.axis import AxisGroups
-from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.zero import ShardedOptimizer, Sharding
 from weft.pipeline.placement import Placement

@@ -19,9 +19,8 @@ from weft.comm.shared_channel import SharedReceiver, SharedSender, share
 from weft.comm.torch_channel import between_hosts, connect
 from weft.conf.features import entry
 from weft.conf.schema import CommConfig
-from weft.engine.planning.dp_cells import cells
-from weft.engine.planning.hops import hops
-from weft.engine.planning.layout import RankLayout
+from weft.engine.layout.hops import dp_cells, hops
+from weft.engine.layout.rank_layout import RankLayout
 from weft.pipeline.placement import Placement
 
 
@@ -40,7 +39,7 @@ def open_wan(
     Args:
         known: all profiles that an earlier attempt has measured; if a rank has them, nothing is probed.
     """
-    crossing = cells(placement, layout, comm.cell)
+    crossing = dp_cells(placement, layout, comm.cell)
     if not crossing:
         return None
     job = current_job()

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.conf.schema import Partition, WeftConfig
+from weft.engine.layout.hops import CellMember
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.models.sizes import PartSize
-from weft.engine.planning.dp_cells import CellMember
 from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
-from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
 from weft.engine.planning.schedules import plan_placement, plan_schedules

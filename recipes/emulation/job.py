@@ -15,9 +15,9 @@ from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.kept import Kept
-from weft.engine.planning.layout import RankLayout
 from weft.recipes.preparation import prepare
 
 

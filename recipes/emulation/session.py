@@ -20,8 +20,8 @@ from weft.comm.emulated.conversation import Conversation, EmulationError, Record
 from weft.comm.emulated.meeting import Call
 from weft.comm.emulated.world import VALUES, EmulatedWorld
 from weft.comm.job import Asked
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.planning.estimates import stage_sizes
-from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.action import slot_text
 from weft.pipeline.costs import CostModel, LinkCost, StageCost

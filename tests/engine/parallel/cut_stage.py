@@ -18,13 +18,13 @@ from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.functions import gather, scatter_sum, take_slice
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.joining import join
-from weft.engine.planning.layout import RankLayout
 from weft.engine.planning.run_plan import settle_placement
 from weft.pipeline.placement import Placement
 

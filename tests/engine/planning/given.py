@@ -5,10 +5,10 @@ from __future__ import annotations
 from transformers import LlamaConfig
 
 from weft.conf.schema import WeftConfig
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.gathering import facts_before_start
-from weft.engine.planning.layout import RankLayout
 
 MODEL = LlamaConfig(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4)
 

@@ -21,10 +21,10 @@ from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
+from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.models.batch import tell_rows
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes, open_axes
-from weft.engine.planning.layout import RankLayout
 from weft.engine.stages.cutting.context import part_of
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.cutting.split import split_layers

@@ -1,13 +1,36 @@
-"""The DP-cells of a job: pipelines of ranks whose uplinks carry each other's transfers between sites."""
+"""The hops of a job: which ranks hand tensors to each other, and the DP-cells that share their uplinks. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
-from weft.comm.links import Cell
-from weft.engine.planning.hops import crosses, neighbours
-from weft.engine.planning.layout import RankLayout
+from weft.comm.links import Cell, Hop
+from weft.engine.layout.rank_layout import RankLayout
 from weft.pipeline.placement import Placement
+
+
+def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:
+    """The hops inside a site, and those between two."""
+    inside: set[Hop] = set()
+    between: set[Hop] = set()
+    for a, b in neighbours(placement):
+        for route in range(layout.routes):
+            found = between if crosses(layout, route, a, b) else inside
+            for here, there in zip(layout.route_lines(route, a), layout.route_lines(route, b), strict=True):
+                found.update([(here, there), (there, here)])
+    return inside, between
+
+
+def crosses(layout: RankLayout, route: int, a: int, b: int) -> bool:
+    """True if two pipeline ranks of the replicas of a route lie at different sites."""
+    sites = layout.rank_sites[route * layout.stages : (route + 1) * layout.stages]
+    return sites[a] != sites[b]
+
+
+def neighbours(placement: Placement) -> list[tuple[int, int]]:
+    """Pairs of pipeline ranks with neighbouring virtual stages, the lower rank first."""
+    return sorted({(min(a, b), max(a, b)) for a, b in pairwise(placement.stage_ranks) if a != b})
 
 
 @dataclass(frozen=True)
@@ -34,7 +57,7 @@ class CellMember:
         return [cls(min(size, lines - line + local), local) for line, local in enumerate(local_ranks)] * layout.routes
 
 
-def cells(placement: Placement, layout: RankLayout, size: int) -> list[Cell]:
+def dp_cells(placement: Placement, layout: RankLayout, size: int) -> list[Cell]:
     """The DP-cells at every crossing of the WAN: ``size`` lines of one route each, by LocalDPRank."""
     pairs = neighbours(placement)
     return [

@@ -6,9 +6,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.engine.planning.dp_cells import CellMember, cells
-from weft.engine.planning.hops import hops
-from weft.engine.planning.layout import Position, RankLayout
+from weft.engine.layout.hops import CellMember, dp_cells, hops
+from weft.engine.layout.rank_layout import Position, RankLayout
 from weft.pipeline.placement import Placement
 
 
@@ -82,7 +81,7 @@ def test_every_crossing_is_in_one_cell_and_every_replica_in_one_place(layout, fo
     placement = Placement.fold(layout.stages) if fold else Placement.straight(layout.stages)
     inside, between = hops(placement, layout)
     assert not inside & between
-    crossed = [pair for cell in cells(placement, layout, size) for pair in zip(cell.near, cell.far, strict=True)]
+    crossed = [pair for cell in dp_cells(placement, layout, size) for pair in zip(cell.near, cell.far, strict=True)]
     assert len(crossed) == len(set(crossed)) and {hop for a, b in crossed for hop in ((a, b), (b, a))} == between
     assert all(layout.position(a).site == layout.position(b).site for a, b in inside)
     assert all(layout.position(a).site != layout.position(b).site for a, b in between)
@@ -90,6 +89,6 @@ def test_every_crossing_is_in_one_cell_and_every_replica_in_one_place(layout, fo
     if len(layout.sites) == layout.routes:
         assert members == [CellMember(1, 0)] * layout.lines
         return
-    for cell in cells(placement, layout, size):
+    for cell in dp_cells(placement, layout, size):
         found = [members[layout.position(rank).line] for rank in cell.near]
         assert found == [CellMember(len(found), number) for number in range(len(found))]
