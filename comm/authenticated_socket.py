@@ -10,7 +10,7 @@ import struct
 from typing import Protocol
 
 from weft.comm.certificate import RENDEZVOUS, contexts
-from weft.comm.host_port import HostPort, Service, family_of, knock
+from weft.comm.host_port import HostPort, Service, family_of, port_hello
 from weft.comm.key import WanKey
 
 RUN = "WEFT_RUN"
@@ -179,7 +179,7 @@ class AuthenticatedTcpSocket:
         connection = await connected(socket.socket(family_of(self.address)), self.address)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await asyncio.get_running_loop().sock_sendall(connection, knock(self._key, Service.RENDEZVOUS))
+                await asyncio.get_running_loop().sock_sendall(connection, port_hello(self._key, Service.RENDEZVOUS))
                 return await open_connection(connection, self._connecting)
         except ssl.SSLError as error:
             connection.close()

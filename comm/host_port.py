@@ -2,8 +2,8 @@
 
 All of them listen there, and the kernel gives a connection to any one. So a connection begins with a *hello* of 96
 bytes in the clear, which names the recipient and proves the job's key. A process passes a connection for another
-recipient on. A rank's endpoint (`comm/wan/door.hpp`) is named by attempt and rank, all others by a `Service`. See
-docs/decisions/one-port.md.
+recipient on. A rank's endpoint (`comm/wan/shared_port.hpp`) is named by attempt and rank, all others by a `Service`.
+See docs/decisions/one-port.md.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from time import monotonic, sleep
 
 from weft.comm.key import WanKey
 
-KNOCK_BYTES = 96
+HELLO_BYTES = 96
 _SIGNED = struct.Struct("<8s16sII32s")  # magic, attempt, recipient, 0, random bytes; their HMAC follows
 _MAGIC = b"weftdoor"
 _NO_ATTEMPT = bytes(16)
 _SENDER = struct.Struct("3i")  # process, user, group
 _WAIT_S, _LOOK_S = 1.0, 0.01
 """Seconds to wait for a name that an ending process of this run still has, and seconds between attempts."""
-_MOST_STRANGERS, _STRANGERS_WITHIN_S = 64, 5.0
+_MOST_OTHER_KEYS, _OTHER_KEYS_WITHIN_S = 64, 5.0
 """Limit of handshakes with peers that have another key, within the time limit of one handshake."""
 
 
@@ -46,7 +46,7 @@ class HandedOn(ConnectionError):
     """A connection was for another process, which has it now."""
 
 
-def knock(key: WanKey, service: Service) -> bytes:
+def port_hello(key: WanKey, service: Service) -> bytes:
     """Return the first bytes of a connection to ``service``; they are valid for one connection."""
     signed = _SIGNED.pack(_MAGIC, _NO_ATTEMPT, service, 0, secrets.token_bytes(32))
     return signed + _proof(key, signed)
@@ -70,7 +70,7 @@ class HostPort:
         """
         self._service, self._key = service, key
         self._heard: set[bytes] = set()  # random bytes of hellos; only holders of the key can add to it
-        self._strangers: deque[float] = deque(maxlen=_MOST_STRANGERS)
+        self._other_keys: deque[float] = deque(maxlen=_MOST_OTHER_KEYS)
         self._loop: asyncio.AbstractEventLoop | None = None
         with ExitStack() as undo:
             self.listener = undo.enter_context(_kept_from_children(socket.socket(family_of(address))))
@@ -84,29 +84,29 @@ class HostPort:
             self.listener.setblocking(False)
             undo.pop_all()
 
-    async def answer(self, guest: socket.socket) -> None:
+    async def answer(self, connection: socket.socket) -> None:
         """Read the hello of a connection from `listener`, and pass it on if the recipient is another process.
 
-        The caller still closes ``guest``. A peer with another key proceeds to the handshake, so that both sides can
-        report it, unless many such peers came just now: the buffers of a handshake take 256 KiB.
+        The caller still closes ``connection``. A peer with another key proceeds to the handshake, so that both sides
+        can report it, unless many such peers came just now: the buffers of a handshake take 256 KiB.
 
         Args:
-            guest: a non-blocking socket; nothing beyond the hello is read.
+            connection: a non-blocking socket; nothing beyond the hello is read.
 
         Raises:
             HandedOn: another process has the connection now.
             ConnectionError: it sent no valid hello, or no such recipient is on this host.
         """
         heard = b""
-        while len(heard) < KNOCK_BYTES:
-            more = await asyncio.get_running_loop().sock_recv(guest, KNOCK_BYTES - len(heard))
+        while len(heard) < HELLO_BYTES:
+            more = await asyncio.get_running_loop().sock_recv(connection, HELLO_BYTES - len(heard))
             heard += more
             if not more or heard[: len(_MAGIC)] != _MAGIC[: len(heard)]:
                 raise ConnectionError("it sent no valid hello")
         signed, proof = heard[: _SIGNED.size], heard[_SIGNED.size :]
         _, attempt, whom, _, random = _SIGNED.unpack(signed)
         if not hmac.compare_digest(_proof(self._key, signed), proof):
-            self._admit_stranger()
+            self._admit_other_key()
             return
         if random in self._heard:
             raise ConnectionError("this hello was used before")
@@ -115,20 +115,20 @@ class HostPort:
             return
         name = _service_name(self.address[1], whom) if attempt == _NO_ATTEMPT else f"weft-wan-{whom}-{attempt.hex()}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [guest.fileno()]))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))
             sender.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL, "\0" + name)  # ConnectionRefusedError: not here
         raise HandedOn(name)
 
-    def _admit_stranger(self) -> None:
+    def _admit_other_key(self) -> None:
         """Count a peer with another key.
 
         Raises:
-            ConnectionError: `_MOST_STRANGERS` such peers came within the time limit of a handshake.
+            ConnectionError: `_MOST_OTHER_KEYS` such peers came within the time limit of a handshake.
         """
         now = monotonic()
-        if len(self._strangers) == _MOST_STRANGERS and now - self._strangers[0] < _STRANGERS_WITHIN_S:
+        if len(self._other_keys) == _MOST_OTHER_KEYS and now - self._other_keys[0] < _OTHER_KEYS_WITHIN_S:
             raise ConnectionError("many peers with another key")
-        self._strangers.append(now)
+        self._other_keys.append(now)
 
     def take_handed(self, loop: asyncio.AbstractEventLoop, welcome: Callable[[socket.socket], object]) -> None:
         """Call ``welcome`` on ``loop`` with each connection that another process passes on; call this on that loop."""
@@ -149,18 +149,18 @@ class HostPort:
                 _, parts, _, _ = self._mailbox.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
             except OSError:  # no more
                 return
-            guests, user = [], -1
+            connections, user = [], -1
             for _, kind, data in parts:
                 if kind == socket.SCM_RIGHTS:
-                    guests = [socket.socket(fileno=number) for (number,) in struct.iter_unpack("i", data)]
+                    connections = [socket.socket(fileno=number) for (number,) in struct.iter_unpack("i", data)]
                 elif kind == socket.SCM_CREDENTIALS:
                     _, user, _ = _SENDER.unpack(data)
-            for guest in guests:
+            for connection in connections:
                 if user != os.geteuid():
-                    guest.close()
+                    connection.close()
                     continue
-                guest.setblocking(False)
-                welcome(guest)
+                connection.setblocking(False)
+                welcome(connection)
 
 
 def claim(port: int, service: Service | str) -> socket.socket:

@@ -171,7 +171,7 @@ class LoopbackProxy:
             assert address.port is not None
             self._port = address.port
             self._port.take_handed(
-                self._loop, lambda guest: self._start(self._serve(guest, address.authenticate_handed, own=False))
+                self._loop, lambda peer: self._start(self._serve(peer, address.authenticate_handed, own=False))
             )
 
     async def _accept(

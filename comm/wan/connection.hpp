@@ -8,7 +8,7 @@ namespace weft {
 
 class Link;
 
-enum class Stage { TCP, KNOCK, TLS, HELLO, CHALLENGE, PROOF, READY };
+enum class Stage { TCP, PORT_HELLO, TLS, HELLO, CHALLENGE, PROOF, READY };
 
 class Connection {
 public:

@@ -4,7 +4,7 @@
 #pragma once
 #include <sys/epoll.h>
 
-#include "door.hpp"
+#include "shared_port.hpp"
 #include "links.hpp"
 
 namespace weft {
@@ -15,12 +15,12 @@ public:
     // Number of refused connections: unauthenticated, or not of this job.
     std::atomic<uint64_t> refused{0};
 
-    // Without `host` it does not listen, and gets its connections from the endpoint that does (door.hpp).
+    // Without `host` it does not listen, and gets its connections from the endpoint that does (shared_port.hpp).
     // `wake` becomes readable when `wait` is to return.
     Connections(const Options &options, Links &links, const char *host, uint16_t wanted_port, bool tls, int wake)
-        : options_(options), links_(links), door_(options.door_key) {
+        : options_(options), links_(links), shared_port_(options.port_key) {
         if (tls) tls_ = openssl().context(psk_client, psk_server);
-        if (!options.door_key.empty()) mailbox_ = std::make_unique<Mailbox>(options.job, options.id);
+        if (!options.port_key.empty()) mailbox_ = std::make_unique<Mailbox>(options.job, options.id);
         if (*host) listen_on(Address::of(host, wanted_port));
         epoll_ = Descriptors::all().keep([] { return epoll_create1(EPOLL_CLOEXEC); });
         if (listener_ >= 0) watch(listener_, EPOLLIN, LISTENER);
@@ -121,7 +121,7 @@ private:
     Links &links_;
     SslCtx *tls_ = nullptr;
     int listener_ = -1, epoll_ = -1;
-    Door door_;
+    SharedPort shared_port_;
     std::unique_ptr<Mailbox> mailbox_;
     bool leaving_ = false;
     // By number, oldest first. Numbers are never reused, so that a stale event cannot name another
@@ -189,11 +189,11 @@ private:
             int fd = Descriptors::all().keep(
                 [&] { return accept4(listener_, storage, &remote.length, SOCK_NONBLOCK | SOCK_CLOEXEC); });
             if (fd < 0) return;
-            accept(fd, remote, mailbox_ ? Stage::KNOCK : Stage::HELLO);
+            accept(fd, remote, mailbox_ ? Stage::PORT_HELLO : Stage::HELLO);
         }
     }
 
-    // Connections that the host's port has handed over: they have knocked.
+    // Connections that the host's port has handed over: their hello is read.
     void take_mail() {
         for (int fd; (fd = mailbox_->take()) >= 0;) {
             Address remote;
@@ -212,7 +212,7 @@ private:
         try {
             connection.stream.tune(options_.congestion, options_.unsent_bytes);
             watch(connection);
-            if (stage != Stage::KNOCK) begin(connection);
+            if (stage != Stage::PORT_HELLO) begin(connection);
         } catch (const Broken &broken) {
             give_up(connection, broken.what(), now_ns());
         }
@@ -225,10 +225,10 @@ private:
     }
 
     // Nothing of a connection that does not prove the key reaches another process.
-    void answer(Connection &connection, const Knock &knock) {
-        if (!door_.opens(knock)) throw Broken("it did not knock as peers do");
-        if (knock.job == options_.job && knock.to == options_.id) return begin(connection);
-        if (!Mailbox::give(connection.stream.fd, knock, port)) throw Broken("nobody of that name on this host");
+    void answer(Connection &connection, const PortHello &hello) {
+        if (!shared_port_.admits(hello)) throw Broken("it sent no valid hello");
+        if (hello.job == options_.job && hello.to == options_.id) return begin(connection);
+        if (!Mailbox::give(connection.stream.fd, hello, port)) throw Broken("nobody of that name on this host");
         connection.dead = "handed over";
     }
 
@@ -309,8 +309,8 @@ private:
             getsockopt(connection.stream.fd, SOL_SOCKET, SO_ERROR, &error, &length);
             if (error) throw Broken(error_text(error));
             if (mailbox_) {
-                Knock knock = door_.knock(options_.job, handshake.hello.to);
-                if (::send(connection.stream.fd, &knock, sizeof knock, MSG_NOSIGNAL) != sizeof knock)
+                PortHello hello = shared_port_.hello(options_.job, handshake.hello.to);
+                if (::send(connection.stream.fd, &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello)
                     throw Broken(error_text(errno));
             }
             connection.stage = Stage::TLS;
@@ -318,7 +318,8 @@ private:
                 follow(connection, now);
             if (tls_) connection.stream.start_tls(tls_, this, true);
         }
-        if (Knock knock; connection.stage == Stage::KNOCK && connection.receive(knock)) answer(connection, knock);
+        if (PortHello hello; connection.stage == Stage::PORT_HELLO && connection.receive(hello))
+            answer(connection, hello);
         if (!connection.dead.empty()) return;
         if (connection.stage == Stage::TLS) {
             if (tls_ && !connection.stream.secure()) return;

@@ -19,7 +19,7 @@ class Endpoint {
 public:
     const Options options;
 
-    // Without `host` it does not listen, and gets its connections from the endpoint that does (door.hpp).
+    // Without `host` it does not listen, and gets its connections from the endpoint that does (shared_port.hpp).
     Endpoint(const Options &options, const char *host, uint16_t wanted_port, bool tls)
         : options(options), links_(this->options),
           connections_(this->options, links_, host, wanted_port, tls, wakeup_.fd) {

@@ -35,8 +35,8 @@ class WanEndpoint:
         key: WanKey,
         job: str = "",
         port: int = 0,
-        door: tuple[str, int] | None = None,
-        knocks: bool = False,
+        host_address: tuple[str, int] | None = None,
+        shares_port: bool = False,
         connections: int = 8,
         deadline_s: float = 30.0,
         timeout_s: float = 600.0,
@@ -54,9 +54,10 @@ class WanEndpoint:
             job: identifies this attempt of the run, the same on every rank: processes that remain from another
                 attempt, which have the same key, are refused.
             port: 0 chooses a free one. See `address`.
-            door: address of the host's endpoint that listens for this one, which then does not; needs ``knocks``.
-            knocks: True if endpoints of one host share a port; the same on all endpoints of the job. The endpoint
-                that listens (no ``door``) passes connections on to the others.
+            host_address: address of the host's endpoint that listens for this one, which then does not; needs
+                ``shares_port``.
+            shares_port: True if endpoints of one host share a port; the same on all endpoints of the job. The endpoint
+                that listens (no ``host_address``) passes connections on to the others.
             connections: TCP connections per link that this side opens; a probe finds the best number.
             deadline_s: seconds of silence after which a link fails.
             timeout_s: seconds after which a transfer on a working link fails, or a link that never connected.
@@ -70,7 +71,7 @@ class WanEndpoint:
         Raises:
             ValueError: an argument is out of range, or the address cannot be bound.
         """
-        assert knocks or door is None, "an endpoint that does not listen needs knocks=True"
+        assert shares_port or host_address is None, "an endpoint that does not listen needs shares_port=True"
         _check(bind, connections, deadline_s, timeout_s, chunk_bytes, buffer_bytes)
         self.rank = rank
         self._connections, self._timeout_s, self._buffer_bytes = connections, timeout_s, buffer_bytes
@@ -81,8 +82,8 @@ class WanEndpoint:
             rank,
             key,
             job,
-            knocks=knocks,
-            host=b"" if door else bind.encode(),
+            shares_port=shares_port,
+            host=b"" if host_address else bind.encode(),
             port=port,
             tls=tls,
             deadline_s=deadline_s,
@@ -91,7 +92,7 @@ class WanEndpoint:
             unsent_bytes=chunk_bytes,
             congestion=congestion.encode(),
         )
-        self.address = door or (bind, self._transport.port)
+        self.address = host_address or (bind, self._transport.port)
 
     def __enter__(self) -> WanEndpoint:
         return self

@@ -19,7 +19,7 @@ from weft.comm.native import Kind, build
 _FOLDER = Path(__file__).parent
 _HEADERS = (
     *("descriptors", "frame", "openssl", "handshake", "stream"),
-    *("door", "relay_memory", "message", "connection", "pacer", "outbox", "link_options", "link", "links"),
+    *("shared_port", "relay_memory", "message", "connection", "pacer", "outbox", "link_options", "link", "links"),
     *("connections", "endpoint"),
 )
 # All processors of these families in GPU servers have these instructions.
@@ -32,9 +32,9 @@ class Options(Structure):
 
     _fields_ = [
         *((name, c_uint32) for name in ("id", "chunk_bytes", "unsent_bytes", "tls")),
-        *((name, c_uint32) for name in ("port", "key_bytes", "tls_key_bytes", "door_key_bytes")),
+        *((name, c_uint32) for name in ("port", "key_bytes", "tls_key_bytes", "port_key_bytes")),
         *((name, c_double) for name in ("deadline_s", "patience_s")),
-        *((name, c_char_p) for name in ("job", "host", "key", "tls_key", "door_key", "congestion", "crypto", "ssl")),
+        *((name, c_char_p) for name in ("job", "host", "key", "tls_key", "port_key", "congestion", "crypto", "ssl")),
     ]
 
 

@@ -24,7 +24,7 @@ struct Options {
     int64_t stall_ns;      // silence after which a connection is replaced
     int64_t attempt_ns;    // limit for connecting and the handshake
     std::string key, tls_key, congestion;
-    std::string door_key;  // empty: connections do not knock, and this endpoint listens for itself
+    std::string port_key;  // empty: connections begin without a `PortHello`, and this endpoint listens for itself
 };
 
 // If one iteration of the loop moves fewer than `bytes`, the loop sleeps `ns` to batch more packets.

@@ -5,9 +5,9 @@ using namespace weft;
 
 struct WanOptions {
     uint32_t id, chunk_bytes, unsent_bytes, tls;
-    uint32_t port, key_bytes, tls_key_bytes, door_key_bytes;
+    uint32_t port, key_bytes, tls_key_bytes, port_key_bytes;
     double deadline_s, patience_s;
-    const char *job, *host, *key, *tls_key, *door_key, *congestion, *crypto, *ssl;
+    const char *job, *host, *key, *tls_key, *port_key, *congestion, *crypto, *ssl;
 };
 
 struct WanCounters {
@@ -39,7 +39,7 @@ Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
         options.attempt_ns = 2 * SECOND;
         options.key.assign(given->key, given->key_bytes);
         options.tls_key.assign(given->tls_key, given->tls_key_bytes);
-        options.door_key.assign(given->door_key, given->door_key_bytes);
+        options.port_key.assign(given->port_key, given->port_key_bytes);
         options.congestion = given->congestion;
         return new Endpoint(options, given->host, static_cast<uint16_t>(given->port), given->tls);
     } catch (const std::exception &failure) {

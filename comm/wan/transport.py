@@ -45,11 +45,11 @@ class InFlight(Hashable, Protocol):
 class Transport:
     """The native thread of one endpoint; see `weft.comm.wan.WanEndpoint` for the arguments."""
 
-    def __init__(self, rank: int, key: WanKey, job: str, *, knocks: bool = False, **settings: Any) -> None:
+    def __init__(self, rank: int, key: WanKey, job: str, *, shares_port: bool = False, **settings: Any) -> None:
         """Start the thread.
 
         Args:
-            knocks: True if connections in both directions begin with a hello on a host's shared port.
+            shares_port: True if connections in both directions begin with a hello on a host's shared port.
             settings: further fields of `Options`.
 
         Raises:
@@ -57,12 +57,12 @@ class Transport:
         """
         self._library = load()
         authentication, encryption = key.derived("authentication"), key.derived("encryption")
-        door = key.derived("door") if knocks else b""
+        port_key = key.derived("door") if shares_port else b""
         crypto, ssl = openssl()
         options = Options(
             id=rank, job=hashlib.sha256(job.encode()).digest(),
             key=authentication, key_bytes=len(authentication), tls_key=encryption, tls_key_bytes=len(encryption),
-            door_key=door, door_key_bytes=len(door), crypto=crypto.encode(), ssl=ssl.encode(), **settings,
+            port_key=port_key, port_key_bytes=len(port_key), crypto=crypto.encode(), ssl=ssl.encode(), **settings,
         )  # fmt: skip
         error = ctypes.create_string_buffer(512)
         self._native = self._library.weft_wan_open(ctypes.byref(options), error, len(error))

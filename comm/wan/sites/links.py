@@ -55,7 +55,7 @@ class SiteLinks:
     def _listen(self, comm: CommConfig) -> WanEndpoint:
         bind = listening_address(comm.interface)
         if int(os.environ.get("LOCAL_RANK", "0")):
-            said = json.loads(self._store.get(f"door/{bind}"))
+            said = json.loads(self._store.get(f"host_address/{bind}"))
             if isinstance(said, str):
                 raise ValueError(said)
             return self._open(comm, host_address=(said[0], said[1]))
@@ -63,9 +63,9 @@ class SiteLinks:
             endpoint = self._listen_for_host(comm, bind)
         except ValueError as error:
             self._held.close()
-            self._store.set(f"door/{bind}", json.dumps(str(error)))
+            self._store.set(f"host_address/{bind}", json.dumps(str(error)))
             raise
-        self._store.set(f"door/{bind}", json.dumps(endpoint.address))
+        self._store.set(f"host_address/{bind}", json.dumps(endpoint.address))
         if self._rank == 0:
             rendezvous.hand_over(endpoint.address)
         return endpoint

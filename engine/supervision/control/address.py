@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 
 from weft.comm.certificate import contexts
-from weft.comm.host_port import HostPort, Service, family_of, knock
+from weft.comm.host_port import HostPort, Service, family_of, port_hello
 from weft.comm.key import WanKey
 from weft.engine.supervision.control.link import Link
 
@@ -84,7 +84,7 @@ class Place:
         try:
             await loop.sock_connect(inside, "\0" + self.address if isinstance(self.address, str) else self.address)
             if self.key is not None:
-                await loop.sock_sendall(inside, knock(self.key, Service.CONTROL))
+                await loop.sock_sendall(inside, port_hello(self.key, Service.CONTROL))
             await self._wrap(inside, link, self.connecting, server_side=False)
         except BaseException:
             inside.close()

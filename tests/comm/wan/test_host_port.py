@@ -12,12 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch
 
-from tests.comm.wan.knocks import JOB, KEY, is_closed, knock
+from tests.comm.wan.port_hellos import JOB, KEY, hello_to, is_closed
 from tests.security.test_rendezvous import another_rank, environment, first_rank
 from weft.comm.authenticated_socket import AuthenticatedTcpSocket
 from weft.comm.channel import TensorSpec
-from weft.comm.host_port import HandedOn, HostPort, Service, claim
-from weft.comm.host_port import knock as own_knock
+from weft.comm.host_port import HandedOn, HostPort, Service, claim, port_hello
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.conf.host.ports import free_port
@@ -50,31 +49,31 @@ class Listening:
         self.loop.call_soon(self.part.close)
         self.loop.call_soon(self.loop.stop)
 
-    def _serve(self, guest):
+    def _serve(self, connection):
         self.served += 1
-        guest.send(self.service.name.encode())
-        guest.close()
+        connection.send(self.service.name.encode())
+        connection.close()
 
     async def _accept(self):
         while True:
-            guest, _ = await self.loop.sock_accept(self.part.listener)
-            guest.setblocking(False)
-            self.loop.create_task(self._answer(guest))
+            connection, _ = await self.loop.sock_accept(self.part.listener)
+            connection.setblocking(False)
+            self.loop.create_task(self._answer(connection))
 
-    async def _answer(self, guest):
+    async def _answer(self, connection):
         try:
-            await self.part.answer(guest)
-            self._serve(guest)
+            await self.part.answer(connection)
+            self._serve(connection)
         except HandedOn:
             self.handed += 1
-            guest.close()
+            connection.close()
         except OSError:
             self.refused += 1
-            guest.close()
+            connection.close()
 
 
 def endpoint(rank, **settings):
-    given = {"bind": HOST, "key": KEY, "job": JOB, "knocks": True, "connections": 3, "timeout_s": 30.0}
+    given = {"bind": HOST, "key": KEY, "job": JOB, "shares_port": True, "connections": 3, "timeout_s": 30.0}
     return WanEndpoint(rank=rank, **{**given, **settings})
 
 
@@ -99,7 +98,7 @@ def test_whoever_accepts_it_each_connection_gets_to_whom_it_is_for():
     with services(port) as (driver, rendezvous), endpoint(0, port=port), endpoint(5, bind="127.0.0.2"):
         for _ in range(100):
             for service in Service:
-                assert ask(port, own_knock(KEY, service)) == service.name.encode()
+                assert ask(port, port_hello(KEY, service)) == service.name.encode()
         assert driver.served == rendezvous.served == 100
         assert driver.handed > 10 and rendezvous.handed > 10
         assert driver.served - rendezvous.handed > 10, "what the endpoint accepted is handed on as well"
@@ -109,7 +108,7 @@ def test_a_link_uses_a_port_that_others_share():
     port, spec = free_port(), TensorSpec((100_000,), torch.float32)
     with services(port) as (driver, rendezvous), ExitStack() as stack:
         first = stack.enter_context(endpoint(0, port=port, connections=12))
-        behind = stack.enter_context(endpoint(1, door=first.address, connections=12))
+        behind = stack.enter_context(endpoint(1, host_address=first.address, connections=12))
         far = stack.enter_context(endpoint(2, bind="127.0.0.2", connections=12))
         for near in (first, behind):
             near.link(2)
@@ -132,27 +131,27 @@ def test_who_is_left_goes_on_when_another_has_gone():
         with services(port):
             pass
         for service in Service:
-            assert ask(port, own_knock(KEY, service)) == b""
+            assert ask(port, port_hello(KEY, service)) == b""
         with services(port):
             for service in Service:
-                assert ask(port, own_knock(KEY, service)) == service.name.encode()
+                assert ask(port, port_hello(KEY, service)) == service.name.encode()
     with services(port):
-        assert ask(port, own_knock(KEY, Service.CONTROL)) == b"CONTROL"
-        assert ask(port, knock(0)) == b"", "an endpoint that has gone"
+        assert ask(port, port_hello(KEY, Service.CONTROL)) == b"CONTROL"
+        assert ask(port, hello_to(0)) == b"", "an endpoint that has gone"
 
 
-NO_KNOCKS = [
+INVALID_HELLOS = [
     os.urandom(200),
     b"weft" + os.urandom(200),
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500),
     b"GET / HTTP/1.1\r\n\r\n" * 10,
-    knock(Service.CONTROL, job="", magic=b"weftwan2"),
-    knock(Service.CONTROL, job="")[:50],
+    hello_to(Service.CONTROL, job="", magic=b"weftwan2"),
+    hello_to(Service.CONTROL, job="")[:50],
 ]
-NOBODYS = [knock(77, job=""), knock(9), knock(Service.RENDEZVOUS), knock(Service.RENDEZVOUS, job="")]
+NOBODYS = [hello_to(77, job=""), hello_to(9), hello_to(Service.RENDEZVOUS), hello_to(Service.RENDEZVOUS, job="")]
 
 
-@pytest.mark.parametrize("said", NO_KNOCKS + NOBODYS, ids=range(len(NO_KNOCKS + NOBODYS)))
+@pytest.mark.parametrize("said", INVALID_HELLOS + NOBODYS, ids=range(len(INVALID_HELLOS + NOBODYS)))
 def test_a_connection_without_hello_or_recipient_is_closed(said):
     port = free_port()
     with Listening(port, Service.CONTROL) as driver:
@@ -169,12 +168,12 @@ def test_a_hello_of_another_key_reaches_the_handshake_of_its_process_only():
     port = free_port()
     with services(port) as (driver, rendezvous):
         for _ in range(40):
-            assert ask(port, knock(Service.CONTROL, job="", key=ANOTHER)) in {b"CONTROL", b"RENDEZVOUS"}
+            assert ask(port, hello_to(Service.CONTROL, job="", key=ANOTHER)) in {b"CONTROL", b"RENDEZVOUS"}
         assert driver.handed == rendezvous.handed == 0
 
 
 def test_a_hello_is_valid_for_one_connection():
-    port, said = free_port(), own_knock(KEY, Service.CONTROL)
+    port, said = free_port(), port_hello(KEY, Service.CONTROL)
     with Listening(port, Service.CONTROL) as driver:
         assert ask(port, said) == b"CONTROL"
         assert ask(port, said) == b""
@@ -182,7 +181,7 @@ def test_a_hello_is_valid_for_one_connection():
 
 
 def test_a_hello_may_arrive_byte_by_byte():
-    port, said = free_port(), own_knock(KEY, Service.CONTROL)
+    port, said = free_port(), port_hello(KEY, Service.CONTROL)
     with Listening(port, Service.CONTROL), socket.create_connection((HOST, port), timeout=10) as client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in said:
@@ -194,13 +193,13 @@ def test_bytes_after_a_hello_are_left_for_the_handshake():
     port = free_port()
 
     class Echoing(Listening):
-        def _serve(self, guest):
-            guest.settimeout(10)
-            guest.sendall(guest.recv(100))
-            guest.close()
+        def _serve(self, connection):
+            connection.settimeout(10)
+            connection.sendall(connection.recv(100))
+            connection.close()
 
     with Echoing(port, Service.CONTROL):
-        assert ask(port, own_knock(KEY, Service.CONTROL) + b"what follows") == b"what follows"
+        assert ask(port, port_hello(KEY, Service.CONTROL) + b"what follows") == b"what follows"
 
 
 def test_two_of_one_service_at_a_port_are_an_error():
@@ -208,7 +207,7 @@ def test_two_of_one_service_at_a_port_are_an_error():
     with Listening(port, Service.CONTROL):
         with pytest.raises(OSError, match="in use"):
             HostPort((HOST, port), Service.CONTROL, KEY)
-        assert ask(port, own_knock(KEY, Service.CONTROL)) == b"CONTROL"
+        assert ask(port, port_hello(KEY, Service.CONTROL)) == b"CONTROL"
 
 
 def test_a_port_of_another_program_is_not_shared():
@@ -236,7 +235,7 @@ def test_a_forked_child_keeps_neither_port_nor_name():
     try:
         with Listening(port, Service.CONTROL):
             for _ in range(20):
-                assert ask(port, own_knock(KEY, Service.CONTROL)) == b"CONTROL"
+                assert ask(port, port_hello(KEY, Service.CONTROL)) == b"CONTROL"
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -257,7 +256,7 @@ def test_the_mailbox_takes_nothing_from_other_users():
         assert os.waitpid(child, 0)[1] == 0
         theirs.close()
         assert is_closed(ours)
-        assert ask(port, own_knock(KEY, Service.CONTROL)) == b"CONTROL"
+        assert ask(port, port_hello(KEY, Service.CONTROL)) == b"CONTROL"
         assert driver.served == 1
         ours.close()
 
@@ -277,23 +276,23 @@ def test_messages_without_a_connection_or_with_many_leave_nothing_open():
                 ours.settimeout(10)
                 assert ours.recv(100) in (b"CONTROL", b"")
                 ours.close()
-        assert ask(port, own_knock(KEY, Service.CONTROL)) == b"CONTROL"
+        assert ask(port, port_hello(KEY, Service.CONTROL)) == b"CONTROL"
         assert len(os.listdir("/proc/self/fd")) <= before + 1
         assert driver.refused == 0
 
 
 def test_few_peers_with_another_key_shake_hands_at_once(monkeypatch):
-    monkeypatch.setattr("weft.comm.host_port._MOST_STRANGERS", 3)
+    monkeypatch.setattr("weft.comm.host_port._MOST_OTHER_KEYS", 3)
     with Listening(0, Service.CONTROL) as driver:
-        driver.part._strangers = deque(maxlen=3)
+        driver.part._other_keys = deque(maxlen=3)
         answers = []
         for _ in range(10):
             with socket.create_connection(driver.part.address, timeout=20) as client:
-                client.sendall(own_knock(ANOTHER, Service.CONTROL))
+                client.sendall(port_hello(ANOTHER, Service.CONTROL))
                 answers.append(client.recv(100))
         assert answers == [b"CONTROL"] * 3 + [b""] * 7
         with socket.create_connection(driver.part.address, timeout=20) as client:
-            client.sendall(own_knock(KEY, Service.CONTROL))
+            client.sendall(port_hello(KEY, Service.CONTROL))
             assert client.recv(100) == b"CONTROL"
 
 
@@ -301,7 +300,7 @@ def test_a_rendezvous_that_left_its_port_to_an_endpoint_is_reached_through_it():
     with environment(WEFT_KEY=KEY.secret.decode()):
         listening = AuthenticatedTcpSocket(("127.0.0.1", free_port()), listens=True)
         key = WanKey.from_environment()
-        with WanEndpoint(rank=0, bind="127.0.0.1", key=key, knocks=True, port=listening.address[1]) as endpoint:
+        with WanEndpoint(rank=0, bind="127.0.0.1", key=key, shares_port=True, port=listening.address[1]) as endpoint:
             store, _ = first_rank(listening, endpoint)
             limit = time.monotonic() + 10
             while listening.port.listener.fileno() >= 0 and time.monotonic() < limit:

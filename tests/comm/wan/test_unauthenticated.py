@@ -81,15 +81,15 @@ def test_a_recorded_handshake_opens_nothing(stack):
 def test_a_port_scan_and_silent_connections_do_not_keep_peers_out(stack):
     pair = Pair(stack, proxied=True)
     pair.exchange("a", noise(1000))
-    guests = [socket.create_connection(pair.ends[1].address) for _ in range(100)]  # more than it has space for
+    connections = [socket.create_connection(pair.ends[1].address) for _ in range(100)]  # more than it has space for
     for _ in range(30):
         socket.create_connection(pair.ends[1].address).close()
     pair.proxy.kill(3)  # the peer must come in again past all of them
     pair.exchange("a", noise(1000, 1))
     until(lambda: pair.ends[1].refused >= 130, timeout_s=10)
-    for guest in guests:
-        assert guest.recv(1) == b""
-        guest.close()
+    for connection in connections:
+        assert connection.recv(1) == b""
+        connection.close()
     pair.exchange("a", noise(1000, 2))
 
 
@@ -142,14 +142,14 @@ def test_a_false_listener_is_found_out(stack):
     stack.callback(peer.close, linger_s=0.0)
     peer.link(1, address=false.getsockname())
     handle = peer.channel(1).send("a", torch.full((4000,), 7, dtype=torch.uint8))
-    guest, _ = false.accept()
-    heard = guest.recv(4096)
+    connection, _ = false.accept()
+    heard = connection.recv(4096)
     assert len(heard) == 88
-    guest.sendall(heard[:8] + heard[8:24] + struct.pack("<IIQII", 1, 0, 7, 4096, 0) + os.urandom(32))
-    assert len(guest.recv(4096)) == 32  # its proof
-    guest.sendall(os.urandom(32))
-    assert guest.recv(4096) == b""  # and not a byte of the tensor
-    guest.close()
+    connection.sendall(heard[:8] + heard[8:24] + struct.pack("<IIQII", 1, 0, 7, 4096, 0) + os.urandom(32))
+    assert len(connection.recv(4096)) == 32  # its proof
+    connection.sendall(os.urandom(32))
+    assert connection.recv(4096) == b""  # and not a byte of the tensor
+    connection.close()
     with pytest.raises(ChannelError, match="a different key"):
         handle.wait()
 

@@ -91,7 +91,7 @@ def listening(inside):
     return [(host.strip("[]").removeprefix("::ffff:"), int(port), process) for host, port, process in ends]
 
 
-KNOCK = """
+CONNECT = """
 import encodings.idna, json, os, socket, struct, sys
 os.setuid(int(sys.argv[1]))
 for host, port in json.loads(sys.argv[2]):
@@ -109,7 +109,7 @@ for host, port in json.loads(sys.argv[2]):
 
 def answers(inside, addresses):
     """Return the answer of each address to the other user."""
-    command = [*inside, sys.executable, "-c", KNOCK, str(OTHER), json.dumps(addresses)]
+    command = [*inside, sys.executable, "-c", CONNECT, str(OTHER), json.dumps(addresses)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
 
 

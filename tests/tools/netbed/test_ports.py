@@ -35,10 +35,10 @@ SETTINGS = [
     "comm.connections=2",
 ]
 
-KNOCK = """
+CONNECT = """
 import concurrent.futures, json, os, socket, sys
 
-def knock(address):
+def try_port(address):
     try:
         with socket.create_connection(tuple(address), timeout=3) as client:
             client.settimeout(20)
@@ -59,7 +59,7 @@ def knock(address):
 
 addresses = json.loads(sys.argv[1])
 with concurrent.futures.ThreadPoolExecutor(64) as pool:
-    print(json.dumps(list(pool.map(knock, addresses))))
+    print(json.dumps(list(pool.map(try_port, addresses))))
 """
 
 
@@ -93,9 +93,9 @@ def site(address):
     return address[0].split(".")[2]
 
 
-def knock(bed, node, addresses):
+def try_port(bed, node, addresses):
     """Return the answer of each address to an unauthenticated peer in ``node``."""
-    command = [sys.executable, "-c", KNOCK, json.dumps(addresses)]
+    command = [sys.executable, "-c", CONNECT, json.dumps(addresses)]
     return json.loads(bed.run(node, command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
 
@@ -147,7 +147,7 @@ def test_every_port_of_a_supervised_run_is_in_the_table_and_refuses_who_has_no_k
         def visited(node):
             """Return a node's listeners, and each port's answer to another node."""
             addresses = listening(bed, node)
-            return zip(addresses, knock(bed, second if node == first else first, addresses), strict=True)
+            return zip(addresses, try_port(bed, second if node == first else first, addresses), strict=True)
 
         found, known = Counter(), {}
         with ThreadPoolExecutor(len(bed.nodes)) as pool:  # most of it is waiting for those that do not answer

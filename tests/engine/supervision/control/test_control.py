@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from weft.comm.certificate import contexts
-from weft.comm.host_port import Service, knock
+from weft.comm.host_port import Service, port_hello
 from weft.comm.key import WanKey
 from weft.engine.supervision.control import ControlClient, ControlServer, link
 from weft.engine.supervision.control.frames import MOST_BYTES, FrameError, Frames, pack
@@ -244,14 +244,14 @@ def hostile_frames():
         yield struct.pack("<I", len(text)) + text
 
 
-async def closes(address, data, context=None, *, knocks=True):
+async def closes(address, data, context=None, *, hello=True):
     """Send ``data``, over TCP after a valid hello, and check that the connection is closed without an answer."""
     if isinstance(address, str):
         reader, writer = await asyncio.open_unix_connection("\0" + address)
     else:
         guest = socket.create_connection(address)
-        if knocks:
-            guest.sendall(knock(WanKey.from_environment(), Service.CONTROL))
+        if hello:
+            guest.sendall(port_hello(WanKey.from_environment(), Service.CONTROL))
         reader, writer = await asyncio.open_connection(sock=guest, ssl=context, server_hostname="" if context else None)
     try:
         with suppress(ConnectionError, ssl.SSLError):
@@ -269,7 +269,7 @@ def test_nonsense_in_the_clear_earns_nothing():
             frames = [data for data in hostile_frames() if len(data) > 4]
             answers = await asyncio.gather(*(closes(it.address, data) for data in frames))
             assert all(b"name" not in answer for answer in answers)  # a TLS alert at most
-            answers = await asyncio.gather(*(closes(it.address, data, knocks=False) for data in frames))
+            answers = await asyncio.gather(*(closes(it.address, data, hello=False) for data in frames))
             assert set(answers) == {b""}
             client.send({"still": "here"})
             await until(lambda: it.heard)
@@ -346,7 +346,7 @@ def test_silent_connections_are_dropped_for_peers():
             silent = [socket.create_connection(it.address) for _ in range(20)]
             for number, guest in enumerate(silent):  # some begin a handshake, a byte of it
                 if number % 2:
-                    guest.sendall(knock(WanKey.from_environment(), Service.CONTROL) + b"\x16")
+                    guest.sendall(port_hello(WanKey.from_environment(), Service.CONTROL) + b"\x16")
             async with agent(it.address) as client:
                 client.send({"here": 1})
                 await until(lambda: it.heard)
@@ -363,7 +363,7 @@ def test_never_more_connections_wait_to_be_greeted_than_the_limit(monkeypatch):
         async with driver(most_guests=4) as it:
             guests = [socket.create_connection(it.address) for _ in range(40)]
             for guest in guests:
-                guest.sendall(knock(WanKey.from_environment(), Service.CONTROL) + b"\x16")
+                guest.sendall(port_hello(WanKey.from_environment(), Service.CONTROL) + b"\x16")
             await until(lambda: it.server.refused == 36)
             assert len(it.server._guests) == 4
             for guest in guests:
@@ -378,7 +378,7 @@ def test_a_handshake_has_a_time_limit(monkeypatch):
     async def work():
         async with driver() as it:
             reader, writer = await asyncio.open_connection(*it.address)
-            writer.write(knock(WanKey.from_environment(), Service.CONTROL) + b"\x16\x03\x01")
+            writer.write(port_hello(WanKey.from_environment(), Service.CONTROL) + b"\x16\x03\x01")
             assert await reader.read() == b""
             writer.close()
             assert it.server.refused == 1

@@ -1,8 +1,8 @@
 // One TCP port for all endpoints of a host: who listens there hands each connection to the endpoint that it is for.
 //
-// A connection begins with a `Knock`, in the clear, before TLS: it names the endpoint, and proves the job's key. Each
-// is good for one connection, so a recorded one opens nothing. The other endpoints of the host take their connections
-// from a mailbox, a Unix socket of which the kernel tells the sender's user.
+// A connection begins with a `PortHello`, in the clear, before TLS: it names the endpoint, and proves the job's key.
+// Each is good for one connection, so a recorded one opens nothing. The other endpoints of the host take their
+// connections from a mailbox, a Unix socket of which the kernel tells the sender's user.
 #pragma once
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -19,46 +19,46 @@
 
 namespace weft {
 
-struct Knock {
+struct PortHello {
     char magic[8];
     Job job;
     uint32_t to, reserved;
     unsigned char random[32];
     unsigned char mac[32];
 };
-static_assert(sizeof(Knock) == 96, "the wire format");
+static_assert(sizeof(PortHello) == 96, "the wire format");
 
-constexpr char KNOCK_MAGIC[8] = {'w', 'e', 'f', 't', 'd', 'o', 'o', 'r'};
+constexpr char PORT_MAGIC[8] = {'w', 'e', 'f', 't', 'd', 'o', 'o', 'r'};
 
-class Door {
+class SharedPort {
 public:
-    explicit Door(const std::string &key) : key_(key) {}
+    explicit SharedPort(const std::string &key) : key_(key) {}
 
-    Knock knock(const Job &job, uint32_t to) const {
-        Knock knock{{}, job, to, 0, {}, {}};
-        memcpy(knock.magic, KNOCK_MAGIC, sizeof KNOCK_MAGIC);
-        fill_random(knock.random, sizeof knock.random);
-        prove(knock, knock.mac);
-        return knock;
+    PortHello hello(const Job &job, uint32_t to) const {
+        PortHello hello{{}, job, to, 0, {}, {}};
+        memcpy(hello.magic, PORT_MAGIC, sizeof PORT_MAGIC);
+        fill_random(hello.random, sizeof hello.random);
+        prove(hello, hello.mac);
+        return hello;
     }
 
-    // Whether a process that has the key made this knock, and it is heard for the first time.
-    bool opens(const Knock &knock) {
-        unsigned char mac[sizeof knock.mac];
-        if (memcmp(knock.magic, KNOCK_MAGIC, sizeof KNOCK_MAGIC)) return false;
-        prove(knock, mac);
-        if (openssl().CRYPTO_memcmp(mac, knock.mac, sizeof mac)) return false;
-        return heard_.insert(std::string(reinterpret_cast<const char *>(knock.random), sizeof knock.random)).second;
+    // Whether a process that has the key made this hello, and it is the first with these bytes.
+    bool admits(const PortHello &hello) {
+        unsigned char mac[sizeof hello.mac];
+        if (memcmp(hello.magic, PORT_MAGIC, sizeof PORT_MAGIC)) return false;
+        prove(hello, mac);
+        if (openssl().CRYPTO_memcmp(mac, hello.mac, sizeof mac)) return false;
+        return seen_.insert(std::string(reinterpret_cast<const char *>(hello.random), sizeof hello.random)).second;
     }
 
 private:
     const std::string key_;
-    std::unordered_set<std::string> heard_;  // only who has the key adds to it
+    std::unordered_set<std::string> seen_;  // only who has the key adds to it
 
-    void prove(const Knock &knock, unsigned char *mac) const {
-        unsigned length = sizeof knock.mac;
+    void prove(const PortHello &hello, unsigned char *mac) const {
+        unsigned length = sizeof hello.mac;
         if (!openssl().HMAC(openssl().EVP_sha256(), key_.data(), static_cast<int>(key_.size()),
-                            reinterpret_cast<const unsigned char *>(&knock), offsetof(Knock, mac), mac, &length))
+                            reinterpret_cast<const unsigned char *>(&hello), offsetof(PortHello, mac), mac, &length))
             throw std::runtime_error("HMAC failed");
     }
 };
@@ -81,10 +81,10 @@ public:
     Mailbox(const Mailbox &) = delete;
 
     // Hands over a connection; false if who it is for is not there, or does not keep up.
-    static bool give(int connection, const Knock &knock, uint16_t port) {
+    static bool give(int connection, const PortHello &hello, uint16_t port) {
         int sender = open();
         if (sender < 0) return false;
-        Name name = knock.job == Job{} ? Name(port, knock.to) : Name(knock.job, knock.to);
+        Name name = hello.job == Job{} ? Name(port, hello.to) : Name(hello.job, hello.to);
         char byte = 0;
         iovec part{&byte, 1};
         alignas(cmsghdr) char control[CMSG_SPACE(sizeof connection)] = {};

@@ -12,7 +12,7 @@ KEY = WanKey(b"a key for tests, long enough")
 JOB = f"an attempt of {os.getpid()}"  # endpoints of one attempt have their names once on a host
 
 
-def knock(whom, *, key=KEY, job=JOB, magic=b"weftdoor"):
+def hello_to(whom, *, key=KEY, job=JOB, magic=b"weftdoor"):
     """Return the first bytes for a rank's endpoint of an attempt, or for a service if ``job`` is empty."""
     attempt = hashlib.sha256(job.encode()).digest()[:16] if job else bytes(16)
     said = magic + attempt + struct.pack("<II", whom, 0) + secrets.token_bytes(32)

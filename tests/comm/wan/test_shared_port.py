@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.comm.wan.knocks import JOB, KEY, is_closed, knock
+from tests.comm.wan.port_hellos import JOB, KEY, hello_to, is_closed
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("tls", [True, False])
 
 
 def endpoint(rank, **settings):
-    given = {"bind": "127.0.0.1", "key": KEY, "job": JOB, "knocks": True, "connections": 3, "timeout_s": 30.0}
+    given = {"bind": "127.0.0.1", "key": KEY, "job": JOB, "shares_port": True, "connections": 3, "timeout_s": 30.0}
     return WanEndpoint(rank=rank, **{**given, **settings})
 
 
@@ -30,7 +30,7 @@ def host(request):
     with ExitStack() as stack:
         tls = getattr(request, "param", True)
         first = stack.enter_context(endpoint(0, tls=tls))
-        second = stack.enter_context(endpoint(1, tls=tls, door=first.address))
+        second = stack.enter_context(endpoint(1, tls=tls, host_address=first.address))
         yield first, second, stack.enter_context(endpoint(2, tls=tls, bind="127.0.0.2"))
 
 
@@ -67,9 +67,9 @@ def test_nothing_of_a_peer_without_the_key_is_handed_on(host):
     wrong = [
         os.urandom(96),
         os.urandom(5000),
-        knock(1, key=WanKey(b"another key, as long as it")),
-        knock(1, magic=b"weftwan2"),
-        knock(1)[:-1] + b"!",
+        hello_to(1, key=WanKey(b"another key, as long as it")),
+        hello_to(1, magic=b"weftwan2"),
+        hello_to(1)[:-1] + b"!",
         b"GET / HTTP/1.1\r\nHost: a-name-that-is-long-enough-to-be-a-knock\r\nAccept: */*\r\nConnection: close\r\n\r\n",
     ]
     for said in wrong:
@@ -83,7 +83,7 @@ def test_nothing_of_a_peer_without_the_key_is_handed_on(host):
 
 def test_a_hello_is_valid_for_one_connection(host):
     first, second, _ = host
-    said = knock(1)
+    said = hello_to(1)
     with socket.create_connection(first.address, timeout=5) as client, socket.create_connection(first.address) as again:
         client.sendall(said)
         assert not is_closed(client, within_s=0.5)  # it waits for the handshake
@@ -100,7 +100,7 @@ def test_silent_peers_do_not_keep_others_out(host, behind):
     with ExitStack() as stack:
         for _ in range(150):
             client = stack.enter_context(socket.create_connection(first.address, timeout=5))
-            client.sendall(knock(1) if behind else knock(1)[:50])
+            client.sendall(hello_to(1) if behind else hello_to(1)[:50])
         meet(second, other)
 
 
@@ -111,7 +111,7 @@ def test_a_missing_rank_is_distinguished_from_a_slow_one(host):
     with pytest.raises(ChannelError, match=r"closed by the peer|has exited"):
         other.channel(1).recv("t", SPEC).wait()
     with socket.create_connection(first.address, timeout=5) as client:
-        client.sendall(knock(1))
+        client.sendall(hello_to(1))
         assert is_closed(client)
     meet(first, other)
 
@@ -119,7 +119,7 @@ def test_a_missing_rank_is_distinguished_from_a_slow_one(host):
 def test_another_attempt_is_not_reached(host):
     first, _, _ = host
     with socket.create_connection(first.address, timeout=5) as client:
-        client.sendall(knock(1, job="an attempt before"))
+        client.sendall(hello_to(1, job="an attempt before"))
         assert is_closed(client)
 
 
