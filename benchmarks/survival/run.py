@@ -19,10 +19,9 @@ import psutil
 
 from benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
 from weft.conf import load
-from weft.engine.supervision.journal import NAME, read_journal
-from weft.engine.supervision.leftovers import page_path
-from weft.engine.supervision.places import PlaceReader, Reading
-from weft.engine.supervision.spec import config_file
+from weft.engine.supervision.progress_page import ProgressReader, Reading
+from weft.engine.supervision.run_files import NAME, config_file, read_journal
+from weft.engine.supervision.stale_resources import page_path
 
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
@@ -132,7 +131,7 @@ class SupervisedRun:
         found = []
         for host in HOSTS:
             with suppress(ValueError):
-                page = PlaceReader(page_path(self.folder, host))
+                page = ProgressReader(page_path(self.folder, host))
                 for local in range(len(page)):
                     reading = page.read(local)
                     if reading and psutil.pid_exists(reading.pid):
@@ -143,9 +142,9 @@ class SupervisedRun:
         """A rank that runs."""
         return next(each for each in self.ranks() if each.rank == number)
 
-    def page(self, host: str) -> PlaceReader:
+    def page(self, host: str) -> ProgressReader:
         """A host's page of places."""
-        return PlaceReader(page_path(self.folder, host))
+        return ProgressReader(page_path(self.folder, host))
 
     def reading(self, rank: RankProcess) -> Reading | None:
         """Return a rank's published progress."""

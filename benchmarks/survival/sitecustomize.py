@@ -155,7 +155,7 @@ def _watch(module: Any, on: bool) -> None:
     place = engine.watcher.record
     if not on:
         kept.update(observers=engine.slot_observers, closing=place._closing, paused=_Paused())
-        engine.slot_observers = [each for each in engine.slot_observers if type(each).__name__ != "PlaceObserver"]
+        engine.slot_observers = [each for each in engine.slot_observers if type(each).__name__ != "ProgressObserver"]
         place._closing = kept["paused"]
     elif kept:
         engine.slot_observers, place._closing = kept["observers"], kept["closing"]

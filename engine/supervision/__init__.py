@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.conf.schema import WeftConfig
     from weft.engine.attempt import Attempt
     from weft.engine.engine import WeftEngine
-    from weft.engine.supervision.early import EarlyAgent
+    from weft.engine.supervision.forkserver import EarlyAgent
     from weft.engine.supervision.heartbeat import Heartbeat
 
 DRIVER = (f"{__name__}.driver", "launch")
@@ -27,14 +27,14 @@ DRIVER = (f"{__name__}.driver", "launch")
 
 def early_agent(environment: Mapping[str, str]) -> EarlyAgent:
     """Start the agent of this host, whose imports take longest."""
-    from weft.engine.supervision.early import PRELOAD, EarlyAgent
+    from weft.engine.supervision.forkserver import PRELOAD, EarlyAgent
 
     return EarlyAgent(PRELOAD, environment)
 
 
 def prepare(config: WeftConfig, folder: Path, environment: Mapping[str, str], *, supervised: bool = True) -> None:
-    """Write what the driver of a run needs into its folder. See `weft.engine.supervision.spec.prepare_folder`."""
-    from weft.engine.supervision.spec import prepare_folder
+    """Write what the driver of a run needs into its folder. See `weft.engine.supervision.run_files.prepare_folder`."""
+    from weft.engine.supervision.run_files import prepare_folder
 
     prepare_folder(config, folder, environment, supervised=supervised)
 

@@ -23,21 +23,18 @@ from typing import Any
 from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.observability.watcher import ERROR_FILE, Phase
 from weft.engine.stop_signals import STOP
-from weft.engine.supervision.cadence import Cadence
 from weft.engine.supervision.control import ControlClient
-from weft.engine.supervision.early import read_order
-from weft.engine.supervision.examination import examine
+from weft.engine.supervision.eviction import examine
 from weft.engine.supervision.faults import OomKills, RankEnd, classify, read_report
-from weft.engine.supervision.forkserver import ForkServer
+from weft.engine.supervision.forkserver import ForkServer, read_order
 from weft.engine.supervision.guard import DriverGuard
-from weft.engine.supervision.leftovers import Ownership, is_owned, page_path, remove_leftovers, take_page
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.order import AgentOrder
+from weft.engine.supervision.messages import AgentCommand, AgentMessage, HostReport, RankReport, rank_report
 from weft.engine.supervision.output import Output, Repeats, Writer
-from weft.engine.supervision.parking import AGENT, Assignment, Parking
-from weft.engine.supervision.places import PlaceReader, Reading
+from weft.engine.supervision.progress_page import ProgressReader, Reading
 from weft.engine.supervision.ranks import Rank, Ranks
-from weft.engine.supervision.report import HostReport, RankReport, rank_report
+from weft.engine.supervision.stale_resources import Ownership, is_owned, page_path, remove_stale, take_page
+from weft.engine.supervision.standby import AGENT, Assignment, Standby
+from weft.engine.supervision.timeouts import ReportTimes
 from weft.engine.supervision.vitals import LogMatches, host_vitals
 
 PARK_S, LEAVE_S = 3.0, 10.0
@@ -59,7 +56,7 @@ def main() -> int:
     line, server = read_order(sys.argv[1:])
     if not line:
         return 1
-    order = AgentOrder.read(line)
+    order = AgentCommand.read(line)
     os.environ.update(order.environment)
     return asyncio.run(Agent(order, server).run())
 
@@ -67,7 +64,7 @@ def main() -> int:
 class Agent:
     """The ranks of a host, and the connection to the driver."""
 
-    def __init__(self, order: AgentOrder, server: ForkServer | None = None) -> None:
+    def __init__(self, order: AgentCommand, server: ForkServer | None = None) -> None:
         """Store the settings. Nothing starts before `run`.
 
         Args:
@@ -90,7 +87,7 @@ class Agent:
         self._guard = DriverGuard(order)
         self._page = page_path(Path(order.run_folder), order.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
-        self._parking = Parking(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
+        self._parking = Standby(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
@@ -173,7 +170,7 @@ class Agent:
     def _take_host(self) -> None:
         """Create this agent's resources on the host, and remove those of earlier agents."""
         self._make_page()
-        remove_leftovers(self._memory.parent, self._page.name)
+        remove_stale(self._memory.parent, self._page.name)
         for left in set(self._memory.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
             shutil.rmtree(left, ignore_errors=True)
         self._ranks = Ranks(self._order.preload, self._changed.set, self._server)
@@ -183,7 +180,7 @@ class Agent:
         """Create the progress page and the socket that this agent shares with its ranks."""
         self._page = take_page(self._page, self._order.slots)
         self._owned = Ownership(self._page)
-        self._places = PlaceReader(self._page)
+        self._places = ProgressReader(self._page)
         self._parking.path = self._page.with_name(f"{self._page.name}.agent{self._order.generation}")
         self._parking.open()
 
@@ -315,7 +312,7 @@ class Agent:
 
     async def _report(self) -> None:
         """Report the ranks' progress to the driver."""
-        cadence = Cadence(self._order.heartbeat_s)
+        cadence = ReportTimes(self._order.heartbeat_s)
         while True:
             now = monotonic()
             if cadence.beats(now):

@@ -16,7 +16,7 @@ from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, Slot, rec
 from weft.pipeline.schedule import Schedule
 
 
-class Place(NamedTuple):
+class RowProgress(NamedTuple):
     """A rank's position in its row; positions in the same row are ordered by progress.
 
     Attributes:
@@ -79,7 +79,7 @@ class JobRows:
         predicted = self.replicas[number].busy_s
         return predicted[row] if predicted else 0.0
 
-    def doing(self, rank: int, place: Place) -> str:
+    def doing(self, rank: int, place: RowProgress) -> str:
         """Describe a rank's current action."""
         row = self.row(rank)
         if place.step == 0:
@@ -165,7 +165,7 @@ class _Candidate:
 
 def find_culprits(
     job: JobRows,
-    places: Mapping[int, Place],
+    places: Mapping[int, RowProgress],
     *,
     moved: Collection[int] = (),
     silent: Collection[int] = (),
@@ -198,7 +198,7 @@ def find_culprits(
 
 
 def _links(
-    job: JobRows, places: Mapping[int, Place], stuck: Sequence[_Candidate], broken: Collection[frozenset[int]]
+    job: JobRows, places: Mapping[int, RowProgress], stuck: Sequence[_Candidate], broken: Collection[frozenset[int]]
 ) -> list[Suspect]:
     """The links that carry transfers which were sent and do not arrive, each once."""
     crossings: dict[frozenset[frozenset[int]], list[_Candidate]] = {}
@@ -223,7 +223,7 @@ def _pair(ends: frozenset[int]) -> tuple[int, int]:
 class _Judge:
     """Judges ranks one by one; what several need is found once."""
 
-    def __init__(self, job: JobRows, places: Mapping[int, Place]) -> None:
+    def __init__(self, job: JobRows, places: Mapping[int, RowProgress]) -> None:
         self._job, self._places = job, places
         self._far = {rank: self._from_end(rank) for rank in places}
         self._least = min(self._far.values())
@@ -260,7 +260,7 @@ class _Judge:
         row = replica.schedule.placement.stage_ranks[stage]
         sender = replica.ranks[row]
         step = self._places[rank].step
-        sent = Place(step, self._slot_of(replica.schedule.rows[row], action) + 1)
+        sent = RowProgress(step, self._slot_of(replica.schedule.rows[row], action) + 1)
         if self._places[sender] < sent:
             return None
         carriers = self._job.carriers(sender, rank)

@@ -2,23 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from weft.conf.schema import SuperviseConfig
+from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.alerts import Alerts
-from weft.engine.supervision.blame import all_lost, fault_of_ends
-from weft.engine.supervision.budget import Fault
-from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.effects import Effects
-from weft.engine.supervision.faults import FaultKind, RankEnd
+from weft.engine.supervision.faults import POLICIES, Fault, FaultKind, RankEnd, Response, cause
 from weft.engine.supervision.fleet import Fleet
-from weft.engine.supervision.layout import Layout
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.patience import SitePatience
-from weft.engine.supervision.progress import Progress, step_under_way
+from weft.engine.supervision.hosts import Layout
+from weft.engine.supervision.messages import AgentMessage, HostReport
+from weft.engine.supervision.timeouts import Deadlines, SiteTimeout
 from weft.engine.supervision.watch import Watch
+
+_BEFORE_TRAINING = (Phase.imports, Phase.setup, Phase.parked)
+_BEFORE_A_STEP = (*_BEFORE_TRAINING, Phase.first_step)
+
+
+class AttemptProgress:
+    """The hosts that have not yet done their imports, their first step, or all of their work.
+
+    Attributes:
+        has_plan: whether a rank has begun to train. Ranks write their plan into the run's folder before that.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        """Start with all hosts."""
+        self._layout = layout
+        self._importing, self._without_step, self._unfinished = (set(layout.slots) for _ in range(3))
+        self.has_plan = False
+
+    def observe(self, report: HostReport) -> None:
+        """Process a host's report of this attempt."""
+        host = report.host
+        complete = len(report.ranks) == self._layout.slots.get(host)
+        if host in self._without_step:
+            phases = [rank.phase for rank in report.ranks]
+            if complete and Phase.imports not in phases:
+                self._importing.discard(host)
+            self.has_plan = self.has_plan or any(phase not in _BEFORE_TRAINING for phase in phases)
+            if complete and not any(phase in _BEFORE_A_STEP for phase in phases):
+                self._without_step.discard(host)
+        if complete and all(rank.exit_code == 0 for rank in report.ranks):
+            self._unfinished.discard(host)
+
+    @property
+    def has_imported(self) -> bool:
+        """True if every rank is past its imports."""
+        return not self._importing
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if every rank has done the first step of the attempt."""
+        return not self._without_step
+
+    @property
+    def has_finished(self) -> bool:
+        """True if every rank has succeeded."""
+        return not self._unfinished
+
+
+def step_under_way(watch: Watch) -> int | None:
+    """Return the step of the slowest rank, from 1, or None before training."""
+    steps: Iterable[int] = (seen.report.place.step for seen in watch.ranks.values())
+    return min(steps, default=0) or None
+
+
+def all_lost(ends: Mapping[int, RankEnd]) -> bool:
+    """True if every end is a consequence of another rank's end, so that none shows the cause."""
+    return all(end.kind is FaultKind.lost_peer for end in ends.values())
+
+
+def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> Fault:
+    """Return the fault that ends an attempt.
+
+    Args:
+        ends: by rank, at least one: the failure, or the reason for standby.
+        watch: of the attempt.
+    """
+    rank = cause(ends)
+    end = ends[rank]
+    culprit = _named(end.ranks or (rank,), layout)
+    evidence = end.message.splitlines()[0] if end.message else ""
+    if end.kind is FaultKind.bad_numbers:
+        if end.ranks:
+            evidence += f" (weft evict {' '.join(_hosts(culprit))})"
+        else:  # all ranks end alike, so the first is no more to blame than the others
+            culprit = {}
+    if all_lost(ends):
+        culprit, waited = _awaited(ends, layout, watch, now)
+        evidence = f"{waited}; rank {rank} says: {evidence}"
+    policy = POLICIES[end.kind]
+    return Fault(
+        end.kind.value,
+        culprit,
+        evidence,
+        step_under_way(watch) if end.step is None else end.step,
+        now - watch.still_since,
+        policy.most,
+        policy.response is Response.stop,
+    )
+
+
+def _named(ranks: Sequence[int], layout: Layout) -> Mapping[str, Any]:
+    """Return ranks with their hosts as a culprit. Ranks that the attempt does not have are omitted."""
+    known = [rank for rank in ranks if 0 <= rank < layout.num_ranks]
+    if len(known) == 1:
+        return {"rank": known[0], "host": layout.host_of(known[0])}
+    return {"ranks": known, "hosts": sorted({layout.host_of(rank) for rank in known})}
+
+
+def _hosts(culprit: Mapping[str, Any]) -> Sequence[str]:
+    return culprit["hosts"] if "hosts" in culprit else [culprit["host"]]
+
+
+def _awaited(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> tuple[Mapping[str, Any], str]:
+    """Return the rank that all ranks with a lost peer waited for, empty if unknown, and a description."""
+    suspects = watch.awaited(ends, now)
+    ranks = [suspect.rank for suspect in suspects if suspect.rank is not None]
+    hosts = sorted({layout.host_of(rank) for rank in ranks})
+    if len(ranks) == 1:
+        text = f"the others waited for rank {ranks[0]}, {suspects[0].doing}"
+        return {"rank": ranks[0], "host": hosts[0]}, text
+    if len(hosts) == 1:
+        return {"host": hosts[0]}, f"the others waited for ranks of {hosts[0]}"
+    if not ranks and suspects:
+        return {"link": list(suspects[0].links[0])}, f"what was sent did not arrive: {suspects[0].doing}"
+    return {}, "ranks have lost each other"
+
 
 SETTLE_S = 0.3
 """Seconds between a rank's first failure and the diagnosis, in which a report of the actual cause may arrive."""
@@ -45,7 +158,7 @@ class FailureDetector:
         settings: SuperviseConfig,
         deadlines: Deadlines,
         link_deadline_s: float,
-        patience: SitePatience,
+        patience: SiteTimeout,
         now: float,
     ) -> None:
         """Start without reports. ``patience`` is the timeout policy for silent sites.
@@ -61,7 +174,7 @@ class FailureDetector:
         self._stopped = set[int]()
         self._lines: dict[int, list[str]] = {}
         self._silent: set[tuple[str, ...]] = set()
-        self._progress = Progress(layout)
+        self._progress = AttemptProgress(layout)
         self._watch = Watch(
             attempt=attempt,
             num_ranks=layout.num_ranks,

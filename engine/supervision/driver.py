@@ -31,16 +31,13 @@ from weft.conf.trees import to_yaml
 from weft.engine.supervision.clock import ASKER, answer_clock
 from weft.engine.supervision.control import ControlServer
 from weft.engine.supervision.culprit import JobRows
-from weft.engine.supervision.deny_list import DenyList
-from weft.engine.supervision.early import EarlyAgent
-from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, choose_hosts, config_for, hostfile_text
+from weft.engine.supervision.eviction import DenyList
+from weft.engine.supervision.forkserver import EarlyAgent
+from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, Layout, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import STOPS_S, Job, Stage
-from weft.engine.supervision.journal import NAME, Journal, TimedRead
-from weft.engine.supervision.layout import Layout
-from weft.engine.supervision.order import AgentOrder
-from weft.engine.supervision.room import shortage
-from weft.engine.supervision.rows import read_rows
-from weft.engine.supervision.spec import Spec, config_file, spec_file
+from weft.engine.supervision.messages import AgentCommand
+from weft.engine.supervision.plan import read_rows, shortage
+from weft.engine.supervision.run_files import NAME, Journal, Spec, TimedRead, config_file, spec_file
 from weft.engine.supervision.starting import AgentProcess, LocalStarter, Starter, starter_for
 
 TICK_S = 0.05
@@ -202,7 +199,7 @@ class Driver:
         guards = self._config.cluster.manager is not ClusterManager.kubernetes and not alone
         first = guards and host == next(iter(self.job.fleet.hosts))
         settings = self._config.supervise
-        order = AgentOrder(
+        order = AgentCommand(
             host=host,
             generation=generation,
             address=self._address,

@@ -9,7 +9,7 @@ from time import monotonic
 
 from weft.conf.host.processes import STOPPED, process_state
 from weft.conf.host.run_lock import RunLock
-from weft.engine.supervision.order import AgentOrder
+from weft.engine.supervision.messages import AgentCommand
 
 GUARD_S = 1.0
 """Seconds without a driver after which the first host's agent starts another."""
@@ -19,7 +19,7 @@ _LOOK_S = 0.1
 class DriverGuard:
     """An agent's state of its driver, and its actions while the driver is away."""
 
-    def __init__(self, order: AgentOrder) -> None:
+    def __init__(self, order: AgentCommand) -> None:
         """Start without a connection."""
         self._order = order
         self._lost_since: float | None = monotonic()

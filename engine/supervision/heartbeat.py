@@ -12,8 +12,8 @@ import torch
 from weft.comm.links import SiteEndpoint
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.observability.watcher import PROGRESS_PAGE, Phase, Watcher
-from weft.engine.supervision.place_writer import PlaceWriter
-from weft.engine.supervision.places import LinkReading
+from weft.engine.supervision.progress_page import LinkReading
+from weft.engine.supervision.progress_writer import ProgressWriter
 
 ATTEMPT = "WEFT_ATTEMPT"
 """Environment variable that numbers the attempts of a run, from 0."""
@@ -21,10 +21,10 @@ MEASURE_EVERY_S = 2.0
 """Seconds between steps whose computations are timed on the device, because each mark takes microseconds."""
 
 
-class PlaceObserver:
+class ProgressObserver:
     """An observer of slots that writes each beginning and end to the host's page. See `SlotObserver`."""
 
-    def __init__(self, place: PlaceWriter, steps_done: Callable[[], int]) -> None:
+    def __init__(self, place: ProgressWriter, steps_done: Callable[[], int]) -> None:
         """Write to ``place``. ``steps_done`` returns the number of steps before the one that begins."""
         self._place, self._steps_done = place, steps_done
         self.slot_begins, self.slot_ends = place.slot_begins, place.slot_ends  # with no call between: each takes time
@@ -37,7 +37,7 @@ class PlaceObserver:
 class Heartbeat(Watcher):
     """A watcher that writes to this rank's record on its host's progress page."""
 
-    def __init__(self, record: PlaceWriter) -> None:
+    def __init__(self, record: ProgressWriter) -> None:
         """Write to ``record``."""
         self.record = self.waits = record
         self._on_device, self._measured_at = False, 0.0
@@ -52,7 +52,7 @@ class Heartbeat(Watcher):
         """
         attempt = int(variables.get(ATTEMPT, "0"))
         local_rank, rank = int(variables["LOCAL_RANK"]), int(variables["RANK"])
-        return cls(PlaceWriter(Path(variables[PROGRESS_PAGE]), local_rank=local_rank, rank=rank, attempt=attempt))
+        return cls(ProgressWriter(Path(variables[PROGRESS_PAGE]), local_rank=local_rank, rank=rank, attempt=attempt))
 
     def enter(self, phase: Phase) -> None:
         """See `Watcher`, as for the others."""
@@ -64,7 +64,7 @@ class Heartbeat(Watcher):
 
     def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
         """Return the one that writes to the record."""
-        return [PlaceObserver(self.record, steps_done)]
+        return [ProgressObserver(self.record, steps_done)]
 
     def follow(self, device: torch.device, links: SiteEndpoint | None, peers: Collection[int]) -> None:
         """Let the record's thread read the memory of ``device`` and the counters of ``links``."""

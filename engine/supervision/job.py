@@ -14,16 +14,14 @@ from signal import SIGTERM, Signals
 from typing import Any
 
 from weft.conf.schema import CommConfig, SuperviseConfig
-from weft.engine.supervision.budget import Budget, Fault
-from weft.engine.supervision.deadlines import Deadlines
 from weft.engine.supervision.detector import FailureDetector
 from weft.engine.supervision.effects import Effects
-from weft.engine.supervision.examination import DOCTOR_S, Suspicions, reason_to_evict
-from weft.engine.supervision.faults import FaultKind
+from weft.engine.supervision.eviction import DOCTOR_S, Suspicions, reason_to_evict
+from weft.engine.supervision.faults import Budget, Fault, FaultKind
 from weft.engine.supervision.fleet import Fleet, Host
-from weft.engine.supervision.layout import Layout
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.patience import SitePatience
+from weft.engine.supervision.hosts import Layout
+from weft.engine.supervision.messages import AgentMessage
+from weft.engine.supervision.timeouts import Deadlines, SiteTimeout
 
 STOPS_S = 10.0
 """Seconds in which a run must end after the ranks' own deadline."""
@@ -92,7 +90,7 @@ class Job:
         self._link_deadline_s = link_deadline_s
         self._deadlines = Deadlines(least_s=settings.least_deadline_s, setup_s=settings.setup_deadline_s)
         self.fleet = Fleet(effects.start_agent, effects.record, effects.say, sites=sites)
-        self._patience = SitePatience(max(link_deadline_s, settings.silence_s), self._goes_on_without)
+        self._patience = SiteTimeout(max(link_deadline_s, settings.silence_s), self._goes_on_without)
         self.stage = Stage.starting
         self.attempt = 0
         self.code: int | None = None

@@ -13,9 +13,9 @@ from typing import Any
 
 from weft.conf.host.processes import STOPPED
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import JobRows, Place, Suspect, find_culprits
-from weft.engine.supervision.deadlines import Deadlines
-from weft.engine.supervision.report import HostReport, RankReport
+from weft.engine.supervision.culprit import JobRows, RowProgress, Suspect, find_culprits
+from weft.engine.supervision.messages import HostReport, RankReport
+from weft.engine.supervision.timeouts import Deadlines
 
 STOPPED_S = 1.0
 """Least seconds between two reports of a stopped process, without running in between, for a diagnosis."""
@@ -30,7 +30,7 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """A fault of live ranks.
 
     Attributes:
@@ -174,7 +174,7 @@ class Watch:
         """Time of the last progress of any rank."""
         return self._moved_at
 
-    def verdict(self, now: float) -> Verdict | None:
+    def verdict(self, now: float) -> Diagnosis | None:
         """Return the diagnosis, or None if nothing is wrong, or it is too early to tell."""
         for rank in sorted(self._stopped):
             seen = self.ranks[rank]
@@ -235,7 +235,7 @@ class Watch:
         suspects = self.suspects(now)
         return suspects[0] if suspects and suspects[0].rank is None and self._crosses(suspects[0]) else None
 
-    def _judged(self, suspects: Sequence[Suspect], still_s: float, now: float) -> Verdict:
+    def _judged(self, suspects: Sequence[Suspect], still_s: float, now: float) -> Diagnosis:
         ranks = [suspect for suspect in suspects if suspect.rank is not None]
         usual = f"nobody has moved for {still_s:.1f} s"
         if not ranks:
@@ -243,7 +243,7 @@ class Watch:
             links = [pair for suspect in suspects for pair in suspect.links]
             culprit = {"link": list(links[0])} if links else {}
             named = ", ".join(f"{a} - {b}" for a, b in links[:MOST_NAMED])
-            return Verdict(
+            return Diagnosis(
                 "link", culprit, f"{usual}: sent over {named}, not there: {texts}", self._step_now(), still_s
             )
         first = ranks[0].rank
@@ -254,11 +254,11 @@ class Watch:
             kind = self._kind(first, now)
             culprit = {} if kind == "hung" else self._named(first)
             text = f"{usual}; ranks {names}{more} wait for each other or do nothing: rank {first} {ranks[0].doing}"
-            return Verdict(kind, culprit, text, self._step_now(), still_s)
+            return Diagnosis(kind, culprit, text, self._step_now(), still_s)
         return self._of_rank(self._kind(first, now), first, still_s, f"{usual}; it is {ranks[0].doing}")
 
-    def _of_rank(self, kind: str, rank: int, seconds: float, evidence: str) -> Verdict:
-        return Verdict(kind, self._named(rank), f"rank {rank}: {evidence}", self._step_now(), seconds)
+    def _of_rank(self, kind: str, rank: int, seconds: float, evidence: str) -> Diagnosis:
+        return Diagnosis(kind, self._named(rank), f"rank {rank}: {evidence}", self._step_now(), seconds)
 
     def _named(self, rank: int) -> dict[str, Any]:
         """Return the rank, and its host if that has reported it."""
@@ -290,14 +290,14 @@ class Watch:
         limit = now - 3 * self._heartbeat_s
         return all(seen.heard_at >= limit for seen in self.ranks.values())
 
-    def _knows_rows(self, places: Mapping[int, Place]) -> bool:
+    def _knows_rows(self, places: Mapping[int, RowProgress]) -> bool:
         """True if all ranks are in a step whose schedule rows are known."""
         if self.rows is None or len(places) < len(self.rows.seats) or not all(place.step for place in places.values()):
             return False
         kinds = {seen.report.num_microbatches for seen in self.ranks.values()}
         return kinds == {replica.schedule.num_microbatches for replica in self.rows.replicas}
 
-    def _last(self, places: Mapping[int, Place]) -> list[int]:
+    def _last(self, places: Mapping[int, RowProgress]) -> list[int]:
         """Return the slowest ranks, by phase and step."""
         missing = [rank for rank in range(self._num_ranks) if rank not in places]
         if missing or not places:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.conf.compose import compose
-from weft.engine.supervision.deny_list import Denial, DenyList
+from weft.engine.supervision.eviction import Denial, DenyList
 
 
 def main(argv: Sequence[str]) -> int:

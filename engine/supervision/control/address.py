@@ -26,7 +26,7 @@ class Refused(ConnectionError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RowProgress:
     """An address with its key and TLS contexts."""
 
     address: Address
@@ -35,7 +35,7 @@ class Place:
     connecting: ssl.SSLContext | None
 
     @classmethod
-    def of(cls, address: Address) -> Place:
+    def of(cls, address: Address) -> RowProgress:
         """Derive the TLS contexts for ``address``.
 
         Raises:

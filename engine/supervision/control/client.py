@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from weft.engine.supervision.control.address import GREETED_WITHIN_S, Address, Place
+from weft.engine.supervision.control.address import GREETED_WITHIN_S, Address, RowProgress
 from weft.engine.supervision.control.frames import MOST_BYTES, pack
 from weft.engine.supervision.control.link import Link
 from weft.engine.supervision.control.session import Session, checked_greeting
@@ -46,7 +46,7 @@ class ControlClient:
         Raises:
             ValueError: a TCP address and no ``WEFT_KEY``.
         """
-        self._place = Place.of(address)
+        self._place = RowProgress.of(address)
         self._on_message, self._on_connected, self._on_lost = on_message, on_connected, on_lost
         self._most_bytes = most_bytes
         self._session = Session(name=name, most_bytes=most_bytes)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from weft.comm.host_port import HandedOn, HostPort
-from weft.engine.supervision.control.address import GREETED_WITHIN_S, Address, Place
+from weft.engine.supervision.control.address import GREETED_WITHIN_S, Address, RowProgress
 from weft.engine.supervision.control.frames import MOST_BYTES, pack
 from weft.engine.supervision.control.link import Link
 from weft.engine.supervision.control.session import Session, checked_greeting
@@ -60,7 +60,7 @@ class ControlServer:
         Raises:
             ValueError: the address cannot be bound, or it needs ``WEFT_KEY`` and there is none.
         """
-        place = Place.of(address)
+        place = RowProgress.of(address)
         entrance = place.listen()
         if isinstance(entrance, HostPort):
             self._port = entrance
@@ -109,7 +109,7 @@ class ControlServer:
     def _session(self, peer: str) -> Session:
         return self._sessions.setdefault(peer, Session(name="", most_bytes=self._most_bytes))
 
-    async def _accept(self, place: Place, listener: Any) -> None:
+    async def _accept(self, place: RowProgress, listener: Any) -> None:
         loop = asyncio.get_running_loop()
         with listener:
             while True:
@@ -122,7 +122,7 @@ class ControlServer:
                 self._receive(place, guest, port=self._port)
                 await asyncio.sleep(0)  # a connection that is there is accepted without one turn of the loop
 
-    def _receive(self, place: Place, guest: Any, port: HostPort | None = None) -> None:
+    def _receive(self, place: RowProgress, guest: Any, port: HostPort | None = None) -> None:
         """Authenticate a new connection; one of ``port`` begins with a hello."""
         if len(self._guests) >= self._most_guests:
             oldest = next(iter(self._guests))
@@ -132,7 +132,7 @@ class ControlServer:
         self._guests[task] = None
         task.add_done_callback(lambda task: self._guests.pop(task, None))
 
-    async def _greet(self, place: Place, guest: Any, port: HostPort | None) -> None:
+    async def _greet(self, place: RowProgress, guest: Any, port: HostPort | None) -> None:
         """Require authentication and a greeting within `GREETED_WITHIN_S`."""
         link = Link(
             on_frame=self._take, on_tick=lambda: self._tick(link), on_end=self._end, most_bytes=self._most_bytes

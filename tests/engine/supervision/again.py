@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from weft.comm.channel import ChannelError
-from weft.engine.supervision.parking import Assignment
+from weft.engine.supervision.standby import Assignment
 
 
 class ManyAttempts:
@@ -69,7 +69,7 @@ def attempts(settings: Sequence[str], count: int, port: int, lost_at: int, memor
         "WEFT_MEMORY": memory,
     }  # not by the test, whose server of ranks may have started before
     from weft.engine.engine import WeftEngine
-    from weft.engine.supervision.parking import AgentLink
+    from weft.engine.supervision.standby import AgentLink
     from weft.recipes.train import run
 
     agent = ManyAttempts(settings, count, port)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from weft.conf.schema.supervision import SuperviseConfig
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import Place
+from weft.engine.supervision.culprit import RowProgress
 from weft.engine.supervision.detector import SETTLE_S
 from weft.engine.supervision.faults import FaultKind, RankEnd
+from weft.engine.supervision.hosts import Layout
 from weft.engine.supervision.job import Job, Stage
-from weft.engine.supervision.layout import Layout
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.report import HostReport, RankReport
+from weft.engine.supervision.messages import AgentMessage, HostReport, RankReport
 
 HOSTS = {"a": 2, "b": 2}
 
@@ -106,7 +105,7 @@ class World:
                 rank,
                 attempt,
                 phase,
-                self.places.get(rank, Place(step)),
+                self.places.get(rank, RowProgress(step)),
                 num_microbatches=4,
                 state=state,
                 exit_code=(codes or {}).get(rank),

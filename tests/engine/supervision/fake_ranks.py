@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.parking import AgentLink
-from weft.engine.supervision.place_writer import PlaceWriter
+from weft.engine.supervision.progress_writer import ProgressWriter
+from weft.engine.supervision.standby import AgentLink
 
 KEPT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WEFT_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "SECRET")
 
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
             os.write(2, b"a line of a rank that prints without end\n" * 1600)
     if mode == "early":
         places = {"local_rank": int(os.environ["LOCAL_RANK"]), "rank": int(rank), "attempt": int(attempt)}
-        place = PlaceWriter(Path(os.environ["WEFT_PLACES"]), **places)
+        place = ProgressWriter(Path(os.environ["WEFT_PLACES"]), **places)
         place.enter(Phase.steady)
         place.begin_step(18, 1)
         return 0

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from tests.engine.supervision.stalls import StallingJob
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.alerts import Alerts
-from weft.engine.supervision.culprit import JobRows, Place, Replica
-from weft.engine.supervision.deadlines import Deadlines
-from weft.engine.supervision.places import LinkReading
-from weft.engine.supervision.report import HostReport, RankReport
+from weft.engine.supervision.culprit import JobRows, Replica, RowProgress
+from weft.engine.supervision.messages import HostReport, RankReport
+from weft.engine.supervision.progress_page import LinkReading
+from weft.engine.supervision.timeouts import Deadlines
 from weft.engine.supervision.watch import Watch
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
@@ -159,7 +159,7 @@ class FakeRun:
             rank,
             self.attempt,
             phase,
-            place if place.step else Place(0),
+            place if place.step else RowProgress(0),
             self.rows.replicas[0].schedule.num_microbatches if place.step else 0,
             still_s=round(self.now - self._moved_at[rank], 3),
             tick=self._ticks[rank],

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from weft.engine.supervision.deny_list import NAME as DENIED
-from weft.engine.supervision.deny_list import DenyList
-from weft.engine.supervision.journal import NAME, read_journal
+from weft.engine.supervision.eviction import NAME as DENIED
+from weft.engine.supervision.eviction import DenyList
+from weft.engine.supervision.run_files import NAME, read_journal
 
 
 def run(arguments: Sequence[str]) -> int:

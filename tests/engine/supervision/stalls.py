@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from weft.engine.supervision.culprit import JobRows, Place
+from weft.engine.supervision.culprit import JobRows, RowProgress
 from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, receive_of
 
 Condition = Callable[[], bool] | None
@@ -47,7 +47,7 @@ class StallingJob:
     cut: set[frozenset[int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.places = {rank: Place(0) for rank in self.job.seats}
+        self.places = {rank: RowProgress(0) for rank in self.job.seats}
         self._there: dict[object, set[int]] = {}
         self._ended: set[object] = set()
         self._programs = {rank: self._run(rank) for rank in self.job.seats}
@@ -118,13 +118,13 @@ class StallingJob:
         for step in count(1):
             yield None  # reads its batches
             counted = self._join(rank, ("count", step), sources) if rank in sources else None
-            self.places[rank] = Place(step)
+            self.places[rank] = RowProgress(step)
             yield None
             sent: list[Callable[[], bool]] = []
             reduced: list[Callable[[], bool]] = []
             uses: dict[int, int] = {}
             for index, slot in enumerate(row):
-                self.places[rank] = Place(step, index, True)
+                self.places[rank] = RowProgress(step, index, True)
                 for action in reversed(slot):
                     if action.op in RECEIVES:
                         yield partial(self._arrived, (number, step, action), self._sender(number, action), rank)
@@ -155,7 +155,7 @@ class StallingJob:
                             published = self._join(rank, ("publish", step), replicas)
                     else:
                         yield None
-                self.places[rank] = Place(step, index + 1)
+                self.places[rank] = RowProgress(step, index + 1)
                 yield None
             yield from sent
             yield None

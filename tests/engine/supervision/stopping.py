@@ -16,7 +16,7 @@ from weft.engine.initialize import initialize
 from weft.engine.observability.watcher import Phase
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.supervision.heartbeat import Heartbeat
-from weft.engine.supervision.place_writer import PlaceWriter
+from weft.engine.supervision.progress_writer import ProgressWriter
 
 
 def stop() -> None:
@@ -80,7 +80,7 @@ def train_until_stopped(config: WeftConfig, page: Path, plan: Path, rank: int, f
     reader = data(engine.replica, engine.num_replicas, config.pipeline.microbatches, in_data, step)
     engine.set_dataiterator(reader)
     dist.barrier()
-    place = PlaceWriter(page, local_rank=dist.get_rank(), rank=dist.get_rank(), attempt=0)
+    place = ProgressWriter(page, local_rank=dist.get_rank(), rank=dist.get_rank(), attempt=0)
     engine.attach_heartbeat(Heartbeat(place))
     if mine and slot is not None:
         row = engine.schedule.rows[engine.pipe_rank]

@@ -18,10 +18,9 @@ import pytest
 
 from weft.conf.host.run_lock import RunLock
 from weft.engine.supervision.control import ControlServer
-from weft.engine.supervision.leftovers import Ownership, page_path
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.order import AgentOrder
-from weft.engine.supervision.places import make_page
+from weft.engine.supervision.messages import AgentCommand, AgentMessage
+from weft.engine.supervision.progress_page import make_page
+from weft.engine.supervision.stale_resources import Ownership, page_path
 
 LIMIT_S = 60.0
 TARGET = "tests.engine.supervision.fake_ranks:run"
@@ -34,7 +33,7 @@ class Bed:
 
     def __init__(self, folder, answer=NOTHING_YET, **order):
         self.folder, self.answer = folder, answer
-        self.order = AgentOrder(
+        self.order = AgentCommand(
             **{
                 "host": "here",
                 "generation": 1,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.engine.supervision.stalls import StallingJob
 from tests.pipeline.cases import FIXED, schedules
-from weft.engine.supervision.culprit import JobRows, Place, Replica, find_culprits
+from weft.engine.supervision.culprit import JobRows, Replica, RowProgress, find_culprits
 from weft.pipeline.action import Op, slot_text
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower, open_pairs
@@ -141,10 +141,11 @@ def test_a_ranks_current_action_is_described():
     job = JobRows((Replica(schedule, (4, 7)),))
     row = job.row(7)
     assert row == schedule.rows[1]
-    assert job.doing(7, Place(0)) == "before its first step"
-    assert job.doing(7, Place(3)) == f"before {slot_text(row[0])} (slot 1 of {len(row)}) of step 3"
-    assert job.doing(7, Place(3, done=1, begun=True)) == f"in {slot_text(row[1])} (slot 2 of {len(row)}) of step 3"
-    assert job.doing(7, Place(3, done=len(row))) == "after its row of step 3"
+    assert job.doing(7, RowProgress(0)) == "before its first step"
+    assert job.doing(7, RowProgress(3)) == f"before {slot_text(row[0])} (slot 1 of {len(row)}) of step 3"
+    within = RowProgress(3, done=1, begun=True)
+    assert job.doing(7, within) == f"in {slot_text(row[1])} (slot 2 of {len(row)}) of step 3"
+    assert job.doing(7, RowProgress(3, done=len(row))) == "after its row of step 3"
     assert job.predicted_s(7) == 0.0
     assert JobRows((Replica(schedule, (4, 7), busy_s=(1.5, 2.5)),)).predicted_s(7) == 2.5
 
@@ -155,7 +156,7 @@ def test_a_schedule_without_sends_is_no_job():
     job = JobRows((Replica(lowered.with_rows(rows), (0, 1)),))
     receiving = next(number for number, slot in enumerate(rows[1]) if slot[0].op is Op.RECV_F)
     with pytest.raises(ValueError, match="1RECV_F0: no rank sends it"):
-        find_culprits(job, {0: Place(1, 0, True), 1: Place(1, receiving, True)})
+        find_culprits(job, {0: RowProgress(1, 0, True), 1: RowProgress(1, receiving, True)})
 
 
 def test_what_crosses_between_sites_goes_over_all_uplinks_of_its_cell():

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from weft.conf import load
-from weft.engine.supervision.deny_list import DenyList
+from weft.engine.supervision.eviction import DenyList
 from weft.tools.cli import main
 
 

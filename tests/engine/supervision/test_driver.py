@@ -10,7 +10,7 @@ from weft.conf.host.private import write_private
 from weft.conf.hosts import world_size
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.driver import Driver, _own_address
-from weft.engine.supervision.spec import Spec, config_file
+from weft.engine.supervision.run_files import Spec, config_file
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from weft.engine.checkpoint.errors import NoSpaceError
 from weft.engine.distributed import SharedError
 from weft.engine.execution.drawing import DataEnded
 from weft.engine.observability.watcher import ERROR_FILE
-from weft.engine.supervision.error_reports import fault_of, reported
+from weft.engine.supervision.attempts import fault_of, reported
 from weft.engine.supervision.faults import FaultKind, read_report
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.engine.zero.origin import Source

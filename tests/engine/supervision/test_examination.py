@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from weft.conf.finding import DOCTOR, doctor_arguments, read_findings
-from weft.engine.supervision import examination
-from weft.engine.supervision.early import PRELOAD
-from weft.engine.supervision.examination import SUSPICIOUS, Suspicions, examine
+from weft.engine.supervision import eviction
+from weft.engine.supervision.eviction import SUSPICIOUS, Suspicions, examine
+from weft.engine.supervision.forkserver import PRELOAD
 from weft.engine.supervision.ranks import Ranks
 
 
@@ -29,7 +29,7 @@ def examined(monkeypatch, tmp_path):
             finally:
                 ranks.close()
 
-        monkeypatch.setattr(examination, "DOCTOR", f"tests.engine.supervision.fake_doctors:{doctor}")
+        monkeypatch.setattr(eviction, "DOCTOR", f"tests.engine.supervision.fake_doctors:{doctor}")
         return asyncio.run(ask())
 
     return by
@@ -48,7 +48,7 @@ def test_what_a_doctor_says(doctor, failed, examined):
 
 
 def test_a_doctor_that_does_not_end_is_given_up_with_what_it_has_started(examined, tmp_path, monkeypatch):
-    monkeypatch.setattr(examination, "DOCTOR_S", 1.0)
+    monkeypatch.setattr(eviction, "DOCTOR_S", 1.0)
     assert examined("hangs", ("10.0.0.1", 5)) == ["doctor: the doctor did not end in time"]
     child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 30
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:

@@ -7,12 +7,11 @@ import pytest
 from tests.engine.supervision.fake_agents import HOSTS, World
 from tests.engine.supervision.fake_run import rows_of
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import Place
+from weft.engine.supervision.culprit import RowProgress
 from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import CONNECT_S
 from weft.engine.supervision.job import Stage
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.report import HostReport
+from weft.engine.supervision.messages import AgentMessage, HostReport
 from weft.pipeline.action import RECEIVES
 
 
@@ -89,7 +88,7 @@ ROWS = rows_of()
 def lose_each_other(world, slot_of):
     """All ranks leave because they have lost a peer, from these slots of step 3."""
     for host in world.layout_hosts:
-        world.places = {rank: Place(3, *at) for rank, at in slot_of.items()}
+        world.places = {rank: RowProgress(3, *at) for rank, at in slot_of.items()}
         ranks = world.told[host, world.generation(host)]["ranks"]
         world.report(host, parked=dict.fromkeys(ranks, "another rank has ended or cannot be reached"))
     world.settle()

@@ -7,11 +7,10 @@ import pytest
 from tests.engine.supervision.fake_agents import HOSTS, World
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.detector import LOOK_S
-from weft.engine.supervision.examination import DOCTOR_S
+from weft.engine.supervision.eviction import DOCTOR_S
 from weft.engine.supervision.fleet import CONNECT_S, LEAST_CONNECT_S, LONGER
 from weft.engine.supervision.job import HOSTS_S, Stage
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.report import HostReport
+from weft.engine.supervision.messages import AgentMessage, HostReport
 
 
 def test_a_silent_host_is_a_fault_of_that_host():

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from weft.engine.supervision import journal as storage
-from weft.engine.supervision.journal import Journal, TimedRead, read_journal
+from weft.engine.supervision.run_files import Journal, TimedRead, read_journal
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from weft.engine.supervision.link_speed import KNOWN_READINGS, SLOW_READINGS, SLOW_SHARE, LinkSpeed
+from weft.engine.supervision.alerts import KNOWN_READINGS, SLOW_READINGS, SLOW_SHARE, LinkSpeed
 
 USUAL = 1_000_000
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.quickstart import TINY_QUICKSTART
-from weft.engine.supervision.early import EarlyAgent
+from weft.engine.supervision.forkserver import EarlyAgent
 
 LIMIT_S = 240.0
 SETTINGS = [*TINY_QUICKSTART, "pipeline.stages=2", "cluster.ranks=2", "train.steps=100000", "logging.every=1"]

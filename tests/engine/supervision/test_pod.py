@@ -11,10 +11,9 @@ import pytest
 from tests.recipes.runs import prepare
 from weft.conf import load
 from weft.engine.supervision import driver, pod
-from weft.engine.supervision.early import PRELOAD, TARGET
-from weft.engine.supervision.journal import NAME, read_journal
+from weft.engine.supervision.forkserver import PRELOAD, TARGET
 from weft.engine.supervision.pod import PodStarter, order_file
-from weft.engine.supervision.spec import Spec, config_file
+from weft.engine.supervision.run_files import NAME, Spec, config_file, read_journal
 from weft.tools.launch import write_config
 
 LIMIT_S = 240.0

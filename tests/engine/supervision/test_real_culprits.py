@@ -11,8 +11,8 @@ from tests.engine.supervision.stopping import train_until_stopped
 from tests.engine.tiny import tiny_config
 from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.supervision.culprit import find_culprits
-from weft.engine.supervision.places import PlaceReader, make_page
-from weft.engine.supervision.rows import read_rows
+from weft.engine.supervision.plan import read_rows
+from weft.engine.supervision.progress_page import ProgressReader, make_page
 from weft.tools.ranks import run_ranks
 
 RANKS = 4
@@ -50,7 +50,7 @@ def test_the_one_that_stops_is_named(case, tmp_path):
     ranks = threading.Thread(target=train, daemon=True)
     ranks.start()
     try:
-        reader = PlaceReader(page)
+        reader = ProgressReader(page)
         until(lambda: all(reader.read(local) for local in range(RANKS)), ended)
         rows = read_rows(plan.read_text())
         until(lambda: named(rows, reader) == [rank], ended, lambda: told(rows, reader))

@@ -6,15 +6,14 @@ import pytest
 
 from weft.conf.host.processes import ProcessState
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import Place
+from weft.engine.supervision.culprit import RowProgress
 from weft.engine.supervision.faults import FaultKind, RankEnd
-from weft.engine.supervision.message import AgentMessage
-from weft.engine.supervision.places import LinkReading, Reading
-from weft.engine.supervision.report import HostReport, RankReport, rank_report
+from weft.engine.supervision.messages import AgentMessage, HostReport, RankReport, rank_report
+from weft.engine.supervision.progress_page import LinkReading, Reading
 
 LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5, 6)
 READING = Reading(
-    2, 9, 77, 5, Phase.steady, Place(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 0, 7, 3, (LINK,)
+    2, 9, 77, 5, Phase.steady, RowProgress(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 0, 7, 3, (LINK,)
 )
 PROCESS = ProcessState("R", 1.5, 5, 4096)
 END = {"kind": "other", "message": "", "step": None, "data": None, "ranks": [], "status": 1}
@@ -28,19 +27,19 @@ def message_of(report, **fields):
 def test_a_report_joins_place_and_process():
     found = rank_report(9, 2, READING, PROCESS, now_ns=3_000_000_000)
     assert found == RankReport(
-        9, 2, Phase.steady, Place(4, 3, True, 1), 8, 2.0, 66, 2.5, 3, "R", 1.5, None, 4096, 7, 3, (LINK,)
+        9, 2, Phase.steady, RowProgress(4, 3, True, 1), 8, 2.0, 66, 2.5, 3, "R", 1.5, None, 4096, 7, 3, (LINK,)
     )
 
 
 @pytest.mark.parametrize("attempt, rank", [(3, 9), (2, 8)])
 def test_what_an_earlier_attempt_left_is_ignored(attempt, rank):
     found = rank_report(rank, attempt, READING, PROCESS, now_ns=3_000_000_000)
-    assert (found.phase, found.place, found.state) == (Phase.imports, Place(0), "R")
+    assert (found.phase, found.place, found.state) == (Phase.imports, RowProgress(0), "R")
 
 
 def test_an_ended_rank_keeps_its_last_place():
     found = rank_report(9, 2, READING, None, now_ns=3_000_000_000, exit_code=-9)
-    assert (found.state, found.exit_code, found.place) == ("", -9, Place(4, 3, True, 1))
+    assert (found.state, found.exit_code, found.place) == ("", -9, RowProgress(4, 3, True, 1))
 
 
 def test_reports_go_through_json():

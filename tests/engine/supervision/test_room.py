@@ -10,7 +10,7 @@ from tests.engine.supervision.test_hosts import job
 from tests.engine.supervision.test_rows import plan_of
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.supervision.hosts import choose_hosts
-from weft.engine.supervision.room import shortage
+from weft.engine.supervision.plan import shortage
 
 
 def with_memory(plan, device_bytes):

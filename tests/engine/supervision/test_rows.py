@@ -13,7 +13,7 @@ from weft.conf.schema import LinkConfig
 from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.planning.run_plan import plan_run
-from weft.engine.supervision.rows import read_rows
+from weft.engine.supervision.plan import read_rows
 
 
 def plan_of(sites, replicas, cell=1, **keywords):
@@ -60,5 +60,5 @@ def test_what_is_no_plan_is_refused(change):
 
 
 def test_rows_are_read_without_torch():
-    code = "import sys, weft.engine.supervision.rows; assert 'torch' not in sys.modules"
+    code = "import sys, weft.engine.supervision.plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -17,9 +17,8 @@ import pytest
 from tests.recipes.runs import prepare, run
 from weft.conf import load
 from weft.engine.supervision import driver
-from weft.engine.supervision.early import PRELOAD
-from weft.engine.supervision.journal import NAME, read_journal
-from weft.engine.supervision.spec import Spec, config_file, prepare_folder
+from weft.engine.supervision.forkserver import PRELOAD
+from weft.engine.supervision.run_files import NAME, Spec, config_file, prepare_folder, read_journal
 from weft.tools import launch
 from weft.tools.launch import is_supervised, write_config
 from weft.tools.ranks import run_ranks

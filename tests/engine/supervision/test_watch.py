@@ -4,8 +4,8 @@ import pytest
 
 from tests.engine.supervision.fake_run import FakeRun, rows_of
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.deadlines import Deadlines
-from weft.engine.supervision.places import LinkReading
+from weft.engine.supervision.progress_page import LinkReading
+from weft.engine.supervision.timeouts import Deadlines
 
 
 def verdict_of(run, within_s):

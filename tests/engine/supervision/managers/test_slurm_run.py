@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.supervision.managers.slurm_cluster import SlurmCluster, missing
 from tests.recipes.runs import prepare
-from weft.engine.supervision.journal import NAME, read_journal
+from weft.engine.supervision.run_files import NAME, read_journal
 
 LIMIT_S = 300.0
 STEPS = 600

@@ -118,7 +118,7 @@ class AgentLink:
 
 
 @dataclass
-class Parked:
+class StandbyState:
     """An agent's state of a rank's process.
 
     Attributes:
@@ -134,7 +134,7 @@ class Parked:
 
 
 @dataclass
-class Parking:
+class Standby:
     """The agent's side, in its event loop.
 
     Attributes:
@@ -145,7 +145,7 @@ class Parking:
 
     path: Path
     on_change: Callable[[], None]
-    processes: dict[int, Parked] = field(default_factory=dict)
+    processes: dict[int, StandbyState] = field(default_factory=dict)
 
     def open(self) -> None:
         """Listen.
@@ -201,7 +201,7 @@ class Parking:
                 link.close()
                 return
             link.setblocking(False)
-            self.processes[pid] = Parked(link)
+            self.processes[pid] = StandbyState(link)
             asyncio.get_running_loop().add_reader(link, self._hear, pid)
 
     def _hear(self, pid: int) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from weft.conf.host.private import private_folder
 from weft.conf.host.processes import own_start
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import Place
+from weft.engine.supervision.culprit import RowProgress
 
 MAGIC = int.from_bytes(b"weftplac", "little")
 VERSION = 2
@@ -72,9 +72,9 @@ STEP = DONE << _DONE_BITS
 MOST_DONE, MOST_STEP = (1 << _DONE_BITS) - 1, (1 << _STEP_BITS) - 1
 
 
-def place_of(word: int) -> Place:
+def progress_of(word: int) -> RowProgress:
     """Decode the progress in a word."""
-    return Place(word // STEP & MOST_STEP, word // DONE & MOST_DONE, bool(word & BEGUN), word & MOST_WAITS)
+    return RowProgress(word // STEP & MOST_STEP, word // DONE & MOST_DONE, bool(word & BEGUN), word & MOST_WAITS)
 
 
 class LinkReading(NamedTuple):
@@ -122,7 +122,7 @@ class Reading(NamedTuple):
     pid: int
     started: int
     phase: Phase
-    place: Place
+    place: RowProgress
     moved_ns: int
     num_microbatches: int
     tick: int
@@ -191,7 +191,7 @@ def map_page(path: Path) -> memoryview:
     return words
 
 
-class PlaceReader:
+class ProgressReader:
     """The agent's read access to its host's page."""
 
     def __init__(self, path: Path) -> None:
@@ -226,7 +226,7 @@ class PlaceReader:
             pid=values[Word.PID],
             started=values[Word.STARTED],
             phase=Phase(values[Word.PHASE]) if values[Word.PHASE] in _PHASES else Phase.imports,
-            place=place_of(values[Word.PLACE]),
+            place=progress_of(values[Word.PLACE]),
             moved_ns=values[Word.MOVED],
             num_microbatches=values[Word.KIND],
             tick=values[Word.TICK],

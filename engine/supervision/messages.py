@@ -1,16 +1,71 @@
-"""An agent's report of its host's ranks in every heartbeat. On the wire it is JSON with a list per rank."""
+"""Messages between driver, agents and ranks, and their only encoding: JSON by msgspec."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
 from weft.conf.host.processes import ProcessState
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import Place
-from weft.engine.supervision.places import LinkReading, Reading
+from weft.engine.supervision.culprit import RowProgress
+from weft.engine.supervision.faults import RankEnd
+from weft.engine.supervision.progress_page import LinkReading, Reading
+
+
+@dataclass(frozen=True)
+class AgentCommand:
+    """The command that an agent receives when it starts, as one line of JSON on its standard input.
+
+    Attributes:
+        host: name of its host.
+        generation: number of this agent. The driver accepts one agent of a host.
+        address: the driver's.
+        run_folder: of the run.
+        slots: most ranks of this host.
+        preload: modules for the forkserver.
+        environment: variables to set, some of them secret.
+        heartbeat_s: seconds between reports.
+        orphan_s: seconds without a driver after which it ends its ranks and itself.
+        stop_s: seconds in which ranks must end after a signal to this agent.
+        launch: number of this start of the run. Memory checkpoints of earlier starts are removed.
+        parent: process with which this agent and its ranks end, or 0 if the run outlives it.
+        driver: command that starts the driver again, or empty if another agent does.
+        yields_s: seconds that another agent of this host, which has done its imports, has to reconnect first if it
+            is alive, or 0 if there is no other.
+    """
+
+    host: str
+    generation: int
+    address: str | tuple[str, int]
+    run_folder: str
+    slots: int
+    preload: list[str]
+    environment: dict[str, str]
+    heartbeat_s: float
+    orphan_s: float
+    stop_s: float = 300.0
+    launch: int = 0
+    parent: int = 0
+    driver: list[str] = field(default_factory=list)
+    yields_s: float = 0.0
+
+    @classmethod
+    def read(cls, line: str) -> AgentCommand:
+        """Parse a command from a line of JSON."""
+        fields = json.loads(line)
+        if not isinstance(fields["address"], str):
+            fields["address"] = tuple(fields["address"])
+        return cls(**fields)
+
+    @property
+    def peer(self) -> str:
+        """Return the name that the driver uses for this agent."""
+        return f"{self.host}#{self.generation}"
+
 
 GONE = ""
 """State of a process that does not exist any more."""
@@ -41,7 +96,7 @@ class RankReport(NamedTuple):
     rank: int
     attempt: int
     phase: Phase = Phase.imports
-    place: Place = Place(0)
+    place: RowProgress = RowProgress(0)
     num_microbatches: int = 0
     still_s: float = 0.0
     tick: int = 0
@@ -129,6 +184,49 @@ def check_lengths(report: Any) -> None:
 def _is_whole(rank: Any) -> bool:
     return (
         len(rank) == len(RankReport._fields)
-        and len(rank[_PLACE]) == len(Place._fields)
+        and len(rank[_PLACE]) == len(RowProgress._fields)
         and all(len(link) == len(LinkReading._fields) for link in rank[_LINKS])
     )
+
+
+class AgentMessage(msgspec.Struct, frozen=True):
+    """The state of a host, reported by its agent.
+
+    Attributes:
+        attempt: whose ranks it has, or 0 before the first.
+        ready: whether ranks can start at once, because the imports are done.
+        report: the ranks' progress.
+        ends: failures, by rank.
+        lines: last output of ranks that have failed.
+        examined: the attempt after which the host was last examined, or 0 before the first examination.
+        failed: the checks that failed then.
+        leaving: whether the agent has received a signal to end, because its host shuts down.
+    """
+
+    attempt: int
+    ready: bool
+    report: HostReport
+    ends: Mapping[int, RankEnd]
+    parked: Mapping[int, str]
+    """Ranks on standby, with the reason for which they left the attempt."""
+    lines: Mapping[int, list[str]]
+    examined: int
+    failed: Sequence[str]
+    leaving: bool = False
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the message as JSON values."""
+        return msgspec.to_builtins(self, str_keys=True)
+
+    @classmethod
+    def from_wire(cls, message: Mapping[str, Any]) -> AgentMessage:
+        """Return the message that `to_wire` converted, after JSON.
+
+        Raises:
+            ValueError: it has another form.
+        """
+        check_lengths(message.get("report"))
+        try:
+            return msgspec.convert(message, cls, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"a report: {error}; driver and agents need the same Weft") from error

@@ -11,7 +11,7 @@ from time import monotonic_ns
 
 from weft.conf.host.processes import own_start
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.places import (
+from weft.engine.supervision.progress_page import (
     BEGUN,
     DONE,
     FIRST_LINK,
@@ -36,7 +36,7 @@ PEAK_TICKS = 20
 _PLACE, _MOVED = int(Word.PLACE), int(Word.MOVED)
 
 
-class PlaceWriter:
+class ProgressWriter:
     """One rank's record. A background thread ticks, which needs the interpreter's lock.
 
     `slot_begins` and `slot_ends` are those of a `weft.engine.observability.slots.SlotObserver`.

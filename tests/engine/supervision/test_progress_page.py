@@ -12,10 +12,10 @@ import pytest
 
 from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.observability.watcher import Phase, watcher_of
-from weft.engine.supervision.culprit import Place
-from weft.engine.supervision.heartbeat import Heartbeat, PlaceObserver
-from weft.engine.supervision.place_writer import PlaceWriter
-from weft.engine.supervision.places import MOST_LINKS, LinkReading, PlaceReader, make_page, place_of
+from weft.engine.supervision.culprit import RowProgress
+from weft.engine.supervision.heartbeat import Heartbeat, ProgressObserver
+from weft.engine.supervision.progress_page import MOST_LINKS, LinkReading, ProgressReader, make_page, progress_of
+from weft.engine.supervision.progress_writer import ProgressWriter
 from weft.pipeline.action import Action, Op
 
 F, RECV = (Action(Op.F, 0, 0),), (Action(Op.RECV_F, 1, 0),)
@@ -38,17 +38,17 @@ def page(tmp_path):
 
 @pytest.fixture
 def writer(page):
-    place = PlaceWriter(page, local_rank=1, rank=7, attempt=4)
+    place = ProgressWriter(page, local_rank=1, rank=7, attempt=4)
     yield place
     place.close()
 
 
 def test_a_reader_follows_a_step(page, writer):
-    reader = PlaceReader(page)
+    reader = ProgressReader(page)
     assert len(reader) == 3
     assert reader.read(0) is None and reader.read(2) is None
     fresh = reader.read(1)
-    assert (fresh.attempt, fresh.rank, fresh.phase, fresh.place) == (4, 7, Phase.setup, Place(0))
+    assert (fresh.attempt, fresh.rank, fresh.phase, fresh.place) == (4, 7, Phase.setup, RowProgress(0))
     assert (fresh.pid, fresh.started) == (os.getpid(), process_state(os.getpid()).started)
     writer.enter(Phase.steady)
     seen = []
@@ -56,7 +56,7 @@ def test_a_reader_follows_a_step(page, writer):
     def look():
         seen.append(reader.read(1).place)
 
-    observer = PlaceObserver(writer, lambda: 11)
+    observer = ProgressObserver(writer, lambda: 11)
     observer.step_begins(8)
     look()
     for slot in (RECV, F):
@@ -65,7 +65,7 @@ def test_a_reader_follows_a_step(page, writer):
         observer.slot_ends(slot)
         look()
     expected = [(12, 0, False), (12, 0, True), (12, 1, False), (12, 1, True), (12, 2, False)]
-    assert seen == [Place(*place) for place in expected]
+    assert seen == [RowProgress(*place) for place in expected]
     assert seen == sorted(seen)
     found = reader.read(1)
     assert (found.phase, found.num_microbatches, found.busy_ns) == (Phase.steady, 8, 0)
@@ -82,41 +82,41 @@ def test_only_computations_count_as_busy(page, writer):
     between = monotonic_ns()
     writer.slot_ends(F)
     writer.begin_step(2, 2)
-    found = PlaceReader(page).read(1)
+    found = ProgressReader(page).read(1)
     assert found.measured_steps == 1
     assert 10_000_000 <= found.busy_ns <= found.began_ns - between + 10_000_000 + LIMIT_S * 1e9
 
 
 def test_waits_count_once_however_they_are_nested(page, writer):
-    reader = PlaceReader(page)
+    reader = ProgressReader(page)
     writer.begin_step(1, 2)
     writer.slot_begins(F)
     writer.begin_wait()
     writer.begin_wait()
-    assert reader.read(1).place == Place(1, 0, True, 1)
+    assert reader.read(1).place == RowProgress(1, 0, True, 1)
     writer.end_wait()
-    assert reader.read(1).place == Place(1, 0, True, 1)
+    assert reader.read(1).place == RowProgress(1, 0, True, 1)
     writer.end_wait()
-    assert reader.read(1).place == Place(1, 0, True, 2)
+    assert reader.read(1).place == RowProgress(1, 0, True, 2)
     writer.slot_ends(F)
-    assert reader.read(1).place == Place(1, 1, False, 0)
+    assert reader.read(1).place == RowProgress(1, 1, False, 0)
     writer.begin_wait()
-    assert reader.read(1).place == Place(1, 1, False, 1)
+    assert reader.read(1).place == RowProgress(1, 1, False, 1)
 
 
 def test_a_phase_after_a_step_is_progress(page, writer):
-    reader = PlaceReader(page)
+    reader = ProgressReader(page)
     writer.begin_step(1, 2)
     writer.slot_begins(F)
     writer.slot_ends(F)
     writer.enter(Phase.checkpoint)
     writer.begin_wait()
-    assert reader.read(1).place == Place(1, 1, False, 3)
+    assert reader.read(1).place == RowProgress(1, 1, False, 3)
     assert reader.read(1).phase is Phase.checkpoint
 
 
 def test_very_many_waits_still_tell_waiting_from_work(page, writer):
-    reader = PlaceReader(page)
+    reader = ProgressReader(page)
     writer.begin_step(9, 2)
     writer.slot_begins(F)
     for _ in range(5000):
@@ -130,7 +130,7 @@ def test_very_many_waits_still_tell_waiting_from_work(page, writer):
 def test_words_compare_as_places_do():
     rng = random.Random(3)
     words = [rng.getrandbits(64) for _ in range(300)]
-    assert sorted(words) == sorted(words, key=place_of)
+    assert sorted(words) == sorted(words, key=progress_of)
 
 
 def test_another_attempt_begins_anew_in_the_same_process(page, writer):
@@ -138,13 +138,13 @@ def test_another_attempt_begins_anew_in_the_same_process(page, writer):
     writer.slot_begins(F)
     writer.gauge_device(lambda: 1)
     writer.begin_attempt(5, rank=2)
-    found = PlaceReader(page).read(1)
-    assert (found.attempt, found.rank, found.phase, found.place) == (5, 2, Phase.setup, Place(0))
+    found = ProgressReader(page).read(1)
+    assert (found.attempt, found.rank, found.phase, found.place) == (5, 2, Phase.setup, RowProgress(0))
     assert not writer._gauges
 
 
 def test_gauges_are_read_by_the_background_thread(page, writer):
-    reader = PlaceReader(page)
+    reader = ProgressReader(page)
     links = [LinkReading(peer, 10 * peer, 2**40, 3, 1, 8, 0.025) for peer in range(MOST_LINKS + 2)]
     writer.gauge_device(lambda: 123)
     writer.gauge_links(lambda: links)
@@ -154,7 +154,7 @@ def test_gauges_are_read_by_the_background_thread(page, writer):
 
 
 def test_a_memory_checkpoint_is_told_until_the_next_attempt(page, writer):
-    reader = PlaceReader(page)
+    reader = ProgressReader(page)
     writer.keep(7)
     assert reader.read(1).kept_step == 7
     writer.begin_attempt(5, rank=1)
@@ -168,7 +168,7 @@ def test_a_gauge_that_fails_is_asked_no_more_and_the_ticks_go_on(page, writer):
         asked.append(1)
         raise RuntimeError("gone")
 
-    reader = PlaceReader(page)
+    reader = ProgressReader(page)
     writer.gauge_device(fail)
     until(lambda: asked)
     tick = reader.read(1).tick
@@ -177,7 +177,7 @@ def test_a_gauge_that_fails_is_asked_no_more_and_the_ticks_go_on(page, writer):
 
 
 def test_the_fastest_of_a_link_is_kept_for_a_while(page, writer):
-    reader, sent = PlaceReader(page), itertools.count(step=10_000_000)
+    reader, sent = ProgressReader(page), itertools.count(step=10_000_000)
     writer.gauge_links(lambda: [LinkReading(5, next(sent), 0, 0, 0, 1, 0.1)])
     until(lambda: reader.read(1).links and reader.read(1).links[0].peak_bps)
     assert reader.read(1).links[0].peak_bps < 8e9
@@ -193,9 +193,9 @@ def test_computations_that_a_device_measures_are_told(page, writer):
     writer.slot_begins(F)
     writer.slot_ends(F)
     writer.begin_step(2, 2)
-    assert (PlaceReader(page).read(1).busy_ns, PlaceReader(page).read(1).measured_steps) == (0, 0)
+    assert (ProgressReader(page).read(1).busy_ns, ProgressReader(page).read(1).measured_steps) == (0, 0)
     writer.add_busy(0.5)
-    assert (PlaceReader(page).read(1).busy_ns, PlaceReader(page).read(1).measured_steps) == (500_000_000, 1)
+    assert (ProgressReader(page).read(1).busy_ns, ProgressReader(page).read(1).measured_steps) == (500_000_000, 1)
 
 
 def test_a_held_lock_shows_from_outside(page):
@@ -206,7 +206,7 @@ def test_a_held_lock_shows_from_outside(page):
     )
     try:
         child.stdout.readline()
-        reader = PlaceReader(page)
+        reader = ProgressReader(page)
 
         def still():
             before = reader.read(0).tick
@@ -224,7 +224,7 @@ def test_a_stopped_process_shows_from_outside(page):
     child = _child(page, "print(flush=True); time.sleep(600)")
     try:
         child.stdout.readline()
-        reader = PlaceReader(page)
+        reader = ProgressReader(page)
         until(lambda: reader.read(0).tick > 2)  # it lives, though its place stands still
         os.kill(child.pid, signal.SIGSTOP)
         until(lambda: process_state(child.pid).state in STOPPED)
@@ -240,37 +240,37 @@ def test_a_stopped_process_shows_from_outside(page):
 def test_a_rank_that_died_leaves_its_place(page):
     child = _child(page, "place.begin_step(3, 4); place.slot_begins(((Op.F, 0, 0),)); os._exit(3)")
     assert child.wait(LIMIT_S) == 3
-    assert PlaceReader(page).read(0).place == Place(3, 0, True)
+    assert ProgressReader(page).read(0).place == RowProgress(3, 0, True)
 
 
 def _child(page, code):
     head = (
         "import os, time\nfrom pathlib import Path\nfrom weft.pipeline.action import Op\n"
-        "from weft.engine.supervision.place_writer import PlaceWriter\n"
-        "from weft.engine.supervision.places import Phase\n"
-        f"place = PlaceWriter(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
+        "from weft.engine.supervision.progress_writer import ProgressWriter\n"
+        "from weft.engine.supervision.progress_page import Phase\n"
+        f"place = ProgressWriter(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
     )
     return subprocess.Popen([sys.executable, "-c", head + code], stdout=subprocess.PIPE)
 
 
 def test_what_is_no_page_is_refused(tmp_path, page):
     with pytest.raises(ValueError, match="WEFT_PLACES"):
-        PlaceReader(tmp_path / "private" / "nothing")
+        ProgressReader(tmp_path / "private" / "nothing")
     with pytest.raises(ValueError, match="room for 3"):
-        PlaceWriter(page, local_rank=3, rank=3, attempt=0)
+        ProgressWriter(page, local_rank=3, rank=3, attempt=0)
     for content, message in ((b"x", "no page"), (b"x" * 64, "version")):
         page.write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            PlaceReader(page)
+            ProgressReader(page)
     make_page(page, 2)
     with page.open("ab") as file:
         file.write(b"12345678")
     with pytest.raises(ValueError, match="words"):
-        PlaceReader(page)
+        ProgressReader(page)
     make_page(page, 2)
     page.chmod(0o644)
     with pytest.raises(ValueError, match="this user alone"):
-        PlaceReader(page)
+        ProgressReader(page)
 
 
 def test_without_a_page_nothing_is_written():
@@ -287,7 +287,7 @@ def test_a_rank_takes_its_page_from_the_environment(page):
         {"WEFT_PLACES": str(page), "WEFT_ATTEMPT": "6", "LOCAL_RANK": "2", "RANK": "10"}
     )
     try:
-        reader = PlaceReader(page)
+        reader = ProgressReader(page)
         assert (reader.read(2).attempt, reader.read(2).rank) == (6, 10)
         with heartbeat.within(Phase.evaluation):
             assert reader.read(2).phase is Phase.evaluation
@@ -295,11 +295,11 @@ def test_a_rank_takes_its_page_from_the_environment(page):
         (observer,) = heartbeat.observers(lambda: 0)
         observer.step_begins(3)
         with heartbeat.waiting():
-            assert reader.read(2).place == Place(1, 0, False, 1)
+            assert reader.read(2).place == RowProgress(1, 0, False, 1)
     finally:
         heartbeat.close()
 
 
 def test_pages_are_read_without_torch(page):
-    code = "import sys, weft.engine.supervision.report; assert 'torch' not in sys.modules"
+    code = "import sys, weft.engine.supervision.messages; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)

@@ -1,4 +1,4 @@
-"""The deny-list: hosts that runs must not use, with reason and time, until they are readmitted."""
+"""Exclusion of hosts: the deny-list, and the examination of hosts on which ranks keep failing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from weft.conf.finding import DOCTOR, doctor_arguments, failures, read_findings
 from weft.conf.host.private import write_private
 from weft.conf.schema import WeftConfig
+from weft.engine.supervision.control.address import Address
+from weft.engine.supervision.faults import FaultKind
+from weft.engine.supervision.ranks import Ranks
 
 NAME = "denied_hosts.json"
 
@@ -93,3 +99,49 @@ def _denial(entry: Mapping[str, object]) -> Denial:
     if not (isinstance(reason, str) and isinstance(at, (int, float)) and isinstance(by, str)):
         raise ValueError(f"an entry holds reason, at and by, not {dict(entry)}")
     return Denial(reason, float(at), by)
+
+
+SUSPICIOUS = 2
+"""Number of faults of a host after which it is examined. The count starts again then."""
+DOCTOR_S = 60.0
+"""Timeout of an examination in seconds. A host that exceeds it has failed."""
+_OF_OTHERS = (FaultKind.lost_peer.value, FaultKind.disk_full.value, FaultKind.checkpoint.value)
+"""Faults that do not count, because the host is not the cause or the cause is known."""
+
+
+class Suspicions:
+    """Counts the faults of each host."""
+
+    def __init__(self) -> None:
+        """Start without faults."""
+        self._faults: Counter[str] = Counter()
+
+    def saw_fault(self, kind: str, culprit: Mapping[str, Any]) -> None:
+        """Count a fault for its hosts."""
+        if kind not in _OF_OTHERS:
+            self._faults.update([culprit["host"]] if "host" in culprit else culprit.get("hosts", ()))
+
+    def take(self) -> str | None:
+        """Return a host to examine and reset its count, or None if there is none."""
+        host = next((host for host, count in self._faults.items() if count >= SUSPICIOUS), None)
+        if host is not None:
+            del self._faults[host]
+        return host
+
+
+async def examine(ranks: Ranks, run_folder: Path, slots: int, driver: Address) -> list[str]:
+    """Run `weft doctor node` on this host, and return its failed checks, one line each.
+
+    Args:
+        ranks: the host's ranks. Their forkserver has already imported the modules that a doctor needs.
+        slots: number of ranks of this host.
+    """
+    where = "" if isinstance(driver, str) else "{}:{}".format(*driver)  # a driver on this machine has the same clock
+    arguments = doctor_arguments(run_folder, ranks=slots, driver=where)
+    printed, code = await ranks.ask("doctor", DOCTOR, arguments, DOCTOR_S)
+    return [f"{finding.check}: {finding.says}" for finding in failures(read_findings(printed, code))]
+
+
+def reason_to_evict(failed: Sequence[str]) -> str:
+    """Return the reason for the deny-list."""
+    return f"weft doctor node: {'; '.join(failed)}"

@@ -1,11 +1,12 @@
-"""Progress timeouts of ranks, by phase, learned from measured durations."""
+"""Timeouts of ranks and of silent sites, learned from measured durations, and the times of reports."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Set
+from collections.abc import Callable, Collection, Set
 from math import inf
 from statistics import median
+from typing import Any
 
 from weft.engine.observability.watcher import Phase
 
@@ -92,3 +93,90 @@ class Deadlines:
         if phase in _LONG or phase not in self._phases_s:
             return self._setup_s
         return min(max(LEAST_PHASE_S, PHASE_FACTOR * self._phases_s[phase]), self._setup_s)
+
+
+HEAL_S = 10.0
+"""Least timeout in seconds, because most interruptions are shorter."""
+
+
+class SiteTimeout:
+    """Ski-rental rule: wait as long as one restart costs, then restart. This costs at most twice the optimum.
+
+    The cost of a restart is the duration of the last start without its imports, which a restart does not repeat. If
+    the run cannot continue without the site, or no start has been timed, the timeout is that of links.
+
+    Attributes:
+        is_importing: whether an attempt has begun whose ranks are not all known to be past their imports.
+    """
+
+    def __init__(self, link_s: float, goes_on_without: Callable[[Collection[str]], bool]) -> None:
+        """Start without a measured restart.
+
+        Args:
+            link_s: seconds that a link between sites may stand still.
+            goes_on_without: returns whether an attempt is possible without the hosts that are silent.
+        """
+        self._link_s, self._goes_on_without = link_s, goes_on_without
+        self._restart_s = inf
+        self._began: float | None = None
+        self.is_importing = False
+        self._answers: dict[frozenset[str], bool] = {}
+
+    def began(self, now: float | None) -> None:
+        """Note that an attempt has begun at ``now``, or at an unknown time."""
+        self._began, self.is_importing = now, now is not None
+        self._answers.clear()
+
+    def imported(self, now: float | None) -> None:
+        """Note that every rank is past its imports."""
+        self._began, self.is_importing = now, False
+
+    def came_to_step(self, now: float | None) -> None:
+        """Note that the attempt has done its first step."""
+        if now is not None and self._began is not None:
+            self._restart_s = max(0.0, now - self._began)
+        self._began = None
+
+    def seconds(self, site: Collection[str]) -> float:
+        """Return the timeout in seconds of these hosts, which are all of their site's."""
+        least = max(HEAL_S, self._restart_s)
+        return least if least < self._link_s and self._enough_without(frozenset(site)) else self._link_s
+
+    def _enough_without(self, site: frozenset[str]) -> bool:
+        if site not in self._answers:
+            self._answers[site] = self._goes_on_without(site)
+        return self._answers[site]
+
+
+OFTEN = 4
+"""Reports per heartbeat while a signal has stopped a rank. The driver needs two of them, a second apart."""
+
+
+class ReportTimes:
+    """The times of one agent's reports, by a monotonic clock in seconds."""
+
+    def __init__(self, heartbeat_s: float) -> None:
+        """Start with a heartbeat and a report due."""
+        self._heartbeat_s = heartbeat_s
+        self._beat_at = self._told_at = -inf
+        self._phases: Any = None
+
+    def beats(self, now: float) -> bool:
+        """True if the next heartbeat is due. The next interval begins with this call."""
+        if now < self._beat_at + self._heartbeat_s:
+            return False
+        self._beat_at, self._told_at = now, -inf
+        return True
+
+    def tells(self, now: float, phases: Any, is_one_stopped: Callable[[], bool]) -> bool:
+        """True to report, after `beats`.
+
+        Args:
+            phases: of the ranks. A change is reported at once.
+            is_one_stopped: whether a signal has stopped a rank.
+        """
+        due = self._told_at == -inf or phases != self._phases
+        if not due and (now < self._told_at + self._heartbeat_s / OFTEN or not is_one_stopped()):
+            return False
+        self._told_at, self._phases = now, phases
+        return True

@@ -5,7 +5,7 @@ from time import time
 
 import pytest
 
-from weft.engine.supervision.leftovers import OLD_S, Ownership, remove_leftovers
+from weft.engine.supervision.stale_resources import OLD_S, Ownership, remove_stale
 
 
 def leave(folder, name, age_s=2 * OLD_S):
@@ -34,7 +34,7 @@ def test_what_nobody_owns_goes(folder):
     leave(folder, "places-own")
     (folder / "places-dead.agent").symlink_to("/nowhere")
     os.utime(folder / "places-dead.agent", (0, 0), follow_symlinks=False)
-    assert remove_leftovers(folder, "places-own") == ["places-dead"]
+    assert remove_stale(folder, "places-own") == ["places-dead"]
     assert names(folder) == ["boards", "places-own", "places-own.error0", "places-own.memory3"]
 
 
@@ -42,9 +42,9 @@ def test_what_an_agent_holds_stays(folder):
     leave(folder, "places-held")
     held = Ownership(folder / "places-held")
     os.utime(folder / "places-held", (0, 0))
-    assert remove_leftovers(folder, "places-own") == []
+    assert remove_stale(folder, "places-own") == []
     held.release()
-    assert remove_leftovers(folder, "places-own") == ["places-held"]
+    assert remove_stale(folder, "places-own") == ["places-held"]
 
 
 def test_a_run_whose_agent_was_killed_has_time_to_start_another(folder):
@@ -52,15 +52,15 @@ def test_a_run_whose_agent_was_killed_has_time_to_start_another(folder):
     held = Ownership(folder / "places-killed")
     held.renew()
     held.release()
-    assert remove_leftovers(folder, "places-own") == []
-    assert remove_leftovers(folder, "places-own", now=time() + OLD_S + 1) == ["places-killed"]
+    assert remove_stale(folder, "places-own") == []
+    assert remove_stale(folder, "places-own", now=time() + OLD_S + 1) == ["places-killed"]
 
 
 def test_one_part_that_is_in_use_keeps_them_all(folder):
     leave(folder, "places-busy")
     os.utime(folder / "places-busy.memory3")
     leave(folder, "places-busyer")
-    assert remove_leftovers(folder, "places-own") == ["places-busyer"]
+    assert remove_stale(folder, "places-own") == ["places-busyer"]
 
 
 def test_a_link_is_not_followed(folder, tmp_path_factory):
@@ -68,5 +68,5 @@ def test_a_link_is_not_followed(folder, tmp_path_factory):
     (other / "precious").write_text("x")
     (folder / "places-odd.memory1").symlink_to(other)
     os.utime(folder / "places-odd.memory1", (0, 0), follow_symlinks=False)
-    assert remove_leftovers(folder, "places-own") == ["places-odd"]
+    assert remove_stale(folder, "places-own") == ["places-odd"]
     assert (other / "precious").exists()

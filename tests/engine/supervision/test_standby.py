@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from weft.engine.supervision.parking import AgentLink, Assignment, Parking
+from weft.engine.supervision.standby import AgentLink, Assignment, Standby
 
 LIMIT_S = 20.0
 
@@ -44,7 +44,7 @@ def hosted(path, what):
 
     async def run():
         changes = []
-        parking = Parking(path, lambda: changes.append(dict(parking.processes)))
+        parking = Standby(path, lambda: changes.append(dict(parking.processes)))
         parking.open()
         rank = Rank(path)
         try:

@@ -16,7 +16,7 @@ from time import time
 
 from weft.conf.host.private import shared_memory_folder
 from weft.conf.host.processes import process_state
-from weft.engine.supervision.places import make_page, owner
+from weft.engine.supervision.progress_page import make_page, owner
 
 PREFIX = "places-"
 GONE_S = 5.0
@@ -86,7 +86,7 @@ class Ownership:
         os.close(self._file)
 
 
-def remove_leftovers(folder: Path, own: str, *, now: float | None = None) -> list[str]:
+def remove_stale(folder: Path, own: str, *, now: float | None = None) -> list[str]:
     """Remove resources of runs whose agents were killed, if they have not been used for `OLD_S`.
 
     Args:
