@@ -88,7 +88,7 @@ class Fleet:
             ticket, is_predicted = self._place(tokens, deadline_s, without)
             worker = self.workers[ticket.worker]
             latest_s = ticket.placed_s + deadline_s
-            if not self._count_others() or not is_predicted or worker.free_s(ticket.placed_s) <= latest_s:
+            if not self._count_others() or not is_predicted or worker.latest_s(ticket.placed_s) <= latest_s:
                 return ticket
             worker.tickets.remove(ticket)
             self._changed(worker)
@@ -112,14 +112,17 @@ class Fleet:
         if trial is not None and worker.waits():
             return self._take(trial, now_s, work_s, now_s + deadline_s), False
         expected_s = worker.end_s(now_s, max(now_s, worker.free_s(now_s)), work_s)
-        late_s = expected_s - now_s - deadline_s
+        latest_s = worker.latest_s(now_s, work_s)
+        late_s = latest_s - now_s - deadline_s
         if late_s <= 0.0:
             return self._take(worker, now_s, work_s, expected_s), True
+        if not worker.waits() and worker.slowdown.is_old(now_s) and expected_s <= now_s + deadline_s:
+            return self._take(worker, now_s, work_s, expected_s), False  # measures whether it is still as slow
         if trial is not None:
             return self._take(trial, now_s, work_s, now_s + deadline_s), False
         raise Refusal(
             503,
-            f"the first token would come after {expected_s - now_s:.1f} s, the deadline is {deadline_s:g} s; "
+            f"the first token may come after {latest_s - now_s:.1f} s, the deadline is {deadline_s:g} s; "
             f"retry in {ceil(late_s)} s, or elsewhere",
             retry_after_s=ceil(late_s),
         )

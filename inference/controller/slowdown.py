@@ -1,34 +1,55 @@
-"""A worker's recent slowdown: seconds of bubbles that pass per second of predicted work."""
+"""A worker's recent slowdown: seconds of bubbles that pass per second of predicted work, and how much it varies."""
 
 from __future__ import annotations
 
 from collections import deque
+from math import ceil, inf
 
 SAMPLE_S = 0.25
 """Prompts are averaged until this many seconds have passed in bubbles, or of predicted work."""
 TOGETHER_S = 0.01
 """Prompts that end within this time of each other are in one sample, because one step of a worker can end many."""
 MEMORY_S = 30.0
-"""Age up to which samples count. Later nothing is known: a host that was busy may be quiet again, and a worker that
-only refuses prompts would never be measured again."""
+"""Age up to which samples count as the current speed: a host that was busy may be quiet again."""
+FEW = 8
+"""Samples that are kept however old they are, for the bound."""
+QUANTILE = 0.95
+"""Share of predictions whose error the bound covers."""
+MOST_ERRORS = 256
+"""Number of recent errors that count."""
+LEAST_S = 0.5
+"""Predictions of less are not compared: a single prompt may take several times as long as predicted."""
+UNMEASURED = 1.5
+"""Error that the bound covers before predictions were compared."""
 
 
 class Slowdown:
-    """A factor of at least 1 on a worker's predicted work: the average of all samples but the slowest."""
+    """A factor of at least 1 on a worker's predicted work: its current average, and a bound for promises."""
 
     def __init__(self) -> None:
-        """Start at 1."""
+        """Start without samples."""
         self._samples = deque[tuple[float, float, float]]()
+        self._errors = deque[float](maxlen=MOST_ERRORS)
 
     def factor(self, now_s: float) -> float:
-        """The current factor."""
-        while self._samples and now_s - self._samples[0][0] > MEMORY_S:
-            self._samples.popleft()
-        recent = [spent for _, *spent in self._samples if max(spent) >= SAMPLE_S]
-        # A worker that was stopped is late with one prompt, and as fast as before with those behind it.
-        counted = sorted(recent, key=lambda spent: spent[0] - spent[1])[:-1]
-        passed_s, work_s = (sum(column) for column in zip(*counted, strict=True)) if counted else (1.0, 1.0)
-        return max(1.0, passed_s / work_s)
+        """The average of the samples that are not old, or 1 if there are none."""
+        return self._average(now_s - MEMORY_S)
+
+    def bound(self, now_s: float) -> float:
+        """A factor that is rarely exceeded: the last average, times an upper quantile of the errors of predictions."""
+        if len(self._errors) < 2:
+            error = min([UNMEASURED, *self._errors])
+        else:  # without the largest: one stall is no property of the worker
+            error = sorted(self._errors)[ceil(QUANTILE * (len(self._errors) - 1)) - 1]
+        return (self.last(now_s) or 1.0) * max(1.0, error)
+
+    def last(self, now_s: float) -> float:
+        """The average of the samples that are not old, else of the last ones, or 0 if there are none."""
+        return self._average(-inf if self.is_old(now_s) else now_s - MEMORY_S) if self._samples else 0.0
+
+    def is_old(self, now_s: float) -> bool:
+        """True if nothing was measured for a while, so that the worker's speed may be another one."""
+        return not self._samples or now_s - self._samples[-1][0] > MEMORY_S
 
     def learn(self, now_s: float, passed_s: float, work_s: float) -> None:
         """Add a prompt of ``work_s`` during which ``passed_s`` passed in the worker's bubbles; it has ended now."""
@@ -36,3 +57,24 @@ class Slowdown:
             _, before_s, done_s = self._samples.pop()
             passed_s, work_s = before_s + passed_s, done_s + work_s
         self._samples.append((now_s, passed_s, work_s))
+        while len(self._samples) > FEW and now_s - self._samples[0][0] > MEMORY_S:
+            self._samples.popleft()
+
+    def compare(self, now_s: float, passed_s: float, work_s: float, last: float) -> None:
+        """Add the error of a prediction for a prompt that has ended now.
+
+        Args:
+            passed_s: bubbles' seconds since it was placed.
+            work_s: work until its end, when it was placed.
+            last: `last` at that time; if nothing was measured then, what is measured now counts.
+        """
+        predicted_s = work_s * (last or self.factor(now_s))
+        if predicted_s >= LEAST_S:
+            self._errors.append(passed_s / predicted_s)
+
+    def _average(self, since_s: float) -> float:
+        recent = [spent for at_s, *spent in self._samples if at_s >= since_s and max(spent) >= SAMPLE_S]
+        # A worker that was stopped is late with one prompt, and as fast as before with those behind it.
+        counted = sorted(recent, key=lambda spent: spent[0] - spent[1])[:-1]
+        passed_s, work_s = (sum(column) for column in zip(*counted, strict=True)) if counted else (1.0, 1.0)
+        return max(1.0, passed_s / work_s)

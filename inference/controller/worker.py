@@ -41,6 +41,8 @@ class Ticket:
         work_s: predicted seconds of work.
         expected_s: when it is expected to end.
         passed_s: `Worker.passed_s` when it was placed.
+        queued_s: seconds of work until its end, without slowdown.
+        slowdown: `Slowdown.last` when it was placed.
         waited: True if others were before it.
         others_done_s: work that other controllers had done on the worker.
     """
@@ -50,6 +52,8 @@ class Ticket:
     placed_s: float
     expected_s: float
     passed_s: float
+    queued_s: float
+    slowdown: float
     waited: bool
     others_done_s: float
 
@@ -164,6 +168,11 @@ class Worker:
         """Return when work that begins at ``free_s`` or later ends, at the worker's recent speed."""
         return self.pattern.end(free_s, work_s * self.slowdown.factor(now_s)) if work_s else free_s
 
+    def latest_s(self, now_s: float, work_s: float = 0.0) -> float:
+        """Return when its work and ``work_s`` more end at the latest, but for rare cases."""
+        left_s = self.left_s(now_s) + self.others.left_s + work_s
+        return self.pattern.end(now_s, left_s * self.slowdown.bound(now_s)) if left_s else now_s
+
     def waits(self) -> bool:
         """True if a prompt would wait behind others."""
         return bool(self.tickets) or self.others.left_s > 0.0
@@ -176,6 +185,8 @@ class Worker:
             placed_s=now_s,
             expected_s=expected_s,
             passed_s=self.passed_s(now_s),
+            queued_s=self.left_s(now_s) + self.others.left_s + work_s,
+            slowdown=self.slowdown.last(now_s),
             waited=self.waits(),
             others_done_s=self.others.done_s,
         )
@@ -195,5 +206,7 @@ class Worker:
             others_s = self.others.done_s - max(ticket.others_done_s, self._others_done_s)
             if not self.learning and (ticket.waited or ticket.work_s >= SAMPLE_S):
                 self.slowdown.learn(now_s, max(0.0, passed_s - begun_s), ticket.work_s + max(0.0, others_s))
+            if not self.learning:
+                self.slowdown.compare(now_s, passed_s - ticket.passed_s, ticket.queued_s, ticket.slowdown)
             self.done_s += ticket.work_s
         self._free_passed_s, self._others_done_s = passed_s, self.others.done_s

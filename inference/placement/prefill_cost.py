@@ -11,6 +11,7 @@ outliers, and is bounded by the latest steps, so that a few of them are enough t
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from typing import Any
 from weft.conf.host.measurements import Measurement, Measurements, spread_of
 from weft.conf.host.owners import is_trusted
 from weft.inference.placement.nonnegative_fit import PRIOR, Coefficients, Sums, features
+
+logger = logging.getLogger(__name__)
 
 GAPS_S = (0.001, 0.005, 0.02, 0.1, 0.5)
 """Boundaries between classes of idle time before a step."""
@@ -143,9 +146,7 @@ class PrefillCost:
             ValueError: the format is of another version.
         """
         if value.get("format") != FORMAT:
-            raise ValueError(
-                f"format={value.get('format')}: this version of Weft reads {FORMAT}; remove the file to start over"
-            )
+            raise ValueError(f"format={value.get('format')}: this version of Weft reads {FORMAT}")
         return cls(
             quantile=value["quantile"],
             steps=value["steps"],
@@ -177,13 +178,28 @@ class PrefillCost:
             return cls(quantile=quantile)
         known = Measurements(path).read().get(NAME)
         if known is None:
-            raise ValueError(f"{path}: not a cost model; remove the file to start over")
+            raise ValueError(f"{path}: not a cost model of this version of Weft")
         if known.is_old:
             return cls(quantile=quantile)
         try:
             return cls.from_dict({**known.value, "quantile": quantile})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def load_or_set_aside(cls, path: Path, *, quantile: float) -> PrefillCost:
+        """See `load`, but move a file that cannot be read aside with a warning, and start a new model.
+
+        Raises:
+            OSError: the file cannot be moved.
+        """
+        try:
+            return cls.load(path, quantile=quantile)
+        except ValueError as error:
+            aside = path.with_name(f"{path.name}.former")
+            path.replace(aside)
+            logger.warning("%s; moved to %s, and costs are learnt anew", error, aside)
+            return cls(quantile=quantile)
 
 
 def gap_class(gap_s: float) -> int:

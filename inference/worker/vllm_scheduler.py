@@ -79,11 +79,7 @@ class BubbleScheduler(Scheduler):
             )
         self._settings = settings = WorkerSettings.of(vllm_config.additional_config)
         self._cost_file = Path(settings.cost_file)
-        try:
-            cost = PrefillCost.load(self._cost_file, quantile=settings.quantile)
-        except ValueError as error:
-            logger.warning("%s; starting with an empty cost model", error)
-            cost = PrefillCost(quantile=settings.quantile)
+        cost = PrefillCost.load_or_set_aside(self._cost_file, quantile=settings.quantile)
         boards = [BoardReader(board) for board in settings.boards]
         self._gate = Gate(boards, cost, guard_s=settings.guard_s)
         self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens

@@ -53,6 +53,8 @@ def ticket(expected_s, work_s=4.0, placed_s=0.0, worker=0):
         placed_s=placed_s,
         expected_s=expected_s,
         passed_s=0.0,
+        queued_s=work_s,
+        slowdown=0.0,
         waited=False,
         others_done_s=0.0,
     )

@@ -87,11 +87,15 @@ def test_it_is_kept_between_runs(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 99}', '{"format": 1}'])
-def test_a_file_that_is_no_cost_model_is_named(tmp_path, text):
+def test_a_file_that_is_no_cost_model_is_set_aside_and_costs_are_learnt_anew(tmp_path, caplog, text):
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"broken\.json"):
         PrefillCost.load(path, quantile=0.9)
+    assert PrefillCost.load_or_set_aside(path, quantile=0.9) == PrefillCost(quantile=0.9)
+    assert "broken.json" in caplog.text and (tmp_path / "broken.json.former").read_text() == text
+    learnt(3)[0].save(path)
+    assert PrefillCost.load(path, quantile=0.98).steps == 400
 
 
 def test_each_class_of_gap_has_a_scale_of_its_own_once_it_has_been_seen_often_enough():
