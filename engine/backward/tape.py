@@ -123,7 +123,9 @@ class _Deferred(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(activation)
         ctx.product, ctx.tape = product, tape
-        return compute()
+        result = compute()
+        # autograd forbids a view that is made here to be changed in place, as some models do
+        return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     @once_differentiable
