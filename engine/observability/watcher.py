@@ -99,5 +99,5 @@ def watcher_of(variables: Mapping[str, str]) -> Watcher:
     """
     if not variables.get(PROGRESS_PAGE):
         return Watcher()
-    heartbeat: Watcher = entry("supervision").heartbeat(variables)
-    return heartbeat
+    watcher: Watcher = entry("supervision").watcher(variables)
+    return watcher

@@ -65,7 +65,7 @@ def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
 # For ranks
 
 
-def heartbeat(variables: Mapping[str, str]) -> Heartbeat:
+def watcher(variables: Mapping[str, str]) -> Heartbeat:
     """Return the watcher of a rank that an agent has started with these environment variables."""
     from weft.engine.supervision.heartbeat import Heartbeat
 

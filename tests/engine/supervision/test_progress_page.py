@@ -13,7 +13,7 @@ import pytest
 from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.observability.watcher import Phase, watcher_of
 from weft.engine.supervision.culprit import RowProgress
-from weft.engine.supervision.heartbeat import Heartbeat, ProgressObserver
+from weft.engine.supervision.heartbeat import ProgressObserver
 from weft.engine.supervision.progress_page import MOST_LINKS, LinkReading, ProgressReader, make_page, progress_of
 from weft.engine.supervision.progress_writer import ProgressWriter
 from weft.pipeline.action import Action, Op
@@ -283,9 +283,9 @@ def test_without_a_page_nothing_is_written():
 
 
 def test_a_rank_takes_its_page_from_the_environment(page):
-    heartbeat = Heartbeat.from_environment(
-        {"WEFT_PLACES": str(page), "WEFT_ATTEMPT": "6", "LOCAL_RANK": "2", "RANK": "10"}
-    )
+    variables = {"WEFT_PLACES": str(page), "WEFT_ATTEMPT": "6", "LOCAL_RANK": "2", "RANK": "10"}
+    watcher_of(variables).close()
+    heartbeat = watcher_of(variables)  # as in the second attempt of a process
     try:
         reader = ProgressReader(page)
         assert (reader.read(2).attempt, reader.read(2).rank) == (6, 10)
