@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from weft.engine.observability.set_up import SetUpTimes
 from weft.engine.planning.kept import Kept
 
 
@@ -14,13 +15,14 @@ class Attempt(ExitStack):
     Attributes:
         interrupt: makes this rank's waits for other ranks fail, from any thread.
         kept: values for later attempts of this process, which the stack does not release.
+        set_up: durations of the parts of its set-up.
         where: returns the step under way and the range of its batches in the data, or None outside of training.
     """
 
-    def __init__(self, kept: Kept | None = None) -> None:
+    def __init__(self, kept: Kept | None = None, set_up: SetUpTimes | None = None) -> None:
         """Start without resources."""
         super().__init__()
-        self.kept = kept or Kept()
+        self.kept, self.set_up = kept or Kept(), set_up or SetUpTimes()
         self.interrupt: Callable[[], None] = do_nothing
         self.where: Callable[[], tuple[int, tuple[int, int]]] | None = None
 

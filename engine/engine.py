@@ -32,7 +32,7 @@ from weft.engine.execution.step_state import StepState
 from weft.engine.models.objective import Objective
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecords
-from weft.engine.observability.set_up import SET_UP
+from weft.engine.observability.set_up import SetUpTimes
 from weft.engine.observability.slots import BubbleObserver, SlotObserver
 from weft.engine.observability.usage import Usage, gather_usage
 from weft.engine.observability.watcher import Watcher
@@ -102,6 +102,7 @@ class WeftEngine(PipelineEngine):
         pairs: SlotPairs | None = None,
         wan: SiteNetwork | None = None,
         objective: Objective | None = None,
+        set_up: SetUpTimes | None = None,
         **deepspeed: Any,
     ) -> None:
         """Set up the rank.
@@ -114,12 +115,14 @@ class WeftEngine(PipelineEngine):
             pairs: runs strand pairs interleaved. None runs their halves one after the other.
             wan: the links between sites, if stages are at several.
             objective: is minimised instead of the model's own loss.
+            set_up: receives the durations of the parts of the set-up.
             deepspeed: arguments of DeepSpeed's engine, with a `WeftModule` as ``model``.
         """
         self.weft, self.plan, self.layout = weft, plan, plan.layout
         self.collectives, self.axes, self.pairs, self.wan = collectives, axes or AxisGroups(), pairs, wan
+        self.set_up = set_up or SetUpTimes()
         super().__init__(**deepspeed)
-        SET_UP.done("engine: DeepSpeed's")
+        self.set_up.done("engine: DeepSpeed's")
         connect_groups(construction.step_groups(self), self.device)
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
@@ -138,11 +141,11 @@ class WeftEngine(PipelineEngine):
             group=self.module.data_group,
             expert=max(1, plan.layout.expert // plan.layout.tensor),
         )
-        SET_UP.done("engine: ours")
+        self.set_up.done("engine: ours")
         self.neighbours = Neighbours.join(
             plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
         )
-        SET_UP.done("channels")
+        self.set_up.done("channels")
         self.executor = construction.make_executor(self)
         self.slot_observers: list[SlotObserver] = []
         """Observers that are notified of every slot of a training step."""

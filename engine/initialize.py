@@ -23,6 +23,7 @@ from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
 from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.conf.trees import to_tree
+from weft.engine.attempt import Attempt
 from weft.engine.checkpoint.origin import Origin, flat
 from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.deepspeed.module import WeftModule
@@ -39,13 +40,12 @@ from weft.engine.execution.neighbours import open_wan
 from weft.engine.models.batch import Batch
 from weft.engine.models.objective import Objective
 from weft.engine.models.skeleton import hf_model
-from weft.engine.observability.set_up import SET_UP
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.facts import Facts, fact_kinds
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
 from weft.engine.planning.joining import join_job
-from weft.engine.planning.kept import Kept, known_to_any
+from weft.engine.planning.kept import known_to_any
 from weft.engine.planning.run_plan import RunPlan, plan_run, settle_placement
 from weft.engine.precision import DTYPES
 from weft.engine.stages.checking.axis_check import check_axes, refuse_unshareable
@@ -124,7 +124,6 @@ def initialize(
     if model is not None:
         hf_model(model)
     weft, device = join_job(weft)
-    SET_UP.done("join")
     engine = build_engine(weft, device, sections=sections, model=model, objective=objective, **given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -153,29 +152,30 @@ class PreparedRun:
         facts: Facts,
         placement: Placement,
         device: torch.device,
-        kept: Kept | None = None,
+        attempt: Attempt | None = None,
     ) -> PreparedRun:
         """Open and probe the links between the ranks of a placement, and plan with them. Collective call.
 
         Args:
             facts: without those about links.
             placement: from `settle_placement` on rank 0.
-            kept: results of earlier attempts, or None.
+            attempt: keeps results of earlier attempts, and receives durations.
 
         Raises:
             ValueError: on every rank, if no schedule is possible, or a link cannot be opened.
         """
-        kept = kept or Kept()
+        attempt = attempt or Attempt()
+        kept, done = attempt.kept, attempt.set_up.done
         between = config.cluster, config.comm, facts.layout, placement
         wan = open_wan(placement, facts.layout, config.comm, device, known=kept.find("links", between) or {})
-        SET_UP.done("links between sites")
+        done("links between sites")
         collectives = Collectives.open(
             facts.layout, device, config.zero, cache_dir=config.data.cache_dir, timeout_s=config.comm.timeout_s
         )
-        SET_UP.done("collectives of replicas")
+        done("collectives of replicas")
         opened = open_axes(facts.layout.axis_groups, device, config.comm.timeout_s)
         axes = replace(opened, exchange=facts.exchange)
-        SET_UP.done("groups inside of layers")
+        done("groups inside of layers")
         if wan is not None:
             kept.put("links", between, wan.profiles)
             facts = facts.with_links(wan.profiles)
@@ -230,7 +230,7 @@ def build_engine(
     sections: Mapping[str, Any] = MappingProxyType({}),
     model: nn.Module | None = None,
     objective: Objective | None = None,
-    kept: Kept | None = None,
+    attempt: Attempt | None = None,
     args: Any = None,
     **given: Any,
 ) -> WeftEngine:
@@ -239,38 +239,39 @@ def build_engine(
     Args:
         config: of the run, fitted to the job. `join_job` returns it with the ``device``.
         sections: of the user's DeepSpeed configuration, besides ours.
-        kept: results of earlier attempts, or None.
+        attempt: keeps results of earlier attempts, and receives durations.
         args, given: arguments of `deepspeed.initialize`.
 
     Raises:
         ValueError: on every rank, if a setting or the model cannot be used.
     """
-    kept, earlier = kept or Kept(), set(process_groups())
+    attempt, earlier = attempt or Attempt(), set(process_groups())
+    kept, done = attempt.kept, attempt.set_up.done
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
-    SET_UP.done("fingerprint")
+    done("fingerprint")
     facts = facts_of_ranks(
         config, hf_config, device, model=model, optimizer=given.get("optimizer"), own_loss=objective is None
     )
-    SET_UP.done("facts")
+    done("facts")
     placement = known_to_any(kept, "placement", (config, facts), lambda: settle_placement(config, facts), Placement)
-    SET_UP.done("placement")
+    done("placement")
     if config.model.self_check and placement.num_stages > 1:
         checked = hf_config if model is None else model
         together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
     _check_axes(config, hf_config if model is None else model, facts.exchange)
-    SET_UP.done("self-check")
-    run = PreparedRun.open(config, facts, placement, device, kept)
-    SET_UP.done("plan")
+    done("self-check")
+    run = PreparedRun.open(config, facts, placement, device, attempt)
+    done("plan")
     stages = together(lambda: _make_stages(config, model, run.plan, run.stage_axes))
     module = WeftModule(stages, placement, run.plan.layout)
-    SET_UP.done("stages")
+    done("stages")
     if not given.get("model_parameters"):
         given["model_parameters"] = parameter_groups(module.named_global_parameters(), config.optimizer.weight_decay)
     if given.get("lr_scheduler") is None and given.get("optimizer") is None and "scheduler" not in settings:
         given["lr_scheduler"] = learning_rate(config.optimizer, config.train.steps)
-    engine = run.engine(config, settings, module, objective=objective, args=args, **given)
+    engine = run.engine(config, settings, module, objective=objective, set_up=attempt.set_up, args=args, **given)
     path = hf_config.name_or_path or ""
     engine.origin = Origin(base, path, flat(to_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
     engine.groups = [group for group in process_groups() if group not in earlier]

@@ -19,6 +19,7 @@ from weft.conf.checks import check, virtual_stages
 from weft.conf.host.private import write_private
 from weft.conf.schema import Attention, DataKind, WeftConfig
 from weft.conf.trees import to_tree
+from weft.engine.attempt import Attempt
 from weft.engine.data import (
     MicrobatchLoader,
     Seen,
@@ -35,7 +36,6 @@ from weft.engine.data.location import locate
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
 from weft.engine.layout.rank_layout import RankLayout
-from weft.engine.observability.set_up import SET_UP
 from weft.engine.planning.kept import Kept
 from weft.engine.stages.checking.refusals import refuse_packing
 from weft.engine.stages.checking.self_check import check_flash_packing, self_check
@@ -49,7 +49,7 @@ SKIPS = 3
 
 
 def prepare(
-    config: WeftConfig, folder: Path, kept: Kept
+    config: WeftConfig, folder: Path, attempt: Attempt
 ) -> tuple[WeftConfig, PreTrainedTokenizerBase, MicrobatchLoader, MicrobatchLoader | None]:
     """Return the inputs of a run on a rank that has joined: its settled configuration, tokenizer, data and evaluation
     data.
@@ -58,21 +58,22 @@ def prepare(
 
     Args:
         folder: the run's folder, which records that a model's self-check has passed.
-        kept: results of earlier attempts.
+        attempt: keeps results of earlier attempts.
 
     Raises:
         ValueError: bad input, with the same message on every rank.
     """
+    kept = attempt.kept
     seen = together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
     tokenizer = rank_zero_first(lambda: _tokenizer(config, kept))
     together(lambda: _name_unused(config, tokenizer, seen))
     _fit_vocabulary(config, tokenizer)
-    SET_UP.done("tokenizer")
+    attempt.set_up.done("tokenizer")
     if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
-    SET_UP.done("self-check")
+    attempt.set_up.done("self-check")
     loader, evaluation = _loaders(config, tokenizer, folder, kept)
-    SET_UP.done("data")
+    attempt.set_up.done("data")
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
     return _with_skips(config), tokenizer, loader, evaluation

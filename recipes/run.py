@@ -20,7 +20,6 @@ from weft.engine.checkpoint.errors import StorageError
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import SharedError, attempt_number, from_rank_zero, together
 from weft.engine.engine import WeftEngine
-from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.watcher import Phase
 from weft.engine.stop_signals import Stopped
 from weft.engine.zero import NonFiniteError, ReplicasDiffer, SkippedTooOften
@@ -56,7 +55,7 @@ class TrainingRun:
         """Train from step ``start`` on, with evaluations and checkpoints in between. A collective call."""
         train, every, watcher = self.config.train, self.config.checkpoint.every, self.engine.watcher
         began, step = perf_counter(), start
-        SET_UP.done("progress")
+        self.engine.set_up.done("progress")
         if self.engine.agree_to_stop():
             return
         if step and self._evaluates(step) and self.evaluations.last_step < step:
@@ -186,10 +185,10 @@ class TrainingRun:
 
     def _tell_set_up(self, step: int) -> None:
         """Write the seconds to this rank's first step to a supervised run's folder."""
-        SET_UP.done("first step")
+        self.engine.set_up.done("first step")
         if self.engine.watcher.waits is not None:
             where = {"attempt": attempt_number(), "rank": self.engine.global_rank, "step": step}
-            SET_UP.write(self.folder / "supervisor" / "set_up.jsonl", **where)
+            self.engine.set_up.write(self.folder / "supervisor" / "set_up.jsonl", **where)
 
     def _go_back(self, error: SkippedTooOften, progress: Progress) -> int:
         """Return to the newest checkpoint, and skip the data of the skipped steps; return the number of steps done.

@@ -38,7 +38,6 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
-from weft.engine.observability.set_up import SET_UP
 from weft.engine.observability.watcher import ERROR_FILE, Phase, Watcher, watcher_of
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.plan_file import plan_to_json
@@ -74,7 +73,7 @@ def main(argv: Sequence[str], attempt: Attempt | None = None) -> int:
     config = deepcopy(
         attempt.kept.get("configuration", settings, lambda: load(overrides, recipe_file=known.config_file))
     )
-    SET_UP.done("configuration")
+    attempt.set_up.done("configuration")
     if config.dry_run:
         from weft.tools.dry_run import show
 
@@ -139,13 +138,13 @@ def train(
     watcher, attempt = watcher or Watcher(), attempt or Attempt()
     watcher.enter(Phase.setup)
     config, device = join_job(config)
-    SET_UP.done("join")
+    attempt.set_up.done("join")
     folder = run_folder(config)
     release = _lock_folder(config, folder, attempt)
-    config, tokenizer, loader, evaluation = prepare(config, folder, attempt.kept)
+    config, tokenizer, loader, evaluation = prepare(config, folder, attempt)
     for each in (loader, evaluation):
         attempt.callback(each.close) if each is not None else None
-    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device, kept=attempt.kept)
+    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device, attempt=attempt)
     attempt.callback(engine.abandon)
     attempt.interrupt = engine.interrupt
     engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
@@ -158,7 +157,7 @@ def train(
 
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
-    SET_UP.done("resume")
+    attempt.set_up.done("resume")
     if signals is not None:
         signals.defer()
     attempt.where = run.where
@@ -199,7 +198,7 @@ def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable
         return taken
 
     taken = together(lambda: lock() if dist.get_rank() == 0 else None)
-    SET_UP.done("lock")
+    attempt.set_up.done("lock")
     if taken is None:
         return lambda: None
     attempt.callback(taken.release)
@@ -220,7 +219,7 @@ def _check_outputs(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrained
     together(lambda: write_plan() if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     check_finish(config, engine, tokenizer, folder)
-    SET_UP.done("plan file, folder")
+    engine.set_up.done("plan file, folder")
 
 
 def reports_error(error: ValueError) -> bool:
@@ -243,7 +242,6 @@ def run(argv: Sequence[str]) -> int:
 
     Errors are printed once per job.
     """
-    SET_UP.begin()
     end_with_launcher(os.environ)
     is_supervised = ERROR_FILE in os.environ
     if not is_supervised:  # else an agent leaves out what its ranks repeat

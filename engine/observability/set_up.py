@@ -33,7 +33,3 @@ class SetUpTimes:
         """Add a line of JSON to a file that several ranks write."""
         parts = {part: [round(each, 4) for each in seconds] for part, seconds in self.parts.items()}
         append_private(path, json.dumps({"at": time(), "pid": os.getpid(), **more, "parts": parts}) + "\n")
-
-
-SET_UP = SetUpTimes()
-"""The durations of this process."""

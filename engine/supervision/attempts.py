@@ -25,7 +25,7 @@ from weft.engine.attempt import Attempt, do_nothing
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.errors import OUT_OF_SPACE, NoSpaceError, StorageError
 from weft.engine.distributed import SharedError, attempt_number, leave_distributed, lost_peer
-from weft.engine.observability.set_up import SET_UP
+from weft.engine.observability.set_up import SetUpTimes
 from weft.engine.observability.watcher import ERROR_FILE
 from weft.engine.planning.kept import Kept
 from weft.engine.supervision.faults import ErrorReport, FaultKind, write_report
@@ -105,17 +105,18 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
     Args:
         argv: arguments of the first attempt; later ones come with the assignment.
     """
+    set_up = SetUpTimes()
     with reported(Attempt()):
         agent = AgentLink.from_environment(os.environ)
     if agent is None:
-        only = Attempt()  # never unwound: the process ends, and with it all that it holds
+        only = Attempt(set_up=set_up)  # never unwound: the process ends, and with it all that it holds
         with reported(only):
             return once(argv, only)
     first, threads = dict(os.environ), set(threading.enumerate())
     kept = Kept()
     kept.keeps = True
     while True:
-        attempt = Attempt(kept)
+        attempt = Attempt(kept, set_up)
         agent.begin(attempt_number(), partial(_leave, attempt))
         ended = _attempt(agent, argv, once, attempt)
         if isinstance(ended, int):
@@ -123,11 +124,11 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
         if not _threads_ended(threads):
             return 1
         faulthandler.cancel_dump_traceback_later()  # a leave command may have arrived meanwhile
-        SET_UP.done("leave")
+        set_up.done("leave")
         assignment = agent.park(ended)
         if assignment is None:
             return 1
-        SET_UP.done("parked")
+        set_up.done("parked")
         os.environ.clear()  # an attempt sets variables, such as the interface, that may not fit the next
         os.environ.update({**first, **assignment.environment})
         argv = assignment.arguments
@@ -146,7 +147,7 @@ def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, attempt: Attempt
             attempt.pop_all()
             return code
         except Exception as error:
-            SET_UP.begin()
+            attempt.set_up.begin()
             lost = lost_peer(error) if isinstance(error, RuntimeError) else None
             if lost is None and not agent.leaving:
                 attempt.pop_all()

@@ -13,11 +13,11 @@ from weft.conf.batch import check_world
 from weft.conf.hosts import asks_for_nodes, working_hosts, world_size
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import ranks_per_site
+from weft.engine.attempt import Attempt
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
 from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.planning.joining import join_job
-from weft.engine.planning.kept import Kept
 from weft.recipes.preparation import prepare
 
 
@@ -61,7 +61,7 @@ class RecipeJob:
     def engine(self) -> WeftEngine:
         """Create the engine, as `weft train` does."""
         config, device = join_job(self.config)
-        config, _, loader, _ = prepare(config, self.folder, Kept())
+        config, _, loader, _ = prepare(config, self.folder, Attempt())
         engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device)
         engine.set_dataiterator(chain.from_iterable(repeat(loader)))
         return engine

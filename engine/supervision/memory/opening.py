@@ -6,7 +6,6 @@ from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.distributed import SharedError, together
 from weft.engine.engine import WeftEngine
-from weft.engine.observability.set_up import SET_UP
 from weft.engine.supervision.memory.checkpoints import MemoryCheckpoints
 from weft.engine.supervision.memory.host_memory import HostMemory
 
@@ -39,7 +38,7 @@ def open_memory(config: WeftConfig, engine: WeftEngine) -> str:
         memory = together(HostMemory.of_environment)
         if memory is not None:
             attach_memory(engine, memory, share=config.checkpoint.memory_share)
-            SET_UP.done("memory open")
+            engine.set_up.done("memory open")
             return ""
     except (SharedError, CheckpointError) as error:  # on every rank
         every = config.checkpoint.every

@@ -152,7 +152,7 @@ def _train(
     attempt: Attempt,
     found: dict[str, Any],
 ) -> None:
-    engine = build_engine(*join_job(config), kept=attempt.kept)
+    engine = build_engine(*join_job(config), attempt=attempt)
     attempt.callback(engine.abandon)
     attempt.interrupt = engine.interrupt
     rank, total = dist.get_rank(), config.pipeline.microbatches * engine.num_replicas
