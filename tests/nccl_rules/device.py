@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 
 POLL_S = 0.002
-QUIET = (*(f"nccl_rules/{name}.py" for name in ("device", "group", "host")), "/torch/", "/deepspeed/", "contextlib.py")
+QUIET = (
+    *(f"nccl_rules/{name}.py" for name in ("device", "group", "host")),
+    *("/torch/", "/deepspeed/", "contextlib.py", "comm/sums.py"),
+)
 """Places that are not the caller whom a report should name."""
 
 

@@ -40,7 +40,7 @@ def test_a_slot_lasts_until_the_next_and_a_receive_counts_for_what_it_brings(spe
     schedule = lower(generate("gpipe", placement, 4))
     plan = SimpleNamespace(
         placement=placement,
-        cell=lambda line: schedule,
+        schedule=lambda line: schedule,
         members=[SimpleNamespace(local_rank=0, pipelines=1)],
         layout=SimpleNamespace(
             position=lambda rank: SimpleNamespace(line=0, stage=rank), lines_of=lambda stage: (stage,)
