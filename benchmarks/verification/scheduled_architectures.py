@@ -21,7 +21,7 @@ from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
-from weft.engine.models.batch import Batch, count_label_tokens, tell_rows
+from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.skeleton import cuttable_layers, hf_model
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.unshareable import UnshareableError
@@ -187,7 +187,7 @@ def _batches(whole: PreTrainedModel) -> Sequence[Batch]:
     rows[-1]["attention_mask"] = torch.ones_like(rows[-1]["input_ids"])
     rows[-1]["attention_mask"][:, -3:], rows[-1]["labels"][:, -3:] = 0, -100
     for row in rows:
-        tell_rows(row["position_ids"], row["position_ids"])
+        attach_rows_of(row["position_ids"], row["position_ids"])
     return rows
 
 

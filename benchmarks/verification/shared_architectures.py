@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from benchmarks.verification.architectures import Finding, Verdict, causal_class, prepared, reason_of
 from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import ContextExchange
-from weft.engine.models.batch import Batch, count_label_tokens, tell_rows
+from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.skeleton import cuttable_layers
 from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.checking.axis_check import TOLERANCE, check_axes, refuse_unshareable
@@ -141,7 +141,7 @@ def _wider(small: PreTrainedModel, packs: bool) -> Iterator[tuple[str, Sequence[
 
 
 def _told(batch: Batch) -> Batch:
-    tell_rows(batch["position_ids"], batch["position_ids"])
+    attach_rows_of(batch["position_ids"], batch["position_ids"])
     return batch
 
 

@@ -14,7 +14,7 @@ from weft.comm.exchange import gather
 from weft.comm.job import Asked
 from weft.engine.deepspeed.grid import RankTopology
 from weft.engine.layout.rank_layout import RankLayout
-from weft.engine.stages.cutting.stage import Stage, tied_names
+from weft.engine.stages.cutting.stage import Stage
 from weft.pipeline.placement import Placement
 
 
@@ -74,7 +74,7 @@ class WeftModule(PipelineModule):
             name: parameter
             for stage in self.stages.values()
             for name, parameter in stage.named_global_parameters()
-            if name in tied_names(stage)
+            if name in stage.tied
         }
         names = gather(
             {name: p.requires_grad for name, p in mine.items()},

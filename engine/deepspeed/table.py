@@ -213,13 +213,16 @@ def handling(name: str) -> str:
 
 
 def key_table() -> list[str]:
-    """Return a Markdown table of every key and its handling, which `docs/zero.md` contains."""
+    """Return a Markdown table of all keys by their handling, which `docs/zero.md` contains."""
     rows = [
         *((key, "taken over", f"`{field}`") for key, field in TAKEN_OVER.items()),
         *((key, "read by DeepSpeed", "as there") for key in sorted(READ_BY_DEEPSPEED)),
         *((key, "refused", refusal.remedy) for key, refusal in REFUSED.items()),
         *((key, "without effect", reason) for key, reason in WITHOUT_EFFECT.items()),
     ]
-    return ["| key | what becomes of it | where, or why, or what to do instead |", "|---|---|---|"] + [
-        f"| `{key}` | {treatment} | {text} |" for key, treatment, text in rows
+    together: dict[tuple[str, str], list[str]] = {}
+    for key, treatment, text in rows:
+        together.setdefault((treatment, text), []).append(f"`{key}`")
+    return ["| keys | what becomes of them | where, or why, or what to do instead |", "|---|---|---|"] + [
+        f"| {', '.join(keys)} | {treatment} | {text} |" for (treatment, text), keys in together.items()
     ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from weft.engine.models.batch import tell_rows
+from weft.engine.models.batch import attach_rows_of
 from weft.engine.parallel.axis import Alone, AxisGroup
 from weft.engine.stages.cutting.context import WHOLE, part_of
 
@@ -48,7 +48,7 @@ def prepare_batch(
     given = part_of(given, context, keep_whole=keep_whole)
     moved = {name: value.to(device, non_blocking=True) for name, value in given.items()}
     if cut or positions.device.type == "cpu":
-        tell_rows(moved["position_ids"], positions.cpu())
+        attach_rows_of(moved["position_ids"], positions.cpu())
     if needless:
         whole = {} if cut or not keep_whole else {WHOLE + name: value for name, value in moved.items()}
         del moved["attention_mask"]

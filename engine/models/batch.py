@@ -64,7 +64,7 @@ class PackedRows:
         return PackedRows(self.bounds.to(device, non_blocking=True), self.longest)
 
 
-def tell_packed(position_ids: Tensor, rows: PackedRows | None, sequences: Tensor | None = None) -> None:
+def attach_packed_rows(position_ids: Tensor, rows: PackedRows | None, sequences: Tensor | None = None) -> None:
     """Attach packed rows to a tensor of positions, for forwards that receive this tensor object.
 
     Args:
@@ -74,15 +74,15 @@ def tell_packed(position_ids: Tensor, rows: PackedRows | None, sequences: Tensor
     setattr(position_ids, _SEQUENCES, sequences)
 
 
-def tell_rows(position_ids: Tensor, whole: Tensor) -> None:
+def attach_rows_of(position_ids: Tensor, whole: Tensor) -> None:
     """Attach to positions the packed rows of the whole rows [B, S], which are in host memory."""
     rows = PackedRows.of(whole)
     if rows is None:
-        tell_packed(position_ids, None)
+        attach_packed_rows(position_ids, None)
         return
     device, cut = position_ids.device, position_ids.shape != whole.shape
     sequences = sequence_indices(whole).to(device, non_blocking=True) if cut else None
-    tell_packed(position_ids, rows.to(device), sequences)
+    attach_packed_rows(position_ids, rows.to(device), sequences)
 
 
 def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:

@@ -21,7 +21,7 @@ from weft.comm.channel import Handle
 from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.backward.tape import Kept
-from weft.engine.models.batch import tell_packed
+from weft.engine.models.batch import attach_packed_rows
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.models.sizes import meta_model
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
@@ -359,7 +359,7 @@ def _batch(rows: int, tokens: int, axes: AxisGroups) -> dict[str, Tensor]:
     ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
     whole = {"input_ids": ids, "labels": ids, "position_ids": torch.empty_like(ids)}
     batch = part_of(whole, axes.context, keep_whole=True)
-    tell_packed(batch["position_ids"], None)
+    attach_packed_rows(batch["position_ids"], None)
     return batch
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ContextExchange, ModelConfig
-from weft.engine.models.batch import Batch, count_label_tokens, tell_rows
+from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.skeleton import decoder_layers, skeleton
 from weft.engine.parallel.axis import Alone
 from weft.engine.parallel.context_exchange import choose_exchange
@@ -132,5 +132,5 @@ def _tried(small: PreTrainedModel, packing: bool) -> dict[str, Batch]:
         other["attention_mask"][0, -3:] = 0
         other["labels"] = torch.where(other["attention_mask"].bool(), full["labels"], -100)
     for batch in (full, other):
-        tell_rows(batch["position_ids"], batch["position_ids"])
+        attach_rows_of(batch["position_ids"], batch["position_ids"])
     return {"full rows": full, "packed rows" if packing else "padded rows": other}

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from weft.conf.schema import ContextExchange, SplitKind
-from weft.engine.models.batch import Batch, tell_rows
+from weft.engine.models.batch import Batch, attach_rows_of
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.in_process import run_in_threads
@@ -64,7 +64,7 @@ def members_outcome(
         mine = []
         for batch in batches[axes.expert.index // axes.tensor.size % apart :: apart]:
             mine.append(part_of(batch, axes.context))
-            tell_rows(mine[-1]["position_ids"], batch["position_ids"])
+            attach_rows_of(mine[-1]["position_ids"], batch["position_ids"])
         stages, outcome = (train or _train_in_turn)(make, axes, mine, num_items)
         return axes, {name: cut for stage in stages for name, cut in stage.cuts.items()}, outcome
 

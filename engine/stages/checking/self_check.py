@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.models.batch import Batch, PackedRows, count_label_tokens, tell_packed
+from weft.engine.models.batch import Batch, PackedRows, attach_packed_rows, count_label_tokens
 from weft.engine.models.flash import ON_CPU, wanted_arguments
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.models.seeding import seeded
@@ -183,7 +183,7 @@ def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> No
     small = small_copy(cls, config, min_layers=2)
     try:
         small.set_attn_implementation(ON_CPU)
-        _require_apart(small, told=True)
+        _require_apart(small, attached=True)
     except ValueError as error:
         raise ValueError(
             f"data.packing=true with flash attention and more than one sequence in a micro-batch: {cls.__name__} does "
@@ -254,17 +254,17 @@ def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> No
         raise _refusal(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
 
 
-def _require_apart(model: PreTrainedModel, *, told: bool = False) -> None:
+def _require_apart(model: PreTrainedModel, *, attached: bool = False) -> None:
     """Check that a change of the first of two packed documents does not change the second one's logits.
 
-    ``told`` attaches the packed rows to the positions by `weft.engine.models.batch.tell_packed`.
+    ``attached`` attaches the packed rows to the positions by `weft.engine.models.batch.attach_packed_rows`.
     """
     ids = tried_batch(model)["input_ids"]
     other = ids.clone()
     other[:, :5] = ids[:, :5].flip(1)
     positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
-    if told:
-        tell_packed(positions, PackedRows.of(positions))
+    if attached:
+        attach_packed_rows(positions, PackedRows.of(positions))
     one, two = (_logits(model, i, positions) for i in (ids, other))
     assert one is not None and two is not None
     off = float((one - two)[:, 5:].abs().max())

@@ -66,7 +66,7 @@ def _boundary(crossing: Sequence[Taken]) -> Boundary:
     )
 
 
-class Handover:
+class BoundaryTracer:
     """The boundary tensors of a whole model, for any shape of micro-batch, traced without memory for weights."""
 
     def __init__(self, cls: type[PreTrainedModel], config: PreTrainedConfig, layers: str) -> None:

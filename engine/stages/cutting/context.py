@@ -18,7 +18,7 @@ WHOLE = "whole."
 
 
 def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict[str, Tensor]:
-    """Return this member's part of a micro-batch. Its forwards also need the packed rows (`tell_rows`).
+    """Return this member's part of a micro-batch. Its forwards also need the packed rows (`attach_rows_of`).
 
     Args:
         batch: with ``position_ids``.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.engine.stages.cutting.boundary import Boundary, Handover, Slot
+from weft.engine.stages.cutting.boundary import Boundary, BoundaryTracer, Slot
 from weft.engine.stages.cutting.provenance import MAPPINGS, Entry, entries, leaves
 
 _FED = "_weft_fed"
@@ -27,14 +27,14 @@ class StageEnded(Exception):
 class Port:
     """The inputs and outputs of one stage, for one micro-batch at a time."""
 
-    def __init__(self, window: range = range(0), num_layers: int = 0, handover: Handover | None = None) -> None:
+    def __init__(self, window: range = range(0), num_layers: int = 0, tracer: BoundaryTracer | None = None) -> None:
         """Start without tensors. ``handover`` computes boundary tensors, and is None if only hidden states cross cuts.
 
         Args:
             window: the stage's decoder layers.
             num_layers: of the whole model.
         """
-        self.window, self.num_layers, self.handover = window, num_layers, handover
+        self.window, self.num_layers, self.tracer = window, num_layers, tracer
         self.hidden: Tensor | None = None
         """The input of the stage's first layer, while a forward runs."""
         self.dtype = torch.float32
@@ -49,22 +49,22 @@ class Port:
         """Return the boundary tensors before a layer for token ids [B, S]. None means one hidden state [B, S, H].
 
         Raises:
-            ValueError: see `Handover.boundary`.
+            ValueError: see `BoundaryTracer.boundary`.
         """
-        return None if self.handover is None else self.handover.boundary(cut, shape, dtype)
+        return None if self.tracer is None else self.tracer.boundary(cut, shape, dtype)
 
     def open(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
         """Set the tensors from the previous stage: the hidden state first, or none on the first stage."""
         self.dtype, self._thread = dtype, threading.get_ident()
         self.hidden, self._entered = tensors[0] if tensors else None, False
         self._given, self._out, self._leaving = {}, {}, ()
-        if self.handover is None:
+        if self.tracer is None:
             return
         if tensors:
-            boundary = self.handover.boundary(self.window.start, shape, dtype)
+            boundary = self.tracer.boundary(self.window.start, shape, dtype)
             self._given = {slot: t for part, t in zip(boundary, tensors, strict=True) for slot in part.slots}
         if self.window.stop < self.num_layers:
-            self._leaving = self.handover.boundary(self.window.stop, shape, dtype)
+            self._leaving = self.tracer.boundary(self.window.stop, shape, dtype)
 
     def close(self) -> None:
         """Release all tensors."""

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from weft.engine.models.skeleton import Placeholder
-from weft.engine.stages.cutting.boundary import Handover
+from weft.engine.stages.cutting.boundary import BoundaryTracer
 from weft.engine.stages.cutting.outline import Outline
 from weft.engine.stages.cutting.placeholders import Downstream, EntryLayer, ExitLayer, SkippedLayer, Upstream, move_kept
 from weft.engine.stages.cutting.port import Feed, Port
@@ -46,8 +46,8 @@ def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[
 
 def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: frozenset[str]) -> Port:
     """Insert a stage's entry and exit layers into its pruned model, after its weights were loaded."""
-    handover = None if outline.plain else Handover(type(model), model.config, outline.layers)
-    port = Port(window, outline.num_layers, handover)
+    tracer = None if outline.plain else BoundaryTracer(type(model), model.config, outline.layers)
+    port = Port(window, outline.num_layers, tracer)
     layers = model.get_submodule(outline.layers)
     assert isinstance(layers, nn.ModuleList)
     if window.start > 0:

@@ -74,7 +74,7 @@ class Stage(nn.Module):
         if self.router is not None:
             self.router.shared_by = self.axes.tensor
         attend_over(self.axes, self.hf_model)
-        if port.handover is not None and self.axes.tensor.size > 1:
+        if port.tracer is not None and self.axes.tensor.size > 1:
             raise UnshareableError(
                 f"parallel.tensor={self.axes.tensor.size}: layers of {type(self.hf_model).__name__} hand each other "
                 "more than the hidden state, which slices of the sequence do not cover; set pipeline.stages=1"
@@ -270,11 +270,6 @@ def global_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             names[parameter] = name
     for parameter, name in names.items():
         yield name, parameter
-
-
-def tied_names(stage: Stage) -> frozenset[str]:
-    """Return names, in the whole model, of a stage's parameters that another virtual stage holds, too."""
-    return stage.tied
 
 
 def accepted_arguments(model: PreTrainedModel) -> frozenset[str] | None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from weft.engine.models.batch import count_label_tokens, tell_rows
+from weft.engine.models.batch import attach_rows_of, count_label_tokens
 from weft.engine.stages.checking.comparison import Outcome, difference, whole_outcome
 from weft.engine.stages.checking.members import members_outcome
 from weft.engine.stages.checking.self_check import tried_batch
@@ -45,7 +45,7 @@ def adapted(kind=peft.LoraConfig, **settings):
 def test_adapters_of_divided_matrices_match_peft(settings, stages):
     model = adapted(**settings)
     batch = tried_batch(model.get_base_model())
-    tell_rows(batch["position_ids"], batch["position_ids"])
+    attach_rows_of(batch["position_ids"], batch["position_ids"])
     items = torch.tensor(count_label_tokens(batch))
     want = whole_outcome(model, [batch], items)
     want = Outcome(want.logits, want.loss, {name: gradient.clone() for name, gradient in want.gradients.items()})

@@ -1,4 +1,4 @@
-"""Packed rows in flash attention: what it is told is what transformers would find out, in every stage."""
+"""Packed rows in flash attention: what it is attached is what transformers would find out, in every stage."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from tests.engine.stages.tiny import batch, run, stages_of, tiny, whole
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.models.batch import PackedRows, flash_arguments, tell_packed
+from weft.engine.models.batch import PackedRows, attach_packed_rows, flash_arguments
 from weft.engine.models.flash import ON_CPU
 from weft.engine.stages.checking.self_check import check_flash_packing
 from weft.engine.stages.files.loading import load_hf_config
@@ -32,10 +32,10 @@ def test_bounds_are_those_that_transformers_finds(rows):
 
 def test_a_prepared_batch_says_where_documents_begin():
     packed, plain = (prepare_batch(batch(packed=packed), torch.device("cpu")) for packed in (True, False))
-    told = flash_arguments(packed["position_ids"])
-    assert told["cu_seq_lens_q"].tolist() == [0, 3, 10, 13, 20] and told["max_length_k"] == 7
+    attached = flash_arguments(packed["position_ids"])
+    assert attached["cu_seq_lens_q"].tolist() == [0, 3, 10, 13, 20] and attached["max_length_k"] == 7
     assert flash_arguments(plain["position_ids"]) == {}
-    assert flash_arguments(torch.arange(4)[None]) == {}, "nobody has told"
+    assert flash_arguments(torch.arange(4)[None]) == {}, "nobody has attached"
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
@@ -47,7 +47,7 @@ def test_stages_keep_documents_apart_in_every_row(arch):
         for stage in stages:
             stage.hf_model.set_attn_implementation(ON_CPU)
         torch.testing.assert_close(run(stages, data), expected, rtol=1e-5, atol=0.0)
-        tell_packed(data["position_ids"], None)
+        attach_packed_rows(data["position_ids"], None)
         assert abs(float(run(stages, data) / expected) - 1) > 1e-4, "without the bounds they see each other"
 
 

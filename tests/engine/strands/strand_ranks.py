@@ -22,7 +22,7 @@ from weft.engine.execution.executor import Executor
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
 from weft.engine.layout.rank_layout import RankLayout
-from weft.engine.models.batch import tell_rows
+from weft.engine.models.batch import attach_rows_of
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes, open_axes
 from weft.engine.stages.cutting.context import part_of
@@ -183,7 +183,7 @@ def _step(
 
 def _part(batch: Any, axes: AxisGroups) -> Any:
     part = part_of(batch, axes.context)
-    tell_rows(part["position_ids"], batch["position_ids"])
+    attach_rows_of(part["position_ids"], batch["position_ids"])
     return part
 
 

@@ -14,7 +14,7 @@ from tests.engine.losses import own, smoothed
 from tests.engine.parallel.members import micro_batches
 from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
-from weft.engine.models.batch import tell_rows
+from weft.engine.models.batch import attach_rows_of
 from weft.engine.models.lora import add_adapters
 from weft.engine.models.objective import Minimised, Objective
 from weft.engine.models.seeding import new_model
@@ -128,7 +128,7 @@ def really_started(config, sizes, checkpointing, num_stages, exchange, loss):
         part = part_of(batch, axes.context, keep_whole=True)
         objective = Objective.of(loss) if loss is smoothed else Objective(loss)
         stages[-1].objective = None if loss is None else Minimised(objective)
-        tell_rows(part["position_ids"], batch["position_ids"])
+        attach_rows_of(part["position_ids"], batch["position_ids"])
         hidden, forwards, found = None, [], []
         for stage in stages:
             before = None if hidden is None else hidden.detach().requires_grad_()

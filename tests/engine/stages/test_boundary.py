@@ -15,7 +15,7 @@ from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.models.skeleton import Placeholder, cuttable_layers, decoder_layers, model_class, num_layers, skeleton
 from weft.engine.stages.checking.comparison import run_stages
 from weft.engine.stages.checking.self_check import self_check
-from weft.engine.stages.cutting.boundary import Handover, boundaries, pack, packed_size, unpack
+from weft.engine.stages.cutting.boundary import BoundaryTracer, boundaries, pack, packed_size, unpack
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.cutting.outline import outline_of
 from weft.engine.stages.cutting.placeholders import SkippedLayer, Upstream
@@ -130,12 +130,12 @@ class TestPort:
         with provenance.watching():
             model(torch.ones(2, 3, dtype=torch.long))
 
-        class Known(Handover):
+        class Known(BoundaryTracer):
             def boundary(self, cut, shape, dtype):
                 return boundaries(provenance.taken, 3)[cut]
 
         port = Port(range(1, 2), 3, Known(LlamaForCausalLM, LlamaForCausalLM.config_class(), "layers"))
-        tensors = [torch.full(part.shape, 7).to(part.dtype) for part in port.handover.boundary(1, (2, 3), None)]
+        tensors = [torch.full(part.shape, 7).to(part.dtype) for part in port.tracer.boundary(1, (2, 3), None)]
         port.open(tensors, (2, 3), torch.float32)
         table: dict = {}
         args, kwargs = port.put_in(1, (torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), table), {"more": None})
@@ -148,8 +148,8 @@ def test_what_crosses_the_cuts_of_gemma4():
     hf_config = load_hf_config(tiny("gemma4_text"))
     cls = model_class(hf_config)
     assert {name.partition(".")[0] for name in outline_of(cls, hf_config).more} == {"1", "shared_kv_states"}
-    handover = Handover(cls, hf_config, decoder_layers(skeleton(cls, hf_config)))
-    crossing = [handover.boundary(cut, (2, 10), torch.bfloat16) for cut in range(1, 6)]
+    tracer = BoundaryTracer(cls, hf_config, decoder_layers(skeleton(cls, hf_config)))
+    crossing = [tracer.boundary(cut, (2, 10), torch.bfloat16) for cut in range(1, 6)]
     per_layer = [sum(part.slots[0].entry == (1,) for part in parts) for parts in crossing]
     shared = [sum(part.slots[0].entry[0] == "shared_kv_states" for part in parts) for parts in crossing]
     assert (per_layer, shared) == ([5, 4, 3, 2, 1], [0, 2, 4, 4, 4])
