@@ -111,23 +111,26 @@ class ListScheduler:
 
     def _candidates(self, rank: int, now_s: float) -> tuple[list[_Candidate], list[tuple[float, float]]]:
         """The candidates that can start now, and (start, priority) of those that become ready later."""
-        problem, pace_s = self.problem, self.rule.pace_s
+        count, remote_need, arrival_s = self.problem.num_microbatches, self.problem.remote_need, self._arrival_s
+        waits = self.rule.backlog != NEVER
         ready: list[_Candidate] = []
         coming: list[tuple[float, float]] = []
         for queue in self._rank_queues[rank]:
-            microbatch = queue.started
-            if microbatch == problem.num_microbatches or any(need.started <= microbatch for need in queue.needs):
+            microbatch, kind = queue.started, queue.kind
+            if microbatch == count:
+                continue
+            for need in queue.needs:
+                if need.started <= microbatch:
+                    microbatch = count
+            if microbatch == count:
                 continue
             node = queue.first_node + microbatch
-            need_node = problem.remote_need[node]
-            start_s = now_s if need_node < 0 else self._arrival_s[need_node]
-            if start_s == NEVER:
+            start_s = now_s if remote_need[node] < 0 else arrival_s[remote_need[node]]
+            if start_s == NEVER or (kind == F and not self._admits(rank, queue)):
                 continue
-            if queue.kind == F and not self._admits(rank, queue):
-                continue
-            if queue.kind == F or (queue.kind == I and self.rule.backlog_of_gradients):
+            if waits and (kind == F or (kind == I and self.rule.backlog_of_gradients)):
                 start_s = max(start_s, self._link_has_room_s(node))
-            priority_s = queue.priority_s + pace_s * microbatch
+            priority_s = queue.priority_s + self.rule.pace_s * microbatch
             if start_s > now_s:
                 coming.append((start_s, priority_s))
             else:
@@ -166,7 +169,7 @@ class ListScheduler:
         """Return when an action may start so that its output meets no more than ``rule.backlog`` transfers."""
         problem, backlog = self.problem, self.rule.backlog
         link, pair_link = problem.link[node], problem.pair_link[node]
-        if link < 0 or backlog == NEVER:
+        if link < 0:
             return 0.0
         free_s = self._link_free_s[link] - backlog * problem.occupancy_s[node]
         if pair_link >= 0:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from weft.pipeline.planner.crossings import Crossings
+from weft.pipeline.planner.crossings import Crossings, local_s
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.routes import Route
@@ -37,12 +37,13 @@ class Bounds:
         self.speeds = Speeds(estimates)
         self._known: dict[Hashable, Any] = {}
 
-    def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0) -> float | None:
+    def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0, fullest: int = 0) -> float | None:
         """Return the seconds of a step, or None if GPUs, links or the allowed number of sites do not suffice.
 
         Args:
             route: how the pipeline begins; ranks that it leaves may lie at any other sites.
             max_sites: maximum number of sites of a pipeline; 0 is no limit.
+            fullest: layers on the fullest rank at least.
         """
         route = route.last(shape)
         crossing = self._crossings.of(shape, route, self._roomiest(shape))
@@ -59,16 +60,40 @@ class Bounds:
                 (held / speeds[site].whole_s / least.through_share, 2 * way_s + before * least.layer_through_s)
             )
             first += held
+        sent_s, hops_s = self._inside(shape, route, len(ways_s))
         pipeline_s = max(
             count * self.slowest_s(least.layer_s, least.after_s)[min(shape.num_stages, len(self._work.layers))],
+            count * fullest * least.layer_s,
             sending_s,
-            least.through_s + 2 * shape.crossings * last_way_s + (count - 1 / self.hops(shape).cell) * uplink_s,
+            least.through_s
+            + 2 * (shape.crossings * last_way_s + hops_s)
+            + max((count - 1 / self.hops(shape).cell) * uplink_s, (count - 1) * sent_s),
             count * shape.crossings * uplink_s,
             shared_s(spans, count),
             shared_s(through, count),
             count * self._layers_held(shape) * least.layer_through_s,
         )
         return pipeline_s + least.ends_s
+
+    def _inside(self, shape: Shape, route: Route, num_sites: int) -> tuple[float, float]:
+        """Return the seconds of a micro-batch's hops inside of sites: of sending one, and of all on its way forward.
+
+        Hops that may be between sites count as the quickest of both kinds, and as none in what is sent.
+
+        Args:
+            num_sites: least number of sites of a pipeline.
+        """
+        sites, caps = self._cluster.sites, self.caps(shape)
+        speeds = [sites[site].bps_of_gpu for site in route.sites]
+        others = [site.bps_of_gpu for site, cap in zip(sites, caps, strict=True) if cap]
+        sent_s, way_s = local_s(self._estimates, shape, min(speeds) if speeds else max(others, default=inf))
+        inside, placed = sum(route.stages) - len(route.sites), sum(route.stages)
+        if placed == shape.num_stages:
+            return sent_s if inside else 0.0, inside * way_s
+        left = shape.num_stages - placed - (num_sites - len(route.sites))
+        is_sure = inside or shape.num_stages > len(others)
+        least_s = min(way_s, self.hops(shape).least_way_s.get(None, way_s))
+        return sent_s if is_sure else 0.0, inside * way_s + max(0, left) * least_s
 
     def together_s(self, whole: Shape) -> tuple[float, float]:
         """Seconds in which all GPUs share the work of one micro-batch, and the least price of it, of a GPU."""

@@ -42,6 +42,11 @@ class Site:
         """Return the number of GPUs of all hosts."""
         return self.hosts * self.gpus_per_host
 
+    @property
+    def bps_of_gpu(self) -> float:
+        """Return a GPU's share of its host's network inside of the site."""
+        return self.network_bps / self.gpus_per_host
+
     def units(self, gpus: int) -> int:
         """Return the number of groups of ``gpus`` GPUs; a group shares a host, or takes whole hosts."""
         if gpus <= self.gpus_per_host:

@@ -119,6 +119,13 @@ class Crossings:
         return self._known[key]
 
 
+def local_s(estimates: Estimates, shape: Shape, bps_of_gpu: float) -> tuple[float, float]:
+    """Return the seconds of a micro-batch between ranks of one site: of sending, and until it arrives."""
+    link = estimates.local_link(bps_of_gpu, shape)
+    sent_s = link.transit_s(estimates.work.message_bytes * shape.microbatch_size)
+    return sent_s, link.latency_s + sent_s
+
+
 def _least(seconds: dict[tuple[int, int], float]) -> dict[int | None, float]:
     """Return the minimum by sending site, and over all sites under None."""
     least: dict[int | None, float] = {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from weft.pipeline.planner.cluster import Site
+from weft.pipeline.planner.crossings import local_s
 from weft.pipeline.planner.cut_ranks import ROUNDED_UP, Rank, Way, largest, levels_of, smallest
 from weft.pipeline.planner.cut_table import CutTable
 from weft.pipeline.planner.estimates import FIELDS, Estimates
@@ -112,15 +114,19 @@ class Cuts:
             self._rank(way, self._sites[site], first=held[0] == 0, last=held[-1] == last)
             for site, held in zip(on, placement.rank_stages, strict=True)
         ]
-        hop_s = [0.0 if here == there else self._hop_s(way, here, there) for here, there in pairwise(on)]
+        sent_s, inside_s = local_s(self._estimates, way, min(self._sites[site].bps_of_gpu for site in way.sites))
+        hop_s = [inside_s if here == there else self._hop_s(way, here, there) for here, there in pairwise(on)]
         before = self._through(way, placement.rank_stages, ranks, hop_s)
         behind_s = self._behind(ranks, hop_s) if way.legs == "d" else [None] * len(ranks)
         count, busy, held, more = way.microbatches, [], [], []
+        sending = [0] * len(ranks)  # activations of a micro-batch that a rank sends inside of its site
+        for stage, (here, there) in enumerate(pairwise(placement.stage_ranks)):
+            sending[here] += here != there and not placement.crosses_wan(stage)
         least_weight_s = float(ranks[0].weight_s[0].min())
-        for rank, (forward_s, input_s), back_s in zip(ranks, before, behind_s, strict=True):
+        for rank, (forward_s, input_s), back_s, times in zip(ranks, before, behind_s, sending, strict=True):
             through_s, weights_s = rank.forward_s + rank.input_s, count * rank.weight_s
             after_s = input_s[:, None] + least_weight_s
-            busy.append(forward_s[:, None] + count * through_s + weights_s.clip(after_s))
+            busy.append((forward_s[:, None] + count * through_s + weights_s.clip(after_s)).clip(count * times * sent_s))
             more.append(forward_s[:, None] + rank.weight_s)
             if back_s is not None:  # its memory is held until a micro-batch is back
                 held.append(through_s + back_s[None, :])
@@ -172,9 +178,7 @@ class Cuts:
             estimates, size = self._estimates, len(self._work.layers) + 1
             held = self._works[shape.legs == "d"]
             of: dict[str, Any] = {name: value.copy() for name, value in held.items()}
-            work = LayerWork(**of)
-            work = work + self._work.before if first else work
-            work = work + self._work.after if last else work
+            work = self._part(LayerWork(**of), first, last)
             counts = np.arange(size)
             number = counts if np.ndim(work.parameters) == 1 else np.maximum(counts[None, :] - counts[:, None], 0)
             found = [*estimates.stage_seconds(work, number, shape, site)]
@@ -212,18 +216,67 @@ class Cuts:
             most = self._max_memory * site.gpu.memory_bytes
             rooms, saved = np.zeros(len(self._work.layers) + 1), np.ones(len(self._work.layers) + 1)
             for count in range(1, len(rooms)):
-                rooms[count], saved[count] = self._room(shape, count, most, first=first, last=last)
+                rooms[count], saved[count] = self._room(shape, self._least(count, first, last), count, most)
                 if rooms[count] * ROUNDED_UP < saved[count]:
                     rooms[count:] = 0.0
                     break
             self._known[key] = rooms, saved
         return self._known[key]
 
-    def _room(self, shape: Shape, count: int, most: float, *, first: bool, last: bool) -> tuple[float, float]:
-        least = {name: values[count] for name, values in self._works[False].items()}
-        work = LayerWork(**{**least, "parameters": int(least["parameters"])})
-        work = work + self._work.before if first else work
-        work = work + self._work.after if last else work
+    def fullest(self, shape: Shape, numbers: Iterable[int]) -> int:
+        """Return the least number of layers on the fullest rank, at any of these sites, or 0 if no cut fits memory.
+
+        Each rank holds as many layers as fit of those that need the least memory, and each layer fits some rank.
+        """
+        memory_bytes = max(self._sites[number].gpu.memory_bytes for number in numbers)
+        key = ("fullest", *self._memory_key(shape), memory_bytes, shape.num_stages)
+        if key not in self._known:
+            self._known[key] = self._fullest(shape, memory_bytes)
+        return self._known[key]
+
+    def _fullest(self, shape: Shape, memory_bytes: float) -> int:
+        layers, last = len(self._work.layers), shape.num_stages - 1
+        ends = {(rank == 0, rank == last): many for rank, many in ((1, last - 1), (0, 1), (last, 1)) if many > 0}
+        even = -(-layers // shape.num_stages)
+
+        def fits(end: tuple[bool, bool], count: int, layer: LayerWork | None = None) -> bool:
+            work = self._least(count, *end) if layer is None else self._part(layer, *end)
+            room_bytes, saved_bytes = self._room(shape, work, count, self._max_memory * memory_bytes)
+            return room_bytes * ROUNDED_UP >= saved_bytes
+
+        kinds = self._different
+        if len(kinds) > 1 and not all(any(fits(end, 1, layer) for end in ends) for layer in kinds):
+            return 0
+        if all(fits(end, even) for end in ends):
+            return even
+        counts = range(1, layers + 1)
+
+        def most(end: tuple[bool, bool]) -> int:
+            return bisect_left(counts, True, key=lambda count: not fits(end, count))
+
+        held = [(most(end), many) for end, many in ends.items()]
+        if not all(count for count, _ in held):
+            return 0
+        return next((n for n in counts if sum(min(n, count) * many for count, many in held) >= layers), 0)
+
+    @cached_property
+    def _different(self) -> set[LayerWork]:
+        return set(self._work.layers)
+
+    def _least(self, count: int, first: bool, last: bool) -> LayerWork:
+        """Return the work of a rank whose layers have the least of everything."""
+        key = ("least", count, first, last)
+        if key not in self._known:
+            least: dict[str, Any] = {name: values[count] for name, values in self._works[False].items()}
+            layers = LayerWork(**{**least, "parameters": int(least["parameters"])})
+            self._known[key] = self._part(layers, first, last)
+        return self._known[key]
+
+    def _part(self, layers: LayerWork, first: bool, last: bool) -> LayerWork:
+        layers = layers + self._work.before if first else layers
+        return layers + self._work.after if last else layers
+
+    def _room(self, shape: Shape, work: LayerWork, count: int, most: float) -> tuple[float, float]:
         saved = self._estimates.activation_bytes(work, count, shape)
         return self._estimates.memory(work, count, shape).room(most), max(saved, 1.0)
 

@@ -330,9 +330,12 @@ class Estimates:
         for place, (here, there) in enumerate(zip(layout.sites, layout.sites[1:], strict=False)):
             cost = self.link_cost(here, there, layout)
             pairs[place, place + 1] = pairs[place + 1, place] = cost
-        network = min(sites[site].network_bps / sites[site].gpus_per_host for site in layout.sites)
-        local = LinkCost(latency_s=STARTING_S, bandwidth_bps=network * layout.gpus_per_rank)
+        local = self.local_link(min(sites[site].bps_of_gpu for site in layout.sites), layout)
         return CostModel(stages=stages, local=local, wan_links=tuple(pairs.items()))
+
+    def local_link(self, bps_of_gpu: float, shape: Shape) -> LinkCost:
+        """Return one pipeline's share of the network inside of a site."""
+        return LinkCost(latency_s=STARTING_S, bandwidth_bps=bps_of_gpu * shape.gpus_per_rank)
 
     def link_cost(self, here: int, there: int, shape: Shape) -> LinkCost:
         """Return one pipeline's share of a link: as much of a host's uplink as it has of the host's GPUs."""

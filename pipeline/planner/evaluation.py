@@ -74,21 +74,23 @@ class Evaluation:
     def shape_bound(self, shape: Shape) -> float | None:
         """Return the lower bound of a shape's score for any route and schedule, or None if it fits nowhere."""
         caps = self._bounds.caps(shape)
-        sites = [site for site, cap in zip(self._cluster.sites, caps, strict=True) if cap]
+        numbers = [number for number, cap in enumerate(caps) if cap]
+        sites = [self._cluster.sites[number] for number in numbers]
         if sum(caps) < shape.num_stages * shape.routes:
             self.refused.gpus()
             return None
-        part, held = self._even_part(shape)
-        memory = self._estimates.memory(part, held, shape, self._estimates.activation_bytes(part, held, shape)).total
-        most = self._request.max_memory * max(site.gpu.memory_bytes for site in sites)
-        if memory > most:
-            self.refused.memory(memory, f"pipeline.stages={shape.num_stages}")
+        if not (fullest := self._cuts.fullest(shape, numbers)):
+            part, held = self._even_part(shape)
+            activations = self._estimates.activation_bytes(part, held, shape)
+            self.refused.memory(
+                self._estimates.memory(part, held, shape, activations).total, f"pipeline.stages={shape.num_stages}"
+            )
             return None
         price = shape.gpus * min(site.price for site in sites)
         if self._request.max_cost_per_hour and price > self._request.max_cost_per_hour:
             self.refused.price(price)
             return None
-        if (step_s := self._bounds.step_s(shape)) in (None, inf):
+        if (step_s := self._bounds.step_s(shape, fullest=fullest)) in (None, inf):
             self.refused.links()
             return None
         return self._request.bound_of(step_s, price, self._bounds.price_seconds(shape), 0.0, self._tokens(shape))
@@ -122,8 +124,11 @@ class Evaluation:
 
     def route_bound(self, shape: Shape, route: Route, max_sites: int = 0) -> float | None:
         """Return the lower bound of the score of routes with this beginning, or None if there are none."""
-        step_s = self._bounds.step_s(shape, route, max_sites)
-        if step_s is None:
+        numbers = route.sites if route.is_whole(shape) else range(len(self._cluster.sites))
+        if not (fullest := self._cuts.fullest(shape, numbers)):
+            self.refused.memory()
+            return None
+        if (step_s := self._bounds.step_s(shape, route, max_sites, fullest)) is None:
             return None
         request, sites = self._request, self._cluster.sites
         left = shape.num_stages * shape.routes - sum(route.stages)

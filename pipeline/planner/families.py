@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.cluster import Cluster
+from weft.pipeline.planner.crossings import local_s
 from weft.pipeline.planner.estimates import STEP_BYTES, Estimates, reduced_bytes
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import MOST_CELL, Objective, Request
@@ -43,7 +44,12 @@ class FamilyBounds:
         whole_s, through_s, paid = least[:, site]
         slowest_s = np.maximum(slowest_s[site, stages], whole_s / stages)
         step_s = np.maximum(microbatches * slowest_s, through_s)
-        if crosses:
+        if not crosses:  # one rank sends nothing
+            network = max(one.bps_of_gpu for one in self._cluster.sites if one.gpus)
+            inside_s, arrived_s = local_s(self._estimates, family, network)
+            several_s = through_s + 2 * arrived_s + (microbatches - 1) * inside_s
+            step_s = np.minimum(np.maximum(step_s, np.where(stages > 1, several_s, 0.0)), microbatches * whole_s)
+        else:
             sent_s, way_s, cell = self._hops(family, replicas, routes)
             sending_s = (microbatches - 1 / cell) * sent_s
             step_s = np.maximum(np.maximum(step_s, microbatches * sent_s), through_s + 2 * way_s + sending_s)

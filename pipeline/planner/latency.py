@@ -121,14 +121,14 @@ def latency_bound_s(
     """
     single, stages = placement.single, costs.stages
     last, cell, count = single.num_stages - 1, placement.pipelines, num_microbatches
+    ranks, pooled = single.stage_ranks, [cell if single.crosses_wan(stage) else 1 for stage in range(last)]
     links = [
-        costs.link(*(single.rank_sites[single.stage_ranks[end]] for end in (stage, stage + 1)))
-        if single.crosses_wan(stage)
-        else None
-        for stage in range(last)
+        None if here == there else costs.link(single.rank_sites[here], single.rank_sites[there])
+        for here, there in pairwise(ranks)
     ]
     sent = [
-        0.0 if link is None else link.transit_s(stages[stage].output_bytes) / cell for stage, link in enumerate(links)
+        0.0 if link is None else link.transit_s(cost.output_bytes) / many
+        for link, cost, many in zip(links, stages, pooled, strict=False)
     ]
     hop_s = [0.0 if link is None else sent[stage] + link.latency_s for stage, link in enumerate(links)]
     forward_s, backward_s, now_s = [0.0] * (last + 1), [0.0] * (last + 1), 0.0
@@ -154,19 +154,24 @@ def latency_bound_s(
             bound_s = max(bound_s, forward_s[stage] + back_s * turns + stages[stage].weight_s)
         least_weight_s = min(stages[stage].weight_s for stage in held)
         bound_s = max(bound_s, first_s + count * shares_s / _ROUNDED_UP + least_weight_s)
-        # a rank's one uplink carries activations down and gradients up, the link to each other rank some of them
-        loads: dict[int | None, list[tuple[float, float, float]]] = {}
+        # A rank's one uplink carries activations down and gradients up, the link to each other rank some of them.
+        # Inside of a site, each of both has a lane of its own.
+        loads: dict[int | str | None, list[tuple[float, float, float]]] = {}
         for stage in held:
             down = (stage, forward_s[stage] + stages[stage].forward_s, stage + 1)
             up = (stage - 1, backward_s[stage] + stages[stage].input_s, stage - 1)
             for hop, made_s, to in (down, up):
                 if 0 <= hop < last and (link := links[hop]) is not None:
-                    held_s = link.occupancy_s(stages[hop].output_bytes) / cell
-                    loads.setdefault(None, []).append((made_s, held_s, now_s - made_s - held_s))
-                    over = loads.setdefault(single.stage_ranks[to], [])
-                    over.append((made_s, sent[hop], now_s - made_s - sent[hop]))
-        for transfers in loads.values():
-            bound_s = max(bound_s, sending_bound_s(transfers, cell * count) + weight_s)
+                    held_s = link.occupancy_s(stages[hop].output_bytes) / pooled[hop]
+                    is_wan = single.crosses_wan(hop)
+                    uplink = None if is_wan else "down" if to > stage else "up"
+                    loads.setdefault(uplink, []).append((made_s, held_s, now_s - made_s - held_s))
+                    if is_wan:
+                        over = loads.setdefault(ranks[to], [])
+                        over.append((made_s, sent[hop], now_s - made_s - sent[hop]))
+        for lane, transfers in loads.items():
+            many = count if isinstance(lane, str) else cell * count
+            bound_s = max(bound_s, sending_bound_s(transfers, many) + weight_s)
     return bound_s
 
 

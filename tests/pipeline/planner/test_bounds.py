@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, site
-from weft.pipeline.costs import StageCost
+from weft.pipeline.costs import LinkCost, StageCost
 from weft.pipeline.planner import bounds, crossings, sharing
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates
@@ -39,6 +39,9 @@ class Simple(Estimates):
             occupancy_s=lambda size: 2 * size / link.bandwidth_bps,
         )
 
+    def local_link(self, bps_of_gpu, shape):
+        return LinkCost(bandwidth_bps=bps_of_gpu)
+
     def collective_s(self, work, shape, site):
         return COLLECTIVE_S * work.parameters / UNIT * (shape.replicas > 1)
 
@@ -46,13 +49,17 @@ class Simple(Estimates):
         return OPTIMIZER_S * work.parameters / UNIT
 
 
-def of(*hosts, gpus=(), prices=(), layers=8, latency_s=0.0, transit_s=0.0, cell=None, links=None):
-    """Bounds of a model of equal layers on sites with so many GPUs; a micro-batch takes ``transit_s`` per link."""
+def of(*hosts, gpus=(), prices=(), layers=8, latency_s=0.0, transit_s=0.0, cell=None, links=None, inside_s=0.0):
+    """Bounds of a model of equal layers on sites with so many GPUs.
+
+    A micro-batch takes ``transit_s`` per link, and ``inside_s`` between ranks of a site.
+    """
     kinds = gpus or ["A100"] * len(hosts)
     sites = [
         site(str(number), hosts=count, gpus_per_host=1, gpu=gpu, price=price)
         for number, (count, gpu, price) in enumerate(zip(hosts, kinds, prices or [1.5] * len(hosts), strict=True))
     ]
+    sites = [replace(one, network_bps=8 / inside_s if inside_s else float("inf")) for one in sites]
     made = cluster(*sites, latency_s=latency_s, bandwidth_bps=1 / transit_s if transit_s else float("inf"))
     if links is not None:
         made = replace(made, links={pair: link for pair, link in made.links.items() if pair in links})
@@ -94,6 +101,12 @@ OPTIMIZER_OF_4 = OPTIMIZER_S * 2
         (of(2, 2, transit_s=20.0), shape(4, 4, arrangement="fold"), 4 * 2 * 20 + OPTIMIZER_OF_4),
         (of(2, 2, latency_s=50.0), shape(4, 4, arrangement="fold"), 16 + 4 * 50 + OPTIMIZER_OF_4),
         (of(2, 2, latency_s=50.0), shape(4, 4, arrangement="site_fold"), 16 + 2 * 50 + OPTIMIZER_OF_4),
+        # Each rank but the last one sends inside of a site, one micro-batch after the other.
+        (of(8, inside_s=20.0), shape(4, 4), 16 + 2 * 3 * 20 + 3 * 20 + OPTIMIZER_OF_4),
+        (of(8, inside_s=20.0), shape(1, 4), 4 * 8 * 3 + 8 * OPTIMIZER_S),
+        (of(2, 2, latency_s=50.0, inside_s=20.0), shape(4, 4), 16 + 2 * (50 + 2 * 20) + 3 * 20 + OPTIMIZER_OF_4),
+        # Where each site may hold one rank, hops may be between sites only.
+        (of(2, 2, 2, 2, latency_s=1.0, inside_s=20.0), shape(4, 4), 4 * 6 + (0.5 + 1 + 2.5) / 2 + OPTIMIZER_OF_4),
         # Replicas: concurrent collectives, and a cell pools their uplinks.
         (of(16), shape(4, 4, replicas=2), 4 * 6 + 1.5 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),
         (of(4, 4, transit_s=20.0), shape(4, 4, replicas=2), 16 + 2 * 10 + 70 + OPTIMIZER_OF_4 + 2 * COLLECTIVE_S),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.pipeline.planner.planned import cluster, model, site
+from tests.pipeline.planner.planned import cluster, model, site, sums
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.candidates import STARTING
 from weft.pipeline.planner.estimates import Estimates, reduced_bytes
@@ -54,25 +54,35 @@ def test_a_shape_takes_as_many_ranks_as_fit_its_sites(shape, fits):
 
 
 @pytest.mark.parametrize("sites", [TWO, cluster(site("a"), site("b", gpu="A40", hosts=0))])
-def test_an_even_part_has_to_fit_the_largest_gpu(sites):
-    shape = replace(SHAPE, microbatch_size=2)
-    estimates, part = Estimates(sites, WORK), bounds(sites).part(2)
-    need = estimates.memory(part, 4, shape, estimates.activation_bytes(part, 4, shape)).total
-    share = need / sites.sites[0].gpu.memory_bytes
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_shape_fits_the_largest_gpus_if_any_of_its_cuts_does(sites, stages, checkpointing):
+    """Each rank holds its layers, the first one embeddings and the last one the head."""
+    shape = Shape(num_stages=stages, replicas=2, microbatches=8, microbatch_size=2, checkpointing=checkpointing)
+    estimates = Estimates(sites, WORK)
+
+    def needs(counts):
+        for rank, count in enumerate(counts):
+            part = estimates.rank_work(range(count), first=rank == 0, last=rank == stages - 1)
+            yield estimates.memory(part, count, shape, estimates.activation_bytes(part, count, shape)).total
+
+    share = min(max(needs(counts)) for counts in sums(8, stages)) / sites.sites[0].gpu.memory_bytes
     assert evaluation(sites, max_memory=share * 1.0001).shape_bound(shape) is not None
     little = evaluation(sites, max_memory=share * 0.9999)
     assert little.shape_bound(shape) is None and why_not(little) == "memory"
+    assert not list(little.candidates(shape, Route((0,), (stages,)), sums(8, stages)))
 
 
-def test_the_even_part_of_many_ranks_is_of_one_layer_at_least():
-    """With checkpointing, a layer's input is kept."""
-    many = cluster(site("a", hosts=4))
-    shape = Shape(num_stages=16, replicas=1, microbatches=1, checkpointing=True)
-    estimates, part = Estimates(many, WORK), bounds(many).part(16)
-    need = estimates.memory(part, 1, shape, estimates.activation_bytes(part, 1, shape)).total
-    share = need / many.sites[0].gpu.memory_bytes
-    assert evaluation(many, max_memory=share * 1.0001).shape_bound(shape) is not None
-    assert evaluation(many, max_memory=share * 0.9999).shape_bound(shape) is None
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_layer_that_fits_no_rank_fits_no_shape(place):
+    """Two small layers and a large one have the memory that three ranks have together, and none has that of one."""
+    shape, small = Shape(num_stages=3, replicas=1, microbatches=8, zero_stage=0), model(layers=3)
+    layers = [replace(layer, parameters=(10 if at == place else 1) * 10**8) for at, layer in enumerate(small.layers)]
+    work = replace(small, layers=tuple(layers))
+    need = Estimates(TWO, work).memory(layers[place], 1, shape).total
+    little = evaluation(work=work, max_memory=0.95 * need / TWO.sites[0].gpu.memory_bytes)
+    assert little.shape_bound(shape) is None and why_not(little) == "memory"
+    assert evaluation(work=work, max_memory=2 * need / TWO.sites[0].gpu.memory_bytes).shape_bound(shape) is not None
 
 
 def test_a_shape_costs_at_least_what_its_gpus_do_where_they_are_cheapest():

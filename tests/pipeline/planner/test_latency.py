@@ -44,7 +44,8 @@ def pipelines(draw, most_ranks=6, arrangements=("straight",)):
     for site in range(len(sites) - 1):
         link = LinkCost(latency_s=draw(SECONDS), bandwidth_bps=8e6 / draw(SECONDS), pair_bps=8e6 / draw(SECONDS))
         pairs += [((site, site + 1), link), ((site + 1, site), link)]
-    return Placement.named(arrangement, ranks, sites), CostModel(stages=stages, wan_links=tuple(pairs))
+    local = LinkCost(latency_s=draw(SECONDS), bandwidth_bps=8e6 / draw(SECONDS)) if draw(st.booleans()) else LinkCost()
+    return Placement.named(arrangement, ranks, sites), CostModel(stages=stages, local=local, wan_links=tuple(pairs))
 
 
 @given(pipelines(arrangements=ALL), st.integers(1, 12), st.integers(1, 3))

@@ -45,13 +45,14 @@ def clusters(draw):
 
 @st.composite
 def uneven_clusters(draw):
-    """With links of their own between sites, some of them slow for a pair of hosts."""
+    """With links of their own between sites, some of them slow for a pair of hosts, and some slow networks inside."""
     some = draw(clusters())
     links = {
         pair: replace(link, latency_s=draw(st.sampled_from([0.0, 0.02])), pair_bps=draw(st.sampled_from([3e8, 1e12])))
         for pair, link in some.links.items()
     }
-    return replace(some, links=links)
+    networks = st.sampled_from([1e9, 400e9])
+    return replace(some, links=links, sites=tuple(replace(one, network_bps=draw(networks)) for one in some.sites))
 
 
 def planned(some_cluster, request=REQUEST, work=None):
