@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,15 +25,25 @@ from weft.engine.observability.watcher import ERROR_FILE, Phase
 from weft.engine.stop_signals import STOP
 from weft.engine.supervision.control import ControlClient
 from weft.engine.supervision.eviction import examine
-from weft.engine.supervision.faults import OomKills, RankEnd, classify, read_report
-from weft.engine.supervision.forkserver import ForkServer, read_order
+from weft.engine.supervision.faults import OomKills, classify, read_report
+from weft.engine.supervision.forkserver import ForkServer, read_command
 from weft.engine.supervision.guard import DriverGuard
-from weft.engine.supervision.messages import AgentCommand, AgentMessage, HostReport, RankReport, rank_report
+from weft.engine.supervision.messages import (
+    AgentCommand,
+    AgentMessage,
+    Assignment,
+    DesiredState,
+    HostReport,
+    RankEnd,
+    RankReport,
+    from_fields,
+    to_fields,
+)
 from weft.engine.supervision.output import Output, Repeats, Writer
 from weft.engine.supervision.progress_page import ProgressReader, Reading
-from weft.engine.supervision.ranks import Rank, Ranks
+from weft.engine.supervision.ranks import Rank, Ranks, rank_report
 from weft.engine.supervision.stale_resources import Ownership, is_owned, page_path, remove_stale, take_page
-from weft.engine.supervision.standby import AGENT, Assignment, Standby
+from weft.engine.supervision.standby import AGENT, Standby
 from weft.engine.supervision.timeouts import ReportTimes
 from weft.engine.supervision.vitals import LogMatches, host_vitals
 
@@ -53,25 +63,24 @@ LOOK_S = 0.1
 def main() -> int:
     """Run the agent that standard input describes, until the driver ends it. Arguments are modules to import first."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # training continues when the terminal closes
-    line, server = read_order(sys.argv[1:])
-    if not line:
+    command, server = read_command(sys.argv[1:])
+    if command is None:
         return 1
-    order = AgentCommand.read(line)
-    os.environ.update(order.environment)
-    return asyncio.run(Agent(order, server).run())
+    os.environ.update(command.environment)
+    return asyncio.run(Agent(command, server).run())
 
 
 class Agent:
     """The ranks of a host, and the connection to the driver."""
 
-    def __init__(self, order: AgentCommand, server: ForkServer | None = None) -> None:
+    def __init__(self, command: AgentCommand, server: ForkServer | None = None) -> None:
         """Store the settings. Nothing starts before `run`.
 
         Args:
             server: a forkserver that was started before the command arrived.
         """
-        self._order, self._server = order, server
-        self._wanted: dict[str, Any] = {"attempt": 0, "run": False}
+        self._command, self._server = command, server
+        self._wanted = DesiredState()
         self._attempt = 0
         self._mine: list[Rank] = []
         self._examined, self._failed = 0, list[str]()
@@ -84,16 +93,16 @@ class Agent:
         self._vitals: dict[str, Any] = {}
         self._fresh: dict[str, Any] | None = None
         self._reader = threading.Thread()
-        self._guard = DriverGuard(order)
-        self._page = page_path(Path(order.run_folder), order.host)
-        self._memory = self._page.with_name(f"{self._page.name}.memory{order.launch}")
-        self._parking = Standby(self._page.with_name(f"{self._page.name}.agent{order.generation}"), self._changed.set)
+        self._guard = DriverGuard(command)
+        self._page = page_path(Path(command.run_folder), command.host)
+        self._memory = self._page.with_name(f"{self._page.name}.memory{command.launch}")
+        self._parking = Standby(self._page.with_name(f"{self._page.name}.agent{command.generation}"), self._changed.set)
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
         self._client = ControlClient(
-            self._order.address,
-            name=self._order.peer,
+            self._command.address,
+            name=self._command.peer,
             on_message=self._hear,
             on_connected=self._meet,
             on_lost=self._guard.lost,
@@ -113,10 +122,10 @@ class Agent:
 
     def _follow_parent(self) -> None:
         """Exit with the driver's process if no other driver can replace it."""
-        if not self._order.parent:
+        if not self._command.parent:
             return
         try:
-            parent = os.pidfd_open(self._order.parent)
+            parent = os.pidfd_open(self._command.parent)
         except ProcessLookupError:
             self._ended.set()
         else:
@@ -133,7 +142,7 @@ class Agent:
         """After a signal, return once the ranks have ended or ``stop_s`` has passed. Serve the driver until then."""
         await self._leaving.wait()
         asked = monotonic()
-        while self._has_host and self._busy() and monotonic() - asked < self._order.stop_s:
+        while self._has_host and self._busy() and monotonic() - asked < self._command.stop_s:
             await asyncio.sleep(LOOK_S)
         if self._has_host and self._mine:
             self._send_report()
@@ -153,7 +162,7 @@ class Agent:
 
     async def _serve(self) -> None:
         """Act as the host's agent once the driver has accepted this one. Return when imports have failed."""
-        if self._order.yields_s:
+        if self._command.yields_s:
             await self._let_other_come()
             self._send_report()
         await self._answered.wait()
@@ -164,7 +173,7 @@ class Agent:
         """Wait up to ``yields_s`` while another live agent of the host may reconnect to the driver."""
         await self._met.wait()
         met = monotonic()
-        while monotonic() - met < self._order.yields_s and is_owned(self._page):
+        while monotonic() - met < self._command.yields_s and is_owned(self._page):
             await asyncio.sleep(LOOK_S)
 
     def _take_host(self) -> None:
@@ -173,15 +182,15 @@ class Agent:
         remove_stale(self._memory.parent, self._page.name)
         for left in set(self._memory.parent.glob(f"{self._page.name}.memory*")) - {self._memory}:
             shutil.rmtree(left, ignore_errors=True)
-        self._ranks = Ranks(self._order.preload, self._changed.set, self._server)
+        self._ranks = Ranks(self._command.preload, self._changed.set, self._server)
         self._has_host = True
 
     def _make_page(self) -> None:
         """Create the progress page and the socket that this agent shares with its ranks."""
-        self._page = take_page(self._page, self._order.slots)
+        self._page = take_page(self._page, self._command.slots)
         self._owned = Ownership(self._page)
         self._places = ProgressReader(self._page)
-        self._parking.path = self._page.with_name(f"{self._page.name}.agent{self._order.generation}")
+        self._parking.path = self._page.with_name(f"{self._page.name}.agent{self._command.generation}")
         self._parking.open()
 
     def _remake_page(self) -> None:
@@ -213,11 +222,12 @@ class Agent:
             self._send_report()
 
     def _hear(self, message: dict[str, Any]) -> None:
-        if message.get("end"):
-            self._replaced = bool(message.get("replaced"))
+        state = from_fields(message, DesiredState)
+        if state.end:
+            self._replaced = state.replaced
             self._ended.set()
-        elif message["attempt"] >= self._wanted["attempt"]:
-            self._wanted = message
+        elif state.attempt >= self._wanted.attempt:
+            self._wanted = state
             self._answered.set()
             self._changed.set()
 
@@ -227,14 +237,14 @@ class Agent:
             await self._changed.wait()
             self._changed.clear()
             wanted = self._wanted
-            if wanted["attempt"] > self._attempt or not wanted["run"]:
-                await self._end_attempt(wanted.get("drop"))
-            if wanted["run"] and wanted["attempt"] > self._attempt:
+            if wanted.attempt > self._attempt or not wanted.run:
+                await self._end_attempt(wanted.drop)
+            if wanted.run and wanted.attempt > self._attempt:
                 await self._start(wanted)
-            if wanted.get("examine") and wanted["attempt"] > self._examined:
-                order = self._order
-                self._failed = await examine(self._ranks, Path(order.run_folder), order.slots, order.address)
-                self._examined = wanted["attempt"]
+            if wanted.examine and wanted.attempt > self._examined:
+                command = self._command
+                self._failed = await examine(self._ranks, Path(command.run_folder), command.slots, command.address)
+                self._examined = wanted.attempt
             self._send_report()
 
     async def _end_attempt(self, drop: Sequence[int] | None) -> None:
@@ -262,44 +272,44 @@ class Agent:
         """Return the ranks that take part in an attempt."""
         return [rank for rank in self._mine if rank.code is None and self._parking.parked(rank.pid) is None]
 
-    async def _start(self, wanted: Mapping[str, Any]) -> None:
+    async def _start(self, wanted: DesiredState) -> None:
         """Start an attempt. Reuse processes on standby and fork the others."""
         self._remake_page()
-        self._attempt = wanted["attempt"]
+        self._attempt = wanted.attempt
         # By local rank, because a process stays with its GPU.
         parked = {local: rank for local, rank in enumerate(self._mine) if rank.code is None}
         self._mine, self._said = [], {}
         self._oom_kills = OomKills(os.getpid())
-        for local, number in enumerate(wanted["ranks"]):
+        for local, number in enumerate(wanted.ranks):
             self._errors()[local].unlink(missing_ok=True)
             environment = self._environment(wanted, local)
-            if wanted.get("stop"):
-                environment[STOP] = str(wanted["stop"])
-            log = Path(self._order.run_folder, "supervisor", "logs", f"attempt{self._attempt}", f"rank{number}.log")
+            if wanted.stop:
+                environment[STOP] = str(wanted.stop)
+            log = Path(self._command.run_folder, "supervisor", "logs", f"attempt{self._attempt}", f"rank{number}.log")
             kept = parked.pop(local, None)
             if kept is not None:
-                if wanted.get("stop"):
+                if wanted.stop:
                     self._asked.add(kept.name)
                 kept.rank, kept.attempt = number, self._attempt
                 kept.output.go_on_in(log)
                 self._mine.append(kept)
-                self._parking.assign(kept.pid, Assignment(environment, wanted["arguments"]))
+                self._parking.assign(kept.pid, Assignment(environment, wanted.arguments))
                 continue
             output = Output(log, self._writer, partial(self._matches.take, number), self._repeats)
             rank = Rank(f"{self._attempt}/{number}", output=output, rank=number, attempt=self._attempt)
             self._mine.append(rank)
-            if wanted.get("stop"):
+            if wanted.stop:
                 self._asked.add(rank.name)
-            await self._ranks.start(rank, wanted["target"], wanted["arguments"], environment)
+            await self._ranks.start(rank, wanted.target, wanted.arguments, environment)
         await self._ranks.stop(list(parked.values()))
 
-    def _environment(self, wanted: Mapping[str, Any], local: int) -> dict[str, str]:
-        ranks = wanted["ranks"]
-        lasting = {} if self._order.parent else {MEMORY: str(self._memory)}
-        in_process = {AGENT: str(self._parking.path)} if wanted["in_process"] else {}
+    def _environment(self, wanted: DesiredState, local: int) -> dict[str, str]:
+        ranks = wanted.ranks
+        lasting = {} if self._command.parent else {MEMORY: str(self._memory)}
+        in_process = {AGENT: str(self._parking.path)} if wanted.in_process else {}
         return {
-            **self._order.environment,
-            **wanted["environment"],
+            **self._command.environment,
+            **wanted.environment,
             **lasting,
             **in_process,
             "RANK": str(ranks[local]),
@@ -312,7 +322,7 @@ class Agent:
 
     async def _report(self) -> None:
         """Report the ranks' progress to the driver."""
-        cadence = ReportTimes(self._order.heartbeat_s)
+        cadence = ReportTimes(self._command.heartbeat_s)
         while True:
             now = monotonic()
             if cadence.beats(now):
@@ -325,7 +335,7 @@ class Agent:
                 untold = [*self._vitals.get("patterns", []), *self._fresh["patterns"]]
                 self._vitals, self._fresh = self._fresh | {"patterns": untold}, None
             phases = [self._phase(local) for local in range(len(self._mine))]
-            if self._leaving.is_set() or self._wanted.get("stop"):
+            if self._leaving.is_set() or self._wanted.stop:
                 self._ask_to_stop()
             if cadence.tells(now, phases, lambda: any(map(_is_stopped, self._mine))):
                 self._send_report()
@@ -333,7 +343,7 @@ class Agent:
 
     def _read_vitals(self) -> None:
         """Read the host's vital signs. This runs on a thread, because the file system of the run's folder may hang."""
-        self._fresh = host_vitals(Path(self._order.run_folder), self._matches)
+        self._fresh = host_vitals(Path(self._command.run_folder), self._matches)
 
     def _phase(self, local: int) -> tuple[int, int] | None:
         reading = self._places.read(local)
@@ -341,11 +351,11 @@ class Agent:
 
     def _errors(self) -> list[Path]:
         """Return the error files of the local ranks. They are in shared memory, because the disk may be full."""
-        return [self._page.with_name(f"{self._page.name}.error{local}") for local in range(self._order.slots)]
+        return [self._page.with_name(f"{self._page.name}.error{local}") for local in range(self._command.slots)]
 
     def _send_report(self) -> None:
         report = HostReport(
-            self._order.host,
+            self._command.host,
             tuple(self._rank_report(local, rank) for local, rank in enumerate(self._mine)),
             self._vitals,
         )
@@ -363,7 +373,7 @@ class Agent:
             failed=self._failed,
             leaving=self._leaving.is_set(),
         )
-        self._client.send(message.to_wire(), latest_of="report")
+        self._client.send(to_fields(message), latest_of="report")
 
     def _rank_report(self, local: int, rank: Rank) -> RankReport:
         return rank_report(

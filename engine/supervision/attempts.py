@@ -28,7 +28,8 @@ from weft.engine.distributed import SharedError, attempt_number, leave_distribut
 from weft.engine.observability.set_up import SetUpTimes
 from weft.engine.observability.watcher import ERROR_FILE
 from weft.engine.planning.kept import Kept
-from weft.engine.supervision.faults import ErrorReport, FaultKind, write_report
+from weft.engine.supervision.faults import write_report
+from weft.engine.supervision.messages import ErrorReport, FaultKind
 from weft.engine.supervision.standby import AgentLink
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 

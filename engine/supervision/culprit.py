@@ -10,26 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
+from weft.engine.supervision.messages import RowProgress
 from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, Slot, receive_of, slot_text
 from weft.pipeline.schedule import Schedule
-
-
-class RowProgress(NamedTuple):
-    """A rank's position in its row; positions in the same row are ordered by progress.
-
-    Attributes:
-        step: the step in execution, or the last one executed, or 0 before the first.
-        done: number of slots of the row that have ended.
-        begun: True if the next slot has begun.
-        waits: waits entered plus waits left in the slot, plus two per phase; odd during a wait.
-    """
-
-    step: int
-    done: int = 0
-    begun: bool = False
-    waits: int = 0
 
 
 @dataclass(frozen=True)

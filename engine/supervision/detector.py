@@ -10,10 +10,10 @@ from weft.conf.schema import SuperviseConfig
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.alerts import Alerts
 from weft.engine.supervision.effects import Effects
-from weft.engine.supervision.faults import POLICIES, Fault, FaultKind, RankEnd, Response, cause
+from weft.engine.supervision.faults import POLICIES, Fault, Response, cause
 from weft.engine.supervision.fleet import Fleet
 from weft.engine.supervision.hosts import Layout
-from weft.engine.supervision.messages import AgentMessage, HostReport
+from weft.engine.supervision.messages import AgentMessage, FaultKind, HostReport, RankEnd
 from weft.engine.supervision.timeouts import Deadlines, SiteTimeout
 from weft.engine.supervision.watch import Watch
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
-import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -35,7 +33,7 @@ from weft.engine.supervision.eviction import DenyList
 from weft.engine.supervision.forkserver import EarlyAgent
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, Layout, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import STOPS_S, Job, Stage
-from weft.engine.supervision.messages import AgentCommand
+from weft.engine.supervision.messages import AgentCommand, DesiredState, to_fields
 from weft.engine.supervision.plan import read_rows, shortage
 from weft.engine.supervision.run_files import NAME, Journal, Spec, TimedRead, config_file, spec_file
 from weft.engine.supervision.starting import AgentProcess, LocalStarter, Starter, starter_for
@@ -199,7 +197,7 @@ class Driver:
         guards = self._config.cluster.manager is not ClusterManager.kubernetes and not alone
         first = guards and host == next(iter(self.job.fleet.hosts))
         settings = self._config.supervise
-        order = AgentCommand(
+        command = AgentCommand(
             host=host,
             generation=generation,
             address=self._address,
@@ -217,13 +215,13 @@ class Driver:
         )
         early, self._early_is_due = self._early if self._early_is_due else None, False
         try:
-            self._processes[host, generation] = (early or self._starter).start(host, json.dumps(asdict(order)))
+            self._processes[host, generation] = (early or self._starter).start(command)
         except OSError as error:
             self.say(f"{host}: {error.strerror}: {error.filename}")
 
-    def tell(self, host: str, generation: int, message: Mapping[str, Any]) -> None:
+    def tell(self, host: str, generation: int, state: DesiredState) -> None:
         """Send a message to an agent."""
-        self._server.send(f"{host}#{generation}", dict(message), latest_of="wanted")
+        self._server.send(f"{host}#{generation}", to_fields(state), latest_of="wanted")
 
     def record(self, event: str, **fields: Any) -> None:
         """Append an event to the journal."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from weft.engine.supervision.culprit import JobRows
+from weft.engine.supervision.messages import DesiredState
 
 
 class Effects(Protocol):
@@ -14,8 +15,8 @@ class Effects(Protocol):
     def start_agent(self, host: str, generation: int) -> None:
         """Start an agent on a host."""
 
-    def tell(self, host: str, generation: int, message: Mapping[str, Any]) -> None:
-        """Send a message to an agent, now or when it connects."""
+    def tell(self, host: str, generation: int, state: DesiredState) -> None:
+        """Send an agent the desired state of its host, now or when it connects."""
 
     def record(self, event: str, **fields: Any) -> None:
         """Append an event to the journal."""

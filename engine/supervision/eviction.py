@@ -17,7 +17,7 @@ from weft.conf.finding import DOCTOR, doctor_arguments, failures, read_findings
 from weft.conf.host.private import write_private
 from weft.conf.schema import WeftConfig
 from weft.engine.supervision.control.address import Address
-from weft.engine.supervision.faults import FaultKind
+from weft.engine.supervision.messages import FaultKind
 from weft.engine.supervision.ranks import Ranks
 
 NAME = "denied_hosts.json"

@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from weft.conf.host.private import write_private
 from weft.conf.schema import SuperviseConfig
+from weft.engine.supervision.messages import ErrorReport, FaultKind, RankEnd, decode, encode
 
 LONGEST_FILE = 64 * 1024
 """Largest size of a valid error file, in bytes."""
 LONGEST_MESSAGE = 4000
 """Characters of a message that are stored."""
-
-
-class FaultKind(Enum):
-    """Classes of faults."""
-
-    input_error = "input_error"
-    """The configuration, the data or the model is wrong. The next attempt would fail in the same way."""
-    bad_numbers = "bad_numbers"
-    """The loss or the gradient's norm was not finite or a spike too many times."""
-    corruption = "corruption"
-    """A replica's weights differ from the others'."""
-    host_memory = "host_memory"
-    """The host, or its control group, ran out of memory."""
-    device_memory = "device_memory"
-    """The accelerator ran out of memory."""
-    disk_full = "disk_full"
-    """The disk or shared memory that the rank writes to was full."""
-    checkpoint = "checkpoint"
-    """A checkpoint could not be read or written."""
-    lost_peer = "lost_peer"
-    """Another rank had ended or could not be reached. This fault is a consequence."""
-    signal = "signal"
-    """Killed by a signal."""
-    stopped = "stopped"
-    """Ended early because of a signal, with a checkpoint if there was a step to save."""
-    other = "other"
-    """Any other error."""
 
 
 class Response(Enum):
@@ -94,36 +67,6 @@ _LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.stopped, FaultKind
 """Classes that may follow from another rank's fault, the most specific first."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ErrorReport:
-    """A rank's report of its end.
-
-    Attributes:
-        kind: the class of the error.
-        message: readable description.
-        step: the step that was under way or had just ended, from 1, or None before training.
-        data: first sequence in the global order of the batches of that step, and the one after their last.
-        ranks: the culprits, if the error names others than the rank that ends.
-    """
-
-    kind: FaultKind
-    message: str
-    step: int | None = None
-    data: tuple[int, int] | None = None
-    ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankEnd(ErrorReport):
-    """The end of a rank, from its exit status and its own report.
-
-    Attributes:
-        status: exit code, or minus the number of the signal that killed the rank.
-    """
-
-    status: int
-
-
 def write_report(path: Path, report: ErrorReport) -> None:
     """Write an error file that only this user can read. An existing one stays, because the first error is the cause.
 
@@ -132,38 +75,17 @@ def write_report(path: Path, report: ErrorReport) -> None:
     """
     if path.exists():
         return
-    fields = {"kind": report.kind.value, "message": report.message[:LONGEST_MESSAGE], "step": report.step}
-    write_private(path, json.dumps({**fields, "data": report.data, "ranks": report.ranks}) + "\n")
+    write_private(path, encode(replace(report, message=report.message[:LONGEST_MESSAGE])).decode() + "\n")
 
 
 def read_report(path: Path) -> ErrorReport | None:
     """Return a rank's report, or None if there is no valid one."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found = json.loads(file.read(LONGEST_FILE))
-        return _parse(found)
+            report = decode(file.read(LONGEST_FILE), ErrorReport)
+        return replace(report, message=report.message[:LONGEST_MESSAGE])
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _parse(found: Any) -> ErrorReport:
-    if not isinstance(found, dict) or not isinstance(found.get("message"), str):
-        raise ValueError("not an error report")
-    step, data = found.get("step"), found.get("data")
-    if not (step is None or type(step) is int):
-        raise ValueError("step: not a number")
-    if data is not None and not (isinstance(data, list) and [type(bound) for bound in data] == [int, int]):
-        raise ValueError("data: not a range")
-    ranks = found.get("ranks", [])
-    if not (isinstance(ranks, list) and all(type(rank) is int for rank in ranks)):
-        raise ValueError("ranks: not a list of numbers")
-    return ErrorReport(
-        kind=FaultKind(found.get("kind")),
-        message=found["message"][:LONGEST_MESSAGE],
-        step=step,
-        data=None if data is None else (data[0], data[1]),
-        ranks=tuple(ranks),
-    )
 
 
 def classify(status: int, report: ErrorReport | None, *, oom_killed: bool = False) -> RankEnd | None:

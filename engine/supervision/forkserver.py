@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import select
 import signal
@@ -21,9 +20,10 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from weft.conf.host.processes import end_process
+from weft.engine.supervision.messages import AgentCommand, Fork, Forked, Imported, Signal, decode, encode
 
 TARGET = "weft.recipes.train:run"
 PRELOAD = ("torch", "deepspeed", "transformers", "weft.recipes.preloaded")
@@ -39,7 +39,7 @@ class EarlyAgent:
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the process, with a forkserver that imports ``modules``."""
         self._socket, theirs = socket.socketpair()
-        self._has_order = False
+        self._has_command = False
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.agent", *modules],
@@ -51,54 +51,55 @@ class EarlyAgent:
     def run(self, target: str, arguments: Sequence[str]) -> int:
         """Run a function in a fork of the forkserver, with this process's output, and return its exit code."""
         with self._socket.makefile("r") as answers:
-            self._send(json.dumps({"target": target, "arguments": list(arguments)}))
+            self._send(Fork(name=target, target=target, arguments=list(arguments)))
             answer = answers.readline()
         return int(answer) if answer else 1  # the imports have failed, and have printed why
 
-    def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
+    def start(self, command: AgentCommand) -> subprocess.Popen[bytes]:
         """Send the agent its command, once. See `Starter`."""
-        assert not self._has_order, "another agent is another process"
-        self._send(order)
-        self._has_order = True
+        assert not self._has_command, "another agent is another process"
+        self._send(command)
+        self._has_command = True
         self._socket.close()
         return self.process
 
     def close(self) -> None:
         """End the agent, unless it has a command."""
-        if not self._has_order:
+        if not self._has_command:
             self._socket.close()
             self.process.kill()
             self.process.wait()
 
-    def _send(self, line: str) -> None:
+    def _send(self, message: Fork | AgentCommand) -> None:
         try:
-            self._socket.sendall(line.encode() + b"\n")
+            self._socket.sendall(encode(message) + b"\n")
         except OSError as error:
             raise ValueError(
                 f"the agent of this host has ended (exit code {self.process.wait()}); what it printed tells why"
             ) from error
 
 
-def read_order(modules: Sequence[str]) -> tuple[str, ForkServer | None]:
+def read_command(modules: Sequence[str]) -> tuple[AgentCommand | None, ForkServer | None]:
     """Return the command on standard input, and the forkserver that was started meanwhile, if there are ``modules``.
 
-    The command is empty if the other end has closed.
+    The command is None if the other end has closed.
     """
     if not modules:
-        return sys.stdin.readline(), None
+        line = sys.stdin.readline()
+        return (decode(line, AgentCommand) if line else None), None
     server = ForkServer(modules)
     with socket.socket(fileno=sys.stdin.fileno()) as driver, driver.makefile("r") as lines:
         for line in lines:
-            asked = json.loads(line)
-            if "target" not in asked:
+            message = decode(line, Fork | AgentCommand)  # type: ignore[arg-type]
+            if isinstance(message, AgentCommand):
                 driver.detach()
-                return line, server
-            code = server.run(asked["target"], asked["arguments"])
+                return message, server
+            code = server.run(message)
             if code is None:
                 break
             driver.sendall(f"{code}\n".encode())
     server.close()
-    return "", None
+    return None, None
 
 
 MOST_BYTES = 1 << 17
@@ -138,19 +139,17 @@ class ForkServer:
                 env={**ENVIRONMENT, **os.environ},
             )
 
-    def run(self, target: str, arguments: Sequence[str]) -> int | None:
+    def run(self, fork: Fork) -> int | None:
         """Run a function in a fork, with this process's output. Return its exit code, or None without a forkserver."""
         if not self.ready and self.receive() is None:
             return None
-        order = {"name": target, "target": target, "arguments": list(arguments), "environment": {}}
-        socket.send_fds(self.socket, [json.dumps(order).encode()], [1, 2])
+        socket.send_fds(self.socket, [encode(fork)], [1, 2])
         while (message := self.receive()) is not None:
-            if "code" in message:
-                code: int = message["code"]
-                return code
+            if isinstance(message, Forked) and message.code is not None:
+                return message.code
         return None
 
-    def receive(self) -> dict[str, Any] | None:
+    def receive(self) -> Imported | Forked | None:
         """Return the next message, or None if the forkserver has ended.
 
         Raises:
@@ -164,11 +163,11 @@ class ForkServer:
             data = b""
         if not data:
             return None
-        message: dict[str, Any] = json.loads(data)
-        if "ready" in message:
+        message: Imported | Forked = decode(data, Imported | Forked)  # type: ignore[arg-type]
+        if isinstance(message, Imported):
             self.ready = True
-            if len(message["threads"]) > 1:
-                print(f"weft agent: imports have started threads: {message['threads']}", file=sys.stderr, flush=True)
+            if len(message.threads) > 1:
+                print(f"weft agent: imports have started threads: {message.threads}", file=sys.stderr, flush=True)
         return message
 
     def close(self) -> None:
@@ -193,9 +192,9 @@ def main(argv: Sequence[str]) -> int:
     gc.enable()
     with socket.socket(fileno=int(descriptor)) as agent:
         threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-        agent.send(json.dumps({"ready": True, "threads": threads}).encode())
-        order = _Children(agent).serve()
-    return _become(order) if order else 0
+        agent.send(encode(Imported(threads=threads)))
+        fork = _Children(agent).serve()
+    return _become(fork) if fork else 0
 
 
 class _Children:
@@ -207,7 +206,7 @@ class _Children:
         self._poll.register(agent, select.POLLIN)
         self._running: dict[int, tuple[str, int]] = {}  # by file descriptor of the process: its name and pid
 
-    def serve(self) -> dict[str, Any] | None:
+    def serve(self) -> Fork | None:
         """Fork and reap. Return in the forked process with its command, and in this one once the agent has closed."""
         while True:
             for descriptor, _ in self._poll.poll():
@@ -217,13 +216,13 @@ class _Children:
                 data, files, _, _ = socket.recv_fds(self._agent, MOST_BYTES, 2)
                 if not data:
                     return None
-                order = json.loads(data)
-                if "signal" in order:
-                    self._send_signal(order["name"], order["signal"])
-                elif self._fork(order, files):
-                    return order
+                message: Fork | Signal = decode(data, Fork | Signal)  # type: ignore[arg-type]
+                if isinstance(message, Signal):
+                    self._send_signal(message)
+                elif self._fork(message, files):
+                    return message
 
-    def _fork(self, order: dict[str, Any], files: list[int]) -> bool:
+    def _fork(self, fork: Fork, files: list[int]) -> bool:
         """True if this is the forked process."""
         parent = os.getpid()
         pid = os.fork()
@@ -239,9 +238,9 @@ class _Children:
         for descriptor in files:
             os.close(descriptor)
         process = os.pidfd_open(pid)
-        self._running[process] = (order["name"], pid)
+        self._running[process] = (fork.name, pid)
         self._poll.register(process, select.POLLIN)
-        self._tell(name=order["name"], pid=pid)
+        self._agent.send(encode(Forked(name=fork.name, pid=pid)))
         return False
 
     def _reap(self, descriptor: int) -> None:
@@ -251,27 +250,24 @@ class _Children:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # the number of the group is not reused until this rank is reaped
         _, status = os.waitpid(pid, 0)
-        self._tell(name=name, pid=pid, code=os.waitstatus_to_exitcode(status))
+        self._agent.send(encode(Forked(name=name, pid=pid, code=os.waitstatus_to_exitcode(status))))
 
-    def _send_signal(self, name: str, number: int) -> None:
+    def _send_signal(self, signal: Signal) -> None:
         for known, pid in self._running.values():
-            if known == name:
-                os.kill(pid, number)
-
-    def _tell(self, **fields: Any) -> None:
-        self._agent.send(json.dumps(fields).encode())
+            if known == signal.name:
+                os.kill(pid, signal.number)
 
 
-def _become(order: dict[str, Any]) -> NoReturn:
-    """Run the function that ``order`` names, with its environment and arguments."""
+def _become(fork: Fork) -> NoReturn:
+    """Run a function with its environment and arguments."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
-    os.environ.update(order["environment"])
-    sys.argv = [order["target"], *order["arguments"]]
+    os.environ.update(fork.environment)
+    sys.argv = [fork.target, *fork.arguments]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    module, _, function = order["target"].partition(":")
-    end_process(_result_of(partial(getattr(import_module(module), function), order["arguments"])))
+    module, _, function = fork.target.partition(":")
+    end_process(_result_of(partial(getattr(import_module(module), function), fork.arguments)))
 
 
 def _result_of(run: Callable[[], int]) -> int:

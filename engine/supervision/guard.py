@@ -19,9 +19,9 @@ _LOOK_S = 0.1
 class DriverGuard:
     """An agent's state of its driver, and its actions while the driver is away."""
 
-    def __init__(self, order: AgentCommand) -> None:
+    def __init__(self, command: AgentCommand) -> None:
         """Start without a connection."""
-        self._order = order
+        self._command = command
         self._lost_since: float | None = monotonic()
         self._starting: asyncio.subprocess.Process | None = None
         self._told = set[str]()
@@ -39,8 +39,8 @@ class DriverGuard:
         while True:
             await asyncio.sleep(_LOOK_S)
             away_s = 0.0 if self._lost_since is None else monotonic() - self._lost_since
-            if away_s > self._order.orphan_s:
-                print(f"weft: no driver for {away_s:.0f} s; ending the ranks of {self._order.host}", file=sys.stderr)
+            if away_s > self._command.orphan_s:
+                print(f"weft: no driver for {away_s:.0f} s; ending the ranks of {self._command.host}", file=sys.stderr)
                 return
             if self._starting is not None and self._starting.returncode is not None:
                 self._starting = None  # it could not lock the run, because another driver has the lock
@@ -48,16 +48,16 @@ class DriverGuard:
             elif away_s > GUARD_S and (stopped := self._stopped_driver()):
                 self._say_once(
                     f"the driver (process {stopped}) is stopped by a signal; kill -CONT {stopped} has it go on, "
-                    f"kill -KILL {stopped} has another take over; the ranks go on for {self._order.orphan_s:.0f} s"
+                    f"kill -KILL {stopped} has another take over; the ranks go on for {self._command.orphan_s:.0f} s"
                 )
-            elif away_s > GUARD_S and self._order.driver and self._starting is None:
+            elif away_s > GUARD_S and self._command.driver and self._starting is None:
                 self._starting = await asyncio.create_subprocess_exec(
-                    *self._order.driver, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                    *self._command.driver, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
                 )
 
     def _stopped_driver(self) -> int | None:
         """Return the pid of a driver on this machine that a signal has stopped, and that keeps the run's lock."""
-        holder = RunLock.holder(Path(self._order.run_folder) / "supervisor")
+        holder = RunLock.holder(Path(self._command.run_folder) / "supervisor")
         state = None if holder is None else process_state(holder)
         return holder if state is not None and state.state in STOPPED else None
 

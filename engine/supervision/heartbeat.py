@@ -12,7 +12,7 @@ import torch
 from weft.comm.links import SiteEndpoint
 from weft.engine.observability.slots import SlotObserver
 from weft.engine.observability.watcher import PROGRESS_PAGE, Phase, Watcher
-from weft.engine.supervision.progress_page import LinkReading
+from weft.engine.supervision.messages import LinkReading
 from weft.engine.supervision.progress_writer import ProgressWriter
 
 ATTEMPT = "WEFT_ATTEMPT"

@@ -17,10 +17,10 @@ from weft.conf.schema import CommConfig, SuperviseConfig
 from weft.engine.supervision.detector import FailureDetector
 from weft.engine.supervision.effects import Effects
 from weft.engine.supervision.eviction import DOCTOR_S, Suspicions, reason_to_evict
-from weft.engine.supervision.faults import Budget, Fault, FaultKind
+from weft.engine.supervision.faults import Budget, Fault
 from weft.engine.supervision.fleet import Fleet, Host
 from weft.engine.supervision.hosts import Layout
-from weft.engine.supervision.messages import AgentMessage
+from weft.engine.supervision.messages import AgentMessage, DesiredState, FaultKind, from_fields
 from weft.engine.supervision.timeouts import Deadlines, SiteTimeout
 
 STOPS_S = 10.0
@@ -220,23 +220,23 @@ class Job:
         """Send a host its desired state."""
         ranks = self._layout.ranks.get(name, [])
         address, port = self._layout.master
-        message = {
-            "attempt": self.attempt,
-            "run": bool(ranks) and self.stage in (Stage.starting, Stage.running),
-            "ranks": ranks,
-            "target": self._target,
-            "arguments": list(self._layout.arguments),
-            "in_process": self._settings.in_process,
-            "drop": self._drop,
-            "stop": self._asked.signal if self._asked is not None else 0,
-            "examine": self.stage is Stage.examining and name == self._suspect,
-            "environment": {
+        state = DesiredState(
+            attempt=self.attempt,
+            run=bool(ranks) and self.stage in (Stage.starting, Stage.running),
+            ranks=ranks,
+            target=self._target,
+            arguments=list(self._layout.arguments),
+            environment={
                 "WORLD_SIZE": str(self._layout.num_ranks),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
             },
-        }
-        self._effects.tell(name, self.fleet.hosts[name].generation, message)
+            in_process=self._settings.in_process,
+            drop=self._drop,
+            stop=self._asked.signal if self._asked is not None else 0,
+            examine=self.stage is Stage.examining and name == self._suspect,
+        )
+        self._effects.tell(name, self.fleet.hosts[name].generation, state)
 
     # Messages of agents
 
@@ -258,7 +258,7 @@ class Job:
         host = self.fleet.accept(name, generation)
         if host is None or self.stage is Stage.ended:
             # An agent of a host that was given up. Another agent may have replaced it.
-            self._effects.tell(name, generation, {"end": True, "replaced": host is None})
+            self._effects.tell(name, generation, DesiredState(end=True, replaced=host is None))
             return None
         return host
 
@@ -289,7 +289,7 @@ class Job:
             return
         if waited:
             self._answer(name, now)
-        said = AgentMessage.from_wire(message)
+        said = from_fields(message, AgentMessage)
         if said.attempt > self.attempt:  # attempts are missing from the journal
             self.attempt = said.attempt
             self._stop("restart", None, now)
@@ -474,4 +474,4 @@ class Job:
         if code and not reported:
             self._effects.say(reason)
         for name, host in self.fleet.hosts.items():
-            self._effects.tell(name, host.generation, {"end": True})
+            self._effects.tell(name, host.generation, DesiredState(end=True))

@@ -1,23 +1,58 @@
-"""Messages between driver, agents and ranks, and their only encoding: JSON by msgspec."""
+"""Messages between driver, agents, forkservers and ranks, and their one encoding in JSON.
+
+A rank's progress is not a message: it lies in shared memory (`weft.engine.supervision.progress_page`). This module
+loads without torch.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from weft.conf.host.processes import ProcessState
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import RowProgress
-from weft.engine.supervision.faults import RankEnd
-from weft.engine.supervision.progress_page import LinkReading, Reading
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class AgentCommand:
+def to_fields(message: Any) -> Any:
+    """Return a message as JSON values."""
+    return msgspec.to_builtins(message, str_keys=True)
+
+
+def from_fields(fields: Any, kind: type[T]) -> T:
+    """Return the message that `to_fields` converted, after JSON. ``kind`` may be a union.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    if kind is AgentMessage:
+        _check_lengths(fields.get("report"))
+    try:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        name = getattr(kind, "__name__", str(kind))
+        raise ValueError(f"{name}: {error}; driver, agents and ranks need the same Weft") from error
+
+
+def encode(message: Any) -> bytes:
+    """Return a message in JSON, in one line of ASCII."""
+    return json.dumps(to_fields(message)).encode()
+
+
+def decode(data: bytes | str, kind: type[T]) -> T:
+    """Return the message in ``data``. Errors as in `from_fields`."""
+    return from_fields(json.loads(data), kind)
+
+
+# From the driver to an agent
+
+
+class AgentCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The command that an agent receives when it starts, as one line of JSON on its standard input.
 
     Attributes:
@@ -50,21 +85,141 @@ class AgentCommand:
     stop_s: float = 300.0
     launch: int = 0
     parent: int = 0
-    driver: list[str] = field(default_factory=list)
+    driver: list[str] = []
     yields_s: float = 0.0
-
-    @classmethod
-    def read(cls, line: str) -> AgentCommand:
-        """Parse a command from a line of JSON."""
-        fields = json.loads(line)
-        if not isinstance(fields["address"], str):
-            fields["address"] = tuple(fields["address"])
-        return cls(**fields)
 
     @property
     def peer(self) -> str:
         """Return the name that the driver uses for this agent."""
         return f"{self.host}#{self.generation}"
+
+
+class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
+    """The state to which an agent brings its host. A repeated message has no effect.
+
+    Attributes:
+        attempt: the number of the attempt.
+        run: whether the ranks of that attempt run.
+        ranks: of this host, in the order of their local numbers.
+        target: ``module:function`` that a rank runs.
+        arguments: of each rank.
+        environment: of each rank.
+        in_process: whether ranks may take part in several attempts.
+        drop: ranks whose processes must end with the previous attempt, or None for all.
+        stop: the number of the signal that ends the run early, or 0.
+        examine: whether the host is to be examined.
+        end: whether the agent must end its ranks and itself.
+        replaced: whether it must end because the host has another agent.
+    """
+
+    attempt: int = 0
+    run: bool = False
+    ranks: list[int] = []
+    target: str = ""
+    arguments: list[str] = []
+    environment: dict[str, str] = {}
+    in_process: bool = False
+    drop: list[int] | None = None
+    stop: int = 0
+    examine: bool = False
+    end: bool = False
+    replaced: bool = False
+
+
+# From an agent to the driver
+
+
+class FaultKind(Enum):
+    """Classes of faults."""
+
+    input_error = "input_error"
+    """The configuration, the data or the model is wrong. The next attempt would fail in the same way."""
+    bad_numbers = "bad_numbers"
+    """The loss or the gradient's norm was not finite or a spike too many times."""
+    corruption = "corruption"
+    """A replica's weights differ from the others'."""
+    host_memory = "host_memory"
+    """The host, or its control group, ran out of memory."""
+    device_memory = "device_memory"
+    """The accelerator ran out of memory."""
+    disk_full = "disk_full"
+    """The disk or shared memory that the rank writes to was full."""
+    checkpoint = "checkpoint"
+    """A checkpoint could not be read or written."""
+    lost_peer = "lost_peer"
+    """Another rank had ended or could not be reached. This fault is a consequence."""
+    signal = "signal"
+    """Killed by a signal."""
+    stopped = "stopped"
+    """Ended early because of a signal, with a checkpoint if there was a step to save."""
+    other = "other"
+    """Any other error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorReport:
+    """A rank's report of its end.
+
+    Attributes:
+        kind: the class of the error.
+        message: readable description.
+        step: the step that was under way or had just ended, from 1, or None before training.
+        data: first sequence in the global order of the batches of that step, and the one after their last.
+        ranks: the culprits, if the error names others than the rank that ends.
+    """
+
+    kind: FaultKind
+    message: str
+    step: int | None = None
+    data: tuple[int, int] | None = None
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankEnd(ErrorReport):
+    """The end of a rank, from its exit status and its own report.
+
+    Attributes:
+        status: exit code, or minus the number of the signal that killed the rank.
+    """
+
+    status: int
+
+
+class RowProgress(NamedTuple):
+    """A rank's position in its row; positions in the same row are ordered by progress.
+
+    Attributes:
+        step: the step in execution, or the last one executed, or 0 before the first.
+        done: number of slots of the row that have ended.
+        begun: True if the next slot has begun.
+        waits: waits entered plus waits left in the slot, plus two per phase; odd during a wait.
+    """
+
+    step: int
+    done: int = 0
+    begun: bool = False
+    waits: int = 0
+
+
+class LinkReading(NamedTuple):
+    """Counters of a link to a rank at another site, since it was opened. See `weft.comm.wan.transport.LinkCounters`.
+
+    Attributes:
+        peer: global rank at the other end.
+        ready: connections in use.
+        rtt_s: shortest round trip, or 0 before the first.
+        peak_bps: highest rate of acknowledged bits per second in the last seconds.
+    """
+
+    peer: int
+    sent_bytes: int
+    received_bytes: int
+    resent_chunks: int
+    broken: int
+    ready: int
+    rtt_s: float
+    peak_bps: int = 0
 
 
 GONE = ""
@@ -111,45 +266,6 @@ class RankReport(NamedTuple):
     links: tuple[LinkReading, ...] = ()
 
 
-def rank_report(
-    rank: int,
-    attempt: int,
-    reading: Reading | None,
-    process: ProcessState | None,
-    *,
-    now_ns: int,
-    exit_code: int | None = None,
-) -> RankReport:
-    """Return the report of a rank.
-
-    Args:
-        attempt: that the agent has assigned it to.
-        reading: its record on the page. A record of an earlier attempt is ignored.
-        process: None if it has ended.
-        now_ns: `time.monotonic_ns` of this host.
-        exit_code: of the rank.
-    """
-    report = RankReport(rank, attempt, state=GONE, exit_code=exit_code)
-    if process is not None:
-        report = report._replace(
-            state=process.state, cpu_s=round(process.cpu_s, 2), resident_bytes=process.resident_bytes
-        )
-    if reading is None or reading.attempt != attempt or reading.rank != rank:
-        return report
-    return report._replace(
-        phase=reading.phase,
-        place=reading.place,
-        num_microbatches=reading.num_microbatches,
-        still_s=round(max(0, now_ns - reading.moved_ns) / 1e9, 3),
-        tick=reading.tick,
-        busy_s=round(reading.busy_ns / 1e9, 6),
-        measured_steps=reading.measured_steps,
-        device_bytes=reading.device_bytes,
-        kept_step=reading.kept_step,
-        links=reading.links,
-    )
-
-
 class HostReport(msgspec.Struct, frozen=True):
     """A heartbeat of a host.
 
@@ -162,31 +278,6 @@ class HostReport(msgspec.Struct, frozen=True):
     host: str
     ranks: tuple[RankReport, ...]
     vitals: Mapping[str, Any] = {}
-
-
-_PLACE, _LINKS = RankReport._fields.index("place"), RankReport._fields.index("links")
-
-
-def check_lengths(report: Any) -> None:
-    """Check the lengths of a `HostReport`'s lists in JSON, because msgspec fills missing fields with defaults.
-
-    Raises:
-        ValueError: the report is of another version of Weft.
-    """
-    try:
-        whole = all(map(_is_whole, report["ranks"]))
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"heartbeat: not of this form ({error!r}); driver and agents need the same Weft") from error
-    if not whole:
-        raise ValueError("heartbeat: a rank's report has another length; driver and agents need the same Weft")
-
-
-def _is_whole(rank: Any) -> bool:
-    return (
-        len(rank) == len(RankReport._fields)
-        and len(rank[_PLACE]) == len(RowProgress._fields)
-        and all(len(link) == len(LinkReading._fields) for link in rank[_LINKS])
-    )
 
 
 class AgentMessage(msgspec.Struct, frozen=True):
@@ -214,19 +305,99 @@ class AgentMessage(msgspec.Struct, frozen=True):
     failed: Sequence[str]
     leaving: bool = False
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return the message as JSON values."""
-        return msgspec.to_builtins(self, str_keys=True)
 
-    @classmethod
-    def from_wire(cls, message: Mapping[str, Any]) -> AgentMessage:
-        """Return the message that `to_wire` converted, after JSON.
+_PLACE, _LINKS = RankReport._fields.index("place"), RankReport._fields.index("links")
 
-        Raises:
-            ValueError: it has another form.
-        """
-        check_lengths(message.get("report"))
-        try:
-            return msgspec.convert(message, cls, str_keys=True)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"a report: {error}; driver and agents need the same Weft") from error
+
+def _check_lengths(report: Any) -> None:
+    """Check the lengths of a `HostReport`'s lists in JSON, because msgspec fills missing fields with defaults.
+
+    Raises:
+        ValueError: the report is of another version of Weft.
+    """
+    try:
+        whole = all(map(_is_whole, report["ranks"]))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"heartbeat: not of this form ({error!r}); driver and agents need the same Weft") from error
+    if not whole:
+        raise ValueError("heartbeat: a rank's report has another length; driver and agents need the same Weft")
+
+
+def _is_whole(rank: Any) -> bool:
+    return (
+        len(rank) == len(RankReport._fields)
+        and len(rank[_PLACE]) == len(RowProgress._fields)
+        and all(len(link) == len(LinkReading._fields) for link in rank[_LINKS])
+    )
+
+
+# Between an agent and its forkserver
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fork a process. Its output goes to two file descriptors that accompany the message.
+
+    Attributes:
+        name: unique while the process lives.
+        target: ``module:function`` that it runs.
+        environment: variables that it sets.
+    """
+
+    name: str
+    target: str
+    arguments: list[str]
+    environment: dict[str, str] = {}
+
+
+class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Send a signal to a process by its name."""
+
+    name: str
+    number: int
+
+
+class Imported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The imports are done. ``threads`` are the forkserver's, by name."""
+
+    threads: list[str]
+
+
+class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A process was forked, or has ended with an exit code, negative for a signal."""
+
+    name: str
+    pid: int
+    code: int | None = None
+
+
+# Between an agent and a rank
+
+
+class Membership(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's state.
+
+    Attributes:
+        joined: the attempt that it has joined, or None.
+        leaving: whether it is releasing the attempt's resources.
+        left: the reason for which it has left the attempt, or None.
+    """
+
+    joined: int | None = None
+    leaving: bool = False
+    left: str | None = None
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """Leave the attempt."""
+
+
+class Assignment(msgspec.Struct, frozen=True, tag=True):
+    """A rank's assignment in the next attempt.
+
+    Attributes:
+        environment: variables that differ from those at the start of the process.
+        arguments: of the command line.
+    """
+
+    environment: Mapping[str, str]
+    arguments: Sequence[str]

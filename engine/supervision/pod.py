@@ -6,16 +6,15 @@ share. This process starts that agent, and another one for each newer command.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.conf.host.private import write_private
 from weft.engine.supervision import agent
+from weft.engine.supervision.messages import AgentCommand, decode, encode
 
 ALIVE = Path("/tmp/weft-pod-alive")
 """File that is touched regularly, for liveness probes."""
@@ -27,29 +26,29 @@ _END_S = 10.0
 class PodProcess:
     """The driver's handle of an agent in a pod: a command file, which it can remove."""
 
-    order: Path
+    command: Path
 
     def poll(self) -> int | None:
         """Return 0 once the command is removed. The end of the agent itself shows only by missing reports."""
-        return None if self.order.exists() else 0
+        return None if self.command.exists() else 0
 
     def kill(self) -> None:
         """Remove the command, whereupon the pod ends the agent."""
-        self.order.unlink(missing_ok=True)
+        self.command.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class PodStarter:
     """Starts agents on hosts that are pods and wait for commands."""
 
-    def start(self, host: str, order: str) -> PodProcess:
+    def start(self, command: AgentCommand) -> PodProcess:
         """Write a pod's command, which replaces the previous one."""
-        file = order_file(Path(json.loads(order)["run_folder"]), host)
-        write_private(file, order)
+        file = command_file(Path(command.run_folder), command.host)
+        write_private(file, encode(command).decode())
         return PodProcess(file)
 
 
-def order_file(run_folder: Path, host: str) -> Path:
+def command_file(run_folder: Path, host: str) -> Path:
     """Return the path of a pod's command, which contains keys."""
     return run_folder / "supervisor" / "orders" / f"{host}.json"
 
@@ -57,32 +56,31 @@ def order_file(run_folder: Path, host: str) -> Path:
 def main(argv: list[str]) -> int:
     """Run ``RUN_FOLDER HOST``: start agents by their commands, until this process is ended."""
     folder, host = argv
-    file = order_file(Path(folder), host)
+    file = command_file(Path(folder), host)
     running: subprocess.Popen[bytes] | None = None
-    order: Mapping[str, object] = {}
+    command: AgentCommand | None = None
     while True:
         ALIVE.touch()
         wanted = _read(file)
-        if wanted.get("generation") != order.get("generation"):
+        if (wanted and wanted.generation) != (command and command.generation):
             if running is not None:
                 _end(running)
-            running, order = (_start(wanted) if wanted else None), wanted
+            running, command = (_start(wanted) if wanted else None), wanted
         time.sleep(_LOOK_S)
 
 
-def _read(file: Path) -> Mapping[str, object]:
+def _read(file: Path) -> AgentCommand | None:
     try:
-        found = json.loads(file.read_text())
+        return decode(file.read_text(), AgentCommand)
     except (OSError, ValueError):  # not written yet, or the shared folder is unavailable
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
 
 
-def _start(order: Mapping[str, object]) -> subprocess.Popen[bytes]:
+def _start(command: AgentCommand) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-m", agent.__name__], stdin=subprocess.PIPE)
     assert process.stdin is not None
     with process.stdin as inlet:
-        inlet.write(json.dumps(order).encode() + b"\n")
+        inlet.write(encode(command) + b"\n")
     return process
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from weft.conf.host.private import private_folder
 from weft.conf.host.processes import own_start
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import RowProgress
+from weft.engine.supervision.messages import LinkReading, RowProgress
 
 MAGIC = int.from_bytes(b"weftplac", "little")
 VERSION = 2
@@ -75,26 +75,6 @@ MOST_DONE, MOST_STEP = (1 << _DONE_BITS) - 1, (1 << _STEP_BITS) - 1
 def progress_of(word: int) -> RowProgress:
     """Decode the progress in a word."""
     return RowProgress(word // STEP & MOST_STEP, word // DONE & MOST_DONE, bool(word & BEGUN), word & MOST_WAITS)
-
-
-class LinkReading(NamedTuple):
-    """Counters of a link to a rank at another site, since it was opened. See `weft.comm.wan.transport.LinkCounters`.
-
-    Attributes:
-        peer: global rank at the other end.
-        ready: connections in use.
-        rtt_s: shortest round trip, or 0 before the first.
-        peak_bps: highest rate of acknowledged bits per second in the last seconds.
-    """
-
-    peer: int
-    sent_bytes: int
-    received_bytes: int
-    resent_chunks: int
-    broken: int
-    ready: int
-    rtt_s: float
-    peak_bps: int = 0
 
 
 class Reading(NamedTuple):

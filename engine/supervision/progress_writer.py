@@ -11,6 +11,7 @@ from time import monotonic_ns
 
 from weft.conf.host.processes import own_start
 from weft.engine.observability.watcher import Phase
+from weft.engine.supervision.messages import LinkReading
 from weft.engine.supervision.progress_page import (
     BEGUN,
     DONE,
@@ -23,7 +24,6 @@ from weft.engine.supervision.progress_page import (
     RECORD,
     STEP,
     Header,
-    LinkReading,
     Word,
     map_page,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -13,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.conf.host.processes import STOPPED, process_state
+from weft.conf.host.processes import STOPPED, ProcessState, process_state
 from weft.engine.supervision.forkserver import ForkServer
+from weft.engine.supervision.messages import GONE, Fork, Imported, RankReport, Signal, encode
 from weft.engine.supervision.output import Answer, Output
+from weft.engine.supervision.progress_page import Reading
 
 TERM_S = 0.2
 """Seconds between SIGTERM and SIGKILL to a rank."""
@@ -95,15 +96,10 @@ class Ranks:
     ) -> None:
         """Start a process as soon as the forkserver is ready. `Process.pid` is 0 until then."""
         await self._ready.wait()
-        order = {
-            "name": process.name,
-            "target": target,
-            "arguments": list(arguments),
-            "environment": dict(environment),
-        }
+        fork = Fork(name=process.name, target=target, arguments=list(arguments), environment=dict(environment))
         self.running[process.name] = process
         ends = process.output.open()
-        socket.send_fds(self._server.socket, [json.dumps(order).encode()], ends)
+        socket.send_fds(self._server.socket, [encode(fork)], ends)
         for end in ends:
             os.close(end)
 
@@ -145,7 +141,7 @@ class Ranks:
         """Send a signal to a live process, by the forkserver, so that no process with a reused pid can receive it."""
         if process.code is None and process.name in self.running:
             with suppress(OSError):  # the forkserver has ended with all of its forked processes
-                self._server.socket.send(json.dumps({"name": process.name, "signal": int(number)}).encode())
+                self._server.socket.send(encode(Signal(name=process.name, number=number)))
 
     def resume_stopped(self) -> None:
         """Continue a forkserver that a signal has stopped, because no process starts or ends without it."""
@@ -178,13 +174,13 @@ class Ranks:
             return
         if message is None:
             self._restart_server()
-        elif "ready" in message:
+        elif isinstance(message, Imported):
             self._ready.set()
         else:
-            process = self.running[message["name"]]
-            process.pid = message["pid"]
-            if "code" in message:
-                self._end(process, message["code"])
+            process = self.running[message.name]
+            process.pid = message.pid
+            if message.code is not None:
+                self._end(process, message.code)
 
     def _restart_server(self) -> None:
         """Handle the end of the forkserver, whose forked processes the kernel has killed."""
@@ -207,3 +203,42 @@ class Ranks:
 async def _ended(process: Process) -> None:
     while process.code is None:
         await asyncio.sleep(_POLL_S)
+
+
+def rank_report(
+    rank: int,
+    attempt: int,
+    reading: Reading | None,
+    process: ProcessState | None,
+    *,
+    now_ns: int,
+    exit_code: int | None = None,
+) -> RankReport:
+    """Return the report of a rank.
+
+    Args:
+        attempt: that the agent has assigned it to.
+        reading: its record on the page. A record of an earlier attempt is ignored.
+        process: None if it has ended.
+        now_ns: `time.monotonic_ns` of this host.
+        exit_code: of the rank.
+    """
+    report = RankReport(rank, attempt, state=GONE, exit_code=exit_code)
+    if process is not None:
+        report = report._replace(
+            state=process.state, cpu_s=round(process.cpu_s, 2), resident_bytes=process.resident_bytes
+        )
+    if reading is None or reading.attempt != attempt or reading.rank != rank:
+        return report
+    return report._replace(
+        phase=reading.phase,
+        place=reading.place,
+        num_microbatches=reading.num_microbatches,
+        still_s=round(max(0, now_ns - reading.moved_ns) / 1e9, 3),
+        tick=reading.tick,
+        busy_s=round(reading.busy_ns / 1e9, 6),
+        measured_steps=reading.measured_steps,
+        device_bytes=reading.device_bytes,
+        kept_step=reading.kept_step,
+        links=reading.links,
+    )

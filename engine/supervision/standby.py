@@ -8,35 +8,22 @@ closes the socket, which ends the rank. Both sides import this module, so it doe
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from weft.engine.supervision.messages import Assignment, Leave, Membership, decode, encode
 
 AGENT = "WEFT_AGENT"
 """Environment variable of a rank: path of its agent's socket."""
 MOST_BYTES = 1 << 17
 """Largest size of a message."""
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """A rank's assignment in the next attempt.
-
-    Attributes:
-        environment: variables that differ from those at the start of the process.
-        arguments: of the command line.
-    """
-
-    environment: Mapping[str, str]
-    arguments: Sequence[str]
 
 
 class AgentLink:
@@ -78,25 +65,25 @@ class AgentLink:
         """
         with self._changing:
             self._leaving, self._on_leave = False, on_leave
-        self._send(joined=attempt)
+        self._send(Membership(joined=attempt))
 
     def tell_leaving(self) -> None:
         """Report that this rank is releasing its attempt's resources, which may take a moment."""
         with suppress(OSError):  # `park` handles it
-            self._send(leaving=True)
+            self._send(Membership(leaving=True))
 
     def park(self, reason: str) -> Assignment | None:
         """Report that this rank has left its attempt, and wait for another. Return None if the process must end."""
         with self._changing:
             self._on_leave = None
         try:
-            self._send(parked=reason[:4000])
+            self._send(Membership(left=reason[:4000]))
         except OSError:
             return None
         return self._assignments.get()
 
-    def _send(self, **fields: Any) -> None:
-        self._socket.send(json.dumps(fields).encode())
+    def _send(self, state: Membership) -> None:
+        self._socket.send(encode(state))
 
     def _hear(self) -> None:
         while True:
@@ -106,15 +93,15 @@ class AgentLink:
                 data = b""
             if not data:
                 return self._assignments.put(None)
-            said = json.loads(data)
-            if "leave" in said:
+            message: Leave | Assignment = decode(data, Leave | Assignment)  # type: ignore[arg-type]
+            if isinstance(message, Leave):
                 with self._changing:
                     act, self._on_leave = self._on_leave, None
                     self._leaving = True
                 if act is not None:
                     act()
             else:
-                self._assignments.put(Assignment(said["environment"], said["arguments"]))
+                self._assignments.put(message)
 
 
 @dataclass
@@ -164,12 +151,12 @@ class Standby:
         """Request that a rank leave its attempt. Without effect if it has left or is not connected."""
         known = self.processes.get(pid)
         if known is not None and known.reason is None:
-            self._send(pid, leave=True)
+            self._send(pid, Leave())
 
     def assign(self, pid: int, assignment: Assignment) -> None:
         """Assign a rank on standby to the next attempt."""
         self.processes[pid].reason = None
-        self._send(pid, environment=dict(assignment.environment), arguments=list(assignment.arguments))
+        self._send(pid, assignment)
 
     def parked(self, pid: int) -> str | None:
         """Return why a rank has left its attempt, or None if it has not."""
@@ -215,14 +202,14 @@ class Standby:
         if not data:
             self._drop(pid)
         else:
-            said = json.loads(data)
-            known.attempt, known.reason = said.get("joined", known.attempt), said.get("parked")
-            known.leaving = "leaving" in said
+            state = decode(data, Membership)
+            known.attempt = known.attempt if state.joined is None else state.joined
+            known.reason, known.leaving = state.left, state.leaving
         self.on_change()
 
-    def _send(self, pid: int, **fields: Any) -> None:
+    def _send(self, pid: int, message: Leave | Assignment) -> None:
         try:
-            self.processes[pid].link.send(json.dumps(fields).encode())
+            self.processes[pid].link.send(encode(message))
         except OSError:
             self._drop(pid)
 

@@ -16,6 +16,7 @@ from weft.conf.hosts import is_loopback
 from weft.conf.schema import ClusterManager
 from weft.engine.supervision import agent
 from weft.engine.supervision.fleet import CONNECT_S
+from weft.engine.supervision.messages import AgentCommand, encode
 from weft.engine.supervision.pod import PodStarter
 
 _OF_THE_BATCH = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
@@ -36,8 +37,8 @@ class AgentProcess(Protocol):
 class Starter(Protocol):
     """Starts agents, whose output appears on this process's terminal."""
 
-    def start(self, host: str, order: str) -> AgentProcess:
-        """Start an agent, which outlives this process, with its command ``order`` on standard input.
+    def start(self, command: AgentCommand) -> AgentProcess:
+        """Start an agent, which outlives this process, with its command on standard input.
 
         Raises:
             OSError: the process cannot be started.
@@ -49,9 +50,9 @@ class Starter(Protocol):
 class LocalStarter:
     """Starts the agents of all hosts on this machine."""
 
-    def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
+    def start(self, command: AgentCommand) -> subprocess.Popen[bytes]:
         """Start a process on this machine."""
-        return _start([sys.executable, "-m", agent.__name__], order)
+        return _start([sys.executable, "-m", agent.__name__], command)
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,15 @@ class SshStarter:
 
     port: int = 0
 
-    def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
+    def start(self, command: AgentCommand) -> subprocess.Popen[bytes]:
         """Start a process there, in the same folder and with the same Python. Keys are sent by standard input."""
-        if is_loopback(host) or host == socket.gethostname():
-            return LocalStarter().start(host, order)
+        if is_loopback(command.host) or command.host == socket.gethostname():
+            return LocalStarter().start(command)
         port = ["-p", str(self.port)] if self.port else []
         remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.quote(sys.executable)} -m {agent.__name__}"
         options = ["BatchMode=yes", "ServerAliveInterval=5", f"ConnectTimeout={CONNECT_S:.0f}"]
         flags = [word for option in options for word in ("-o", option)]
-        return _start(["ssh", *flags, *port, host, remote], order)
+        return _start(["ssh", *flags, *port, command.host, remote], command)
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,19 @@ class SlurmStarter:
 
     environment: Mapping[str, str]
 
-    def start(self, host: str, order: str) -> subprocess.Popen[bytes]:
+    def start(self, command: AgentCommand) -> subprocess.Popen[bytes]:
         """Start a step. Keys are sent by standard input."""
-        command = ["srun", f"--jobid={self._job_of(host)}", f"--nodelist={host}", "--nodes=1", "--ntasks=1"]
-        command += ["--overlap", "--no-kill", "--mem=0", "--cpu-bind=none", "--mpi=none", f"--chdir={os.getcwd()}"]
+        srun = [
+            "srun",
+            f"--jobid={self._job_of(command.host)}",
+            f"--nodelist={command.host}",
+            "--nodes=1",
+            "--ntasks=1",
+        ]
+        srun += ["--overlap", "--no-kill", "--mem=0", "--cpu-bind=none", "--mpi=none", f"--chdir={os.getcwd()}"]
         # Variables about the batch script's own tasks do not apply to a step of one task.
         kept = {name: value for name, value in self.environment.items() if name not in _OF_THE_BATCH}
-        return _start([*command, sys.executable, "-m", agent.__name__], order, kept)
+        return _start([*srun, sys.executable, "-m", agent.__name__], command, kept)
 
     def _job_of(self, host: str) -> str:
         """Return the number of the heterogeneous job's component that has a node."""
@@ -127,9 +134,9 @@ def starter_for(manager: ClusterManager, ssh_port: int = 0) -> Starter:
             return PodStarter()
 
 
-def _start(command: list[str], order: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=env)
+def _start(words: list[str], command: AgentCommand, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as inlet:  # it has ended at once, which is detected later
-        inlet.write(order.encode() + b"\n")
+        inlet.write(encode(command) + b"\n")
     return process

@@ -13,8 +13,8 @@ from typing import Any
 
 from weft.conf.host.processes import STOPPED
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import JobRows, RowProgress, Suspect, find_culprits
-from weft.engine.supervision.messages import HostReport, RankReport
+from weft.engine.supervision.culprit import JobRows, Suspect, find_culprits
+from weft.engine.supervision.messages import HostReport, RankReport, RowProgress
 from weft.engine.supervision.timeouts import Deadlines
 
 STOPPED_S = 1.0

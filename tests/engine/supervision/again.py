@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from weft.comm.channel import ChannelError
-from weft.engine.supervision.standby import Assignment
+from weft.engine.supervision.messages import Assignment
 
 
 class ManyAttempts:

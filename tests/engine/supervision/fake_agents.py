@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from weft.conf.schema.supervision import SuperviseConfig
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import RowProgress
 from weft.engine.supervision.detector import SETTLE_S
-from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.hosts import Layout
 from weft.engine.supervision.job import Job, Stage
-from weft.engine.supervision.messages import AgentMessage, HostReport, RankReport
+from weft.engine.supervision.messages import (
+    AgentMessage,
+    FaultKind,
+    HostReport,
+    RankEnd,
+    RankReport,
+    RowProgress,
+    to_fields,
+)
 
 HOSTS = {"a": 2, "b": 2}
 
@@ -99,7 +105,7 @@ class World:
     ):
         """The host says that its ranks are there, or have ended."""
         attempt = self.job.attempt if attempt is None else attempt
-        ranks = self.told[host, self.generation(host)].get("ranks", [])
+        ranks = self.told[host, self.generation(host)].ranks
         reports = tuple(
             RankReport(
                 rank,
@@ -115,8 +121,8 @@ class World:
         )
         message = AgentMessage(
             attempt, ready, HostReport(host, reports), ends or {}, parked or {}, lines or {}, examined, failed, leaving
-        ).to_wire()
-        self.job.on_report(host, self.generation(host), message, self.now)
+        )
+        self.job.on_report(host, self.generation(host), to_fields(message), self.now)
 
     def pass_time(self, seconds, *beating):
         """Let time pass, in which some hosts report."""
@@ -148,11 +154,11 @@ class World:
     def stop_all(self, doctor=True):
         """Every agent has ended its ranks, and finds its host well if it has to look."""
         for host in self.layout_hosts:
-            ranks = self.told[host, self.generation(host)]["ranks"]
+            ranks = self.told[host, self.generation(host)].ranks
             self.report(host, codes=dict.fromkeys(ranks, -15))
         self.job.tick(self.now)
         if doctor and self.job.stage is Stage.examining:
             for host in self.layout_hosts:
-                ranks = self.told[host, self.generation(host)]["ranks"]
+                ranks = self.told[host, self.generation(host)].ranks
                 self.report(host, codes=dict.fromkeys(ranks, -15), examined=self.job.attempt)
             self.job.tick(self.now)

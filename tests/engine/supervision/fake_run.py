@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from tests.engine.supervision.stalls import StallingJob
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.alerts import Alerts
-from weft.engine.supervision.culprit import JobRows, Replica, RowProgress
-from weft.engine.supervision.messages import HostReport, RankReport
-from weft.engine.supervision.progress_page import LinkReading
+from weft.engine.supervision.culprit import JobRows, Replica
+from weft.engine.supervision.messages import HostReport, LinkReading, RankReport, RowProgress
 from weft.engine.supervision.timeouts import Deadlines
 from weft.engine.supervision.watch import Watch
 from weft.pipeline.generators import generate

@@ -26,7 +26,7 @@ from weft.engine.planning.joining import join_job
 from weft.engine.supervision import attempts
 from weft.engine.supervision.attempts import run_attempts
 from weft.engine.supervision.memory import HostMemory, attach_memory
-from weft.engine.supervision.standby import Assignment
+from weft.engine.supervision.messages import Assignment
 from weft.engine.zero.sharding import Sharding
 from weft.tools.children import end_with_parent
 

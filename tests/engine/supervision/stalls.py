@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from weft.engine.supervision.culprit import JobRows, RowProgress
+from weft.engine.supervision.culprit import JobRows
+from weft.engine.supervision.messages import RowProgress
 from weft.pipeline.action import COMPUTE, RECEIVES, SENDS, Action, Op, receive_of
 
 Condition = Callable[[], bool] | None

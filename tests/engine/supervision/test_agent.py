@@ -10,15 +10,15 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from time import monotonic
 
+import msgspec
 import psutil
 import pytest
 
 from weft.conf.host.run_lock import RunLock
 from weft.engine.supervision.control import ControlServer
-from weft.engine.supervision.messages import AgentCommand, AgentMessage
+from weft.engine.supervision.messages import AgentCommand, AgentMessage, encode, from_fields
 from weft.engine.supervision.progress_page import make_page
 from weft.engine.supervision.stale_resources import Ownership, page_path
 
@@ -64,7 +64,7 @@ class Bed:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        self.agent.stdin.write(json.dumps(asdict(self.order)).encode() + b"\n")
+        self.agent.stdin.write(encode(self.order) + b"\n")
         self.agent.stdin.close()
         self.agent.stdin = None  # for communicate()
 
@@ -86,7 +86,7 @@ class Bed:
         """Exit codes by rank as last reported of an attempt; None if there is no report of it."""
         if not self.reports or self.reports[-1]["attempt"] != attempt:
             return None
-        report = AgentMessage.from_wire(self.reports[-1]).report
+        report = from_fields(self.reports[-1], AgentMessage).report
         return {rank.rank: rank.exit_code for rank in report.ranks}
 
     def facts(self, attempt, rank):
@@ -309,7 +309,7 @@ def test_an_agent_that_takes_the_host_of_a_stopped_one_ends_it_and_its_ranks(tmp
         stopped = bed.agent
         ranks = [bed.facts(1, rank)["pid"] for rank in (0, 1)]
         stopped.send_signal(signal.SIGSTOP)
-        bed.order = replace(bed.order, generation=2)
+        bed.order = msgspec.structs.replace(bed.order, generation=2)
         bed.start()
         assert await asyncio.to_thread(stopped.wait, LIMIT_S) == -signal.SIGKILL
         await until(lambda: all(map(gone, ranks)))

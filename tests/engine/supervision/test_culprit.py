@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.engine.supervision.stalls import StallingJob
 from tests.pipeline.cases import FIXED, schedules
-from weft.engine.supervision.culprit import JobRows, Replica, RowProgress, find_culprits
+from weft.engine.supervision.culprit import JobRows, Replica, find_culprits
+from weft.engine.supervision.messages import RowProgress
 from weft.pipeline.action import Op, slot_text
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower, open_pairs

@@ -14,7 +14,8 @@ from weft.engine.distributed import SharedError
 from weft.engine.execution.drawing import DataEnded
 from weft.engine.observability.watcher import ERROR_FILE
 from weft.engine.supervision.attempts import fault_of, reported
-from weft.engine.supervision.faults import FaultKind, read_report
+from weft.engine.supervision.faults import read_report
+from weft.engine.supervision.messages import FaultKind
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.engine.zero.origin import Source
 

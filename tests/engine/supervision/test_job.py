@@ -7,11 +7,17 @@ import pytest
 from tests.engine.supervision.fake_agents import HOSTS, World
 from tests.engine.supervision.fake_run import rows_of
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import RowProgress
-from weft.engine.supervision.faults import FaultKind, RankEnd
 from weft.engine.supervision.fleet import CONNECT_S
 from weft.engine.supervision.job import Stage
-from weft.engine.supervision.messages import AgentMessage, HostReport
+from weft.engine.supervision.messages import (
+    AgentMessage,
+    DesiredState,
+    FaultKind,
+    HostReport,
+    RankEnd,
+    RowProgress,
+    to_fields,
+)
 from weft.pipeline.action import RECEIVES
 
 
@@ -22,8 +28,8 @@ def test_a_run_without_faults():
     assert world.events("attempt")[0]["ranks"] == {"0": "a", "1": "a", "2": "b", "3": "b"}
     world.connect()
     wanted = world.told["b", 1]
-    assert wanted["run"] and wanted["ranks"] == [2, 3] and wanted["attempt"] == 1
-    assert wanted["environment"] == {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert wanted.run and wanted.ranks == [2, 3] and wanted.attempt == 1
+    assert wanted.environment == {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     world.report("a", Phase.first_step)
     world.report("b", Phase.steady)
     assert world.job.stage is Stage.starting and not world.events("good_step")
@@ -33,7 +39,7 @@ def test_a_run_without_faults():
     world.report("a", codes={0: 0, 1: 0})
     assert world.job.code is None
     world.report("b", codes={2: 0, 3: 0})
-    assert world.job.code == 0 and world.told["a", 1] == {"end": True}
+    assert world.job.code == 0 and world.told["a", 1] == DesiredState(end=True)
 
 
 def test_a_killed_rank_starts_another_attempt_when_all_others_have_ended():
@@ -43,14 +49,14 @@ def test_a_killed_rank_starts_another_attempt_when_all_others_have_ended():
     world.settle()
     (fault,) = world.events("fault")
     assert fault["culprit"] == {"rank": 3, "host": "b"} and fault["kind"] == "signal" and fault["step"] == 1
-    assert not world.told["a", 1]["run"] and not world.told["b", 1]["run"]
+    assert not world.told["a", 1].run and not world.told["b", 1].run
     world.report("a", codes={0: -15, 1: None})
     world.report("b", codes={2: -15, 3: -9})
     world.job.tick(world.now)
     assert world.job.attempt == 1, "a rank is still there"
     world.stop_all()
     assert [event["reason"] for event in world.events("attempt")] == ["start", "restart"]
-    assert world.told["a", 1]["run"] and world.told["a", 1]["attempt"] == 2
+    assert world.told["a", 1].run and world.told["a", 1].attempt == 2
     assert world.started == [("a", 1), ("b", 1)], "agents stay"
 
 
@@ -59,17 +65,17 @@ def test_survivors_park_for_the_next_attempt_once():
     world.train()
     world.kill(3)
     world.settle()
-    assert world.told["a", 1]["drop"] == [3]
+    assert world.told["a", 1].drop == [3]
     world.report("a", parked={0: "link", 1: "link"})
     world.report("b", codes={3: -9})
     world.job.tick(world.now)
     assert world.job.attempt == 1, "rank 2 takes part still"
     world.report("b", codes={3: -9}, parked={2: "link"})
     world.job.tick(world.now)
-    assert world.job.attempt == 2 and world.told["a", 1]["run"]
+    assert world.job.attempt == 2 and world.told["a", 1].run
     world.kill(3)
     world.settle()
-    assert world.told["a", 1]["drop"] is None, "no good step since: now all processes are new"
+    assert world.told["a", 1].drop is None, "no good step since: now all processes are new"
 
 
 def test_ranks_that_park_though_none_has_ended_are_a_fault():
@@ -89,7 +95,7 @@ def lose_each_other(world, slot_of):
     """All ranks leave because they have lost a peer, from these slots of step 3."""
     for host in world.layout_hosts:
         world.places = {rank: RowProgress(3, *at) for rank, at in slot_of.items()}
-        ranks = world.told[host, world.generation(host)]["ranks"]
+        ranks = world.told[host, world.generation(host)].ranks
         world.report(host, parked=dict.fromkeys(ranks, "another rank has ended or cannot be reached"))
     world.settle()
     return world.events("fault")[0]
@@ -118,7 +124,7 @@ def test_of_ranks_that_have_lost_each_other_the_one_they_waited_for_is_the_culpr
     fault = lose_each_other(world, {rank: at or end for rank, at in slots.items()})
     assert fault["kind"] == "lost_peer"
     assert {name: fault["culprit"].get(name) for name in culprit} == culprit
-    assert world.told["a", 1]["drop"] == ([culprit["rank"]] if "rank" in culprit else [])
+    assert world.told["a", 1].drop == ([culprit["rank"]] if "rank" in culprit else [])
 
 
 def test_ranks_that_cannot_be_told_apart_are_none_of_them_the_culprit():
@@ -127,7 +133,7 @@ def test_ranks_that_cannot_be_told_apart_are_none_of_them_the_culprit():
     world.train()
     fault = lose_each_other(world, {rank: (len(ROWS.row(rank)), False) for rank in range(4)})
     assert fault["culprit"] == {} and "lost each other" in fault["evidence"]
-    assert world.told["a", 1]["drop"] == [], "everybody keeps the process"
+    assert world.told["a", 1].drop == [], "everybody keeps the process"
 
 
 def test_ranks_that_lost_those_of_a_host_that_falls_silent_wait_for_its_name():
@@ -149,7 +155,7 @@ def test_without_in_process_restarts_every_process_ends():
     world.train()
     world.kill(3)
     world.settle()
-    assert world.told["a", 1]["drop"] is None and not world.told["a", 1]["in_process"]
+    assert world.told["a", 1].drop is None and not world.told["a", 1].in_process
 
 
 def test_the_most_telling_end_is_the_cause_whoever_is_heard_first():
@@ -260,7 +266,7 @@ def test_a_driver_that_is_started_again_goes_on_where_the_journal_ends():
     again.job.attach(again.now)
     assert again.job.attempt == 1 and not again.started
     again.connect()
-    assert again.told["a", 1]["run"] and again.told["a", 1]["attempt"] == 1
+    assert again.told["a", 1].run and again.told["a", 1].attempt == 1
     again.report("a", step=5)
     again.report("b", step=5)
     assert again.job.stage is Stage.running and len(again.events("good_step")) == 1
@@ -345,7 +351,7 @@ def test_ranks_that_no_agent_starts_are_a_fault_and_no_error_of_the_driver():
     world.connect()
     for _ in range(50):
         for host in HOSTS:
-            empty = AgentMessage(1, False, HostReport(host, ()), {}, {}, {}, 0, []).to_wire()
+            empty = to_fields(AgentMessage(1, False, HostReport(host, ()), {}, {}, {}, 0, []))
             world.job.on_report(host, 1, empty, world.now)
         world.now += 0.5
         world.job.tick(world.now)
@@ -384,7 +390,7 @@ def test_a_driver_whose_journal_has_lost_an_attempt_begins_another():
         later.report(host, attempt=2)
     later.stop_all()
     later.pass_time(1.0)
-    assert later.job.attempt == 3 and later.told["a", 1]["run"]
+    assert later.job.attempt == 3 and later.told["a", 1].run
 
 
 def test_bad_input_that_a_rank_has_printed_is_not_repeated():

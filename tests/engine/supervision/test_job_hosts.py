@@ -10,7 +10,7 @@ from weft.engine.supervision.detector import LOOK_S
 from weft.engine.supervision.eviction import DOCTOR_S
 from weft.engine.supervision.fleet import CONNECT_S, LEAST_CONNECT_S, LONGER
 from weft.engine.supervision.job import HOSTS_S, Stage
-from weft.engine.supervision.messages import AgentMessage, HostReport
+from weft.engine.supervision.messages import AgentMessage, DesiredState, HostReport, to_fields
 
 
 def test_a_silent_host_is_a_fault_of_that_host():
@@ -25,7 +25,7 @@ def test_a_silent_host_is_a_fault_of_that_host():
 
 def report_of(host):
     """Return the report of an idle agent."""
-    return AgentMessage(0, True, HostReport(host, ()), {}, {}, {}, 0, []).to_wire()
+    return to_fields(AgentMessage(0, True, HostReport(host, ()), {}, {}, {}, 0, []))
 
 
 FOUR = {"a": 1, "b": 1, "c": 1, "d": 1}
@@ -79,7 +79,7 @@ def test_a_site_that_is_lost_is_left_out_at_once_and_comes_back_when_it_is_heard
     world.pass_time(11.0, "a", "b")
     assert [event["host"] for event in world.events("evict")] == ["c", "d"]
     for host in ("a", "b"):
-        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
+        world.report(host, parked=dict.fromkeys(world.told[host, 1].ranks, "left"))
     world.job.tick(world.now)
     assert world.job.attempt == 2 and world.away_asked[-1] == {"c", "d"}, "nobody waits for agents there"
     world.pass_time(3.0, "a", "b", "c", "d")
@@ -96,7 +96,7 @@ def test_a_site_that_is_needed_has_all_the_time_that_links_have():
     world.pass_time(2.0, "a", "b")
     assert len(world.events("fault")) == 1
     for host in ("a", "b"):
-        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
+        world.report(host, parked=dict.fromkeys(world.told[host, 1].ranks, "left"))
     world.job.tick(world.now)
     assert world.job.stage is Stage.restarting
     for _ in range(20):
@@ -104,7 +104,7 @@ def test_a_site_that_is_needed_has_all_the_time_that_links_have():
         world.job.tick(world.now)
     assert sum("waiting for hosts" in line for line in world.said) == 1, "it says so once"
     for host in ("c", "d"):
-        world.report(host, codes=dict.fromkeys(world.told[host, world.generation(host)]["ranks"], -15))
+        world.report(host, codes=dict.fromkeys(world.told[host, world.generation(host)].ranks, -15))
     world.now += 2.0
     world.job.tick(world.now)
     assert world.job.attempt == 2
@@ -160,7 +160,7 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
             break
     assert [event["host"] for event in world.events("evict")] == ["b"]
     assert world.now > until - 3.0, "not before an agent has had the time that agents took"
-    assert world.told["a", 1]["ranks"] == [0, 1] and world.told["a", 1]["run"]
+    assert world.told["a", 1].ranks == [0, 1] and world.told["a", 1].run
     assert world.away_asked[-1] == {"b"}
     before = len(world.started)
     for tried in range(2 if limit_s < CONNECT_S else 1):
@@ -183,7 +183,7 @@ def a_site_is_left_out(world):
     restart_takes(world, 3.0)
     world.pass_time(11.0, "a", "b")
     for host in ("a", "b"):
-        world.report(host, parked=dict.fromkeys(world.told[host, 1]["ranks"], "left"))
+        world.report(host, parked=dict.fromkeys(world.told[host, 1].ranks, "left"))
     world.job.tick(world.now)
     world.pass_time(2 * LEAST_CONNECT_S, "a", "b")
     assert world.job.attempt == 2 and {("c", 2), ("d", 2)} <= set(world.started)
@@ -213,12 +213,12 @@ def test_after_a_cut_the_agent_that_is_heard_first_is_the_hosts(first, anew, rec
         assert ("c", newest) not in world.told, "it waits for the other"
         world.job.on_connected("c", chosen, world.now)
     world.job.on_report("c", chosen, report_of("c"), world.now)
-    assert not world.told["c", chosen].get("end")
+    assert not world.told["c", chosen].end
     world.told.pop(("c", other), None)
     world.job.on_report("c", other, report_of("c"), world.now)
-    assert world.told["c", other] == {"end": True, "replaced": True}
+    assert world.told["c", other] == DesiredState(end=True, replaced=True)
     world.job.on_connected("c", other, world.now)
-    assert world.generation("c") == chosen and world.told["c", other] == {"end": True, "replaced": True}
+    assert world.generation("c") == chosen and world.told["c", other] == DesiredState(end=True, replaced=True)
     again = World(FOUR, past=world.journal)
     assert again.generation("c") == chosen, "it is in the journal"
     world.pass_time(3.0, "a", "b", "c")
@@ -246,7 +246,7 @@ def test_an_agent_that_a_killed_driver_recorded_and_did_not_start_is_started_by_
     world.pass_time(LEAST_CONNECT_S + 1, "a")
     assert world.started == [("b", 2)], "once"
     world.job.on_report("b", 2, report_of("b"), world.now)
-    assert world.told["b", 2]["run"]
+    assert world.told["b", 2].run
     world.pass_time(2 * CONNECT_S, "a", "b")
     assert not world.events("fault") and not world.events("evict") and world.job.stage is Stage.running
 
@@ -257,7 +257,7 @@ def test_an_agent_that_reconnects_slowly_to_the_next_driver_stays():
     world.connect("b")
     world.report("b")
     world.job.on_report("b", 2, report_of("b"), world.now)
-    assert world.told["b", 1]["run"] and world.told["b", 2] == {"end": True, "replaced": True}
+    assert world.told["b", 1].run and world.told["b", 2] == DesiredState(end=True, replaced=True)
 
 
 def test_a_host_on_which_no_agent_starts_is_a_fault_after_a_driver_was_killed():
@@ -292,7 +292,7 @@ def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
     world.connect("b")
     world.report("b", attempt=0)
     world.job.tick(world.now)
-    assert world.job.attempt == 2 and world.told["b", 2]["run"]
+    assert world.job.attempt == 2 and world.told["b", 2].run
 
 
 def test_an_agent_of_an_earlier_generation_is_ended():
@@ -302,13 +302,13 @@ def test_an_agent_of_an_earlier_generation_is_ended():
     world.job.on_lost("b", 1)
     world.job.tick(world.now)
     world.job.on_connected("b", 1, world.now)
-    assert world.told["b", 1] == {"end": True, "replaced": True}
+    assert world.told["b", 1] == DesiredState(end=True, replaced=True)
     heard = world.job.fleet.hosts["b"].heard
     world.now += 1
     world.job.on_report("b", 1, {}, world.now)
     assert world.job.fleet.hosts["b"].heard == heard
     world.job.on_connected("stranger", 5, world.now)
-    assert world.told["stranger", 5] == {"end": True, "replaced": True}
+    assert world.told["stranger", 5] == DesiredState(end=True, replaced=True)
 
 
 def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_it_is_readmitted():
@@ -320,7 +320,7 @@ def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_i
     world.kill(1)
     world.settle()
     world.stop_all()
-    assert world.told["a", 1]["run"] and not world.told["b", 1]["run"]
+    assert world.told["a", 1].run and not world.told["b", 1].run
     assert world.events("attempt")[-1]["reason"] == "shrink"
     world.report("a")
     world.on_deny_list = {}
@@ -330,10 +330,10 @@ def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_i
     assert world.job.attempt == 2, "steps since the last checkpoint would be lost"
     world.checkpoint = "step-00000008"
     world.pass_time(3.0, "a")
-    assert not world.told["a", 1]["run"]
+    assert not world.told["a", 1].run
     world.report("a", codes={0: -15, 1: -15})
     world.job.tick(world.now)
-    assert world.told["b", 1]["run"] and world.events("attempt")[-1]["reason"] == "grow"
+    assert world.told["b", 1].run and world.events("attempt")[-1]["reason"] == "grow"
     assert len(world.events("fault")) == 1
 
 
@@ -348,10 +348,10 @@ def test_a_run_grows_once_a_memory_checkpoint_has_become_whole():
     world.report("a", kept=4)
     world.on_deny_list = {}
     world.job.tick(world.now + 5.0)
-    assert world.told["a", 1]["run"], "steps since that one would be lost"
+    assert world.told["a", 1].run, "steps since that one would be lost"
     world.report("a", kept=9)
     world.job.tick(world.now + 10.0)
-    assert not world.told["a", 1]["run"]
+    assert not world.told["a", 1].run
 
 
 def test_without_hosts_the_run_waits():
@@ -384,7 +384,7 @@ def test_a_host_that_keeps_on_failing_is_examined_and_goes_on_if_it_is_well():
     world = World()
     fail_twice(world)
     assert world.job.stage is Stage.examining
-    assert world.told["b", 1]["examine"] and not world.told["b", 1]["run"] and not world.told["a", 1]["examine"]
+    assert world.told["b", 1].examine and not world.told["b", 1].run and not world.told["a", 1].examine
     codes = {2: -15, 3: -15}
     world.report("b", codes=codes, examined=1)
     assert world.job.stage is Stage.examining, "that was after another attempt"
@@ -400,7 +400,7 @@ def test_a_host_that_fails_its_examination_is_left_out():
     world.job.tick(world.now)
     assert world.on_deny_list == {"b": "weft doctor node: GEMM: wrong bits"}
     assert world.events("evict")[0]["reason"] == "weft doctor node: GEMM: wrong bits"
-    assert world.job.attempt == 3 and not world.told["b", 1]["run"] and world.told["a", 1]["run"]
+    assert world.job.attempt == 3 and not world.told["b", 1].run and world.told["a", 1].run
 
 
 def test_an_examination_that_does_not_end_is_one_that_failed():

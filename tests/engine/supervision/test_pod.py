@@ -1,6 +1,5 @@
 """Pods: an order in the shared folder becomes an agent, a newer one the next, and a run trains on them."""
 
-import json
 import subprocess
 import sys
 import time
@@ -12,7 +11,8 @@ from tests.recipes.runs import prepare
 from weft.conf import load
 from weft.engine.supervision import driver, pod
 from weft.engine.supervision.forkserver import PRELOAD, TARGET
-from weft.engine.supervision.pod import PodStarter, order_file
+from weft.engine.supervision.messages import AgentCommand
+from weft.engine.supervision.pod import PodStarter, command_file
 from weft.engine.supervision.run_files import NAME, Spec, config_file, read_journal
 from weft.tools.launch import write_config
 
@@ -43,19 +43,17 @@ def start_pod():
         process.wait()
 
 
-def order(folder, generation):
-    return json.dumps(
-        {
-            "host": "a",
-            "generation": generation,
-            "address": "weft-test-no-driver-here",
-            "run_folder": str(folder),
-            "slots": 1,
-            "preload": [],
-            "environment": {},
-            "heartbeat_s": 1.0,
-            "orphan_s": 600.0,
-        }
+def command(folder, generation):
+    return AgentCommand(
+        host="a",
+        generation=generation,
+        address="weft-test-no-driver-here",
+        run_folder=str(folder),
+        slots=1,
+        preload=[],
+        environment={},
+        heartbeat_s=1.0,
+        orphan_s=600.0,
     )
 
 
@@ -66,11 +64,11 @@ def agents(process):
 
 def test_agents_come_and_go_by_orders(tmp_path, start_pod):
     process = start_pod(tmp_path, "a")
-    first = PodStarter().start("a", order(tmp_path, 1))
-    assert order_file(tmp_path, "a").stat().st_mode & 0o777 == 0o600
+    first = PodStarter().start(command(tmp_path, 1))
+    assert command_file(tmp_path, "a").stat().st_mode & 0o777 == 0o600
     (one,) = wait_for(lambda: agents(process))
     assert first.poll() is None
-    second = PodStarter().start("a", order(tmp_path, 2))
+    second = PodStarter().start(command(tmp_path, 2))
     wait_for(lambda: agents(process) not in ([one], []))
     assert not psutil.pid_exists(one)
     second.kill()

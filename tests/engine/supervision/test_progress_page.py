@@ -12,9 +12,9 @@ import pytest
 
 from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.observability.watcher import Phase, watcher_of
-from weft.engine.supervision.culprit import RowProgress
 from weft.engine.supervision.heartbeat import ProgressObserver
-from weft.engine.supervision.progress_page import MOST_LINKS, LinkReading, ProgressReader, make_page, progress_of
+from weft.engine.supervision.messages import LinkReading, RowProgress
+from weft.engine.supervision.progress_page import MOST_LINKS, ProgressReader, make_page, progress_of
 from weft.engine.supervision.progress_writer import ProgressWriter
 from weft.pipeline.action import Action, Op
 

@@ -6,10 +6,20 @@ import pytest
 
 from weft.conf.host.processes import ProcessState
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.culprit import RowProgress
-from weft.engine.supervision.faults import FaultKind, RankEnd
-from weft.engine.supervision.messages import AgentMessage, HostReport, RankReport, rank_report
-from weft.engine.supervision.progress_page import LinkReading, Reading
+from weft.engine.supervision.messages import (
+    AgentMessage,
+    FaultKind,
+    HostReport,
+    LinkReading,
+    RankEnd,
+    RankReport,
+    RowProgress,
+    decode,
+    encode,
+    from_fields,
+)
+from weft.engine.supervision.progress_page import Reading
+from weft.engine.supervision.ranks import rank_report
 
 LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5, 6)
 READING = Reading(
@@ -48,7 +58,7 @@ def test_reports_go_through_json():
     message = message_of(
         HostReport("alpha", ranks, {"disk_free_bytes": 5}), ends={9: end}, parked={1: "lost"}, lines={9: ["last"]}
     )
-    assert AgentMessage.from_wire(json.loads(json.dumps(message.to_wire()))) == message
+    assert decode(encode(message), AgentMessage) == message
 
 
 @pytest.mark.parametrize(
@@ -76,10 +86,10 @@ def test_reports_go_through_json():
     ],
 )
 def test_another_form_is_refused(change):
-    wire = json.loads(json.dumps(message_of(HostReport("alpha", (RankReport(1, 2),))).to_wire()))
-    assert AgentMessage.from_wire(wire)
+    wire = json.loads(encode(message_of(HostReport("alpha", (RankReport(1, 2),)))))
+    assert from_fields(wire, AgentMessage)
     with pytest.raises(ValueError, match="the same Weft"):
-        AgentMessage.from_wire(wire | {"report": wire["report"] | change})
+        from_fields(wire | {"report": wire["report"] | change}, AgentMessage)
 
 
 @pytest.mark.parametrize(
@@ -100,16 +110,16 @@ def test_another_form_is_refused(change):
     ],
 )
 def test_another_message_is_refused(change):
-    wire = json.loads(json.dumps(message_of(HostReport("alpha", ())).to_wire()))
-    assert AgentMessage.from_wire(wire | {"ends": {"1": END}}).ends[1].kind is FaultKind.other
+    wire = json.loads(encode(message_of(HostReport("alpha", ()))))
+    assert from_fields(wire | {"ends": {"1": END}}, AgentMessage).ends[1].kind is FaultKind.other
     with pytest.raises(ValueError, match="the same Weft"):
-        AgentMessage.from_wire(wire | change)
+        from_fields(wire | change, AgentMessage)
 
 
 @pytest.mark.parametrize("name", ["attempt", "ready", "report", "ends", "parked", "lines", "examined", "failed"])
 def test_a_message_that_lacks_a_field_is_refused(name):
     """A message of an older Weft."""
-    wire = message_of(HostReport("alpha", ())).to_wire()
+    wire = json.loads(encode(message_of(HostReport("alpha", ()))))
     del wire[name]
     with pytest.raises(ValueError, match="the same Weft"):
-        AgentMessage.from_wire(wire)
+        from_fields(wire, AgentMessage)

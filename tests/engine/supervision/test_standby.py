@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from weft.engine.supervision.standby import AgentLink, Assignment, Standby
+from weft.engine.supervision.messages import Assignment
+from weft.engine.supervision.standby import AgentLink, Standby
 
 LIMIT_S = 20.0
 

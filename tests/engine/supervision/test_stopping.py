@@ -7,15 +7,16 @@ import signal
 import pytest
 
 from tests.engine.supervision.fake_agents import World
-from weft.engine.supervision.faults import FaultKind, RankEnd, classify
+from weft.engine.supervision.faults import classify
 from weft.engine.supervision.job import Stage
+from weft.engine.supervision.messages import FaultKind, RankEnd
 
 SAVED = RankEnd(kind=FaultKind.stopped, message="asked to stop by SIGTERM", status=143)
 
 
 def stop_ranks(world, host, leaving=False):
     """The ranks of a host have saved and ended."""
-    ranks = world.told[host, world.generation(host)]["ranks"]
+    ranks = world.told[host, world.generation(host)].ranks
     world.report(host, codes=dict.fromkeys(ranks, 143), ends=dict.fromkeys(ranks, SAVED), leaving=leaving)
 
 
@@ -24,7 +25,7 @@ def test_a_stopped_run_ends_when_all_ranks_have_saved(number):
     world = World()
     world.train()
     world.job.stop(number, 60.0, world.now, memory=False)
-    assert world.told["a", 1]["run"] and world.told["a", 1]["stop"] == number
+    assert world.told["a", 1].run and world.told["a", 1].stop == number
     stop_ranks(world, "a")
     world.pass_time(5.0)
     assert world.job.code is None and not world.events("fault"), "ranks of b are still saving"
@@ -59,7 +60,7 @@ def test_a_run_between_attempts_begins_another_only_for_steps_in_memory(memory):
         assert world.job.code == 143
         return
     world.stop_all()
-    assert world.job.code is None and world.told["a", 1]["run"] and world.told["a", 1]["stop"] == signal.SIGTERM
+    assert world.job.code is None and world.told["a", 1].run and world.told["a", 1].stop == signal.SIGTERM
     for host in ("a", "b"):
         stop_ranks(world, host)
     world.job.tick(world.now)
@@ -127,7 +128,7 @@ def test_another_driver_goes_on_with_stopping():
     later = World(past=world.journal)
     later.job.attach(later.now)
     later.connect()
-    assert later.told["a", 1]["stop"] == signal.SIGTERM
+    assert later.told["a", 1].stop == signal.SIGTERM
     for host in ("a", "b"):
         stop_ranks(later, host)
     later.job.tick(later.now)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.supervision.fake_run import FakeRun, rows_of
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.progress_page import LinkReading
+from weft.engine.supervision.messages import LinkReading
 from weft.engine.supervision.timeouts import Deadlines
 
 
