@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.conf.finding import Finding
+    from weft.conf.host.diagnosis import Finding
     from weft.conf.schema import WeftConfig
     from weft.engine.attempt import Attempt
     from weft.engine.engine import WeftEngine

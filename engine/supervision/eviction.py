@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from weft.conf.finding import DOCTOR, doctor_arguments, failures, read_findings
+from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, failures, read_findings
 from weft.conf.host.private import write_private
 from weft.conf.schema import WeftConfig
 from weft.engine.supervision.control.address import Address

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from weft.conf.finding import Finding, Verdict
+from weft.conf.host.diagnosis import Finding, Verdict
 
 SIZE = 512
 ROUNDS = 3

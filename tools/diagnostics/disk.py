@@ -8,7 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
-from weft.conf.finding import Finding, Verdict
+from weft.conf.host.diagnosis import Finding, Verdict
 from weft.tools.diagnostics.judging import Judge
 from weft.tools.preflight import MIN_FREE_BYTES
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from weft.conf.finding import Finding, Verdict
+from weft.conf.host.diagnosis import Finding, Verdict
 
 _MOST_S = 8.0
 _ECC = "ecc.errors.uncorrected.volatile.total"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from weft.conf.finding import Finding, Verdict
+from weft.conf.host.diagnosis import Finding, Verdict
 from weft.conf.host.measurements import Measurement, Measurements
 
 TRIES = 3

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.conf.finding import Finding, Verdict
+from weft.conf.host.diagnosis import Finding, Verdict
 from weft.tools.diagnostics.exchange import Exchanged, all_reduce, all_to_all
 from weft.tools.diagnostics.judging import Judge
 from weft.tools.local_ranks import answers_of

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 
-from weft.conf.finding import Finding, Verdict
+from weft.conf.host.diagnosis import Finding, Verdict
 from weft.tools.diagnostics.judging import Judge
 
 OWN_SHARE = 0.3

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.conf.features import entry
-from weft.conf.finding import Finding, Verdict, failures
+from weft.conf.host.diagnosis import Finding, Verdict, failures
 from weft.conf.host.measurements import Measurements
 from weft.conf.schema import DataConfig
 from weft.tools.diagnostics.corruption import check_bits

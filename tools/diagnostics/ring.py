@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from weft.comm.rendezvous import open_store
-from weft.conf.finding import Finding, Verdict, failures
+from weft.conf.host.diagnosis import Finding, Verdict, failures
 from weft.tools.diagnostics.exchange import all_reduce, with_neighbour
 from weft.tools.diagnostics.node import table
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from weft.conf.finding import Finding
+from weft.conf.host.diagnosis import Finding
 from weft.engine.planning.devices import data_sheet
 from weft.pipeline.hardware import GpuKind
 from weft.tools.diagnostics.judging import Judge

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from weft.conf.finding import Verdict
+from weft.conf.host.diagnosis import Verdict
 from weft.engine.supervision import clock
 from weft.engine.supervision.control import ControlServer
 

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from weft.conf.finding import DOCTOR, doctor_arguments, read_findings
+from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, read_findings
 from weft.engine.supervision import eviction
 from weft.engine.supervision.eviction import SUSPICIOUS, Suspicions, examine
 from weft.engine.supervision.forkserver import PRELOAD
@@ -88,5 +88,5 @@ def test_as_the_supervisor_runs_it(tmp_path):
 
 
 def test_the_supervisors_side_loads_without_torch():
-    code = "import sys, weft.conf.finding, weft.engine.supervision.clock; sys.exit('torch' in sys.modules)"
+    code = "import sys, weft.conf.host.diagnosis, weft.engine.supervision.clock; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from weft.conf.finding import Finding, Verdict, failures, read_findings
+from weft.conf.host.diagnosis import Finding, Verdict, failures, read_findings
 from weft.conf.host.measurements import Measurements
 from weft.tools.cli import main
 from weft.tools.diagnostics import gpu, local_ranks

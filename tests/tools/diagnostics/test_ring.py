@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.tools.diagnostics.ring_ranks import ring_rank
-from weft.conf.finding import Verdict
+from weft.conf.host.diagnosis import Verdict
 from weft.tools.diagnostics.ring import _Seen, judge_pairs, rounds
 from weft.tools.ranks import run_ranks
 
