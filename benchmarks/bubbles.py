@@ -23,6 +23,7 @@ from benchmarks.serving.report import Findings, prefills_of, report_faults, repo
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
 from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import until_ready, weft_server
+from benchmarks.serving.stalls import measure_stalls
 from benchmarks.serving.training import Cell, Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.placement.prefill_cost import PrefillCost
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """Four ranks train all along; windows with requests alternate with windows without. Returns 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks bubbles", description=__doc__)
     parser.add_argument("--python", required=True, help="a Python that has vLLM")
-    parser.add_argument("--trace", type=Path, required=True, help="CSV of an Azure LLM inference trace")
+    parser.add_argument("--trace", type=Path, help="CSV of an Azure LLM inference trace")
     parser.add_argument("--requests", type=int, default=200, help="requests of the trace")
     parser.add_argument("--rounds", type=int, default=3, help="windows without and with requests")
     parser.add_argument("--window", type=float, default=8.0, help="seconds of a window")
@@ -50,8 +51,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="then break things; without names in every way")
+    parser.add_argument("--stalls", type=int, metavar="ROUNDS", help="instead stop a worker under bursts")
     parser.add_argument("--picture", metavar="FILE", help="draw two ranks over two steps here")
     args = parse(parser, argv, faults=FAULTS)
+    if args.trace is None and args.stalls is None:
+        raise ValueError("--trace: no trace is given; name the CSV of an Azure LLM inference trace")
+    if args.stalls is not None and args.stalls < 1:
+        raise ValueError(f"--stalls={args.stalls}: give a number of rounds above 0")
+    if args.stalls is not None:
+        with tempfile.TemporaryDirectory(prefix="weft-stalls-") as folder:
+            bench = _Bench(args, Path(folder))
+            write_model(bench.folder / "model")
+            return measure_stalls(args, bench.config, bench.folder)
     trace = read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=args.rounds * args.window)
     with tempfile.TemporaryDirectory(prefix="weft-bubbles-") as folder:
         return _Bench(args, Path(folder)).run(trace)

@@ -10,9 +10,11 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from weft.conf.schema import WeftConfig
 from weft.inference.board.layout import boards_folder
+from weft.inference.worker.command import IN_PROCESS
 
 ARGUMENTS = ["--dtype", "float32", "--no-enable-prefix-caching"]
 """Arguments of every vLLM server: equal prompts are computed again."""
@@ -52,6 +54,18 @@ def weft_server(config: WeftConfig, command: str, *options: str, key: str = "") 
     finally:
         if command == "serve":
             shutil.rmtree(boards_folder(config, os.getuid()), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def stock_server(config: WeftConfig, port: int, log: Path) -> Iterator[subprocess.Popen]:
+    """A stock vLLM server of the same model, with the workers' arguments."""
+    prefill = config.inference.prefill
+    words = [prefill.python, "-m", "vllm.entrypoints.openai.api_server", "--model", prefill.model, "--port", str(port)]
+    words += ["--max-model-len", str(prefill.max_tokens), "--max-num-batched-tokens", str(prefill.max_tokens)]
+    words += ["--kv-cache-memory-bytes", str(prefill.kv_cache_bytes), "--enforce-eager", *ARGUMENTS]
+    words += ["--distributed-executor-backend", IN_PROCESS]
+    with log.open("wb") as out, _running(words, os.environ | {"VLLM_NO_USAGE_STATS": "1"}, out) as process:
+        yield process
 
 
 @contextlib.contextmanager

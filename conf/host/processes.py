@@ -102,3 +102,17 @@ def columns_behind(stream: TextIO, environment: Mapping[str, str]) -> int:
     """Return `columns_of` the stream, or the width in ``environment`` if that is 0."""
     text = environment.get(COLUMNS, "")
     return columns_of(stream) or (int(text) if text.isdecimal() else 0)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the start time of a process, in clock ticks since boot, or None if it does not exist or has exited.
+
+    Together with the process id this identifies a process uniquely.
+    """
+    state = process_state(pid)
+    return None if state is None or state.state in "ZX" else state.started
+
+
+def own_identity() -> tuple[int, int]:
+    """This process's id and start time in ticks."""
+    return os.getpid(), own_start()

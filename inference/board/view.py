@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.conf.host.processes import start_ticks
 from weft.inference.board.forecast import Forecast, forecast, planned
 from weft.inference.board.futex import Futex
 from weft.inference.board.layout import HEADER, ROW_HEADER, WORD_BYTES, Header, RowHeader, map_board, row_at
-from weft.inference.board.process_identity import start_ticks
 
 SILENCE_S = 0.5
 """Seconds without a heartbeat after which a writer counts as dead."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic_ns
 
+from weft.conf.host.processes import own_identity
 from weft.inference.board.futex import Futex
 from weft.inference.board.layout import (
     HEADER,
@@ -28,7 +29,6 @@ from weft.inference.board.layout import (
     publish,
     row_at,
 )
-from weft.inference.board.process_identity import own_identity
 
 logger = logging.getLogger(__name__)
 

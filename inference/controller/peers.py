@@ -12,7 +12,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from weft.conf.host.private import private_folder
-from weft.inference.board.process_identity import own_identity, start_ticks
+from weft.conf.host.processes import own_identity, start_ticks
 
 SILENT_S = 10.0
 """Age of a publication from which it is not counted: its controller is stopped, and its prompts are done or late."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
-from weft.inference.worker.arguments import problems_of
 from weft.inference.worker.command import workers_of
 
 FIXED_BYTES = 1 << 30
@@ -26,6 +25,32 @@ _PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
 CACHE_BYTES = 2
 """Bytes per number in the KV cache."""
+
+
+REMEDIES = {
+    "pipeline-parallel-size": "a step would be granted while others are still in the stages; span ranks "
+    "with inference.prefill.ranks_per_worker",
+    "data-parallel-size": "its engines step together, also outside of bubbles; start one worker per rank",
+    "tensor-parallel-size": "set inference.prefill.ranks_per_worker",
+    "async-scheduling": "a step would be granted while the one before it runs; leave it out",
+    "no-enable-chunked-prefill": "prompts could not be split over bubbles; leave it out",
+    "scheduler-cls": "Weft's scheduler is what keeps prompts inside bubbles; leave it out",
+    "additional-config": "Weft's scheduler gets its settings by it; leave it out",
+    "middleware": "Weft's middleware must be the only one; leave it out",
+    "root-path": "Weft's middleware expects the original paths; leave it out",
+    "config": "a file could set any of these; give the arguments themselves",
+    "api-key": "it would be visible in the process list; set the variable named by inference.controller.api_key_env",
+    "host": "set inference.prefill.host",
+    "port": "set inference.prefill.first_port",
+    "uds": "the controller reaches workers by TCP; leave it out",
+    "model": "set inference.prefill.model",
+    "max-model-len": "set inference.prefill.max_tokens",
+    "shutdown-timeout": "a worker would wait for bubbles, and drop its prompts after all; leave it out",
+    "gpu-memory-utilization": "set inference.prefill.memory_share",
+    "kv-transfer-config": "set inference.prefill.connector",
+}
+"""Reason and remedy, by argument name."""
+SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-tp": "tensor-parallel-size"}
 
 
 def check_serving(config: WeftConfig) -> None:
@@ -46,6 +71,15 @@ def check_serving(config: WeftConfig) -> None:
         raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
     for problem in problems_of(prefill.arguments):
         raise ValueError(f"inference.prefill.arguments: {problem}")
+
+
+def problems_of(arguments: Sequence[str]) -> Iterator[str]:
+    """Problems with additional server arguments, each with a remedy."""
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        name = SHORT.get(option, option.removeprefix("--").replace("_", "-") if option.startswith("--") else "")
+        if name in REMEDIES:
+            yield f"{argument}: {REMEDIES[name]}"
 
 
 def check_engine(config: WeftConfig) -> None:

@@ -11,6 +11,9 @@ from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfi
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.service import make_app
 
+PATH = "/v1/completions"
+PREFILL = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
+REMOTE = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
 TOKEN_S = 1.5 * 5e-4
 """Seconds per token of the cost model's cautious prior."""
 
@@ -104,3 +107,8 @@ async def controller(workers, boards=None, *, api_key="", allow_decode=False, **
     ):
         client.fleet = fleet
         yield client
+
+
+def run(scenario):
+    """Run a coroutine, for 20 seconds at most."""
+    return asyncio.run(asyncio.wait_for(scenario, 20))

@@ -116,18 +116,19 @@ def controller(config):
         thread.join(10)
 
 
-def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path):
+@contextlib.contextmanager
+def servers(model, folder):
+    """A stand-in for training, a worker in its bubbles, a stock instance that decodes, and a controller."""
     config = WeftConfig()
-    config.inference.boards = str(tmp_path / "boards")
+    config.inference.boards = str(folder / "boards")
     prefill = config.inference.prefill
     prefill.model, prefill.connector, prefill.first_port = str(model), KvConnector.nixl, PORTS["prefill"]
-    prefill.max_tokens, prefill.cost_dir, prefill.arguments = 2048, str(tmp_path), ["--dtype", "float32"]
+    prefill.max_tokens, prefill.cost_dir, prefill.arguments = 2048, str(folder), ["--dtype", "float32"]
     config.inference.controller.port, config.inference.controller.deadline_s = PORTS["controller"], 30.0
     worker = workers_of(config)[0]
     outer = dict(os.environ, VLLM_CPU_NUM_OF_RESERVED_CPU="1", VLLM_NIXL_SIDE_CHANNEL_PORT="15600")
     package = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).absolute()
-    trace = tmp_path / "trace.jsonl"
-    words = command(config, worker, python=sys.executable, num_gpus=0, trace_file=str(trace))
+    words = command(config, worker, python=sys.executable, num_gpus=0, trace_file=str(folder / "trace.jsonl"))
     env = environment(config, worker, outer, package=package)
     stock = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"]
     stock += ["--port", str(PORTS["decode"]), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(2**28)]
@@ -136,42 +137,72 @@ def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path)
     stock += ["--kv-transfer-config", json.dumps(kv_transfer(on_cpu=True))]
     stock_env = env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": "15700"}
     trainer = [sys.executable, Path(__file__).with_name("trainer.py"), worker.boards[0], "0.04", "0.01"]
-    draw = random.Random(7)
-    prompts = [[draw.randrange(256) for _ in range(draw.randint(600, 1500))] for _ in range(NUM_PROMPTS)]
     with (
         subprocess.Popen(trainer, stdout=subprocess.DEVNULL) as training,
-        server(words, env, PORTS["prefill"], tmp_path / "prefill.log") as (prefilling, prefill_ready),
-        server(stock, stock_env, PORTS["decode"], tmp_path / "decode.log") as (_, decode_ready),
+        server(words, env, PORTS["prefill"], folder / "prefill.log") as (prefilling, prefill_ready),
+        server(stock, stock_env, PORTS["decode"], folder / "decode.log") as (_, decode_ready),
         controller(config),
     ):
         try:
             prefill_ready()
             decode_ready()
             time.sleep(2 * config.inference.controller.probe_s)
-            handed, normal = [], []
-            for number, ids in enumerate(prompts):
-                body = {"prompt": ids, "temperature": 0.0, "return_token_ids": True}
-                first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_FIRST}
-                transfer = ask(PORTS["controller"], first, f"request-{number}")["kv_transfer_params"]
-                assert transfer["do_remote_prefill"] is True
-                decoded = body | {"max_tokens": OUTPUT, "kv_transfer_params": transfer}
-                handed.append(ask(PORTS["decode"], decoded, f"request-{number}")["choices"][0]["token_ids"])
-            fetched = prompt_tokens(PORTS["decode"], "external_kv_transfer")
-            computed = prompt_tokens(PORTS["decode"], "local_compute")
-            for number, ids in enumerate(prompts):
-                body = {"prompt": ids, "temperature": 0.0, "return_token_ids": True, "max_tokens": OUTPUT}
-                normal.append(ask(PORTS["decode"], body, f"normal-{number}")["choices"][0]["token_ids"])
-            # The worker ends between prefill and decode, with another prompt waiting.
-            body = {"prompt": prompts[0], "temperature": 0.0, "return_token_ids": True}
-            first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_FIRST}
-            transfer = ask(PORTS["controller"], first, "last")["kv_transfer_params"]
-            refusal = end_with_waiting_prompt(training, prefilling)
-            decoded = body | {"max_tokens": OUTPUT, "kv_transfer_params": transfer}
-            recomputed = ask(PORTS["decode"], decoded, "last")["choices"][0]["token_ids"]
+            yield training, prefilling
         finally:
             training.kill()
+
+
+def prefill(ids, name):
+    """Have the controller compute a prompt; what a decoder needs to fetch it."""
+    first = body_of(ids) | {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_FIRST}
+    return ask(PORTS["controller"], first, name)["kv_transfer_params"]
+
+
+def decode(ids, name, transfer=None):
+    """Tokens of the stock instance, which fetches the prompt by ``transfer`` or computes it itself."""
+    body = body_of(ids) | {"max_tokens": OUTPUT} | ({"kv_transfer_params": transfer} if transfer else {})
+    return ask(PORTS["decode"], body, name)["choices"][0]["token_ids"]
+
+
+def body_of(ids):
+    return {"prompt": ids, "temperature": 0.0, "return_token_ids": True}
+
+
+def prompts():
+    draw = random.Random(7)
+    return [[draw.randrange(256) for _ in range(draw.randint(600, 1500))] for _ in range(NUM_PROMPTS)]
+
+
+def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path):
+    with servers(model, tmp_path) as (training, prefilling):
+        handed = []
+        for number, ids in enumerate(prompts()):
+            transfer = prefill(ids, f"request-{number}")
+            assert transfer["do_remote_prefill"] is True
+            handed.append(decode(ids, f"request-{number}", transfer))
+        fetched = prompt_tokens(PORTS["decode"], "external_kv_transfer")
+        computed = prompt_tokens(PORTS["decode"], "local_compute")
+        normal = [decode(ids, f"normal-{number}") for number, ids in enumerate(prompts())]
+        # The worker ends between prefill and decode, with another prompt waiting.
+        transfer = prefill(prompts()[0], "last")
+        refusal = end_with_waiting_prompt(training, prefilling)
+        recomputed = decode(prompts()[0], "last", transfer)
     assert handed == normal
-    assert fetched == sum(map(len, prompts))
+    assert fetched == sum(map(len, prompts()))
     assert computed == 0
     assert recomputed == normal[0]
     assert (refusal.code, refusal.headers["Retry-After"]) == (503, "1")
+
+
+def test_a_stock_instance_computes_itself_what_a_killed_worker_had_prefilled(model, tmp_path):
+    ids, other, *_ = prompts()
+    with servers(model, tmp_path) as (_, prefilling):
+        decode(other, "connected", prefill(other, "connected"))
+        transfer = prefill(ids, "killed")
+        os.killpg(prefilling.pid, signal.SIGKILL)
+        prefilling.wait(PATIENCE_S)
+        before = prompt_tokens(PORTS["decode"], "local_compute")
+        handed = decode(ids, "killed", transfer)
+        computed = prompt_tokens(PORTS["decode"], "local_compute") - before
+        assert handed == decode(ids, "normal")
+        assert computed >= len(ids)

@@ -15,11 +15,12 @@ import pytest
 from weft.conf import load
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.board.layout import boards_folder
-from weft.inference.worker.arguments import REMEDIES, SHORT, problems_of
 from weft.inference.worker.command import workers_of
 from weft.recipes.serving import serve
 from weft.recipes.serving.checks import (
     FIXED_BYTES,
+    REMEDIES,
+    SHORT,
     cache_bytes,
     check_engine,
     check_memory,
@@ -27,6 +28,7 @@ from weft.recipes.serving.checks import (
     check_serving,
     least_gpu_bytes,
     model_bytes,
+    problems_of,
     reason_of,
     warnings_of,
 )
@@ -312,3 +314,22 @@ def test_workers_import_nothing_that_another_user_could_have_written(tmp_path, m
     (worker,) = serve.workers_of(config)
     with pytest.raises(ValueError, match=r"not a folder of this user alone"):
         serve._WorkerProcess(config, worker, None).check()
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+@pytest.mark.parametrize("write", [str, lambda name: name.replace("-", "_"), lambda name: f"{name}=3"])
+def test_an_argument_that_weft_sets_or_cannot_have_is_named_with_what_to_do(name, write):
+    argument = f"--{write(name)}"
+    assert list(problems_of(["--seed", "3", argument])) == [f"{argument}: {REMEDIES[name]}"]
+
+
+def test_short_ones_too_and_each_of_several():
+    assert [text.split(":")[0] for text in problems_of(["-pp", "2", "-tp=2", "--port", "1", "-dp"])] == [
+        *("-pp", "-tp=2", "--port", "-dp"),
+    ]
+    assert set(SHORT.values()) <= REMEDIES.keys()
+
+
+@pytest.mark.parametrize("argument", ["port", "-port", "--ports", "--seed=port", "host", "--max-num-seqs", "-q", ""])
+def test_others_pass(argument):
+    assert list(problems_of([argument])) == []
