@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from weft.engine.supervision import journal as storage
+from weft.engine.supervision import run_files as storage
 from weft.engine.supervision.run_files import Journal, TimedRead, read_journal
 
 
