@@ -7,9 +7,10 @@ import os
 import socket
 import ssl
 import struct
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
-from weft.comm.certificate import RENDEZVOUS, contexts
+from weft.comm.certificate import contexts
 from weft.comm.host_port import HostPort, Service, family_of, port_hello
 from weft.comm.key import WanKey
 
@@ -19,6 +20,9 @@ HANDSHAKE_TIMEOUT_S = 5.0
 """Seconds that a peer has to connect and to authenticate itself."""
 HELD_BYTES = 1 << 16
 """Maximum number of bytes that a connection may send before its peer is authenticated."""
+
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class Connection(asyncio.Protocol):
@@ -82,14 +86,26 @@ class AuthenticationError(ConnectionError):
     """The other side is not a process of this job."""
 
 
+Address = str | tuple[str, int]
+"""Name of an abstract Unix socket, whose peer's user the kernel reports; or the IP address and shared TCP port of a
+host, where a connection begins with a hello and both sides prove ``WEFT_KEY`` in a TLS handshake."""
+
+
 class AuthenticatedSocket(Protocol):
-    """An address at which the ranks of a job connect to rank 0, with mutual authentication."""
+    """An address at which processes of a job connect to one of them, with mutual authentication.
+
+    Attributes:
+        listener: the listening socket, on the side that accepts.
+    """
 
     listener: socket.socket | None
-    """The listening socket, on the side that accepts."""
 
-    async def authenticate(self, peer: socket.socket) -> Connection:
-        """Authenticate the peer of an accepted connection, which the result then owns.
+    @property
+    def address(self) -> Address:
+        """The address, with the port that was taken for port 0."""
+
+    async def authenticate(self, peer: socket.socket, protocol: Callable[[], P]) -> P:
+        """Authenticate the peer of an accepted connection, which ``protocol``'s result then owns.
 
         Raises:
             AuthenticationError: not a process of this job.
@@ -97,7 +113,7 @@ class AuthenticatedSocket(Protocol):
         """
         ...
 
-    async def connect(self) -> Connection:
+    async def connect(self, protocol: Callable[[], P]) -> P:
         """Open an authenticated connection to the side that accepts.
 
         Raises:
@@ -107,30 +123,38 @@ class AuthenticatedSocket(Protocol):
         ...
 
 
+def authenticated_socket(address: Address, service: Service, *, listens: bool) -> AuthenticatedSocket:
+    """Listen at ``address`` for a service of the job, or remember it for `connect`.
+
+    Raises:
+        ValueError: the address cannot be bound, or it needs ``WEFT_KEY`` and there is none.
+    """
+    if isinstance(address, str):
+        return AuthenticatedUnixSocket(address, service, listens=listens)
+    return AuthenticatedTcpSocket(address, service, listens=listens)
+
+
 class AuthenticatedUnixSocket:
     """An abstract Unix socket; the kernel reports the user of the peer."""
 
-    def __init__(self, name: str, *, listens: bool) -> None:
-        """Listen at ``name``, or remember it for `connect`.
-
-        Raises:
-            ValueError: another process listens there.
-        """
+    def __init__(self, name: str, service: Service = Service.RENDEZVOUS, *, listens: bool) -> None:
+        """See `authenticated_socket`."""
+        self.address: Address = name
         self._name = "\0" + name
-        self.listener = listen(socket.AF_UNIX, self._name) if listens else None
+        self.listener = listen(socket.AF_UNIX, self._name, service) if listens else None
 
-    async def authenticate(self, peer: socket.socket) -> Connection:
+    async def authenticate(self, peer: socket.socket, protocol: Callable[[], P]) -> P:
         """Accept processes of this user."""
         _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             raise AuthenticationError(f"user {user}")
-        return await open_connection(peer)
+        return await open_connection(peer, protocol)
 
-    async def connect(self) -> Connection:
+    async def connect(self, protocol: Callable[[], P]) -> P:
         """Connect, if this user's process listens."""
         connection = await connected(socket.socket(socket.AF_UNIX), self._name)
         try:
-            return await self.authenticate(connection)
+            return await self.authenticate(connection, protocol)
         except BaseException:
             connection.close()
             raise
@@ -143,44 +167,40 @@ class AuthenticatedTcpSocket:
         port: this process's `HostPort`, if it listens.
     """
 
-    def __init__(self, address: tuple[str, int], *, listens: bool) -> None:
-        """Listen at ``address``, or remember it for `connect`.
-
-        Raises:
-            ValueError: there is no key, or the address cannot be bound.
-        """
-        self._key = WanKey.from_environment()
-        self._accepting, self._connecting = contexts(self._key, RENDEZVOUS)
+    def __init__(self, address: tuple[str, int], service: Service = Service.RENDEZVOUS, *, listens: bool) -> None:
+        """See `authenticated_socket`."""
+        self._key, self._service = WanKey.from_environment(), service
+        self._accepting, self._connecting = contexts(self._key, f"{service.name.lower()} certificate")
         self.address = address
         self.port: HostPort | None = None
         self.listener: socket.socket | None = None
         if listens:
             try:
-                self.port = HostPort(address, Service.RENDEZVOUS, self._key)
+                self.port = HostPort(address, service, self._key)
             except OSError as error:
-                raise _cannot_meet(":".join(map(str, address)), error) from error
+                raise _cannot_listen(service, address, error) from error
             self.address, self.listener = self.port.address, self.port.listener
 
-    async def authenticate(self, peer: socket.socket) -> Connection:
+    async def authenticate(self, peer: socket.socket, protocol: Callable[[], P]) -> P:
         """Read the hello, then authenticate both sides in a TLS handshake."""
         assert self.port is not None
         await self.port.answer(peer)
-        return await self.authenticate_handed(peer)
+        return await self.authenticate_handed(peer, protocol)
 
-    async def authenticate_handed(self, peer: socket.socket) -> Connection:
+    async def authenticate_handed(self, peer: socket.socket, protocol: Callable[[], P]) -> P:
         """Authenticate a connection whose hello another process has read."""
         try:
-            return await open_connection(peer, self._accepting, server_side=True)
+            return await open_connection(peer, protocol, self._accepting, server_side=True)
         except ssl.SSLError as error:
             raise AuthenticationError("another key") from error
 
-    async def connect(self) -> Connection:
+    async def connect(self, protocol: Callable[[], P]) -> P:
         """Send a hello, then authenticate both sides in a TLS handshake."""
         connection = await connected(socket.socket(family_of(self.address)), self.address)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await asyncio.get_running_loop().sock_sendall(connection, port_hello(self._key, Service.RENDEZVOUS))
-                return await open_connection(connection, self._connecting)
+                await asyncio.get_running_loop().sock_sendall(connection, port_hello(self._key, self._service))
+                return await open_connection(connection, protocol, self._connecting)
         except ssl.SSLError as error:
             connection.close()
             raise AuthenticationError("another key") from error
@@ -190,9 +210,9 @@ class AuthenticatedTcpSocket:
 
 
 async def open_connection(
-    end: socket.socket, context: ssl.SSLContext | None = None, *, server_side: bool = False
-) -> Connection:
-    """Wrap a connected socket in a `Connection`, which then owns it.
+    end: socket.socket, protocol: Callable[[], P], context: ssl.SSLContext | None = None, *, server_side: bool = False
+) -> P:
+    """Give a connected socket to a new ``protocol``, which then owns it.
 
     Raises:
         ssl.SSLError: the peer has another certificate than ``context``, or does not use TLS.
@@ -202,14 +222,16 @@ async def open_connection(
     if end.family != socket.AF_UNIX:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if server_side:
-        _, connection = await loop.connect_accepted_socket(Connection, end, ssl=context)
+        _, connection = await loop.connect_accepted_socket(protocol, end, ssl=context)
     else:
         name = None if context is None else ""
-        _, connection = await loop.create_connection(Connection, sock=end, ssl=context, server_hostname=name)
+        _, connection = await loop.create_connection(protocol, sock=end, ssl=context, server_hostname=name)
     return connection
 
 
-def listen(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
+def listen(
+    family: socket.AddressFamily, address: str | tuple[str, int], service: Service = Service.RENDEZVOUS
+) -> socket.socket:
     """Return a non-blocking listening socket.
 
     Raises:
@@ -222,13 +244,19 @@ def listen(family: socket.AddressFamily, address: str | tuple[str, int]) -> sock
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise _cannot_meet(address[1:] if isinstance(address, str) else ":".join(map(str, address)), error) from error
+        raise _cannot_listen(service, address[1:] if isinstance(address, str) else address, error) from error
     listener.listen(socket.SOMAXCONN)
     listener.setblocking(False)
     return listener
 
 
-def _cannot_meet(where: str, error: OSError) -> ValueError:
+def _cannot_listen(service: Service, address: Address, error: OSError) -> ValueError:
+    where = address if isinstance(address, str) else ":".join(map(str, address))
+    if service is Service.CONTROL:
+        return ValueError(
+            f"the run's supervisor cannot listen at {where}: {error.strerror}; end what is there, or set another "
+            "supervise.port"
+        )
     return ValueError(
         f"the ranks cannot meet at {where}: {error.strerror}; stop what listens there, or set another "
         "cluster.master_port (or MASTER_PORT)"

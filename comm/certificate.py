@@ -8,12 +8,12 @@ from datetime import datetime
 
 from weft.comm.key import WanKey
 
-CONTROL, RENDEZVOUS = "control certificate", "rendezvous certificate"
-"""Purposes of certificates: one that is valid for one wire is not valid for the other."""
 
-
-def contexts(key: WanKey, purpose: str = CONTROL) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+def contexts(key: WanKey, purpose: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Return the TLS 1.3 contexts of the listening and of the connecting side; each proves the key to the other.
+
+    Args:
+        purpose: a certificate of one purpose is not valid for another.
 
     Raises:
         ValueError: the package `cryptography` is not installed.

@@ -20,6 +20,7 @@ from weft.comm.authenticated_socket import (
     AuthenticatedTcpSocket,
     AuthenticationError,
     Connection,
+    P,
     connected,
     listen,
     open_connection,
@@ -32,6 +33,9 @@ _RETRY_S = 0.2
 _SO_ATTACH_FILTER = 26
 
 log = logging.getLogger(__name__)
+
+Opening = Callable[[type[Connection]], Awaitable[Connection]]
+Authentication = Callable[[socket.socket, type[Connection]], Awaitable[Connection]]
 
 
 class ProcessLocalPort:
@@ -61,13 +65,13 @@ class ProcessLocalPort:
         listener.bind((cls._HOST, 0))
         return cls(listener)
 
-    async def connect(self) -> Connection:
+    async def connect(self, protocol: Callable[[], P]) -> P:
         """Connect to the store, which must be listening."""
         connection = socket.socket()
         connection.bind((self._HOST, 0))
         self._connections.append(connection)
         self._filter()
-        return await open_connection(await connected(connection, (self._HOST, self.port)))
+        return await open_connection(await connected(connection, (self._HOST, self.port)), protocol)
 
     def _filter(self) -> None:
         """Accept packets from 127.0.0.1 and the ports of connections made here only, by classic BPF."""
@@ -90,7 +94,7 @@ class LoopbackProxy:
     The thread ends when this process has closed its last connection.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[Connection]], *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, connect: Opening, *, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen; ``connect`` opens a connection upstream."""
         self._connect = connect
         self._own = listen(socket.AF_INET, (host, port))
@@ -141,7 +145,7 @@ class LoopbackProxy:
         limit = self._loop.time() + timeout_s
         while True:
             try:
-                return await self._connect()
+                return await self._connect(Connection)
             except AuthenticationError:
                 raise
             except OSError as error:
@@ -174,9 +178,7 @@ class LoopbackProxy:
                 self._loop, lambda peer: self._start(self._serve(peer, address.authenticate_handed, own=False))
             )
 
-    async def _accept(
-        self, listener: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]]
-    ) -> None:
+    async def _accept(self, listener: socket.socket, authenticate: Authentication) -> None:
         with listener:
             while True:
                 try:
@@ -188,9 +190,7 @@ class LoopbackProxy:
                 self._start(self._serve(client, authenticate, own=listener is self._own))
                 await asyncio.sleep(0)  # a crowd is looked at one by one, and not accepted as a whole first
 
-    async def _serve(
-        self, client: socket.socket, authenticate: Callable[[socket.socket], Awaitable[Connection]], *, own: bool
-    ) -> None:
+    async def _serve(self, client: socket.socket, authenticate: Authentication, *, own: bool) -> None:
         client.setblocking(False)
         with client, suppress(OSError, TimeoutError):
             if self._unauthenticated >= MAX_UNAUTHENTICATED:
@@ -198,7 +198,7 @@ class LoopbackProxy:
             self._unauthenticated += 1
             try:
                 async with asyncio.timeout(authenticated_socket.HANDSHAKE_TIMEOUT_S):
-                    known = await authenticate(client)
+                    known = await authenticate(client, Connection)
             finally:
                 self._unauthenticated -= 1
             try:
@@ -227,13 +227,13 @@ class LoopbackProxy:
         upstream.forward_to(client)
         await asyncio.wait((client.lost, upstream.lost), return_when=asyncio.FIRST_COMPLETED)
 
-    async def _check_own_process(self, client: socket.socket) -> Connection:
+    async def _check_own_process(self, client: socket.socket, protocol: Callable[[], P]) -> P:
         """Accept connections of this process only: the other end is among its open files."""
         there, here = client.getpeername(), client.getsockname()
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:") and _ends(int(name)) == [there, here]:
-                    return await open_connection(client)
+                    return await open_connection(client, protocol)
         raise AuthenticationError("another process")
 
 

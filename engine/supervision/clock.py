@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from weft.comm.authenticated_socket import Address
 from weft.conf.host.diagnosis import Finding, Verdict
 from weft.engine.supervision.control import ControlClient
-from weft.engine.supervision.control.address import Address
 
 ASKER = "clock of "
 """Prefix of the names of peers that only request the time and are no agents."""

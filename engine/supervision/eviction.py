@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from weft.comm.authenticated_socket import Address
 from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, failures, read_findings
 from weft.conf.host.private import write_private
 from weft.conf.schema import WeftConfig
-from weft.engine.supervision.control.address import Address
 from weft.engine.supervision.messages import FaultKind
 from weft.engine.supervision.ranks import Ranks
 

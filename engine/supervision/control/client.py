@@ -9,7 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from weft.engine.supervision.control.address import GREETED_WITHIN_S, Address, RowProgress
+from weft.comm.authenticated_socket import HANDSHAKE_TIMEOUT_S, Address, authenticated_socket
+from weft.comm.host_port import Service
 from weft.engine.supervision.control.frames import MOST_BYTES, pack
 from weft.engine.supervision.control.link import Link
 from weft.engine.supervision.control.session import Session, checked_greeting
@@ -46,7 +47,7 @@ class ControlClient:
         Raises:
             ValueError: a TCP address and no ``WEFT_KEY``.
         """
-        self._place = RowProgress.of(address)
+        self._driver = authenticated_socket(address, Service.CONTROL, listens=False)
         self._on_message, self._on_connected, self._on_lost = on_message, on_connected, on_lost
         self._most_bytes = most_bytes
         self._session = Session(name=name, most_bytes=most_bytes)
@@ -79,7 +80,7 @@ class ControlClient:
             if link is not None:
                 link.finish()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(link.ended.wait(), GREETED_WITHIN_S)
+                    await asyncio.wait_for(link.ended.wait(), HANDSHAKE_TIMEOUT_S)
             self._running.cancel()
             with suppress(asyncio.CancelledError):
                 await self._running
@@ -91,20 +92,23 @@ class ControlClient:
                 on_frame=self._take, on_tick=self._session.give_sign, on_end=self._end, most_bytes=self._most_bytes
             )
             try:
-                async with asyncio.timeout(GREETED_WITHIN_S):
-                    await self._place.enter(link)
-                    link.write(pack(self._session.greeting()))
-                    await link.greeting()
+                await self._greet(link)
                 retry_s, said = _LEAST_RETRY_S, ""
                 await link.ended.wait()
             except (OSError, TimeoutError) as error:
                 if str(error) != said:
                     said = str(error)
-                    log.info("control: no connection with the driver at %s yet: %s", self._place.address, error)
+                    log.info("control: no connection with the driver at %s yet: %s", self._driver.address, error)
             finally:
                 link.end("closed")
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
             retry_s = min(2 * retry_s, _MOST_RETRY_S)
+
+    async def _greet(self, link: Link) -> None:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            await self._driver.connect(lambda: link)
+            link.write(pack(self._session.greeting()))
+            await link.greeting()
 
     def _take(self, link: Link, frame: dict[str, Any]) -> None:
         if self._session.link is not link:

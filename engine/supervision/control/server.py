@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from weft.comm.host_port import HandedOn, HostPort
-from weft.engine.supervision.control.address import GREETED_WITHIN_S, Address, RowProgress
+from weft.comm.authenticated_socket import (
+    HANDSHAKE_TIMEOUT_S,
+    Address,
+    AuthenticatedSocket,
+    AuthenticatedTcpSocket,
+    authenticated_socket,
+)
+from weft.comm.host_port import HandedOn, HostPort, Service
 from weft.engine.supervision.control.frames import MOST_BYTES, pack
 from weft.engine.supervision.control.link import Link
 from weft.engine.supervision.control.session import Session, checked_greeting
 
-MOST_GUESTS = 128
+MOST_UNKNOWN = 128
 """Connections that have not been greeted yet, 256 KiB each in a handshake; of more, the oldest is closed."""
 _RETRY_S = 0.2
 
 log = logging.getLogger(__name__)
+
+Authentication = Callable[[socket.socket, Callable[[], Link]], Awaitable[Link]]
 
 
 class ControlServer:
@@ -36,7 +46,7 @@ class ControlServer:
         on_lost: Callable[[str], None] = lambda peer: None,
         on_connected: Callable[[str], None] = lambda peer: None,
         most_bytes: int = MOST_BYTES,
-        most_guests: int = MOST_GUESTS,
+        most_unknown: int = MOST_UNKNOWN,
     ) -> None:
         """Create a server, which accepts connections from `listen` on.
 
@@ -46,10 +56,10 @@ class ControlServer:
             on_connected: called when a peer has connected or reconnected.
         """
         self._on_message, self._on_lost, self._on_connected = on_message, on_lost, on_connected
-        self._most_bytes, self._most_guests = most_bytes, most_guests
+        self._most_bytes, self._most_unknown = most_bytes, most_unknown
         self._sessions: dict[str, Session] = {}
         self._peers: dict[Link, str] = {}
-        self._guests: dict[asyncio.Task[None], None] = {}
+        self._unknown: dict[asyncio.Task[None], None] = {}
         self._accepting: asyncio.Task[None] | None = None
         self._port: HostPort | None = None
         self.refused = 0
@@ -60,15 +70,13 @@ class ControlServer:
         Raises:
             ValueError: the address cannot be bound, or it needs ``WEFT_KEY`` and there is none.
         """
-        place = RowProgress.of(address)
-        entrance = place.listen()
-        if isinstance(entrance, HostPort):
-            self._port = entrance
-            entrance.take_handed(asyncio.get_running_loop(), lambda guest: self._receive(place, guest))
-            self._accepting = asyncio.create_task(self._accept(place, entrance.listener))
-            return entrance.address
-        self._accepting = asyncio.create_task(self._accept(place, entrance))
-        return address
+        end = authenticated_socket(address, Service.CONTROL, listens=True)
+        if isinstance(end, AuthenticatedTcpSocket):
+            assert end.port is not None
+            self._port = end.port
+            self._port.take_handed(asyncio.get_running_loop(), partial(self._receive, end.authenticate_handed))
+        self._accepting = asyncio.create_task(self._accept(end))
+        return end.address
 
     @property
     def connected(self) -> set[str]:
@@ -100,8 +108,8 @@ class ControlServer:
                 await self._accepting
         if self._port is not None:
             self._port.close()
-        for guest in list(self._guests):
-            guest.cancel()
+        for task in list(self._unknown):
+            task.cancel()
         for link in list(self._peers):
             link.finish()
         await asyncio.sleep(0)
@@ -109,47 +117,46 @@ class ControlServer:
     def _session(self, peer: str) -> Session:
         return self._sessions.setdefault(peer, Session(name="", most_bytes=self._most_bytes))
 
-    async def _accept(self, place: RowProgress, listener: Any) -> None:
+    async def _accept(self, end: AuthenticatedSocket) -> None:
         loop = asyncio.get_running_loop()
-        with listener:
+        assert end.listener is not None
+        with end.listener as listener:
             while True:
                 try:
-                    guest, _ = await loop.sock_accept(listener)
+                    peer, _ = await loop.sock_accept(listener)
                 except OSError as error:  # too many files, or gone before it was greeted
                     log.warning("control: %s", error)
                     await asyncio.sleep(_RETRY_S)
                     continue
-                self._receive(place, guest, port=self._port)
+                self._receive(end.authenticate, peer)
                 await asyncio.sleep(0)  # a connection that is there is accepted without one turn of the loop
 
-    def _receive(self, place: RowProgress, guest: Any, port: HostPort | None = None) -> None:
-        """Authenticate a new connection; one of ``port`` begins with a hello."""
-        if len(self._guests) >= self._most_guests:
-            oldest = next(iter(self._guests))
-            del self._guests[oldest]
+    def _receive(self, authenticate: Authentication, peer: socket.socket) -> None:
+        """Authenticate a new connection."""
+        if len(self._unknown) >= self._most_unknown:
+            oldest = next(iter(self._unknown))
+            del self._unknown[oldest]
             oldest.cancel()
-        task = asyncio.create_task(self._greet(place, guest, port))
-        self._guests[task] = None
-        task.add_done_callback(lambda task: self._guests.pop(task, None))
+        task = asyncio.create_task(self._greet(authenticate, peer))
+        self._unknown[task] = None
+        task.add_done_callback(lambda task: self._unknown.pop(task, None))
 
-    async def _greet(self, place: RowProgress, guest: Any, port: HostPort | None) -> None:
-        """Require authentication and a greeting within `GREETED_WITHIN_S`."""
+    async def _greet(self, authenticate: Authentication, peer: socket.socket) -> None:
+        """Require authentication and a greeting within `HANDSHAKE_TIMEOUT_S`."""
         link = Link(
             on_frame=self._take, on_tick=lambda: self._tick(link), on_end=self._end, most_bytes=self._most_bytes
         )
-        guest.setblocking(False)
+        peer.setblocking(False)
         try:
-            async with asyncio.timeout(GREETED_WITHIN_S):
-                if port is not None:
-                    await port.answer(guest)
-                await place.admit(guest, link)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await authenticate(peer, lambda: link)
                 await link.greeting()
         except HandedOn:
-            guest.close()
+            peer.close()
         except (OSError, TimeoutError, asyncio.CancelledError):
             self.refused += 1
             link.end("no greeting")
-            guest.close()
+            peer.close()
 
     def _take(self, link: Link, frame: dict[str, Any]) -> None:
         if link not in self._peers:

@@ -291,7 +291,7 @@ def test_nonsense_of_one_with_the_key_ends_its_connection(data, request):
 
 
 def client_context(key):
-    return contexts(WanKey(key))[1]
+    return contexts(WanKey(key), "control certificate")[1]
 
 
 def anonymous_context():
@@ -342,7 +342,7 @@ def test_older_tls_is_refused():
 
 def test_silent_connections_are_dropped_for_peers():
     async def work():
-        async with driver(most_guests=4) as it:
+        async with driver(most_unknown=4) as it:
             silent = [socket.create_connection(it.address) for _ in range(20)]
             for number, guest in enumerate(silent):  # some begin a handshake, a byte of it
                 if number % 2:
@@ -357,15 +357,15 @@ def test_silent_connections_are_dropped_for_peers():
 
 
 def test_never_more_connections_wait_to_be_greeted_than_the_limit(monkeypatch):
-    monkeypatch.setattr("weft.engine.supervision.control.server.GREETED_WITHIN_S", 60.0)
+    monkeypatch.setattr("weft.engine.supervision.control.server.HANDSHAKE_TIMEOUT_S", 60.0)
 
     async def work():
-        async with driver(most_guests=4) as it:
+        async with driver(most_unknown=4) as it:
             guests = [socket.create_connection(it.address) for _ in range(40)]
             for guest in guests:
                 guest.sendall(port_hello(WanKey.from_environment(), Service.CONTROL) + b"\x16")
             await until(lambda: it.server.refused == 36)
-            assert len(it.server._guests) == 4
+            assert len(it.server._unknown) == 4
             for guest in guests:
                 guest.close()
 
@@ -373,7 +373,7 @@ def test_never_more_connections_wait_to_be_greeted_than_the_limit(monkeypatch):
 
 
 def test_a_handshake_has_a_time_limit(monkeypatch):
-    monkeypatch.setattr("weft.engine.supervision.control.server.GREETED_WITHIN_S", 0.2)
+    monkeypatch.setattr("weft.engine.supervision.control.server.HANDSHAKE_TIMEOUT_S", 0.2)
 
     async def work():
         async with driver() as it:
