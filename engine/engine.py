@@ -23,8 +23,7 @@ from weft.engine.deepspeed import construction, evaluation
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
 from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import close_groups, from_rank_zero
-from weft.engine.execution.batches import prepare_batch
-from weft.engine.execution.drawing import draw
+from weft.engine.execution.batches import draw, prepare_batch
 from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.garbage import LongLived
 from weft.engine.execution.neighbours import Neighbours

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from weft.engine.execution.drawing import draw
+from weft.engine.execution.batches import draw
 from weft.engine.execution.step_state import StepState
 from weft.engine.planning.schedules import plan_evaluation
 

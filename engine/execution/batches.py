@@ -1,8 +1,8 @@
-"""Conversion of a data loader's micro-batch to the form that stages take."""
+"""Micro-batches: drawn from the data of a step, and converted to the form that stages take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,3 +60,35 @@ def _positions(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the position of each token among the tokens that are not padding."""
     mask = tensors.get("attention_mask", torch.ones_like(tensors["input_ids"]))
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+class DataEnded(ValueError, StopIteration):
+    """The data ended within a step. It is a bad input, and an error class that DeepSpeed passes on."""
+
+
+def draw(
+    batches: Iterator | None, count: int, prepare: Callable[[Mapping[str, Tensor]], dict[str, Tensor]], *, what: str
+) -> Sequence[dict[str, Tensor]]:
+    """Read and prepare the next ``count`` micro-batches.
+
+    Args:
+        what: call and step for messages, such as ``"train_batch, step 5"``.
+
+    Raises:
+        DataEnded: there are fewer.
+        ValueError: the argument is no iterator. With a list or a loader every call would read the beginning.
+    """
+    if batches is None or not hasattr(batches, "__next__"):
+        given = "nothing" if batches is None else f"a {type(batches).__name__}"
+        raise ValueError(f"{what}: it reads from an iterator, and got {given}; pass the same iter(...) every time")
+    drawn: list[dict[str, Tensor]] = []
+    for _ in range(count):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            raise DataEnded(
+                f"{what}: the data ended after {len(drawn)} of {count} micro-batches; give an iterator that goes on "
+                "(deepspeed.utils.RepeatingLoader), or stop before that"
+            ) from None
+        drawn.append(prepare(batch))
+    return drawn

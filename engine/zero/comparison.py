@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm.exchange import gather
-from weft.engine.zero.host_copy import HostCopy
+from weft.engine.zero.finite import HostCopy
 from weft.engine.zero.sharding import Sharding
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

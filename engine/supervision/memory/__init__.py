@@ -2,7 +2,7 @@
 
 from weft.engine.supervision.memory.checkpoints import MemoryCheckpoints
 from weft.engine.supervision.memory.host_memory import HostMemory
+from weft.engine.supervision.memory.hosts import partners
 from weft.engine.supervision.memory.opening import attach_memory
-from weft.engine.supervision.memory.partners import partners
 
 __all__ = ["HostMemory", "MemoryCheckpoints", "attach_memory", "partners"]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.engine.tiny import batches
-from weft.engine.execution.drawing import DataEnded, draw
+from weft.engine.execution.batches import DataEnded, draw
 
 
 def test_data_that_ends_inside_a_step_says_so():

@@ -11,7 +11,7 @@ from weft.engine.attempt import Attempt
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.errors import NoSpaceError
 from weft.engine.distributed import SharedError
-from weft.engine.execution.drawing import DataEnded
+from weft.engine.execution.batches import DataEnded
 from weft.engine.observability.watcher import ERROR_FILE
 from weft.engine.supervision.attempts import fault_of, reported
 from weft.engine.supervision.faults import read_report
