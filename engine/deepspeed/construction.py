@@ -149,7 +149,7 @@ def make_executor(engine: PipelineEngine) -> Executor:
             placement=engine.schedule.placement,
             seed_gradient=engine._seed_gradient,
             around=sharding.around,
-            random=partial(_random, engine),
+            random=partial(random_of, engine),
         ),
         send_to=engine.neighbours.send_to,
         receive_from=engine.neighbours.receive_from,
@@ -164,7 +164,7 @@ def make_executor(engine: PipelineEngine) -> Executor:
     )
 
 
-def _random(engine: PipelineEngine, action: Action) -> AbstractContextManager[None]:
+def random_of(engine: PipelineEngine, action: Action) -> AbstractContextManager[None]:
     """Context with a forward's random numbers, seeded by step, micro-batch, stage and context member.
 
     These are dropout's, for example. They depend neither on the schedule nor on the number of replicas, and are the

@@ -9,7 +9,7 @@ import torch
 from tests.engine.parallel.axis_training import go_on_all
 from tests.engine.tiny import many_losses, tiny_config
 from weft.conf.schema import WeftConfig
-from weft.engine.engine import WeftEngine
+from weft.engine.deepspeed.construction import random_of
 from weft.pipeline.action import Action, Op
 from weft.tools.ranks import run_ranks
 
@@ -37,7 +37,7 @@ def drawn(step=0, microbatch=0, stage=0, replica=0, replicas=2, context=0):
         device=torch.device("cpu"),
     )
     before = torch.get_rng_state()
-    with WeftEngine._random(rank, Action(Op.F, stage, microbatch)):
+    with random_of(rank, Action(Op.F, stage, microbatch)):
         number = float(torch.rand(()))
     assert torch.equal(torch.get_rng_state(), before)
     return number

@@ -60,9 +60,7 @@ def run_of(folder, stages, replicas, tensor, context, zero, checkpointing, lora)
     )
     config.data.sequence_length, config.data.cache_dir = 64, str(folder)
     facts = facts_before_start(config, load_hf_config(config.model))
-    return plan_run(
-        config, replace(facts, device="cuda", flops_per_s=1e12, keeps_frozen=False, strands=None, speed=None)
-    )
+    return plan_run(config, replace(facts, device="cuda", flops_per_s=1e12, keeps_frozen=False, strands=None))
 
 
 @pytest.mark.parametrize(("checkpointing", "lora"), product((False, True), (False, True)))
