@@ -88,4 +88,4 @@ def add_net_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", default="", help="ADDRESS:PORT of the other site's doctor")
     parser.add_argument("--most", type=int, default=32, help="the greatest number of connections to try")
     parser.add_argument("--seconds", type=float, default=0.5, help="time of one measurement")
-    parser.add_argument("--congestion", default="", help="the kernel's congestion control, as in comm.congestion")
+    parser.add_argument("--congestion", default="", help="the kernel's congestion control, such as bbr")

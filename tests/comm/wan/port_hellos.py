@@ -1,4 +1,4 @@
-"""First bytes of connections to a host's port, composed from docs/wan.md without the product's code."""
+"""First bytes of connections to a host's port, composed from docs/decisions/one-port.md without the product's code."""
 
 import hashlib
 import hmac
