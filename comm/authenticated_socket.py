@@ -26,10 +26,10 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 class Connection(asyncio.Protocol):
-    """One end of a decrypted connection, which forwards what it receives to another.
+    """One end of a decrypted connection. It forwards the data that it receives to another `Connection`.
 
-    Forwarding is a callback of the event loop. A task for each direction would take several times as long, and all
-    ranks reach rank 0's store through one loop.
+    Forwarding is a callback of the event loop. A task for each direction would take several times as long, and one loop
+    serves the connections of all ranks to rank 0's store.
 
     Attributes:
         transport: asyncio's transport to the peer.
@@ -46,19 +46,19 @@ class Connection(asyncio.Protocol):
         self._target: Connection | None = None
 
     def forward_to(self, target: Connection) -> None:
-        """Forward all data to ``target``, buffered data first; pause reading while its send buffer is full."""
+        """Forward all data to ``target``, buffered data first. Reading pauses while its send buffer is full."""
         self._target, target._source = target, self
         target.transport.write(bytes(self._held))
         self._held.clear()
         self.transport.resume_reading()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`, as for the others."""
+        """Store the transport. See `asyncio.Protocol`, also for the methods below."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Forward ``data``, or buffer up to `HELD_BYTES` until there is a target."""
+        """Forward ``data``. Without a target, buffer it, and pause reading once `HELD_BYTES` are buffered."""
         if self._target is not None:
             self._target.transport.write(data)
             return
@@ -67,12 +67,12 @@ class Connection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def pause_writing(self) -> None:
-        """Pause the source, because the peer reads more slowly."""
+        """Pause reading from the source, because the peer reads more slowly."""
         if self._source is not None:
             self._source.transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """Let the source continue."""
+        """Resume reading from the source."""
         if self._source is not None:
             self._source.transport.resume_reading()
 
@@ -102,14 +102,14 @@ class AuthenticatedSocket(Protocol):
 
     @property
     def address(self) -> Address:
-        """The address, with the port that was taken for port 0."""
+        """The address, with the actual port if port 0 was requested."""
 
     async def authenticate(self, peer: socket.socket, protocol: Callable[[], P]) -> P:
-        """Authenticate the peer of an accepted connection, which ``protocol``'s result then owns.
+        """Authenticate the peer of an accepted connection, and give the connection to a new ``protocol``.
 
         Raises:
-            AuthenticationError: not a process of this job.
-            OSError: it went away.
+            AuthenticationError: the peer is not a process of this job.
+            OSError: the peer closed the connection.
         """
         ...
 
@@ -124,10 +124,10 @@ class AuthenticatedSocket(Protocol):
 
 
 def authenticated_socket(address: Address, service: Service, *, listens: bool) -> AuthenticatedSocket:
-    """Listen at ``address`` for a service of the job, or remember it for `connect`.
+    """Return the authenticated socket for a service of the job at ``address``, and listen there if ``listens``.
 
     Raises:
-        ValueError: the address cannot be bound, or it needs ``WEFT_KEY`` and there is none.
+        ValueError: the address cannot be bound, or a TCP address is used without ``WEFT_KEY``.
     """
     if isinstance(address, str):
         return AuthenticatedUnixSocket(address, service, listens=listens)
@@ -144,14 +144,14 @@ class AuthenticatedUnixSocket:
         self.listener = listen(socket.AF_UNIX, self._name, service) if listens else None
 
     async def authenticate(self, peer: socket.socket, protocol: Callable[[], P]) -> P:
-        """Accept processes of this user."""
+        """Accept the peer if it is a process of this user."""
         _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if user != os.getuid():
             raise AuthenticationError(f"user {user}")
         return await open_connection(peer, protocol)
 
     async def connect(self, protocol: Callable[[], P]) -> P:
-        """Connect, if this user's process listens."""
+        """Connect if a process of this user listens."""
         connection = await connected(socket.socket(socket.AF_UNIX), self._name)
         try:
             return await self.authenticate(connection, protocol)
@@ -215,8 +215,8 @@ async def open_connection(
     """Give a connected socket to a new ``protocol``, which then owns it.
 
     Raises:
-        ssl.SSLError: the peer has another certificate than ``context``, or does not use TLS.
-        OSError: it went away.
+        ssl.SSLError: the peer's certificate differs from that of ``context``, or it does not use TLS.
+        OSError: the peer closed the connection.
     """
     loop = asyncio.get_running_loop()
     if end.family != socket.AF_UNIX:

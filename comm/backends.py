@@ -1,4 +1,4 @@
-"""Backends of torch.distributed for the job's groups: gloo that is sealed, or NCCL, inside of each site."""
+"""Backends of torch.distributed for the job's groups: inside a site, NCCL or a gloo that refuses late connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def backend_of(inside: str) -> str:
-    """The backend for a job over several hosts, where that of a site is ``inside``: gloo or nccl.
+    """Return the backend for a job over several hosts. ``inside`` (gloo or nccl) is the backend inside each site.
+
+    `torch.distributed.new_group` then creates a group of ``inside`` if all its ranks are at one site, for any caller. A
+    job without `Sites` is one site. After a gloo group is created, it accepts no further connections.
 
     Once it is the job's, every group that `torch.distributed.new_group` creates, for any caller, is one of
     ``inside`` if its ranks are of one site. A job that was not made with `Sites` is of one site. Groups of gloo
@@ -49,14 +52,14 @@ def on_host(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def create_group(options: Any, given: Any, *, inside: Callable[..., Any]) -> Any:
-    """Create a group, for `torch.distributed.Backend.register_backend`; ``given`` are the first group's `Sites`."""
+    """Create a group, for `torch.distributed.Backend.register_backend`. ``given`` is `Sites` for the first group."""
     if isinstance(given, Sites):
         return entry("wan").default_group(options, given)
     return current_job().create_group(options, inside)
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, options: Any) -> Any:
-    """Create a group of gloo that accepts no connection once it stands."""
+    """Create a gloo group that accepts no connections after its creation."""
     with sealed_afterwards():
         group = dist.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
     group._set_sequence_number_for_group()

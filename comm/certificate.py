@@ -13,7 +13,7 @@ def contexts(key: WanKey, purpose: str) -> tuple[ssl.SSLContext, ssl.SSLContext]
     """Return the TLS 1.3 contexts of the listening and of the connecting side; each proves the key to the other.
 
     Args:
-        purpose: a certificate of one purpose is not valid for another.
+        purpose: part of the key derivation. A certificate for one purpose is not valid for another.
 
     Raises:
         ValueError: the package `cryptography` is not installed.
@@ -33,7 +33,7 @@ def _context(protocol: int, certificate: str, private: str) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # every connection proves the key anew
     context.load_verify_locations(cadata=certificate)
-    with os.fdopen(os.memfd_create("weft-control", os.MFD_CLOEXEC), "w") as file:  # ssl reads keys from files alone
+    with os.fdopen(os.memfd_create("weft-control", os.MFD_CLOEXEC), "w") as file:  # ssl reads keys from files only
         file.write(private + certificate)
         file.flush()
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
@@ -41,7 +41,7 @@ def _context(protocol: int, certificate: str, private: str) -> ssl.SSLContext:
 
 
 def _certificate(seed: bytes) -> tuple[str, str]:
-    """The certificate and its private key as PEM; nothing in them is random, so that every process makes the same.
+    """Return a certificate and its private key as PEM, derived from ``seed`` only: every process makes the same pair.
 
     Args:
         seed: 32 bytes.
@@ -60,7 +60,7 @@ def _certificate(seed: bytes) -> tuple[str, str]:
         .issuer_name(name)
         .public_key(private.public_key())
         .serial_number(1)
-        # Clocks may be wrong by any amount, so certificates do not expire; the key is of one job.
+        # Clocks may be wrong by any amount, so certificates do not expire. The key belongs to one job.
         .not_valid_before(datetime(1970, 1, 1))
         .not_valid_after(datetime(9999, 12, 31))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

@@ -27,7 +27,7 @@ def gather(
     kinds: tuple[type, ...] = (),
     asked: Asked = Asked.value,
 ) -> list[Any]:
-    """All ranks' values, in rank order. A collective call over ``group``.
+    """Return all ranks' values, in rank order. A collective call over ``group``.
 
     `torch.distributed.all_gather_object` does the same with pickle, which would execute code sent by
     an unauthenticated peer.
@@ -35,10 +35,10 @@ def gather(
     Args:
         value: anything that `weft.comm.values.encode` accepts.
         kinds: dataclasses and enums that may occur in values.
-        asked: the kind of value, for emulated ranks whose values differ.
+        asked: the kind of value, so that emulated ranks can answer with values of their own.
 
     Raises:
-        ValueError: a rank sent something else.
+        ValueError: a rank sent a value of another type, or one that is too long.
     """
     real = partial(_gather, value, group, kinds)
     return current_job().gather(real, value, group or dist.group.WORLD, asked)
@@ -56,14 +56,14 @@ def _gather(value: object, group: dist.ProcessGroup | None, kinds: tuple[type, .
 
 
 def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> Any:
-    """Rank ``src``'s value on every rank. A collective call over the world.
+    """Return rank ``src``'s value on every rank. A collective call over the world.
 
     Args:
         value: ignored on ranks other than ``src``.
         kinds: see `gather`.
 
     Raises:
-        ValueError: rank ``src`` sent something else.
+        ValueError: rank ``src`` sent a value of another type, or one that is too long.
     """
     return current_job().broadcast(partial(_broadcast, value, src, kinds), value, src, kinds)
 
@@ -90,12 +90,12 @@ def _all_gathered(mine: Tensor, device: torch.device, group: dist.ProcessGroup |
 
 
 def _first(data: bytes) -> Tensor:
-    """Pack the length and the first bytes of ``data`` (usually all), uint8 of the same size on all ranks."""
+    """Pack the length and the first bytes of ``data``, usually all, uint8 of the same size on all ranks."""
     return _tensor(_LENGTH.pack(len(data)) + data[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
 
 
 def _length(first: Tensor) -> int:
-    """Return the number of bytes that a rank has announced."""
+    """Return the length of a rank's value from its first message, and check it against `MOST_BYTES`."""
     (length,) = _LENGTH.unpack_from(first.numpy().tobytes())
     if not 0 < length <= MOST_BYTES:
         raise ValueError(f"a rank announced a value of {length} bytes; the maximum is {MOST_BYTES}")
@@ -103,7 +103,7 @@ def _length(first: Tensor) -> int:
 
 
 def _said(told: Tensor, length: int, kinds: tuple[type, ...]) -> Any:
-    """Return the value in a rank's message."""
+    """Decode the value in a rank's message."""
     return decode(told[_LENGTH.size :][:length].numpy().tobytes(), kinds)
 
 
@@ -112,5 +112,5 @@ def _tensor(data: bytes) -> Tensor:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device from whose memory ``group`` communicates."""
-    return dist.distributed_c10d._get_object_coll_device(group)  # torch's own answer; 2.11 to 2.13
+    """Return the device whose memory the collectives of ``group`` use."""
+    return dist.distributed_c10d._get_object_coll_device(group)  # private; in torch 2.11 to 2.13

@@ -1,9 +1,9 @@
-"""A host's one TCP port for other hosts, which several processes of a run share.
+"""The one TCP port of a host for other hosts, which several processes of a run share.
 
-All of them listen there, and the kernel gives a connection to any one. So a connection begins with a *hello* of 96
-bytes in the clear, which names the recipient and proves the job's key. A process passes a connection for another
-recipient on. A rank's endpoint (`comm/wan/shared_port.hpp`) is named by attempt and rank, all others by a `Service`.
-See docs/decisions/one-port.md.
+All of them listen there, and the kernel gives a connection to any of them. So a connection begins with an unencrypted
+*hello* of 96 bytes, which names the recipient and proves the job's key. A process passes a connection for another
+recipient to that process. A rank's endpoint (`comm/wan/shared_port.hpp`) is named by attempt and rank, all others by a
+`Service`. See docs/decisions/one-port.md.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Service(IntEnum):
 
 
 class HandedOn(ConnectionError):
-    """A connection was for another process, which has it now."""
+    """A connection was for another process, and has been passed to it."""
 
 
 def port_hello(key: WanKey, service: Service) -> bytes:
-    """Return the first bytes of a connection to ``service``; they are valid for one connection."""
+    """Return the first bytes of a connection to ``service``. They are valid once."""
     signed = _SIGNED.pack(_MAGIC, _NO_ATTEMPT, service, 0, secrets.token_bytes(32))
     return signed + _proof(key, signed)
 
 
 class HostPort:
-    """A service's share of its host's port: connections from the kernel, and those that other processes pass on.
+    """A service's share of its host's port: gets connections from the kernel and from other processes there.
 
     Its sockets are closed in a forked child.
 
@@ -66,7 +66,7 @@ class HostPort:
         """Listen on a port that other processes of this user may share; port 0 takes a free one.
 
         Raises:
-            OSError: the address cannot be bound, or another process is this service there.
+            OSError: the address cannot be bound, or another process already provides this service there.
         """
         self._service, self._key = service, key
         self._heard: set[bytes] = set()  # random bytes of hellos; only holders of the key can add to it
@@ -85,7 +85,7 @@ class HostPort:
             undo.pop_all()
 
     async def answer(self, connection: socket.socket) -> None:
-        """Read the hello of a connection from `listener`, and pass it on if the recipient is another process.
+        """Read the hello of a connection from `listener`, and pass it on if it is for another process.
 
         The caller still closes ``connection``. A peer with another key proceeds to the handshake, so that both sides
         can report it, unless many such peers came just now: the buffers of a handshake take 256 KiB.
@@ -94,8 +94,8 @@ class HostPort:
             connection: a non-blocking socket; nothing beyond the hello is read.
 
         Raises:
-            HandedOn: another process has the connection now.
-            ConnectionError: it sent no valid hello, or no such recipient is on this host.
+            HandedOn: the connection was passed to another process.
+            ConnectionError: the peer sent no valid hello, or its recipient is not on this host.
         """
         heard = b""
         while len(heard) < HELLO_BYTES:
@@ -116,11 +116,11 @@ class HostPort:
         name = _service_name(self.address[1], whom) if attempt == _NO_ATTEMPT else f"weft-wan-{whom}-{attempt.hex()}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))
-            sender.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL, "\0" + name)  # ConnectionRefusedError: not here
+            sender.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL, "\0" + name)  # ConnectionRefusedError: none here
         raise HandedOn(name)
 
     def _admit_other_key(self) -> None:
-        """Count a peer with another key.
+        """Count a peer that has another key.
 
         Raises:
             ConnectionError: `_MOST_OTHER_KEYS` such peers came within the time limit of a handshake.
@@ -131,12 +131,12 @@ class HostPort:
         self._other_keys.append(now)
 
     def take_handed(self, loop: asyncio.AbstractEventLoop, welcome: Callable[[socket.socket], object]) -> None:
-        """Call ``welcome`` on ``loop`` with each connection that another process passes on; call this on that loop."""
+        """Call ``welcome`` with each connection that another process passes on. Call this on the running ``loop``."""
         self._loop = loop
         loop.add_reader(self._mailbox, self._take_all, welcome)
 
     def close(self) -> None:
-        """Leave the port; called on the loop of `take_handed`, when nothing accepts from `listener` any more."""
+        """Leave the port. Call this on the loop of `take_handed`, after the last accept from `listener`."""
         if self._loop is not None:
             self._loop.remove_reader(self._mailbox)
         self._mailbox.close()
@@ -147,7 +147,7 @@ class HostPort:
         while True:
             try:
                 _, parts, _, _ = self._mailbox.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
-            except OSError:  # no more
+            except OSError:  # no more messages
                 return
             connections, user = [], -1
             for _, kind, data in parts:
@@ -164,7 +164,7 @@ class HostPort:
 
 
 def claim(port: int, service: Service | str) -> socket.socket:
-    """Reserve ``service`` at ``port`` on this host for this process, until the result is closed.
+    """Reserve ``service`` at ``port`` on this host for this process, until the returned socket is closed.
 
     Retries for `_WAIT_S`, because a process that is about to end may still have the reservation.
 
@@ -203,7 +203,7 @@ _KEPT: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _kept_from_children(made: socket.socket) -> socket.socket:
-    """Close ``made`` in forked children; otherwise a child would block the port after its parent has ended."""
+    """Return ``made``, to be closed in forked children, which could otherwise block the port after this process."""
     _KEPT.add(made)
     return made
 

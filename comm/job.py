@@ -1,4 +1,4 @@
-"""The job of the default process group: its ranks are at one site, at several, or emulated but for this one."""
+"""The job of the default process group: ranks at one site, at several sites, or emulated except for this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Asked(Enum):
-    """Kinds of small values that ranks exchange, for emulated ranks whose values differ."""
+    """Kinds of small values that ranks exchange. Emulated ranks answer some kinds with values of their own."""
 
     value = "value"
     """Other values: every rank has the same as this one."""
@@ -27,7 +27,7 @@ class Asked(Enum):
 
 
 class Job:
-    """A job of real ranks at one site. Subclasses are the default group's ``job``.
+    """A job of real ranks at one site. The default group's ``job`` may be a subclass.
 
     Attributes:
         is_real: False if all other ranks are emulated, so that nothing is measured.
@@ -43,27 +43,27 @@ class Job:
         """Create a process group, for `torch.distributed.Backend.register_backend`.
 
         Args:
-            inside: creates a group of a site's ranks, of a store, a position, a size and ``options``.
+            inside: creates a group inside a site from a store, this rank's position, the size and ``options``.
         """
         return inside(options.store, options.group_rank, options.group_size, options)
 
     def by_site(self, ranks: Iterable[int]) -> list[list[int]]:
-        """The given global ranks of each site, ascending."""
+        """Return the given global ranks of each site, ascending."""
         return [sorted(ranks)]
 
     def close(self, *, linger_s: float = 5.0) -> None:
-        """Send queued data to other sites, for at most ``linger_s``; their groups are unusable afterwards."""
+        """Send queued data to other sites, for at most ``linger_s``. Groups across sites are unusable afterwards."""
 
     # -- small values --------------------------------------------------------------------------------
 
     def gather(
         self, exchange: Callable[[], list[Any]], value: Any, group: dist.ProcessGroup, asked: Asked
     ) -> list[Any]:
-        """Return the values of all members of ``group``; this rank's is ``value``, and real ranks ``exchange`` them."""
+        """Return the values of all members of ``group``. This rank's is ``value``. Real ranks call ``exchange``."""
         return exchange()
 
     def broadcast(self, exchange: Callable[[], Any], value: Any, src: int, kinds: Sequence[type]) -> Any:
-        """Return the value of rank ``src``, which is ``value`` if this rank `computes` it."""
+        """Return rank ``src``'s value, which is ``value`` if this rank `computes` it. Real ranks call ``exchange``."""
         return exchange()
 
     def computes(self, src: int) -> bool:
@@ -73,11 +73,11 @@ class Job:
     # -- channels ------------------------------------------------------------------------------------
 
     def channels(self, connect: Callable[[], dict[Hop, Any]], hops: Collection[Hop]) -> dict[Hop, Any]:
-        """Return this rank's ends of ``hops``, to which real ranks ``connect``."""
+        """Return this rank's ends of ``hops``. Real ranks call ``connect``."""
         return connect()
 
     def network(self, connect: Callable[[], SiteNetwork], hops: Collection[Hop]) -> SiteNetwork:
-        """Return the links between sites, of ``hops``, to which real ranks ``connect``."""
+        """Return the links between sites for ``hops``. Real ranks call ``connect``."""
         return connect()
 
 
@@ -85,6 +85,6 @@ _AT_ONE_SITE = Job()
 
 
 def current_job() -> Job:
-    """The job of this process's default group."""
+    """Return the job of this process's default group."""
     group = dist.group.WORLD if dist.is_initialized() else None
     return getattr(group, "job", _AT_ONE_SITE)

@@ -13,7 +13,7 @@ _REMEDY = 'make one with: python3 -c "import secrets; print(secrets.token_hex(32
 
 @dataclass(frozen=True)
 class WanKey:
-    """A shared secret. Peers prove that they have it; it is never sent."""
+    """A shared secret. Peers prove that they have it without sending it."""
 
     secret: bytes = field(repr=False)
 
@@ -26,15 +26,15 @@ class WanKey:
 
     @classmethod
     def from_environment(cls) -> WanKey:
-        """The key in ``WEFT_KEY``, the same on every rank.
+        """Read the key from ``WEFT_KEY``, which is the same on every rank.
 
         Raises:
-            ValueError: it is not set, or too short.
+            ValueError: the variable is not set, or the key is too short.
         """
         if VARIABLE not in os.environ:
             raise ValueError(f"{VARIABLE} is not set: ranks on several hosts authenticate each other by it; {_REMEDY}")
         return cls(os.environ[VARIABLE].encode())
 
     def derived(self, purpose: str) -> bytes:
-        """A 32-byte key for one purpose, which reveals neither this key nor other derived ones."""
+        """Return a 32-byte key for one purpose. It reveals neither this key nor other derived keys."""
         return hmac.digest(self.secret, f"weft wan {purpose}".encode(), "sha256")

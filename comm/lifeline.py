@@ -1,9 +1,9 @@
-"""A job's lifeline: a rank that dies is noticed by its neighbours in a ring, and all others are notified.
+"""A job's lifeline: neighbours in a ring detect a rank that dies, and notify all others.
 
-Where devices exchange data, nothing else notices: a kernel of NCCL waits for a rank that has died until its
-communicator is aborted, and the host behind it waits for the kernel. Over gloo a connection ends with its
-process. So each rank keeps a receive posted from the rank before it and the one after it. If one fails, this
-rank says so the other way round, and aborts its own communicators, which frees its device.
+An NCCL kernel waits for a dead rank until its communicator is aborted, and the host waits for the kernel. A gloo
+connection, however, breaks when its process ends. So each rank keeps a gloo receive posted from the previous and the
+next rank of a ring. If a receive fails, the rank notifies its other neighbour and aborts its own NCCL communicators,
+which frees its device.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FAREWELL = timedelta(seconds=5)
 
 
 class Lifeline:
-    """Tells this rank which other rank has died, and frees its device; see the module."""
+    """Detects that another rank has died, reports which one, and frees this rank's device. See the module."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Post the receives, on threads of their own. A collective call over the world.
 
         Args:
             group: a group of the whole world, in host memory.
-            device: this rank's.
+            device: this rank's device.
         """
         self._group, self._device = group, device
         self._me, size = dist.get_rank(), dist.get_world_size()
@@ -56,12 +56,12 @@ class Lifeline:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark the block as exchanging data with other ranks; an error caused by a rank's death names that rank.
+        """Mark the block as communication with other ranks. Errors in it that follow a rank's death name that rank.
 
         Raises:
             ChannelError: a rank is lost.
         """
-        self._steps += 1  # before the check: a loss that comes after it has to find this rank busy
+        self._steps += 1  # before the check, so that a later loss finds this rank busy
         try:
             self.check()
             yield
@@ -76,7 +76,7 @@ class Lifeline:
         self.check()
 
     def check(self) -> None:
-        """Raise a lost rank's error.
+        """Raise an error if a rank is lost.
 
         Raises:
             ChannelError: a rank is lost.
@@ -85,10 +85,10 @@ class Lifeline:
             raise self._error()
 
     def close(self, *, leaving: bool = False) -> None:
-        """Tell the neighbours that this end closes in order, which ends their threads as it ends ours.
+        """Notify the neighbours that this rank closes in order. This ends their threads, and theirs end this rank's.
 
         Args:
-            leaving: they may have ended, so that messages to them may never arrive.
+            leaving: True if neighbours may have ended already. Then do not wait for the messages to arrive.
         """
         with self._changing:
             if self._closed:
@@ -141,7 +141,7 @@ class Lifeline:
         return ChannelError(f"rank {self._lost} has ended or cannot be reached")
 
     def _grant_grace(self, error: Exception) -> None:
-        """An error that a lost rank has caused may come before the news; ours are never such."""
+        """Wait up to `GRACE_S` for the report of a lost rank, because ``error`` may be its consequence."""
         if not isinstance(error, RuntimeError):
             return
         limit = monotonic() + GRACE_S
@@ -150,15 +150,15 @@ class Lifeline:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind all that a GPU was given, or None for a CPU, which has done it."""
+    """Return an event after all work queued on a GPU, or None for a CPU, whose work is complete."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def abort_devices_groups() -> None:
-    """Abort the waits of this rank's device, from any thread; its later results are garbage."""
+    """Abort the NCCL communicators of this process, from any thread. Results on the device are invalid afterwards."""
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if not on_host(group)]  # torch 2.11 to 2.13
     nccl = next(filter(None, map(_nccl, groups)), None)
-    if nccl is not None:  # otherwise one abort may wait for another
+    if nccl is not None:  # grouped, because otherwise one abort may wait for another
         nccl._group_start()
     for group in groups:
         group.abort()

@@ -17,7 +17,7 @@ Hop = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sites:
-    """The sites of a job over several, which the default process group is made of.
+    """The sites of a job over several sites. An option of the default process group.
 
     Attributes:
         of_ranks: the site of each global rank.
@@ -35,8 +35,8 @@ class Cell:
     """The ranks of a DP-cell at one crossing of the WAN.
 
     Attributes:
-        near: the rank of each pipeline at one side, by LocalDPRank.
-        far: the same at the other side.
+        near: the ranks at one side, one per pipeline, by LocalDPRank.
+        far: the ranks at the other side, likewise.
         number: distinguishes cells that share ranks.
     """
 
@@ -57,19 +57,22 @@ class Cell:
             raise ValueError(f"number={self.number} of a DP-cell: take 0 to 299")
 
     def links(self, rank: int) -> list[int]:
-        """The peers that ``rank`` needs links to: its counterpart, and the cell's other ranks at its site."""
+        """Return the peers that ``rank`` needs links to: its counterpart, and the cell's other ranks at its site."""
         mine, other, local = self.sides(rank)
         return [other[local], *(peer for peer in mine if peer != rank)]
 
     def sides(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """The ranks of its side and of the other side, and its LocalDPRank."""
+        """Return the ranks of the side of ``rank``, those of the other side, and its LocalDPRank.
+
+        Raises ValueError if the rank is not in the cell.
+        """
         for mine, other in ((self.near, self.far), (self.far, self.near)):
             if rank in mine:
                 return mine, other, mine.index(rank)
         raise ValueError(f"rank {rank} is not in the DP-cell {self.near} - {self.far}")
 
     def lane(self, hop: int, local: int) -> int:
-        """Number of the lane of a relayed slice, on one of its three hops."""
+        """Return the number of the lane for a relayed slice on one of its three hops."""
         return 1 + (3 * self.number + hop) * _MAX_PIPELINES + local
 
 
@@ -80,8 +83,8 @@ class LinkProfile:
     Attributes:
         rtt_s: minimum round-trip time.
         rates_bps: pairs of (number of connections, their total payload bits per second).
-        opposed_bps: rate while the other direction was saturated too, so that acknowledgements shared
-            the line with payload, or 0 if only one direction was measured.
+        opposed_bps: payload rate while the other direction was saturated too, so that acknowledgements shared the link
+            with payload; 0 if only one direction was measured.
     """
 
     rtt_s: float
@@ -115,7 +118,7 @@ class LinkProfile:
 
 
 def fewest(rates_bps: Mapping[int, float]) -> int:
-    """The smallest number of connections whose rate no larger number exceeds by more than `TOLERANCE`."""
+    """Return the smallest number of connections whose rate no larger number exceeds by more than `TOLERANCE`."""
     return min(
         count
         for count, rate in rates_bps.items()
@@ -155,7 +158,7 @@ class SiteEndpoint(Protocol):
         ...
 
     def counters(self, peer: int) -> LinkCounters:
-        """Counters of the link to ``peer``."""
+        """Return the counters of the link to ``peer``."""
         ...
 
 

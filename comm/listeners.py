@@ -1,4 +1,4 @@
-"""Connections to listeners of gloo and NCCL: from this user's processes, and from none once a group stands."""
+"""Access to listeners of gloo and NCCL: only this user's processes connect, and none after a group is created."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _warn(reason: str) -> None:
 
 @contextmanager
 def sealed_afterwards() -> Iterator[None]:
-    """Drop new connections to the listening sockets that the block opens, once it has ended.
+    """After the block, drop new connections to the listening sockets that it opened.
 
     gloo connects all members of a group when the group is created, accepts any peer that sends the right number, and
     listens as long as the group exists. Nothing else in this process may begin to listen during the block.
@@ -73,7 +73,7 @@ def _seal(listener: socket.socket) -> None:
 
 
 def _sockets() -> dict[int, str]:
-    """The sockets of this process: the descriptor, and the kernel's name of the socket behind it."""
+    """Return this process's sockets: the kernel's name of the socket by descriptor."""
     found: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A proxy between this process's store client and the job's store, which the network and other users cannot reach."""
+"""A proxy from this process's store client to the job's store. Other users and the network cannot reach either port."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ Authentication = Callable[[socket.socket, type[Connection]], Awaitable[Connectio
 class ProcessLocalPort:
     """A loopback port for torch's store that only this process can reach.
 
-    The store has no authentication, and a loopback address is open to all users of the host. So a
-    packet filter on the listening socket drops what does not come from connections of this process.
+    The store has no authentication, and a loopback address is open to all users of the host. So a packet filter on the
+    listening socket drops packets that do not come from connections of this process.
     """
 
     PROXY_HOST: ClassVar[str] = "127.0.0.2"
@@ -74,7 +74,7 @@ class ProcessLocalPort:
         return await open_connection(await connected(connection, (self._HOST, self.port)), protocol)
 
     def _filter(self) -> None:
-        """Accept packets from 127.0.0.1 and the ports of connections made here only, by classic BPF."""
+        """Accept only packets from 127.0.0.1 and the ports of connections made here, by classic BPF."""
         ports = [connection.getsockname()[1] for connection in self._connections if connection.fileno() >= 0]
         accept = len(ports) + 3
         program = [(0x20, 0, 0, 0xFFF0000C), (0x15, 0, len(ports) + 1, 0x7F000001), (0x28, 0, 0, 0)]  # address, port
@@ -95,7 +95,7 @@ class LoopbackProxy:
     """
 
     def __init__(self, connect: Opening, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen; ``connect`` opens a connection upstream."""
+        """Listen. Each accepted connection is forwarded to one that ``connect`` opens."""
         self._connect = connect
         self._own = listen(socket.AF_INET, (host, port))
         self.port: int = self._own.getsockname()[1]
@@ -108,11 +108,11 @@ class LoopbackProxy:
         threading.Thread(target=self._run, name="weft-rendezvous", daemon=True).start()
 
     def also_accept(self, address: AuthenticatedSocket) -> None:
-        """Forward the connections that ``address`` accepts and authenticates as well."""
+        """Also forward the connections that ``address`` accepts and authenticates."""
         self._loop.call_soon_threadsafe(self._accept_for, address)
 
     def leave_port(self) -> None:
-        """Stop accepting at the host's port; the other listener there passes connections for the store on."""
+        """Stop accepting at the host's port. Another process listens there and passes on connections for the store."""
         self._loop.call_soon_threadsafe(self._leave_port)
 
     def _leave_port(self) -> None:
@@ -122,10 +122,10 @@ class LoopbackProxy:
         self._accepting.cancel()
 
     def preconnect(self, timeout_s: float) -> None:
-        """Connect upstream once, for the first client, so that a failure is raised here.
+        """Open the first client's upstream connection now, so that a failure is raised here.
 
         Raises:
-            ValueError: what listens there is not a process of this job.
+            ValueError: the process that listens there does not belong to this job.
             ConnectionError: nothing listened in time.
         """
 
@@ -183,12 +183,12 @@ class LoopbackProxy:
             while True:
                 try:
                     client, _ = await self._loop.sock_accept(listener)
-                except OSError as error:  # too many open files, or closed before it was accepted
+                except OSError as error:  # too many open files, or the client closed before it was accepted
                     log.warning("rendezvous: cannot accept a connection: %s", error)
                     await asyncio.sleep(_RETRY_S)
                     continue
                 self._start(self._serve(client, authenticate, own=listener is self._own))
-                await asyncio.sleep(0)  # a crowd is looked at one by one, and not accepted as a whole first
+                await asyncio.sleep(0)  # handle each connection before accepting the next, even when many are waiting
 
     async def _serve(self, client: socket.socket, authenticate: Authentication, *, own: bool) -> None:
         client.setblocking(False)
@@ -222,13 +222,16 @@ class LoopbackProxy:
                 self._loop.stop()  # this process has closed its store
 
     async def _forward(self, client: Connection, upstream: Connection) -> None:
-        """Both ways, until either end closes."""
+        """Forward data in both directions until either end closes."""
         client.forward_to(upstream)
         upstream.forward_to(client)
         await asyncio.wait((client.lost, upstream.lost), return_when=asyncio.FIRST_COMPLETED)
 
     async def _check_own_process(self, client: socket.socket, protocol: Callable[[], P]) -> P:
-        """Accept connections of this process only: the other end is among its open files."""
+        """Accept the connection if its other end is an open file of this process.
+
+        Raises AuthenticationError if the other end belongs to another process.
+        """
         there, here = client.getpeername(), client.getsockname()
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
@@ -238,7 +241,7 @@ class LoopbackProxy:
 
 
 def _ends(file: int) -> list[tuple[str, int]]:
-    """The two addresses of a TCP connection, else none; torch connects through an IPv6 socket, even to 127.0.0.1."""
+    """Return a TCP socket's own and peer address, IPv4 unmapped from IPv6; or an empty list for other sockets."""
     with socket.socket(fileno=os.dup(file)) as end:
         if end.family not in (socket.AF_INET, socket.AF_INET6):
             return []

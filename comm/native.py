@@ -17,7 +17,7 @@ from weft.conf.host.owners import is_trusted, own_folder
 class Kind(Enum):
     """The kind of binary to build; the value is the compiler's flags."""
 
-    program = ("-pthread",)  # not (), of which enums of Python 3.11.0 to 3.11.3 make something else
+    program = ("-pthread",)  # not (), which enums of Python 3.11.0 to 3.11.3 misinterpret
     library = ("-pthread", "-shared", "-fPIC")
 
 
@@ -28,7 +28,7 @@ def cache_folder() -> Path:
 
 
 def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> Path:
-    """Compile ``sources[0]``, unless the cache has it.
+    """Compile ``sources[0]``, unless the cache has the result.
 
     Safe to call from several processes at once: each compiles into a temporary file, and the
     last rename wins.
@@ -38,8 +38,8 @@ def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> 
         flags: additional compiler arguments.
 
     Returns:
-        Path of the program or library, named by a hash of sources and flags. One in the cache that another user could
-        have written is compiled again.
+        Path of the program or library, named by a hash of sources and flags. A cached file that another user could have
+        written is compiled again.
 
     Raises:
         ValueError: there is no compiler, compilation fails, or another user can write to the cache.

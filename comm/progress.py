@@ -13,14 +13,14 @@ import torch
 
 
 class Progress:
-    """Runs one function after the other on a thread of its own; after an error it runs no other.
+    """A thread that runs submitted functions in order. After an error it runs no further function.
 
     Attributes:
-        error: the first error, or None without one.
+        error: the first error, or None.
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread, which never holds the process up."""
+        """Start the thread, as a daemon, so that it never delays the end of the process."""
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future | None]] = SimpleQueue()
         self._pending: set[Future] = set()
         self._name = name
@@ -29,7 +29,7 @@ class Progress:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future:
-        """Run ``function`` after the previous ones; it fails if the thread has ended before."""
+        """Run ``function`` after the previous ones. Its future fails if one of those failed, or after `close`."""
         future: Future = Future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
@@ -39,7 +39,7 @@ class Progress:
         return future
 
     def fail(self, error: Exception) -> None:
-        """Fail all calls that have not ended, from any thread; the result of a running one is discarded."""
+        """Fail all submitted calls that have not completed. The result of the running one is discarded. Thread-safe."""
         self.error = self.error or error
         self._fail_pending(self.error)
 
@@ -60,7 +60,7 @@ class Progress:
             except Exception as error:
                 self.fail(error)
             else:
-                with suppress(InvalidStateError):  # it has failed meanwhile
+                with suppress(InvalidStateError):  # `fail` has failed it meanwhile
                     future.set_result(result)
                 del result
             del function, future
@@ -79,5 +79,5 @@ def _nothing() -> None:
 
 
 def _fail(future: Future, error: Exception) -> None:
-    with suppress(InvalidStateError):  # it has ended
+    with suppress(InvalidStateError):  # it has completed
         future.set_exception(error)

@@ -18,21 +18,21 @@ class PythonGroup(dist.ProcessGroup):
     """Name of the backend of `torch.distributed`."""
 
     def __init__(self, ranks: Sequence[int], position: int) -> None:
-        """``ranks`` are the members' global ranks; ``position`` is this rank's index among them."""
+        """Create the group of the global ``ranks``. ``position`` is this rank's index among them."""
         super().__init__(position, len(ranks))
         self.ranks, self._position = tuple(ranks), position
         self._name = self._description = ""
 
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This rank's index among the members."""
+        """Return this rank's index among the members."""
         return self._position
 
     def getBackendName(self) -> str:
-        """Name of the backend."""
+        """Return the name of the backend."""
         return self.BACKEND
 
     def _set_group_name(self, name: str) -> None:
@@ -58,18 +58,18 @@ class PythonGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
-        """Torch 2.11's name."""
+        """See `ProcessGroup.all_gather_single`. Torch 2.11's name."""
         return self.all_gather_single(output, source, opts)
 
     def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:
-        """Torch 2.11's name."""
+        """See `ProcessGroup.reduce_scatter_single`. Torch 2.11's name."""
         return self.reduce_scatter_single(output, source, opts)
 
     def alltoall_base(self, output: Tensor, source: Tensor, *splits_and_opts: Any) -> dist.Work:
-        """Torch 2.11's name."""
+        """See `ProcessGroup.all_to_all_single`. Torch 2.11's name."""
         return self.all_to_all_single(output, source, *splits_and_opts)
 
 
 def reduction(opts: Any) -> Any:
-    """Return the reduction in an operation's options; a sum without options."""
+    """Return the reduction in an operation's options, or a sum if ``opts`` is None."""
     return _SUM if opts is None else opts.reduceOp

@@ -1,9 +1,9 @@
 """The rendezvous handler ``weft://``: torch's store, reachable by authenticated ranks of this job only.
 
 torch's own store listens on every address of its host without authentication. Here it accepts
-connections of its own process only. The other ranks connect through an authenticated socket: a Unix
-socket if all of them are on one host, whose kernel reports the peer's user; a TCP port on one address
-otherwise, with TLS whose certificates are derived from ``WEFT_KEY``. See docs/decisions/rendezvous.md.
+connections of its own process only. The other ranks connect through an authenticated socket. If all ranks are on one
+host, it is a Unix socket, and the kernel reports the peer's user. Otherwise it is a TCP port on one address, with TLS
+certificates derived from ``WEFT_KEY``. See docs/decisions/rendezvous.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Meeting:
-    """Rank 0's part of the rendezvous, if its store is behind the shared port of all hosts."""
+    """Rank 0's listener and proxy for the rendezvous, if its store is behind the port that all hosts use."""
 
     address: tuple[str, int] = ("", 0)
     proxy: LoopbackProxy | None = None
@@ -59,10 +59,10 @@ def made_here() -> bool:
 
 
 def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """The rendezvous handler: the store, this rank and the number of ranks.
+    """Yield the store, this rank and the number of ranks: torch's rendezvous handler.
 
     Raises:
-        ValueError: no key where one is needed, or the address cannot be bound.
+        ValueError: several hosts without ``WEFT_KEY``, or the address cannot be bound.
         dist.DistNetworkError: the other ranks did not connect in time.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -71,7 +71,7 @@ def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> I
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store of the job that the launcher's environment describes. A collective call. Errors: see `_meet`."""
+    """Connect to the store of the job in the launcher's environment. A collective call. For errors see `_meet`."""
     address = job_socket(rank, timeout)
     refuse_other_users(one_host=on_one_host())
     _choose_interface(address)
@@ -97,7 +97,9 @@ def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def hosts_port() -> int:
-    """Return, on rank 0, the port of the rendezvous if all hosts share its number; otherwise 0.
+    """Return, on rank 0, the rendezvous' port number if all hosts use the same number, otherwise 0.
+
+    Under torchrun the rendezvous has a free port of rank 0's host. On one host, or on loopback, it has no such port.
 
     Under torchrun the rendezvous has a free port of rank 0's host; on one host, and on loopback, it has none.
     """
@@ -105,7 +107,7 @@ def hosts_port() -> int:
 
 
 def hand_over(address: tuple[str, int]) -> None:
-    """Leave ``address`` to rank 0's endpoint, if the rendezvous listens there.
+    """If the rendezvous listens at ``address``, stop listening and leave it to rank 0's endpoint.
 
     The endpoint accepts without Python's interpreter lock, and passes connections for the rendezvous on.
     """
@@ -114,16 +116,16 @@ def hand_over(address: tuple[str, int]) -> None:
 
 
 def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:
-    """Create the authenticated socket of the job in the environment; rank 0 listens when this returns."""
+    """Create the authenticated socket of the job in the launcher's environment; on rank 0 it listens."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if on_one_host():
-        # A process that an earlier attempt has left behind, stopped for example, cannot hold this one's name, nor
-        # can another supervised run, which may have been started with the same port.
+        # The name contains run and attempt. So neither a stopped process of an earlier attempt nor another supervised
+        # run with the same port can hold it.
         run, attempt = os.environ.get(RUN, f"{master}-{port}"), os.environ.get("WEFT_ATTEMPT", "0")
         return AuthenticatedUnixSocket(f"weft-{os.getuid()}-ranks-{run}-{attempt}", listens=rank == 0)
     if not under_torchrun():
         return AuthenticatedTcpSocket((own_address(), port) if rank == 0 else (master, port), listens=rank == 0)
-    # torchrun's agent has its store at that port. It only publishes the address of our socket: an unauthenticated peer
+    # torchrun's agent has its store at that port. It only publishes the address of our socket. An unauthenticated peer
     # that answers in its place cannot prove the key.
     agent = dist.TCPStore(master, port, is_master=False, timeout=timeout)
     key = f"{_ADDRESS_KEY}/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
@@ -147,7 +149,7 @@ def on_one_host() -> bool:
 
 
 def own_address() -> str:
-    """The address of this host on its route to rank 0.
+    """Return the address of this host on its route to rank 0.
 
     Raises:
         ValueError: MASTER_ADDR cannot be resolved.

@@ -3,8 +3,8 @@
 An NCCL receive is a kernel that spins until the data comes. Launched ahead of time it would
 occupy the device through every bubble, and every device synchronisation would wait for it. Here,
 once the sender's device has reached a send, a 24-byte RTS goes to the receiver over gloo, and
-only then does the receiver launch its kernel, on a separate stream. Its partner is running by
-then, whatever the launch order on other communicators (see docs/decisions/receives.md).
+only then does the receiver launch its kernel, on a separate stream. The send kernel is running by then, whatever the
+launch order on other communicators (see docs/decisions/receives.md).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RtsSend:
 
 @dataclass(kw_only=True, eq=False)
 class _RtsEnd:
-    """An end of a direction; both ends use the same groups, which are connected already.
+    """One end of one direction. Both ends use the same groups, whose connections exist already.
 
     Attributes:
         peer: global rank of the other end.
@@ -72,11 +72,11 @@ class _RtsEnd:
         self._rts_thread = Progress(f"weft rts with {self.peer}")
 
     def interrupt(self, error: Exception) -> None:
-        """Make calls fail, and waits for what is not launched yet; callable from any thread."""
+        """Fail later calls, and the waits for operations that are not launched yet. Callable from any thread."""
         self._rts_thread.fail(error)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread after the submitted operations."""
         self._rts_thread.close()
 
 
@@ -85,13 +85,13 @@ class RtsSender(_RtsEnd):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._sent: deque[tuple[dist.Work | None, dist.Work]] = deque()  # RTS messages, with what they announce
+        self._sent: deque[tuple[dist.Work | None, dist.Work]] = deque()  # RTS messages, each with its send
 
     def send(self, tag: str, tensor: Tensor) -> RtsSend:
         """Launch the send of ``tensor``, which must not be changed until the handle is waited for.
 
         Raises:
-            ChannelError: the peer has exited, or another rank.
+            ChannelError: the peer or another rank has exited.
         """
         if (error := self._rts_thread.error) is not None:
             raise ChannelError(f"link rank {dist.get_rank()} -> rank {self.peer}: {error}") from error
@@ -118,9 +118,9 @@ class RtsSender(_RtsEnd):
         self._farewell = self._tell(_LEAVES)
 
     def _tell(self, rts: Tensor) -> dist.Work | None:
-        """Send an RTS without waiting: gloo sends it when the receiver has reached it, which may never happen.
+        """Start sending an RTS. gloo sends it when the receiver posts its receive, which may never happen.
 
-        The caller must keep a reference to the result until then.
+        The caller must keep a reference to the returned work until then.
         """
         return dist.isend(rts, self.peer, group=self.rts_group)
 
@@ -155,7 +155,7 @@ class RtsReceiver(_RtsEnd):
             return dist.irecv(buffer, self.peer, group=self.group), buffer
 
     def _on_receive_stream(self) -> AbstractContextManager[object]:
-        """Return a context in which the stream of receives is current, which does not wait for compute."""
+        """Return a context in which the stream for receives is current. That stream does not wait for compute."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
@@ -189,7 +189,7 @@ class RtsReceive:
 
 
 def _reached(device: torch.device) -> Callable[[], None]:
-    """Return a callable that blocks until the device has executed what is queued on the current stream so far."""
+    """Return a callable that blocks until the device has executed all work queued on the current stream so far."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event(blocking=True)

@@ -51,7 +51,7 @@ def share(hops: Collection[Hop], *, timeout_s: float) -> tuple[dict[Hop, SharedS
         all ranks, which leave their host.
     """
     me = dist.get_rank()
-    name = f"\0weft-{os.getpid()}-{secrets.token_hex(16)}"  # in the abstract namespace: leaves no file
+    name = f"\0weft-{os.getpid()}-{secrets.token_hex(16)}"  # in the abstract namespace, which leaves no file
     channels: dict[Hop, SharedSender | SharedReceiver] = {}
     with _socket(timeout_s) as listener:
         listener.bind(name)
@@ -72,7 +72,7 @@ def share(hops: Collection[Hop], *, timeout_s: float) -> tuple[dict[Hop, SharedS
 
 
 def _socket(timeout_s: float, file: int | None = None) -> socket.socket:
-    """A socket whose blocking calls time out after ``timeout_s``."""
+    """Create a socket, or wrap descriptor ``file``. Blocking calls time out after ``timeout_s``."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=file)
     made.setblocking(True)  # with kernel time-outs, which leave MSG_DONTWAIT usable
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
@@ -95,7 +95,7 @@ class SharedSender:
     """The sending end. See `weft.comm.channel.Sender`."""
 
     def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
-        """``control`` is connected to the receiver's socket."""
+        """Create the end. ``control`` is connected to the receiver's socket."""
         self._control, self._timeout_s = control, timeout_s
         self._link = f"rank {hop[0]} -> rank {hop[1]}"
         self._slots: list[mmap.mmap] = []
@@ -118,7 +118,7 @@ class SharedSender:
         return SharedSend(tensor, self._last)
 
     def interrupt(self) -> None:
-        """Fail the waits of both ends, from any thread."""
+        """Make the waits of both ends fail. Callable from any thread."""
         _interrupt(self._control)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class SharedSender:
                 os.close(file)
 
     def _take(self, num_bytes: int) -> tuple[int, list[int]]:
-        """A slot of at least ``num_bytes``, and its file if the slot is new."""
+        """Return a slot of at least ``num_bytes``, and its file descriptor in a list if the slot is new."""
         with suppress(BlockingIOError, ConnectionError):
             while message := self._control.recv(_NUMBER.size, socket.MSG_DONTWAIT):
                 self._free += _NUMBER.unpack(message)
@@ -158,7 +158,7 @@ class SharedSender:
 
 @dataclass(frozen=True)
 class SharedSend:
-    """A tensor that is or will be in shared memory. See `weft.comm.channel.SendHandle`."""
+    """A tensor that is, or will be, in shared memory. See `weft.comm.channel.SendHandle`."""
 
     tensor: Tensor
     written: Future[None] | None
@@ -178,7 +178,7 @@ class SharedReceiver:
     """The receiving end. See `weft.comm.channel.Receiver`."""
 
     def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
-        """``control`` is connected to the sender's socket."""
+        """Create the end. ``control`` is connected to the sender's socket."""
         self._control, self._timeout_s = control, timeout_s
         self._link = f"rank {hop[0]} -> rank {hop[1]}"
         self._slots: list[mmap.mmap] = []
@@ -192,7 +192,7 @@ class SharedReceiver:
         return handle
 
     def interrupt(self) -> None:
-        """Fail the waits of both ends, from any thread."""
+        """Make the waits of both ends fail. Callable from any thread."""
         _interrupt(self._control)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class SharedReceiver:
         self._control.close()
 
     def read_until(self, handle: SharedReceive) -> None:
-        """Read announcements until that of ``handle`` has arrived."""
+        """Read announcements until the one for ``handle`` has arrived."""
         while handle.tensor is None:
             try:
                 message, files, _, _ = socket.recv_fds(self._control, _MAX_HEADER_BYTES, 1)
@@ -223,7 +223,7 @@ class SharedReceiver:
             first.tensor = self._tensor(slot, first.spec)
 
     def _tensor(self, slot: int, spec: TensorSpec) -> Tensor:
-        """A tensor over a slot's memory; the slot is released when the tensor is garbage collected."""
+        """Return a tensor over a slot's memory. The slot is released when the tensor is garbage collected."""
         if slot < 0:
             return torch.empty(spec.shape, dtype=spec.dtype)
         view = memoryview(self._slots[slot])
@@ -264,7 +264,7 @@ class SharedReceive:
 
 
 def _interrupt(control: socket.socket) -> None:
-    with suppress(OSError):  # it is closed, or its other end is
+    with suppress(OSError):  # this end or the other is closed
         control.shutdown(socket.SHUT_RDWR)
 
 

@@ -15,11 +15,11 @@ class ReplicaSum:
     """Numbers that are being summed. See `weft.comm.channel.Handle`."""
 
     def __init__(self, number: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Start the sum.
+        """Start the sum of ``number`` over the replicas.
 
         Args:
             number: a scalar or a vector, which is overwritten by the sum.
-            group: the replicas. None is a single one.
+            group: the process group of the replicas, or None for a single replica.
         """
         self._number = number
         self._work = None if group is None else dist.all_reduce(number, group=group, async_op=True)
@@ -32,15 +32,15 @@ class ReplicaSum:
 
 
 def sum_now(number: Tensor, *, replicas: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None) -> Tensor:
-    """Return the sum over all ranks, the same on every rank. Blocks.
+    """Return the sum over all ranks, the same on every rank. Blocks until it is complete.
 
     Replicas add their numbers first. Then each pipeline rank sends its sum to every other one directly, because an
     all-reduce over the world would cross the WAN several times in sequence.
 
     Args:
         number: a scalar or a vector, which is overwritten.
-        replicas: ranks that hold the same stages. None is this rank alone.
-        pipeline: ranks that hold a model together. None is this rank alone.
+        replicas: ranks that hold the same stages, or None for this rank alone.
+        pipeline: ranks that hold a model together, or None for this rank alone.
     """
     if replicas is not None:
         dist.all_reduce(number, group=replicas)

@@ -1,8 +1,8 @@
 """The channel inside a site: point-to-point operations of torch.distributed (NCCL or gloo).
 
-Each hop of a rank has a process group of its own, also each direction of a pair: on gloo a
-separate TCP connection, so that opposite transfers do not share one; on NCCL a separate
-communicator, so that two crossing sends do not wait for each other's receive.
+Each hop of a rank, and so each direction of a pair, has its own process group. On gloo this is a separate TCP
+connection, so that opposite transfers do not share one. On NCCL it is a separate communicator, so that two crossing
+sends do not wait for each other's receive.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class TorchChannel:
     """One direction between this rank and ``peer`` over gloo. See `weft.comm.channel.Channel`."""
 
     def __init__(self, *, peer: int, sending: bool, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Both ranks of the pair create their end with the same ``group``.
+        """Create one end. Both ranks of the pair pass the same ``group``.
 
         Args:
             peer: global rank of the other end.
@@ -100,7 +100,7 @@ class TorchChannel:
 
 
 def between_hosts() -> dist.ProcessGroup | None:
-    """Create a group over host memory for jobs on GPUs, or None on CPUs. A collective call.
+    """Create a gloo group over host memory for a job on GPUs. Return None for a job on CPUs. A collective call.
 
     It spans the whole world: with bound devices, creating a gloo group of a subset makes the other ranks of
     torch 2.13 wait for a communicator split that the members never perform.
@@ -124,7 +124,7 @@ def connect(
         rts_group: the result of `between_hosts`.
 
     Returns:
-        This rank's end, a `Sender` or a `Receiver`, of each of its hops.
+        For each hop of this rank, its end: a `Sender` or a `Receiver`.
     """
     me = dist.get_rank()
     channels: dict[Hop, Any] = {}
@@ -144,11 +144,11 @@ def connect(
 
 
 def _groups(hops: Collection[Hop], timeout: timedelta) -> dict[Hop, dist.ProcessGroup]:
-    """The process group of each hop of this rank. A collective call over the whole world."""
+    """Return the process group of each hop of this rank. A collective call over the whole world."""
     me, colors = dist.get_rank(), edge_colors(hops)
     groups: dict[Hop, dist.ProcessGroup] = {}
     # gloo connects all members of a group to each other, NCCL only those that communicate. A group over several sites
-    # would be none of NCCL's.
+    # could not be NCCL's.
     for ranks in components(hops) if on_host() else current_job().by_site({rank for hop in hops for rank in hop}):
         inside = {hop: color for hop, color in colors.items() if hop[0] in ranks}
         for color in sorted(set(inside.values())):
@@ -158,7 +158,7 @@ def _groups(hops: Collection[Hop], timeout: timedelta) -> dict[Hop, dist.Process
 
 
 def components(hops: Iterable[Hop]) -> list[list[int]]:
-    """The connected components of the graph of ``hops``; ranks ascend, components by their first rank."""
+    """Return the connected components of the graph of ``hops``. Ranks ascend, components by their first rank."""
     joined: dict[int, set[int]] = {}
     for sender, receiver in hops:
         both = joined.get(sender, {sender}) | joined.get(receiver, {receiver})
@@ -173,7 +173,7 @@ def connect_pairs(hops: Sequence[tuple[Hop, dist.ProcessGroup]], device: torch.d
     peer issues the matching one. Two ranks that both post a receive first would deadlock.
 
     Args:
-        hops: each with its group, in an order that all ranks share, as `in_color_order` gives it.
+        hops: each hop with its group, in an order that all ranks share, such as that of `in_color_order`.
     """
     me = dist.get_rank()
     for (sender, receiver), group in hops:
@@ -185,7 +185,7 @@ def connect_pairs(hops: Sequence[tuple[Hop, dist.ProcessGroup]], device: torch.d
 
 
 def edge_colors(hops: Iterable[Hop]) -> dict[Hop, int]:
-    """An edge colouring, the same on every rank: hops of one colour (0, 1, ...) have no rank in common."""
+    """Return an edge colouring, the same on every rank: hops of one colour (0, 1, ...) have no rank in common."""
     colors: dict[Hop, int] = {}
     taken: dict[int, set[int]] = {}
     for hop in sorted(set(hops), key=lambda hop: (min(hop), max(hop), hop)):
@@ -197,6 +197,6 @@ def edge_colors(hops: Iterable[Hop]) -> dict[Hop, int]:
 
 
 def in_color_order(hops: Iterable[Hop]) -> list[Hop]:
-    """The hops ordered by colour, so that those without a common rank connect at the same time."""
+    """Sort the hops by colour, so that hops without a common rank connect at the same time."""
     colors = edge_colors(hops)
     return sorted(colors, key=lambda hop: (colors[hop], hop))

@@ -25,7 +25,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes, kinds: tuple[type, ...] = ()) -> Any:
-    """The inverse of `encode`.
+    """Deserialize the result of `encode`.
 
     Only types in ``kinds`` are instantiated; they validate themselves in ``__post_init__``.
 
@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
         return {kind.__name__: [_plain(item) for item in (value.items() if kind is dict else value)]}
     if isinstance(value, Mapping):
         return {"dict": [_plain(item) for item in value.items()]}
-    if isinstance(value, float):  # of numpy
+    if isinstance(value, float):  # a numpy scalar
         return float(value)
     raise TypeError(f"{kind.__name__} {value!r}: only plain values can be exchanged between ranks")
 
@@ -80,12 +80,12 @@ def _is_record(kind: type) -> bool:
 
 
 def _names(kind: type) -> Sequence[str]:
-    """The constructor fields of a dataclass or a named tuple."""
+    """Return the constructor fields of a dataclass or a named tuple."""
     return [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
 
 
 def _closure(kinds: tuple[type, ...]) -> set[type]:
-    """``kinds`` and, transitively, the types of their fields."""
+    """Return ``kinds`` and, transitively, the types of their fields."""
     found: set[type] = set()
     waiting = list(kinds)
     while waiting:
@@ -98,7 +98,7 @@ def _closure(kinds: tuple[type, ...]) -> set[type]:
 
 
 def _parts(hint: Any) -> Iterator[type]:
-    """The dataclasses, named tuples and enums in a type annotation."""
+    """Yield the dataclasses, named tuples and enums in a type annotation."""
     if isinstance(hint, type) and (_is_record(hint) or issubclass(hint, Enum)):
         yield hint
     for part in get_args(hint):

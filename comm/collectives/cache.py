@@ -16,7 +16,7 @@ from weft.conf.host.measurements import Measurement, Measurements, spread_of
 
 
 def topology_key(group: Group, device: str) -> str:
-    """Cache key of a group's topology, independent of its rank numbers.
+    """Return the cache key of a group's topology, independent of its rank numbers.
 
     Args:
         device: `cpu` or `cuda`.
@@ -37,11 +37,11 @@ class CostCache:
 
     @classmethod
     def in_folder(cls, cache_dir: str) -> CostCache:
-        """The cache file in a folder such as ``data.cache_dir``."""
+        """Return the cache in a folder such as ``data.cache_dir``."""
         return cls(Path(cache_dir).expanduser() / "collectives.json")
 
     def read(self, key: str) -> CollectiveCosts | None:
-        """The costs of a topology, or None if they were not measured, or long ago, or the file is unreadable."""
+        """Return the costs of a topology, or None if they are missing or outdated, or the file is unreadable."""
         known = Measurements(self.path).read().get(key)
         if known is None or known.is_old:
             return None
@@ -52,15 +52,15 @@ class CostCache:
         return CollectiveCosts(table, known.spread)
 
     def is_due(self, key: str) -> bool:
-        """True if the costs of a topology were not measured, or should be measured anew."""
+        """True if the costs of a topology are missing or should be measured again."""
         return Measurements(self.path).is_due(key)
 
     def write(self, key: str, costs: CollectiveCosts) -> None:
-        """Add measured costs of a topology, unless better ones are known."""
+        """Add measured costs of a topology, unless the cache has better ones."""
         Measurements(self.path).keep({key: list(_rows(costs))}, costs.spread)
 
     def correct(self, key: str, samples: Iterable[Sample], *, load: float) -> None:
-        """Replace the costs of primitives that a run's collectives contradict. See `Measurement.refutes`.
+        """Replace the costs of primitives that contradict a run's measured collectives. See `Measurement.refutes`.
 
         Args:
             samples: measurements of the run.

@@ -10,7 +10,7 @@ from weft.comm.collectives.group import Group
 
 
 class Primitive(Enum):
-    """An operation along a group."""
+    """An operation of the ranks along one axis of a group."""
 
     all_reduce = "all_reduce"
     reduce_scatter = "reduce_scatter"

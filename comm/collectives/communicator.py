@@ -36,7 +36,7 @@ class Handle:
 
     Attributes:
         what: names the collective in error messages.
-        target: the output of its chunks; None: the result of the only chunk.
+        target: the tensor that the chunks write; None returns the result of the only chunk.
     """
 
     what: str
@@ -69,7 +69,7 @@ class Communicator:
     """
 
     def __init__(self, group: Group, axes: Mapping[tuple[tuple[int, ...], int], _Axis], name: str) -> None:
-        """Use `open`."""
+        """Store the opened axes. Call `open` instead."""
         self.group = group
         self._axes = axes
         self._name = name
@@ -86,12 +86,12 @@ class Communicator:
         meshes: Mapping[Group, Iterable[Mesh]] | None = None,
         primitives: Collection[Primitive] = PLAIN,
     ) -> Communicator | None:
-        """A communicator for the group that this rank is in. A collective call over the world.
+        """Create the communicator for the group that this rank is in. A collective call over the world.
 
         Args:
             groups: disjoint groups, the same on every rank.
             timeout_s: seconds after which an unfinished collective fails.
-            name: names its contents in error messages.
+            name: describes the tensors in error messages.
             meshes: partitions to open for each group; `Group.meshes` if None.
             primitives: primitives for which axes are connected before their first use.
 
@@ -139,10 +139,10 @@ class Communicator:
         return Handle(f"{self._what}: {rewrite.collective}: {rewrite}", target, pending)
 
     def start_whole(self, work: Callable[[Tensor, dist.ProcessGroup], Tensor], tensor: Tensor, what: str) -> Handle:
-        """Start an operation of the whole group that no rewrite describes, in line with those that one does.
+        """Start an operation of the whole group that is not a rewrite, in launch order with the rewrites.
 
         Args:
-            work: one of `weft.comm.collectives.primitives`; its result is the handle's.
+            work: one of `weft.comm.collectives.primitives`. The handle's `wait` returns its result.
             tensor: not to be accessed before the handle's `wait` returns.
             what: name of the operation, for error messages.
         """
@@ -155,11 +155,11 @@ class Communicator:
         return f"{self._name} of ranks {', '.join(map(str, self.group.ranks))}, on rank {dist.get_rank()}"
 
     def axes(self) -> list[tuple[Mesh, int]]:
-        """The open axes, with their meshes."""
+        """Return the open axes, with their meshes."""
         return [(Mesh(self.group, shape), axis) for shape, axis in self._axes]
 
     def process_group(self, mesh: Mesh, axis: int) -> dist.ProcessGroup:
-        """This rank's process group along an open axis."""
+        """Return this rank's process group along an open axis."""
         return self._axes[mesh.shape, axis].group
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class Communicator:
 
 @dataclass
 class _Flow:
-    """A chunk that passes through the steps.
+    """A chunk on its way through the steps of a rewrite.
 
     Between steps the chunk is a tensor [unsharded axes..., elements]: a reducing step removes its
     axis, a gathering step prepends it.
@@ -209,7 +209,7 @@ class _Flow:
     def run(self, number: int, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
         """Run step ``number`` on the previous step's result; the first slices the chunk, the last writes it back.
 
-        The last returns the target, so that its own result is freed before a caller waits.
+        The last step returns the target, so that the step's own result is freed before a caller waits.
         """
         step = self._steps[number]
         if number == 0:
@@ -233,7 +233,7 @@ class _Flow:
         return result
 
     def _cut(self, source: Tensor) -> Tensor:
-        """The chunk of the source: [*mesh, elements] of a full tensor, [elements] of a shard."""
+        """Return this chunk's part of the source: [*mesh, elements] of a full tensor, [elements] of a shard."""
         if self._primitive is Primitive.all_gather:
             return source.view(-1)[self.begin : self.end]
         self._axes = list(range(len(self._shape)))
@@ -254,7 +254,7 @@ class _Flow:
         in_order = tensor.permute(*(self._axes.index(axis) for axis in range(len(self._axes))), -1)
         if self._primitive is Primitive.all_gather:
             self.target.view(*self._shape, -1)[..., self.begin : self.end] = in_order
-        elif self._sharding:  # otherwise it was summed in place
+        elif self._sharding:  # a full tensor was summed in place
             self.target.view(-1)[self.begin : self.end] = in_order.reshape(-1)[: self.end - self.begin]
 
 

@@ -35,14 +35,14 @@ class Sample:
 
 
 def rounds(primitive: Primitive, size: int) -> int:
-    """Sequential messages per rank in a group of ``size``: of a ring algorithm, or one to each other rank."""
+    """Return the sequential messages per rank in a group of ``size``: a ring's, or one to each other rank."""
     if primitive is Primitive.shift:
         return 1
     return (size - 1) * (2 if primitive is Primitive.all_reduce else 1)
 
 
 def moved_share(primitive: Primitive, size: int) -> float:
-    """Bytes that a rank sends as a share of the workload; the lower bound."""
+    """Return the bytes that a rank sends, as a share of the workload (the lower bound)."""
     if primitive is Primitive.shift:
         return 1.0
     return rounds(primitive, size) / size
@@ -62,15 +62,15 @@ class CollectiveCosts:
 
     @classmethod
     def of_links(cls, links: Mapping[LinkClass, AlphaBeta]) -> CollectiveCosts:
-        """Ideal primitives over links of known cost; ``mixed`` defaults to ``inter``."""
+        """Return the costs of ideal primitives over links of known cost. ``mixed`` defaults to ``inter``."""
         known = {LinkClass.mixed: links[LinkClass.inter], **links} if LinkClass.inter in links else dict(links)
         return cls({(link, primitive): cost for link, cost in known.items() for primitive in EXECUTED})
 
     def step_s(self, primitive: Primitive, link: LinkClass, size: int, num_bytes: float) -> float:
-        """Seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``.
+        """Return the seconds of a primitive along an axis of ``size`` ranks with a workload of ``num_bytes``.
 
-        An all-to-all's workload is what each rank has before it, its own part included. A shift is one message
-        of the kind that all-to-alls have one of for each other rank, and is priced by what these were measured to take.
+        An all-to-all's workload is each rank's whole input, including the part that stays. A shift is one message,
+        priced with the measured alpha and beta of all-to-alls.
 
         Raises:
             ValueError: links of that class were not measured.
@@ -86,18 +86,18 @@ class CollectiveCosts:
         return rounds(primitive, size) * cost.alpha_s + moved_share(primitive, size) * num_bytes * cost.beta_s
 
     def sample_s(self, sample: Sample) -> float:
-        """Return the seconds of a sample by these costs."""
+        """Return the predicted seconds of a sample's primitive and workload."""
         return self.step_s(sample.primitive, sample.link, sample.size, sample.num_bytes)
 
     def steps_s(self, rewrite: Rewrite) -> tuple[float, ...]:
-        """Seconds of each step for the workload as one chunk."""
+        """Return the seconds of each step, with the workload as one chunk."""
         return tuple(
             self.step_s(step.primitive, rewrite.mesh.links[step.axis], rewrite.mesh.shape[step.axis], num_bytes)
             for step, num_bytes in zip(rewrite.steps, rewrite.step_bytes(), strict=True)
         )
 
     def rewrite_s(self, rewrite: Rewrite) -> float:
-        """Seconds for the pipeline of chunks through steps; each axis runs one chunk at a time."""
+        """Return the seconds of the pipeline of chunks through steps. Each axis runs one chunk at a time."""
         ready = [0.0] * len(rewrite.granularity)
         free: dict[int, float] = {}
         for step, num_bytes in zip(rewrite.steps, rewrite.step_bytes(), strict=True):
@@ -110,7 +110,7 @@ class CollectiveCosts:
 
 
 def fit(samples: Iterable[tuple[float, float, float]]) -> AlphaBeta:
-    """Non-negative least squares fit of alpha and beta, by relative error.
+    """Fit alpha and beta by non-negative least squares of relative errors.
 
     Args:
         samples: (sequential messages, bytes sent per rank, measured seconds).

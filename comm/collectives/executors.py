@@ -14,10 +14,10 @@ Work = Callable[[Tensor], Tensor]
 
 
 class Pending(Protocol):
-    """A future result."""
+    """The future result of a submitted step."""
 
     def result(self) -> Tensor:
-        """Wait for it; on a GPU only the current stream waits."""
+        """Wait for the tensor and return it. On a GPU only the current stream waits."""
         ...
 
     def done(self) -> bool:
@@ -29,7 +29,7 @@ class InOrderExecutor(Protocol):
     """Runs steps in submission order."""
 
     def submit(self, work: Work, after: Pending) -> Pending:
-        """Run ``work`` on the result of ``after`` and return immediately."""
+        """Run ``work`` on the result of ``after``, and return without waiting for it."""
         ...
 
     def close(self) -> None:
@@ -38,13 +38,13 @@ class InOrderExecutor(Protocol):
 
 
 class ThreadExecutor:
-    """A thread for CPU collectives, which block their caller."""
+    """An executor for CPU collectives: a thread, because they block their caller."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, work: Work, after: Pending) -> Future[Tensor]:
-        """Run ``work`` on the result of ``after`` and return immediately."""
+        """Run ``work`` on the result of ``after``, and return without waiting for it."""
         return self._thread.submit(lambda: work(after.result()))
 
     def close(self) -> None:
@@ -53,13 +53,13 @@ class ThreadExecutor:
 
 
 class StreamExecutor:
-    """A CUDA stream; the host never waits."""
+    """An executor on a CUDA stream. The host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def submit(self, work: Work, after: Pending) -> StreamResult:
-        """Run ``work`` on the result of ``after`` and return immediately."""
+        """Queue ``work`` on the result of ``after``, and return without waiting for it."""
         with torch.cuda.stream(self._stream):
             tensor = after.result()
             tensor.record_stream(self._stream)
@@ -70,14 +70,14 @@ class StreamExecutor:
 
 
 class HostedStreamExecutor:
-    """A thread with a CUDA stream, for collectives that hold up the host that calls them: those between sites."""
+    """An executor for collectives between sites, which block their host thread: a thread with a CUDA stream."""
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._stream = torch.cuda.Stream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, work: Work, after: Pending) -> HostedResult:
-        """Run ``work`` on the result of ``after`` and return immediately."""
+        """Run ``work`` on the result of ``after``, and return without waiting for it."""
         return HostedResult(self._thread.submit(self._run, work, after))
 
     def _run(self, work: Work, after: Pending) -> StreamResult:
@@ -92,18 +92,17 @@ class HostedStreamExecutor:
 
 
 class HostedResult:
-    """The result of an operation that a thread starts on its stream: `wait` blocks for the thread, then like a
-    stream."""
+    """The result of an operation that a thread launches on its CUDA stream."""
 
     def __init__(self, started: Future[StreamResult]) -> None:
         self._started = started
 
     def result(self) -> Tensor:
-        """Make the current stream wait for it."""
+        """Block until the thread has launched the operation, make the current stream wait, and return the tensor."""
         return self._started.result().result()
 
     def done(self) -> bool:
-        """True if it is complete."""
+        """True if the tensor is complete."""
         return self._started.done() and self._started.result().done()
 
 
@@ -115,17 +114,17 @@ class StreamResult:
         self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     def result(self) -> Tensor:
-        """Make the current stream wait for it."""
+        """Make the current stream wait for the tensor, and return it."""
         self._event.wait()
         return self._tensor
 
     def done(self) -> bool:
-        """True if it is complete."""
+        """True if the tensor is complete."""
         return self._event.query()
 
 
 def completed(tensor: Tensor) -> Pending:
-    """A tensor that is available, or that the current stream is about to produce, as a result."""
+    """Wrap a tensor that is available, or that the current stream is about to produce, as a result."""
     if tensor.is_cuda:
         return StreamResult(tensor)
     ready: Future[Tensor] = Future()
@@ -134,7 +133,7 @@ def completed(tensor: Tensor) -> Pending:
 
 
 def executor_for(device: torch.device, name: str, *, holds_host: bool = False) -> InOrderExecutor:
-    """The executor of a device.
+    """Create the executor for a device.
 
     Args:
         holds_host: True if a collective on a GPU returns only when it is done.

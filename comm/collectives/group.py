@@ -11,7 +11,7 @@ from math import prod
 
 
 class LinkClass(Enum):
-    """The links between the ranks of a sub-group."""
+    """The class of the links between the ranks of a sub-group."""
 
     intra = "intra"
     """All ranks are on one node."""
@@ -45,7 +45,7 @@ class Group:
 
     @classmethod
     def regular(cls, num_nodes: int, ranks_per_node: int) -> Group:
-        """Ranks 0, 1, ... on nodes of equal size, node by node."""
+        """Create a group of ranks 0, 1, ... on nodes of equal size, node by node."""
         ranks = tuple(range(num_nodes * ranks_per_node))
         return cls(ranks, tuple(rank // ranks_per_node for rank in ranks))
 
@@ -56,7 +56,7 @@ class Group:
 
     @cached_property
     def layout(self) -> tuple[int, ...]:
-        """Ranks per node, in order of first appearance."""
+        """Number of ranks on each node, in order of first appearance."""
         return tuple(Counter(self.nodes).values())
 
     @property
@@ -92,11 +92,11 @@ class Mesh:
             raise ValueError(f"mesh {self.shape}: its axes must multiply to the group's {self.group.size} ranks")
 
     def index(self, position: int) -> tuple[int, ...]:
-        """Coordinates of the rank at ``position`` of the group: index_k = (r / N_{k+1}...N_d) mod N_k."""
+        """Return the coordinates of the rank at ``position`` of the group: index_k = (r / N_{k+1}...N_d) mod N_k."""
         return tuple(position // prod(self.shape[k + 1 :]) % size for k, size in enumerate(self.shape))
 
     def subgroups(self, axis: int) -> tuple[tuple[int, ...], ...]:
-        """The sub-groups along ``axis``, as positions in the group: ranks that differ in that coordinate only."""
+        """Return the sub-groups along ``axis``: positions in the group that differ only in that coordinate."""
         return _lines(self.shape, axis)
 
     @cached_property
@@ -110,7 +110,7 @@ class Mesh:
 
 @lru_cache(maxsize=64)
 def _coarse_shapes(nodes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Shapes of one axis inside nodes and one between them; all stages of a job use the same order of nodes."""
+    """Return the shapes with one axis inside nodes and one between them. All stages of a job order nodes alike."""
     size = len(nodes)
     shapes = [(first, size // first) for first in range(2, size) if size % first == 0]
     return tuple(
@@ -121,13 +121,13 @@ def _coarse_shapes(nodes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _link_of(nodes: tuple[int, ...], shape: Sequence[int], axis: int) -> LinkClass:
-    """The link class of an axis; mixed if its sub-groups differ."""
+    """Return the link class of an axis, mixed if its sub-groups differ."""
     classes = {_link_class([nodes[position] for position in line]) for line in _lines(shape, axis)}
     return classes.pop() if len(classes) == 1 else LinkClass.mixed
 
 
 def _lines(shape: Sequence[int], axis: int) -> tuple[tuple[int, ...], ...]:
-    """Positions that differ along ``axis`` of a row-major grid only."""
+    """Return each set of positions that differ only along ``axis`` of a row-major grid."""
     step, size = prod(shape[axis + 1 :]), prod(shape)
     length = step * shape[axis]
     return tuple(

@@ -1,4 +1,4 @@
-"""Primitives on torch.distributed, along one axis of a mesh, and their durations.
+"""Primitives on torch.distributed along one axis of a mesh, and measurements of their durations.
 
 Each takes a contiguous tensor and a process group of n ranks. Reducing primitives map [n, ...] to
 [...], gathering primitives map [...] to [n, ...]; all_reduce works in place.
@@ -28,20 +28,20 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum, in place."""
+    """Sum the tensors of all ranks in place."""
     _wait(dist.all_reduce(tensor, group=group, async_op=True))
     return tensor
 
 
 def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's row of the sum."""
+    """Return this rank's row of the sum."""
     shard = tensor.new_empty(tensor.shape[1:])
     _wait(_reduce_scatter(shard.view(-1), tensor.view(-1), group=group, async_op=True))
     return shard
 
 
 def reduces(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's row of the sum, by one reduce per root.
+    """Return this rank's row of the sum, by one reduce per root.
 
     The reduces run as one all-to-all; each root adds in rank order.
     """
@@ -51,14 +51,14 @@ def reduces(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' tensors, stacked."""
+    """Return all ranks' tensors, stacked."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     _wait(_all_gather(whole.view(-1), tensor.view(-1), group=group, async_op=True))
     return whole
 
 
 def broadcasts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' tensors, stacked, by one broadcast per root."""
+    """Return all ranks' tensors, stacked, by one broadcast per root."""
     whole = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
     whole[dist.get_rank(group)] = tensor
     works = [dist.broadcast(row.view(-1), group=group, group_src=root, async_op=True) for root, row in enumerate(whole)]
@@ -68,15 +68,15 @@ def broadcasts(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of all ranks' values, elementwise, in place."""
+    """Replace each element by the maximum over all ranks."""
     _wait(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
     return tensor
 
 
 def shift(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Pass this rank's tensor to the next rank, and the last one's to the first; return the previous rank's.
+    """Send this rank's tensor to the next rank (the last rank's to the first), and return the previous rank's.
 
-    Both ways are one launch of one collective, so no order of sends and receives can deadlock.
+    The send and the receive are one collective call, so they cannot deadlock.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = tensor.shape[0]
@@ -87,9 +87,9 @@ def shift(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_to_all(
     tensor: Tensor, group: dist.ProcessGroup, *, send: Sequence[int] = (), receive: Sequence[int] = ()
 ) -> Tensor:
-    """Rows of [sum(send), ...] to the ranks in order; theirs to this one: [sum(receive), ...].
+    """Send ``send[r]`` rows of [sum(send), ...] to each rank r. Return the received rows, [sum(receive), ...].
 
-    Without numbers of rows each of the ranks gets as many: [n, ...] to [n, ...].
+    Without ``send`` and ``receive`` every rank gets the same number of rows: [n, ...] to [n, ...].
     """
     received = tensor.new_empty((sum(receive), *tensor.shape[1:])) if receive else torch.empty_like(tensor)
     _wait(dist.all_to_all_single(received, tensor, list(receive), list(send), group=group, async_op=True))
@@ -117,7 +117,7 @@ def connect_groups(groups: Iterable[tuple[dist.ProcessGroup, Collection[Primitiv
     """Run each primitive once over its group; all members call this with the groups in the same order.
 
     Args:
-        groups: each with the primitives that it will be used for. An all-to-all connects every pair,
+        groups: each process group, with the primitives that will run on it. An all-to-all connects every pair,
             which takes memory, so name `Primitive.all_to_all` and `Primitive.reduces` for small groups only.
     """
     for group, primitives in groups:
@@ -135,20 +135,20 @@ Kind = tuple[LinkClass, Primitive, int, int]
 
 
 class Times:
-    """Marks before and after the last primitives; on a GPU events, which are read on demand."""
+    """Timestamps before and after the latest primitives. On a GPU they are CUDA events, read by `samples`."""
 
     def __init__(self) -> None:
         self._marks: dict[Kind, deque[tuple[Any, Any]]] = defaultdict(partial(deque, maxlen=KEPT))
 
     @contextmanager
     def of(self, kind: Kind, tensor: Tensor) -> Iterator[None]:
-        """Mark the beginning and the end of a primitive on the device of ``tensor``."""
+        """Record the beginning and the end of a primitive on the device of ``tensor``."""
         begin = _mark(tensor)
         yield
         self._marks[kind].append((begin, _mark(tensor)))
 
     def samples(self) -> list[Sample]:
-        """Return the shortest duration of each kind: the others include waits for late ranks."""
+        """Return the shortest duration of each kind. Longer ones include waits for late ranks."""
         return [Sample(*kind, min(_seconds(begin, end) for begin, end in marks)) for kind, marks in self._marks.items()]
 
 

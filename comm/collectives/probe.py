@@ -29,7 +29,7 @@ MAX_SLOWDOWN_S = 0.3
 
 
 def nodes_of_world() -> tuple[int, ...]:
-    """The node of each rank of the world, counted from 0. A collective call.
+    """Return the node of each rank of the world, counted from 0. A collective call.
 
     Different network namespaces of one machine count as different nodes.
     """
@@ -107,7 +107,7 @@ def fitted(samples: Sequence[Sample]) -> CollectiveCosts:
 
 
 def known_costs(communicator: Communicator, *, device: torch.device, cache: CostCache) -> CollectiveCosts | None:
-    """The group's costs, from the cache or measured and cached. A collective call over the world.
+    """Return the group's costs, from the cache or measured and cached. A collective call over the world.
 
     Groups with the same layout on their nodes measure together and share their costs.
 
@@ -118,7 +118,7 @@ def known_costs(communicator: Communicator, *, device: torch.device, cache: Cost
     group = communicator.group
     key, first = topology_key(group, device.type), dist.get_rank() == group.ranks[0]
     if not current_job().is_real:
-        return cache.read(key)  # what emulated ranks take part in measures nothing
+        return cache.read(key)  # times with emulated ranks are not measurements
     mine = (group.layout, cache.read(key) if first and not (len(group.layout) > 1 and cache.is_due(key)) else None)
     everyones: list[tuple[tuple[int, ...], CollectiveCosts | None]] = gather(mine, kinds=(CollectiveCosts,))
     known = {layout: costs for layout, costs in everyones if costs is not None}

@@ -47,16 +47,16 @@ class Rewrite:
         _check(self)
 
     def chunked(self, granularity: Sequence[float]) -> Rewrite:
-        """A copy with chunks of these shares."""
+        """Return a copy whose chunks are these shares of the workload."""
         return replace(self, granularity=tuple(granularity))
 
     def bounds(self, length: int) -> list[tuple[int, int]]:
-        """Begin and end of each chunk in a buffer of ``length``, without empty chunks."""
+        """Return the begin and end of each chunk in a buffer of ``length``, without empty chunks."""
         ends = [round(share * length) for share in accumulate(self.granularity)]
         return [(begin, end) for begin, end in pairwise([0, *ends[:-1], length]) if begin < end]
 
     def step_bytes(self) -> Iterator[float]:
-        """Return for each step the workload of one sub-group in bytes, over all chunks."""
+        """Yield, for each step, the workload of one sub-group in bytes, over all chunks."""
         shares = self.collective.group.size if self.collective.primitive is Primitive.all_gather else 1
         for step in self.steps:
             size = self.mesh.shape[step.axis]
@@ -75,7 +75,7 @@ class Rewrite:
 
 
 def plain(collective: Collective) -> Rewrite:
-    """The collective without rewriting: one primitive, the whole group, one chunk."""
+    """Return the collective without rewriting: one primitive, the whole group, one chunk."""
     return Rewrite(collective, collective.group.flat, (Step(collective.primitive, 0),))
 
 
@@ -88,7 +88,7 @@ def _chunks_text(granularity: tuple[float, ...]) -> str:
 
 
 def _check(rewrite: Rewrite) -> None:
-    """Track which axes are reduced, and along which axes ranks hold shards."""
+    """Check the steps, by tracking which axes are reduced, and along which axes ranks hold shards."""
     axes = set(range(len(rewrite.mesh.shape)))
     primitive = rewrite.collective.primitive
     summed: set[int] = set(axes) if primitive is Primitive.all_gather else set()

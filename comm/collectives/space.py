@@ -19,12 +19,12 @@ EVEN = tuple((1 / count,) * count for count in (1, 2, 4, 8))
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen rewrite.
+    """The chosen rewrite, with its predicted cost.
 
     Attributes:
         cost_s: predicted seconds of the rewrite.
         plain_s: predicted seconds of the plain collective.
-        reason: for people to read.
+        reason: explanation for users.
     """
 
     rewrite: Rewrite
@@ -34,17 +34,17 @@ class Choice:
 
     @classmethod
     def plainly(cls, collective: Collective) -> Choice:
-        """The plain collective, where costs are unknown."""
+        """Choose the plain collective, because costs are unknown."""
         return cls(plain(collective), nan, nan, "costs are unknown, or partitioning is off")
 
 
 def skeletons(primitive: Primitive) -> tuple[tuple[Primitive, ...], ...]:
-    """The primitive and its multi-step replacements in table 2, without pruned ones."""
+    """Return the primitive and its multi-step replacements in table 2, without pruned ones."""
     return ((primitive,), *(line.parts for line in _scalable(primitive) if len(line.parts) > 1))
 
 
 def synonyms(primitive: Primitive) -> tuple[Primitive, ...]:
-    """The primitive and its one-step replacements in table 2."""
+    """Return the primitive and its one-step replacements in table 2."""
     return (primitive, *(line.parts[0] for line in _scalable(primitive) if len(line.parts) == 1))
 
 
@@ -58,7 +58,7 @@ def space(
     meshes: Iterable[Mesh] | None = None,
     granularities: Iterable[tuple[float, ...]] = EVEN,
 ) -> Iterator[Rewrite]:
-    """Every rewrite, over the paper's three dimensions: primitive, group and workload partition.
+    """Yield every rewrite, over the paper's three dimensions: primitive, group and workload partition.
 
     Args:
         meshes: group partitions; `Group.meshes` if None.
@@ -72,7 +72,7 @@ def space(
 
 
 def _walks(collective: Collective, mesh: Mesh) -> Iterator[tuple[Step, ...]]:
-    """Each sequence of primitives for each order of axes; gathers run in the reverse order of reductions."""
+    """Yield each sequence of primitives for each order of axes. Gathers run in the reverse order of reductions."""
     primitive = collective.primitive
     for order in permutations(range(len(mesh.shape))):
         for skeleton in skeletons(primitive):
@@ -88,7 +88,7 @@ def choose(
     meshes: Iterable[Mesh] | None = None,
     granularities: Iterable[tuple[float, ...]] = EVEN,
 ) -> Choice:
-    """The rewrite with the least predicted time; ties go to fewer chunks, then fewer steps.
+    """Return the rewrite with the least predicted time. Ties go to fewer chunks, then fewer steps.
 
     Args:
         meshes, granularities: see `space`.
@@ -121,7 +121,7 @@ class Planner:
     """Chooses rewrites; with equal costs all ranks choose the same."""
 
     def __init__(self, costs: CollectiveCosts | None, partition: Partition = Partition.workload) -> None:
-        """Plan with these costs.
+        """Chooses rewrites by cost. All ranks choose the same because they have equal costs.
 
         Args:
             costs: costs of the group's links; None leaves collectives unchanged.
@@ -133,7 +133,7 @@ class Planner:
         """The choices so far, with reasons."""
 
     def __call__(self, collective: Collective) -> Rewrite:
-        """The rewrite of ``collective``."""
+        """Return the rewrite of ``collective``."""
         if collective not in self.choices:
             self.choices[collective] = self._choose(collective)
         return self.choices[collective].rewrite

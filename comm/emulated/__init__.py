@@ -1,1 +1,1 @@
-"""A job of which this process is one rank, and every other rank is emulated where ranks meet (NeuronaBox)."""
+"""An emulated job: this process is the only real rank. Groups and channels emulate all others (NeuronaBox)."""

@@ -14,16 +14,16 @@ from weft.comm.emulated.meeting import Meeting
 
 @dataclass(frozen=True)
 class Sent:
-    """A message that has been taken over. See `weft.comm.channel.SendHandle`."""
+    """A completed send: the message was copied. See `weft.comm.channel.SendHandle`."""
 
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """The tensor."""
+        """Return the tensor that was sent."""
         return self.tensor
 
     def ended(self) -> bool:
-        """True: a send ends at once."""
+        """True: a send completes immediately."""
         return True
 
 
@@ -37,10 +37,10 @@ class Coming:
     tensor: Tensor
 
     def wait(self) -> Tensor:
-        """Zeros, when they would be here.
+        """Wait until the message's emulated arrival time, and return zeros in its place.
 
         Raises:
-            EmulationError: the neighbour never sends this.
+            EmulationError: the neighbour never sends this message.
         """
         with self.world.clock.left_out():
             at_s = self.world.step.arrival_s(self.peer, self.tag)
@@ -49,11 +49,13 @@ class Coming:
 
 
 class EmulatedSender:
-    """The sending end of a channel to an emulated neighbour. See `weft.comm.channel.Sender`. A message is copied once,
-    as into shared memory."""
+    """The sending end of a channel to an emulated neighbour. See `weft.comm.channel.Sender`.
+
+    `send` copies a message once, as a send through shared memory does.
+    """
 
     def __init__(self, world: Meeting, peer: int) -> None:
-        """``peer`` is a global rank."""
+        """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
         self._copies: dict[torch.Size, Tensor] = {}
 
@@ -61,7 +63,7 @@ class EmulatedSender:
         """Start to send ``tensor``.
 
         Raises:
-            EmulationError: the neighbour does not expect this.
+            EmulationError: the neighbour does not expect this message.
         """
         self._world.recorder.say([self._peer], f"to {self._peer}", Said(f"send {tag}", _form(tensor)))
         at_s = self._world.clock.now()
@@ -78,14 +80,14 @@ class EmulatedSender:
 
 
 class EmulatedReceiver:
-    """The receiving end from a neighbour. See `weft.comm.channel.Receiver`."""
+    """The receiving end of a channel from an emulated neighbour. See `weft.comm.channel.Receiver`."""
 
     def __init__(self, world: Meeting, peer: int) -> None:
-        """``peer`` is a global rank."""
+        """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
 
     def recv(self, tag: str, spec: TensorSpec) -> Coming:
-        """Start to receive."""
+        """Start to receive a tensor of ``spec``."""
         self._world.recorder.say([self._peer], f"from {self._peer}", Said(f"receive {tag}", _form(spec)))
         tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=self._world.device)
         return Coming(self._world, self._peer, tag, tensor)

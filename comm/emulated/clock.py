@@ -1,4 +1,4 @@
-"""The clock of an emulated job: the host's, without the time that emulating the others takes."""
+"""The clock of an emulated job: the host's clock, minus the time that emulating the other ranks takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAKE_UP_S = 1e-4
 
 
 class EmulatedClock:
-    """Seconds since any moment. What the rank's own threads do counts, and `left_out` does not."""
+    """A clock in seconds since an arbitrary moment, without the time inside `left_out` blocks."""
 
     def __init__(self) -> None:
         self._left_out_s = 0.0
@@ -25,14 +25,14 @@ class EmulatedClock:
         self._main = threading.get_ident()
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the current time of this clock in seconds."""
         return perf_counter() - self._left_out_s
 
     def until(self, at_s: float) -> None:
         """Wait until `now` is ``at_s``.
 
-        The rank's own thread watches the clock at the end, to within microseconds; others sleep through, for
-        watching would take the interpreter from it.
+        The rank's own thread polls the clock at the end, for microsecond precision. Other threads only sleep, because
+        polling would take the interpreter lock from it.
         """
         main = threading.get_ident() == self._main
         slack = WAKE_UP_S if main else 0.0
@@ -45,12 +45,12 @@ class EmulatedClock:
             pass
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract seconds from the duration of the last work; a negative number adds them."""
+        """Subtract ``seconds`` from this clock, and so from the last measured work. A negative number adds them."""
         self._left_out_s += seconds
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Exclude the time spent inside; call it on the rank's own thread."""
+        """Exclude the duration of the block from this clock. Call it on the rank's own thread."""
         begun = perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""The messages of a rank to each of the others, in order: recorded, and compared with the others' expectations."""
+"""The operations of a rank with each of the others, in order: recorded, and compared with the expected operations."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class EmulationError(ValueError):
 
 
 class Mismatch(EmulationError):
-    """This rank does something that no other rank expects of it; names both, and what each does."""
+    """No other rank expects this rank's operation. The message names both operations."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """An operation of a rank with others, described equally by all of them.
+    """An operation of a rank with others. All participants describe it identically.
 
     Attributes:
         what: the operation, such as ``all_reduce SUM`` or ``send 3RECV_F7``.
-        form: number of elements or shape of the tensor, and after the last blank its number format.
+        form: number of elements or shape of the tensor, a space, and its number format; or empty.
     """
 
     what: str
     form: str = ""
 
     def differs(self, other: Said) -> str:
-        """Return how the form of ``other`` differs if ``what`` agrees; otherwise an empty string."""
+        """Return how the forms differ if both operations have the same ``what``, otherwise an empty string."""
         if self.what != other.what or not self.form or not other.form:
             return ""
         (mine, my_format), (its, its_format) = self.form.rsplit(" ", 1), other.form.rsplit(" ", 1)
@@ -47,7 +47,7 @@ class Said:
 
 @dataclass
 class Conversation:
-    """All operations of a rank, by counterpart: a message's peer, or the members of a process group.
+    """All operations of a rank, by counterpart: the peer of a message, or the members of a process group.
 
     Attributes:
         said: the operations in order, by counterpart.
@@ -59,7 +59,7 @@ class Conversation:
 
 
 class Recorder:
-    """Records a conversation, and compares it with ``expected``, that of a rank with the settings of all others."""
+    """Records a rank's operations and compares them with ``expected``, those of a rank with the others' settings."""
 
     def __init__(
         self, rank: int, expected: Conversation | None = None, told: Mapping[str, Sequence[Any]] | None = None
@@ -68,7 +68,7 @@ class Recorder:
 
         Args:
             expected: the conversation to compare with.
-            told: answers recorded earlier, in order, by counterpart.
+            told: answers recorded earlier, in order, by counterpart, by default those of ``expected``.
         """
         self.rank = rank
         self.heard = Conversation()
@@ -76,10 +76,10 @@ class Recorder:
         self._told = told if told is not None else (expected.answers if expected is not None else {})
 
     def say(self, others: Sequence[int], counterpart: str, said: Said) -> None:
-        """Record an operation with ``others``, global ranks, the nearest first.
+        """Record an operation with the global ranks ``others``, the nearest first.
 
         Raises:
-            Mismatch: they have another operation at this point.
+            Mismatch: the other ranks expect a different operation at this point.
         """
         with self._lock:
             mine = self.heard.said[counterpart]
@@ -103,7 +103,7 @@ class Recorder:
         return len(self.heard.answers[counterpart]) < len(self._told.get(counterpart, ()))
 
     def answer(self, counterpart: str, computed: Any) -> Any:
-        """Return the other ranks' recorded answer, or what this rank has ``computed``."""
+        """Return the other ranks' next recorded answer, or ``computed`` if there is none, and record it."""
         answers = self.heard.answers[counterpart]
         answers.append(self._told[counterpart][len(answers)] if self.is_answered(counterpart) else computed)
         return answers[-1]

@@ -1,4 +1,4 @@
-"""A process group of which one member is real: the delay model determines when collectives end."""
+"""A process group with one real member: the delay model determines when collectives end."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ BACKEND = "weft_emulated"
 
 
 class EmulatedWork(dist.Work):
-    """An operation that ends at a time that is known when it begins."""
+    """An operation whose end is computed when it begins."""
 
     def __init__(self, world: Meeting, ended: Callable[[float], None], at_s: float, outputs: list[Tensor]) -> None:
-        """``ended`` is called when a caller waited for it."""
+        """Create the work. `wait` calls ``ended`` after the operation has ended at ``at_s``."""
         super().__init__()
         self._world, self._ended, self._at_s, self._outputs = world, ended, at_s, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block the host until then."""
+        """Block the host until the operation ends."""
         self._world.clock.until(self._at_s)
         self._ended(self._at_s)
         return True
 
     def is_completed(self) -> bool:
-        """True if it has ended."""
+        """True if the operation has ended."""
         return self._world.clock.now() >= self._at_s
 
     def is_success(self) -> bool:
@@ -46,7 +46,7 @@ class EmulatedWork(dist.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
-        """A future that has ended, for callers that do not wait by `wait`."""
+        """Return a future that is already completed, for callers that do not call `wait`."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self._outputs)
         return future
@@ -56,14 +56,14 @@ class EmulatedGroup(PythonGroup):
     """The interface of gloo's and NCCL's groups, for one rank among emulated ones.
 
     Every emulated member holds the same values as this rank: a sum is this rank's value times the group's size, a
-    maximum is unchanged, and emulated members send zeros. A group's operations end in order. An operation begins
-    before its results are written, so that writing them adds nothing to its duration.
+    maximum is unchanged, and emulated members send zeros. A group's operations end in order. An operation's begin is
+    recorded before its results are written, so that writing them adds nothing to its duration.
     """
 
     BACKEND = BACKEND
 
     def __init__(self, world: Meeting, ranks: Sequence[int], name: str = "") -> None:
-        """A group of global ``ranks``, this one among them, which it calls ``name``."""
+        """Create the group of the global ``ranks``, which include this one. ``name`` describes it in errors."""
         super().__init__(ranks, tuple(ranks).index(world.rank))
         self.job = self.world = world
         self._called, self._free_s = name, 0.0
@@ -76,7 +76,7 @@ class EmulatedGroup(PythonGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> EmulatedGroup | None:
-        """Create a group without rendezvous and connections, or None if this rank is not a member."""
+        """Create a group without rendezvous and connections; return None if this rank is not a member."""
         if self.world.rank not in ranks:
             return None
         made = self.world.group(ranks)
@@ -84,10 +84,10 @@ class EmulatedGroup(PythonGroup):
         return made
 
     def shutdown(self) -> None:
-        """Nothing to end."""
+        """No-op: there is nothing to release."""
 
     def abort(self) -> None:
-        """Nothing to end."""
+        """No-op: there is nothing to abort."""
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class EmulatedGroup(PythonGroup):
         root: int | None = None,
         detail: str = "",
     ) -> dist.Work:
-        """Begin an operation of the group that moves ``moved`` altogether."""
+        """Begin an operation of the group whose whole tensor consists of ``moved``."""
         world = self.world
         elements = sum(tensor.numel() for tensor in moved)
         form = f"{elements} {str(moved[0].dtype).removeprefix('torch.')}" if moved else ""

@@ -14,7 +14,7 @@ from weft.comm.emulated.conversation import EmulationError, Recorder
 
 @dataclass(frozen=True)
 class Call:
-    """A collective.
+    """The collective whose duration is modelled.
 
     Attributes:
         operation: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast``, ``reduce``,
@@ -22,7 +22,7 @@ class Call:
         ranks: the members' global ranks.
         num_hosts: number of hosts of the members.
         crosses: True if the members are at several sites.
-        num_bytes: bytes of the whole tensor: of the sum, or of all members' parts together.
+        num_bytes: size of the sum, or of all members' parts together.
     """
 
     operation: str
@@ -36,7 +36,7 @@ class Step(Protocol):
     """The emulated ranks' behaviour in the current step of this rank."""
 
     def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
-        """This rank sends the message of receive ``tag`` to global rank ``peer``."""
+        """Report that this rank sends the message of receive ``tag`` to global rank ``peer``."""
         ...
 
     def arrival_s(self, peer: int, tag: str) -> float:
@@ -44,16 +44,16 @@ class Step(Protocol):
         ...
 
     def ready_s(self, operation: str, ranks: Sequence[int], root: int | None) -> float:
-        """Return when the last emulated member joins a collective, or its root if the others need not join."""
+        """Return when the last emulated member joins a collective. If only its root has to join, when the root does."""
         ...
 
     def ended(self, operation: str, ranks: Sequence[int], at_s: float) -> None:
-        """This rank, as the other members, has waited for the collective."""
+        """Report that this rank and the other members have waited for the collective until ``at_s``."""
         ...
 
 
 class NoStep:
-    """The behaviour outside of steps: every emulated rank is ready, and none sends."""
+    """The behaviour outside of steps: every emulated rank is ready for collectives, and none sends messages."""
 
     def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
         """See `Step`."""
@@ -85,5 +85,5 @@ class Meeting(Protocol):
         ...
 
     def ends_s(self, operation: str, ranks: tuple[int, ...], num_bytes: int, root: int | None, start_s: float) -> float:
-        """Return when an operation ends that this rank could begin at ``start_s``."""
+        """Return when an operation ends, if this rank could begin it at ``start_s``."""
         ...

@@ -25,7 +25,7 @@ VALUES = "values"
 
 @dataclass(eq=False)
 class EmulatedNetwork:
-    """The part of the network between sites that an engine uses."""
+    """The links between sites of an emulated job, as far as an engine uses them."""
 
     channels: dict[tuple[int, int], Any]
     priorities: dict[str, int] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class EmulatedWorld(Job):
         rank, size: this rank's number, and the number of ranks of the job.
         step: the other ranks' behaviour; `NoStep` outside of steps, when nothing takes time.
         collective_s: returns the duration of a collective once all members have joined.
-        answers: by kind of value, a function of another rank and this rank's value that returns the other's.
+        answers: by kind of value, a function of another rank and this rank's value that returns the other rank's value.
     """
 
     is_real = False
@@ -81,7 +81,7 @@ class EmulatedWorld(Job):
         self._spreads: dict[tuple[int, ...], tuple[int, bool]] = {}
 
     def join(self) -> None:
-        """Make this process rank `rank` of torch.distributed: no rendezvous, no store but this process's."""
+        """Make this process rank `rank` of torch.distributed, without a rendezvous and with a store of its own."""
         if BACKEND.upper() not in dist.Backend._plugins:
             dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
         os.environ.update(
@@ -109,7 +109,7 @@ class EmulatedWorld(Job):
         return EmulatedGroup(self, members, f"group {number} of {len(members)} ranks {span}")
 
     def group_sizes(self) -> tuple[int, ...]:
-        """Members of each process group that this rank is in, in the order of their making."""
+        """Return the size of each process group that this rank is in, in order of creation."""
         return tuple(len(members) for members, last in self._made.items() for _ in range(last + 1))
 
     # -- small values ----------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class EmulatedWorld(Job):
         return self.recorder.answer(VALUES, value)
 
     def computes(self, src: int) -> bool:
-        """See `Job`; a recorded answer is not computed again."""
+        """See `Job`. False if the answer is recorded."""
         return not self.recorder.is_answered(VALUES)
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class EmulatedWorld(Job):
         return EmulatedNetwork(self.channels(connect, hops))
 
     def ends_s(self, operation: str, ranks: tuple[int, ...], num_bytes: int, root: int | None, start_s: float) -> float:
-        """Return when an operation ends that this rank could begin at ``start_s``; outside of steps at once."""
+        """Return when an operation ends, if this rank could begin it at ``start_s``, at once outside of steps."""
         if isinstance(self.step, NoStep) or self.collective_s is None:
             return start_s
         ready_s = max(start_s, self.step.ready_s(operation, ranks, root))
@@ -160,7 +160,7 @@ class EmulatedWorld(Job):
         return ready_s + self.collective_s(call)
 
     def _spread(self, ranks: tuple[int, ...]) -> tuple[int, bool]:
-        """Hosts that ranks are on, and whether they are at several sites."""
+        """Return the number of hosts of ``ranks``, and whether they are at several sites."""
         if ranks not in self._spreads:
             hosts, sites = {self._hosts(rank) for rank in ranks}, {self._sites(rank) for rank in ranks}
             self._spreads[ranks] = len(hosts), len(sites) > 1

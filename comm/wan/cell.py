@@ -4,8 +4,7 @@ In a cell of C pipelines, a rank that sends over the WAN hands one slice of its 
 its peers at the site. Each peer sends its slice over its own uplink to its counterpart at the
 other site, which hands it to the receiver. So a tensor crosses at the rate of C uplinks. Each
 uplink serves the cell's transfers by priority, set by the schedule, so that they follow each other
-instead of sharing bandwidth; an uplink without data of the most urgent one sends other data
-(work-conserving).
+instead of sharing bandwidth; an uplink without data of the most urgent transfer sends other data (work-conserving).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from weft.comm.wan.transport import Path
 
 
 class _Hop(IntEnum):
-    """The three hops of a relayed slice; each has lanes of its own."""
+    """The three hops of a relayed slice. Each hop has its own lanes."""
 
     OUT = 0
     ACROSS = 1
@@ -36,7 +35,7 @@ def join(
     transport relays, independently of the rank's Python threads.
 
     Args:
-        piece_bytes: a relay forwards a piece when it is complete.
+        piece_bytes: size of a piece. A relay forwards a piece when it is complete.
         priorities: see `WanChannel`.
     """
     mine, other, local = cell.sides(endpoint.rank)

@@ -15,14 +15,14 @@ from weft.comm.wan.transport import Path, State, Transport
 
 _TAG_BYTES = 48
 _SMALL_BYTES = 64 << 10  # smaller tensors use one path
-_PIECES = 4  # per share, unless too small or too large
+_PIECES = 4  # pieces per share, unless they become too small or too large
 _LEAST_PIECE_BYTES = 16 << 10
 _POLL_S = 0.2  # so that Ctrl-C is handled
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanChannel:
-    """A channel to one peer, in order within a tag. See `weft.comm.channel.Channel`.
+    """A channel to one peer. Messages of one tag arrive in order. See `weft.comm.channel.Channel`.
 
     Tensors are sent in pieces over one or several paths; both ends use the same paths.
 
@@ -79,7 +79,7 @@ class WanHandle:
     """A transfer over the WAN. See `weft.comm.channel.Handle`."""
 
     def __init__(self, channel: WanChannel, trouble: str, tensor: Tensor, *, arrives: bool) -> None:
-        """Created by `WanChannel`; ``trouble`` is the time-out's message, ``arrives`` is true for receives."""
+        """Create a handle. ``trouble`` is the message of a time-out, ``arrives`` is true for receives."""
         self._channel, self._trouble, self._tensor, self._arrives = channel, trouble, tensor, arrives
         self._done = False
         self.host: Tensor | None = None  # the copy that the transport reads, if it is not the tensor itself
@@ -121,7 +121,7 @@ class WanHandle:
         return self._done or (self.requests.done() and self._state(0.0) is not State.PENDING)
 
     def _state(self, timeout_s: float) -> State:
-        """Pending while any piece is pending; otherwise failed if any failed."""
+        """Return pending while any piece is pending, otherwise failed if any piece failed."""
         try:
             requests = self.requests.result(timeout_s)
         except TimeoutError:

@@ -53,19 +53,19 @@ class WanEndpoint:
             bind: IP address to listen on; the wildcard (0.0.0.0) is refused.
             job: identifies this attempt of the run, the same on every rank: processes that remain from another
                 attempt, which have the same key, are refused.
-            port: 0 chooses a free one. See `address`.
-            host_address: address of the host's endpoint that listens for this one, which then does not; needs
-                ``shares_port``.
+            port: TCP port; 0 chooses a free one, which `address` contains.
+            host_address: address of the host's endpoint that listens for this one, which then does not listen itself.
+                Needs ``shares_port``.
             shares_port: True if endpoints of one host share a port; the same on all endpoints of the job. The endpoint
                 that listens (no ``host_address``) passes connections on to the others.
             connections: TCP connections per link that this side opens; a probe finds the best number.
             deadline_s: seconds of silence after which a link fails.
-            timeout_s: seconds after which a transfer on a working link fails, or a link that never connected.
+            timeout_s: seconds after which a transfer on a working link fails, and a link fails that never connected.
             tls: encrypt with TLS 1.3 and a pre-shared key derived from ``key``; the same on both sides. Without
                 TLS tensors and tags are sent unencrypted.
             chunk_bytes: size of the chunks that messages are split into.
             buffer_bytes: memory per lane for messages that arrive before their receive is posted.
-            congestion: the kernel's congestion control (cubic, bbr); empty: the default.
+            congestion: the kernel's congestion control (cubic, bbr); empty selects the kernel's default.
             device: device of received tensors; default: the CPU.
 
         Raises:
@@ -106,7 +106,7 @@ class WanEndpoint:
         That side opens the connections, and reopens them when they break.
 
         Args:
-            connections: their number; 0 takes the endpoint's default.
+            connections: number of connections; 0 takes the endpoint's default.
         """
         where = f" ({address[0]}:{address[1]})" if address else ""
         name = f"rank {self.rank} - rank {peer}{where}"
@@ -123,7 +123,7 @@ class WanEndpoint:
         return peer in self._links
 
     def channel(self, peer: int, *, lane: int = 0) -> WanChannel:
-        """The channel to ``peer`` over its link. See `weft.comm.channel.Channel`.
+        """Return the channel to ``peer`` over its link. See `weft.comm.channel.Channel`.
 
         Args:
             lane: number from 0 to 65534 of an independent channel over the same link; the same at both ends.
@@ -139,7 +139,7 @@ class WanEndpoint:
         piece_bytes: int = 1 << 20,
         priorities: Mapping[str, int] | None = None,
     ) -> WanChannel:
-        """A channel over several paths; see `WanChannel` for the arguments."""
+        """Create a channel over several paths. See `WanChannel` for the arguments."""
         for path in (*outward, *inward):
             self._check_peer(path.peer)
         for path in set(inward) - self._lanes:
@@ -164,11 +164,11 @@ class WanEndpoint:
         self._transport.relay(source, target, self._buffer_bytes)
 
     def use(self, peer: int, connections: int) -> None:
-        """Send over the first ``connections`` of the link only; the others idle."""
+        """Send over the first ``connections`` of the link to ``peer`` only. The others are idle."""
         self._transport.use(peer, connections)
 
     def counters(self, peer: int) -> LinkCounters:
-        """Counters of the link to ``peer``."""
+        """Return the counters of the link to ``peer``."""
         return self._transport.counters(peer)
 
     @property
@@ -177,7 +177,7 @@ class WanEndpoint:
         return self._transport.refused
 
     def close(self, *, linger_s: float = 5.0) -> None:
-        """Send what is queued, for at most ``linger_s``, and close all links.
+        """Send queued data, for at most ``linger_s``, and close all links.
 
         Ranks of a DP-cell relay for each other, so they close together, after a barrier.
         """

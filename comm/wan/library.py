@@ -22,7 +22,7 @@ _HEADERS = (
     *("shared_port", "relay_memory", "message", "connection", "pacer", "outbox", "link_options", "link", "links"),
     *("connections", "endpoint"),
 )
-# All processors of these families in GPU servers have these instructions.
+# All processors of these families in GPU servers support these instructions.
 _FLAGS = {"x86_64": ["-msse4.2"], "aarch64": ["-march=armv8-a+crc"]}
 _OPENSSL = (".so.3", ".so.1.1", ".so")
 
@@ -72,7 +72,7 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """The compiled library.
+    """Compile the library if necessary, and load it.
 
     Raises:
         ValueError: compilation failed.
@@ -88,7 +88,7 @@ def load() -> ctypes.CDLL:
 
 @cache
 def openssl() -> tuple[str, str]:
-    """Names by which libcrypto and libssl can be loaded.
+    """Return the names by which libcrypto and libssl can be loaded.
 
     Raises:
         ValueError: there is no OpenSSL 1.1.1 or newer.

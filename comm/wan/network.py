@@ -45,7 +45,7 @@ class WanNetwork:
     """
 
     def __init__(self, endpoint: WanEndpoint | None) -> None:
-        """Use `join`; a rank without a neighbour at another site has no endpoint."""
+        """Call `join` instead. ``endpoint`` is None on a rank without a neighbour at another site."""
         self.endpoint = endpoint
         self.channels: dict[Hop, WanChannel] = {}
         self.priorities: dict[str, int] = {}
@@ -64,11 +64,11 @@ class WanNetwork:
         """Open the links of every cell. A collective call over the whole world.
 
         Args:
-            cells: all crossings of the job, the same on every rank; a pipeline that shares no
-                uplinks is a cell of its own.
-            address: the address on which this host listens already, if each host has one port; otherwise every rank
-                listens, from ``comm.port`` on.
-            known: all profiles that an earlier attempt has measured; if a rank has them, nothing is probed.
+            cells: all DP-cells of the job, the same on every rank. A pipeline that shares no uplinks is a cell of its
+                own.
+            address: the address on which this host already listens, if each host has one port. None makes every rank
+                listen, at ports from ``comm.port`` on.
+            known: all link profiles that an earlier attempt measured. If any rank has them, no link is probed.
 
         Raises:
             ChannelError: on every rank: a link could not be opened, or a probe failed.
@@ -78,7 +78,7 @@ class WanNetwork:
         mine = [cell for cell in cells if me in (*cell.near, *cell.far)]
         if cells and me == 0 and not comm.tls:
             _log.warning(_NO_TLS_WARNING)
-        attempt = gather(secrets.token_hex(16))[0]  # rank 0's
+        attempt = gather(secrets.token_hex(16))[0]  # rank 0's value
         port = 0 if address else comm.port and comm.port + int(os.environ.get("LOCAL_RANK", "0"))
 
         def listen() -> WanEndpoint:
@@ -133,7 +133,7 @@ class WanNetwork:
         self.channels |= {(me, opposite): channel, (opposite, me): channel}
 
     def _use_known(self) -> None:
-        """Use the number of connections that an earlier probe found sufficient."""
+        """Set each link to the number of connections that an earlier probe found sufficient."""
         for (sender, peer), profile in self.profiles.items():
             if self.endpoint is not None and sender == self.endpoint.rank:
                 self.endpoint.use(peer, profile.connections)
@@ -149,7 +149,7 @@ class WanNetwork:
 
 
 def _on_all_ranks(action: Callable[[], T]) -> T:
-    """The result of ``action``; if it fails on any rank, all ranks raise the first failing rank's error."""
+    """Return the result of ``action``. If it fails on any rank, all ranks raise the first failing rank's error."""
     outcome = attempt(action, catch=(ValueError, ChannelError))
     if (failure := outcome.failure) is not None:
         raise (ChannelError if failure.kind == ChannelError.__name__ else ValueError)(failure.text) from failure.cause

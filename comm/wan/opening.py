@@ -26,7 +26,7 @@ def open_endpoint(
     shares_port: bool,
     device: torch.device,
 ) -> WanEndpoint:
-    """Listen on ``comm.interface``; see `WanEndpoint` for the arguments.
+    """Open an endpoint on ``comm.interface``. See `WanEndpoint` for the arguments.
 
     Raises:
         ValueError: there is no key, the interface does not exist, or the address cannot be bound.
@@ -49,10 +49,10 @@ def open_endpoint(
 
 
 def await_links(endpoint: WanEndpoint, deadline_s: float) -> None:
-    """Wait until all links are connected.
+    """Wait until all links of ``endpoint`` are connected.
 
     Raises:
-        ChannelError: a link is not connected within ``comm.deadline_s``.
+        ChannelError: a link is not connected within ``deadline_s``.
     """
     limit = monotonic() + deadline_s
     for peer, name in endpoint.peers.items():
@@ -66,7 +66,7 @@ def await_links(endpoint: WanEndpoint, deadline_s: float) -> None:
 
 
 def listening_address(interface: str) -> str:
-    """This host's address on ``interface``; by default on the route to rank 0.
+    """Return this host's address on ``interface``. If it is empty, the address on the route to rank 0.
 
     Raises:
         ValueError: the interface does not exist.

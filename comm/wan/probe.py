@@ -23,14 +23,14 @@ MOST = 32
 _MESSAGE_BYTES = 1 << 18
 _WINDOW_MESSAGES = 16  # more than the window of one connection
 _REPORT_BYTES = 4096
-_PATIENCE_OPPOSED = 4.0  # times longer, until both directions' pacing has converged
+_PATIENCE_OPPOSED = 4.0  # factor on the time until both directions' pacing has converged
 
 
 def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:
-    """Rates by number of connections: doubles until two steps gain nothing, then bisects.
+    """Measure rates by number of connections: double the number until two steps gain nothing, then bisect.
 
     Args:
-        measure: bits per second of a number of connections.
+        measure: returns the bits per second of a number of connections.
         most: the maximum number to try.
     """
     rates = {1: measure(1)}
@@ -59,7 +59,7 @@ def probe(
         most: the maximum number of connections to try; the link must have been opened with at
             least as many.
         seconds: duration of each measurement, and of the warm-up before it.
-        message_bytes: size of its messages; 16 of them should exceed a connection's window.
+        message_bytes: size of the probe's messages. 16 of them should exceed a connection's window.
 
     Raises:
         ChannelError: the link failed.
@@ -94,10 +94,10 @@ class _Meter:
             sleep(0.01)
 
     def rate_bps(self, connections: int, *, patience: float = 1.0) -> float:
-        """Steady-state rate of that many connections, measured ``patience`` times as long as usual."""
+        """Return the steady-state rate of ``connections``, measured ``patience`` times as long as usual."""
         self._endpoint.use(self._peer, connections)
         rtt_s = self._endpoint.counters(self._peer).rtt_s
-        # Twice the bandwidth-delay product if this doubles the best rate, at least a window.
+        # Twice the bandwidth-delay product if this measurement doubles the best rate; at least one window.
         in_flight = max(_WINDOW_MESSAGES, 4 * self._best_bps / 8 * rtt_s / self._block.nbytes) + connections
         handles = deque(self._send() for _ in range(int(in_flight)))
         self._keep_busy(handles, patience * max(self._seconds, 10 * rtt_s))
@@ -130,11 +130,11 @@ def probe_both(
     seconds: float = 0.5,
     message_bytes: int = _MESSAGE_BYTES,
 ) -> tuple[LinkProfile, LinkProfile]:
-    """Measure each direction alone, then both at once; called at both ends, at one of them with ``first``.
+    """Measure each direction alone, then both at once. Both ends call this, exactly one of them with ``first``.
 
     Args:
-        connections: number to use for both directions and afterwards; 0: the fewest that saturate the
-            direction to ``peer``.
+        connections: number to use for both directions and afterwards; 0 takes the fewest that saturate the direction to
+            ``peer``.
         most, seconds, message_bytes: see `probe`.
 
     Returns:
@@ -184,7 +184,7 @@ class ProfileCache:
     path: Path
 
     def read(self) -> dict[str, LinkProfile]:
-        """All profiles by link name that need not be measured anew, or empty if the file is unreadable."""
+        """Return all current profiles by link name, empty if the file is unreadable. Outdated profiles are left out."""
         known = Measurements(self.path).read()
         try:
             return {name: _profile(found.value) for name, found in known.items() if not found.is_due}
@@ -192,5 +192,5 @@ class ProfileCache:
             return {}
 
     def add(self, profiles: Mapping[str, LinkProfile]) -> None:
-        """Add profiles that were measured now."""
+        """Add newly measured profiles."""
         Measurements(self.path).keep({name: asdict(profile) for name, profile in profiles.items()})

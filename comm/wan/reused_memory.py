@@ -21,12 +21,12 @@ _GRAIN = 64 << 10  # sizes are rounded up to a multiple, so that similar ones sh
 
 
 class ReusedMemory:
-    """Blocks, free or in use; in total never more bytes than the peak in use."""
+    """Memory blocks, free or in use. Their total size never exceeds the peak in use."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by number; least recently freed first
-        self._returned: deque[tuple[int, mmap.mmap]] = deque()  # appended by whichever thread drops a tensor
+        self._free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by block number; least recently freed first
+        self._returned: deque[tuple[int, mmap.mmap]] = deque()  # appended by the thread that drops a tensor
         self._taken = 0
         self._used_bytes = self._free_bytes = self._most_bytes = 0
 
@@ -37,7 +37,7 @@ class ReusedMemory:
         return self._used_bytes + self._free_bytes
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """An uninitialised tensor; its memory is reused when it is garbage collected."""
+        """Return an uninitialised tensor. Its memory is reused when it is garbage collected."""
         count = torch.Size(spec.shape).numel()
         num_bytes = count * spec.dtype.itemsize
         if num_bytes < LEAST_BYTES:
@@ -49,7 +49,7 @@ class ReusedMemory:
         return torch.frombuffer(view, dtype=spec.dtype, count=count).view(spec.shape)
 
     def close(self) -> None:
-        """Release free blocks; those in use are released with their tensors."""
+        """Release the free blocks. Blocks in use are released with their tensors."""
         self._collect_returned()
         self._free.clear()
         self._free_bytes = 0

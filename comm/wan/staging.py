@@ -17,7 +17,7 @@ class Staging(Protocol):
     """Moves tensors of a device to and from host memory, which the transport reads and writes."""
 
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
-        """Copy ``tensor`` to host memory, then call ``submit`` on the copy; in call order."""
+        """Copy ``tensor`` to host memory, then call ``submit`` with the copy. Calls are processed in order."""
         ...
 
     def room(self, spec: TensorSpec) -> Tensor:
@@ -41,17 +41,17 @@ class HostStaging:
         self._memory = ReusedMemory()
 
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
-        """Submit immediately; non-contiguous tensors are copied."""
+        """Submit immediately. Only a non-contiguous tensor is copied."""
         done: Future[list[int]] = Future()
         done.set_result(submit(tensor.contiguous()))
         return done
 
     def room(self, spec: TensorSpec) -> Tensor:
-        """The tensor to receive into, from the cache of reused memory."""
+        """Return the tensor to receive into, from the cache of reused memory."""
         return self._memory.tensor(spec)
 
     def inward(self, host: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return ``host`` itself."""
         return host
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ BLOCKS_PER_SIZE = 8
 
 
 class PinnedPreallocation:
-    """Preallocates pinned memory for several messages before the first of their size.
+    """Allocates pinned memory for several messages in advance, when the first message of their size is prepared.
 
     Pinning synchronises with the device, possibly with kernels that wait for other ranks. A step
     begins with its receives, while the device is idle; later sends then find memory in torch's
@@ -72,7 +72,7 @@ class PinnedPreallocation:
     """
 
     def __init__(self, pin: Callable[[int], object]) -> None:
-        """``pin`` allocates a block of that many bytes from a caching allocator."""
+        """Create the preallocation. ``pin(num_bytes)`` allocates a block from a caching allocator."""
         self._pin = pin
         self._allocated_sizes: set[int] = set()
 
@@ -86,7 +86,7 @@ class PinnedPreallocation:
 
 
 class CudaStaging:
-    """Pinned copies, on one stream per direction; compute does not wait for them.
+    """Staging by pinned copies, on one stream per direction. Compute does not wait for them.
 
     torch's caching host allocator tracks which copies still use a block.
     """
@@ -99,7 +99,7 @@ class CudaStaging:
         self._pinned = PinnedPreallocation(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
-        """Copy after the current stream's queued work; a thread submits when the copy is complete."""
+        """Copy after the current stream's queued work. A thread calls ``submit`` when the copy is complete."""
         tensor = tensor.contiguous()
         host = self.room(TensorSpec(tuple(tensor.shape), tensor.dtype))
         self._out.wait_stream(torch.cuda.current_stream(self._device))
@@ -136,5 +136,5 @@ class CudaStaging:
 
 
 def staging(device: torch.device) -> Staging:
-    """The staging of ``device``."""
+    """Create the staging for ``device``."""
     return CudaStaging(device) if device.type == "cuda" else HostStaging()

@@ -49,7 +49,7 @@ class Transport:
         """Start the thread.
 
         Args:
-            shares_port: True if connections in both directions begin with a hello on a host's shared port.
+            shares_port: True if all connections begin with a hello to a host's shared port.
             settings: further fields of `Options`.
 
         Raises:
@@ -76,7 +76,7 @@ class Transport:
         self._closer = weakref.finalize(self, _close, self._library, self._native, self._owner)
 
     def close(self, linger_s: float) -> None:
-        """Send what is queued, for at most ``linger_s``, close the links and stop the thread."""
+        """Send queued data, for at most ``linger_s``, close the links and stop the thread."""
         if self._closer.detach():
             native, self._native = self._native, None
             if os.getpid() == self._owner:
@@ -103,7 +103,7 @@ class Transport:
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port that the endpoint listens on."""
         with self._using() as native:
             return int(self._library.weft_wan_port(native))
 
@@ -137,7 +137,7 @@ class Transport:
             self._library.weft_wan_use(native, peer, connections)
 
     def counters(self, peer: int) -> LinkCounters:
-        """Counters of the link to ``peer``."""
+        """Return the counters of the link to ``peer``."""
         counters = Counters()
         with self._using() as native:
             self._library.weft_wan_counters(native, peer, ctypes.byref(counters))
@@ -153,12 +153,12 @@ class Transport:
             return self._library.weft_wan_send(native, *path, tag, priority, address, num_bytes)
 
     def receive(self, path: Path, tag: bytes, address: int, num_bytes: int) -> int:
-        """Start receiving into memory and return the request, as `send` does."""
+        """Start receiving into memory and return the request, which the caller must `free` when it is finished."""
         with self._using() as native:
             return self._library.weft_wan_receive(native, *path, tag, address, num_bytes)
 
     def wait(self, request: int, timeout_s: float) -> State:
-        """Wait for a request."""
+        """Wait for a request and return its state. It is pending after a time-out."""
         with self._using() as native:
             self._waiting += 1
         try:
@@ -169,7 +169,7 @@ class Transport:
                 self._calls.notify_all()
 
     def error(self, request: int) -> str:
-        """The error of a failed request; otherwise empty."""
+        """Return the error of a failed request, otherwise an empty string."""
         return self._library.weft_wan_error(request).decode()
 
     def free(self, request: int) -> None:
@@ -178,7 +178,7 @@ class Transport:
 
     @contextmanager
     def _using(self) -> Iterator[int]:
-        """The native endpoint, which no other thread closes meanwhile."""
+        """Yield the native endpoint, and prevent other threads from closing it meanwhile."""
         self._open()
         with self._calls:
             yield self._open()
@@ -195,6 +195,6 @@ class Transport:
 
 
 def _close(library: ctypes.CDLL, native: int, owner: int, linger_s: float = 0.0) -> None:
-    """Stop the native thread; a forked child has none, and its sockets are closed."""
+    """Stop the native thread. In a forked child there is none to stop, and the sockets are closed already."""
     if os.getpid() == owner:
         library.weft_wan_close(native, linger_s)

@@ -1,1 +1,1 @@
-"""Process groups that span sites: gloo or NCCL inside of each, authenticated links between their leaders."""
+"""Process groups that span sites: gloo or NCCL inside each site, authenticated links between the sites' leaders."""

@@ -1,8 +1,8 @@
-"""The collectives of torch.distributed over several sites, in terms of one exchange between their leaders.
+"""The collectives of torch.distributed over several sites, each by one exchange between the sites' leaders.
 
 They are correct for any size, and intended for small tensors: a leader receives its members' values, and
-sends them the result. Sums are taken in order of ranks inside a site, then in order of sites, on every rank
-alike.
+sends them the result. Sums are computed in order of ranks inside a site, then in order of sites, so all ranks get equal
+results.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _REDUCTIONS: Sequence[tuple[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], 
 
 
 def all_reduce(exchange: SiteExchange, tensor: Tensor, op: dist.ReduceOp) -> None:
-    """The reduction of all members' tensors, in place."""
+    """Reduce all members' tensors, in place."""
     reduce(exchange, tensor, op, None)
 
 
 def reduce(exchange: SiteExchange, tensor: Tensor, op: dist.ReduceOp, root: int | None) -> None:
-    """The reduction of all members' tensors, in place at ``root``; everywhere if it is None."""
+    """Reduce all members' tensors, in place at member ``root``, or at all members if it is None."""
     combine = _reduction(op)
     wanted = [site for site, members in exchange.blocks.items() if root is None or root in members]
 
@@ -61,10 +61,10 @@ def reduce(exchange: SiteExchange, tensor: Tensor, op: dist.ReduceOp, root: int 
 
 
 def reduce_scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], op: dist.ReduceOp) -> None:
-    """This member's part of the reduction.
+    """Write this member's part of the reduction to ``output``.
 
     Args:
-        inputs: a part for each member, of the same size.
+        inputs: one part for each member, all of the same size.
     """
     combine, size = _reduction(op), output.nbytes
 
@@ -82,7 +82,7 @@ def reduce_scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tens
 
 
 def broadcast(exchange: SiteExchange, tensor: Tensor, root: int) -> None:
-    """The tensor of the member ``root``, in place."""
+    """Copy the tensor of member ``root`` to all members, in place."""
     source, size = _site_of(exchange, root), tensor.nbytes
 
     def lead(said: list[Tensor]) -> Tensor:
@@ -99,12 +99,12 @@ def broadcast(exchange: SiteExchange, tensor: Tensor, root: int) -> None:
 
 
 def all_gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-    """Gather every member's tensor, in order of members; all are of one size."""
+    """Gather every member's tensor, in order of members. All have the same size."""
     gather(exchange, outputs, tensor, None)
 
 
 def gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor, root: int | None) -> None:
-    """Gather every member's tensor, in order of members, at ``root``; everywhere if it is None.
+    """Gather every member's tensor, in order of members, at member ``root``, or at all members if it is None.
 
     Args:
         outputs: receive the tensors, or empty on members that receive none.
@@ -139,7 +139,7 @@ def scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], ro
     """Send a part of ``root``'s tensors to each member.
 
     Args:
-        inputs: on ``root``, a part for each member, of the same size; empty elsewhere.
+        inputs: on ``root``, one part for each member, all of the same size; empty on other members.
     """
     source, size = _site_of(exchange, root), output.nbytes
 
@@ -156,12 +156,12 @@ def scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], ro
 
 
 def all_to_all(exchange: SiteExchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, alike: bool) -> None:
-    """Exchange a part between every two members.
+    """Send one part from every member to every other one.
 
     Args:
-        outputs: receive each member's part.
+        outputs: receive the part from each member.
         inputs: the part for each member.
-        alike: True if all parts are of one size; otherwise members exchange sizes first.
+        alike: True if all parts have the same size, otherwise members exchange sizes first.
     """
     mine = torch.tensor([part.nbytes for part in inputs])
     sizes = [torch.empty_like(mine) for _ in range(exchange.size)]
@@ -169,7 +169,7 @@ def all_to_all(exchange: SiteExchange, outputs: Sequence[Tensor], inputs: Sequen
         sizes = [mine] * exchange.size
     else:
         all_gather(exchange, sizes, mine)
-    num_bytes = [row.tolist() for row in sizes]  # from each to each
+    num_bytes = [row.tolist() for row in sizes]  # bytes from each member to each member
     everyone = range(exchange.size)
 
     def cut(data: Tensor, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Tensor]:
@@ -219,7 +219,7 @@ def _finish(total: Tensor, op: dist.ReduceOp, size: int) -> Tensor:
 def _in_order(
     exchange: SiteExchange, mine: Tensor, theirs: dict[int, Tensor], combine: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """The sites' reductions, reduced in order of sites."""
+    """Return the reduction of the sites' reductions, in order of sites."""
     parts = {site: data.view(mine.dtype) for site, data in theirs.items()} | {exchange.site: mine}
     return fold(combine, [parts[site] for site in exchange.blocks])
 
@@ -229,7 +229,7 @@ def _site_of(exchange: SiteExchange, member: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A tensor's elements as bytes [nbytes]; its own memory where that is contiguous."""
+    """Return a tensor's elements as bytes [nbytes]. A view if the tensor is contiguous."""
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
 
 

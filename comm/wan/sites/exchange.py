@@ -15,18 +15,18 @@ from weft.comm.wan.channel import WanChannel, WanHandle
 _TEXT_BYTES = 256
 """Maximum number of bytes of the error that a leader sends to its site; 0 bytes mean no error."""
 _MOST_UNDER_WAY = 16
-_TAG = 1 << 30  # of gloo's messages; those of the group's users count from 0
+_TAG = 1 << 30  # tag of gloo's messages; the group's users count tags from 0
 
 
 class SiteExchange:
-    """Tells a group's members at each site what comes of the members' bytes at all sites; one call at a time.
+    """Combines the bytes of all members at all sites, and returns the result to every member, one call at a time.
 
-    The first member at a site is its leader. Between two leaders a call takes one exchange. An error at a
-    leader becomes its site's; after an error there is no other call.
+    The first member at a site is its leader. Two leaders exchange messages once per call. A leader's error is raised at
+    all members of its site. After an error no further call is possible.
 
     Attributes:
         blocks: positions in the group of the members at each site, in order of the sites' numbers.
-        site: this rank's.
+        site: this rank's site.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SiteExchange:
         inside: dist.ProcessGroup | None,
         channels: Mapping[int, WanChannel],
     ) -> None:
-        """Create this member's object.
+        """Create this member's end of the exchange.
 
         Args:
             position: this rank's index in the group.
@@ -60,20 +60,20 @@ class SiteExchange:
 
     @property
     def others(self) -> list[int]:
-        """The other sites."""
+        """Numbers of the other sites."""
         return [site for site in self.blocks if site != self.site]
 
     def run(self, said: Tensor, sizes: Sequence[int], lead: Callable[[list[Tensor]], Tensor], num_bytes: int) -> Tensor:
-        """Send this rank's bytes to the leader, and receive the result that it makes of its site's.
+        """Send this rank's bytes to its site's leader, and return the result that the leader computes.
 
         Args:
-            said: this rank's bytes, uint8 [its entry of ``sizes``].
+            said: this rank's bytes, uint8. Their number is this rank's entry of ``sizes``.
             sizes: number of bytes of each member at this site.
-            lead: called at the leader with all members' bytes, in order; it may `swap` once.
+            lead: called at the leader with the bytes of its site's members, in order. It may call `swap` once.
             num_bytes: number of bytes that ``lead`` returns.
 
         Returns:
-            What ``lead`` returned, uint8 [num_bytes].
+            The result of ``lead``, uint8 [num_bytes].
 
         Raises:
             ChannelError: a link between sites has failed; it names the link, on every member of the site.
@@ -88,10 +88,10 @@ class SiteExchange:
         return self._told(torch.empty(_TEXT_BYTES + num_bytes, dtype=torch.uint8))
 
     def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
-        """Send bytes to leaders of other sites, and receive theirs.
+        """Send bytes to the leaders of other sites, and return the bytes that they send.
 
         Args:
-            outgoing: the message to each site; it must not be changed any more.
+            outgoing: the message to each site. It must not be changed afterwards.
             incoming: number of bytes from each site.
         """
         tag = str(self._number)
@@ -109,7 +109,7 @@ class SiteExchange:
     ) -> Tensor:
         told = torch.zeros(_TEXT_BYTES + num_bytes, dtype=torch.uint8)
         try:
-            said = [mine.clone()]  # it may be on its way to other sites after the call
+            said = [mine.clone()]  # a copy, because it may still be sent to other sites after the call
             for member, size in enumerate(sizes[1:], start=1):
                 said.append(torch.empty(size, dtype=torch.uint8))
                 if size:
@@ -126,7 +126,7 @@ class SiteExchange:
         told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         try:
             self._broadcast(told)
-        except RuntimeError:  # it was a member of this site that has ended, perhaps
+        except RuntimeError:  # a member of this site may have ended
             return
 
     def _told(self, told: Tensor) -> Tensor:

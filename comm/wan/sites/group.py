@@ -29,10 +29,10 @@ _AFTER_COLLECTIVES = 1
 class SiteGroup(PythonGroup):
     """The interface of gloo's and NCCL's groups, as `torch.distributed` and others call it.
 
-    Collectives run on a thread of the group, in launch order, by `SiteExchange`: members of a site talk over
-    gloo, and the leaders of the sites over authenticated links. Messages between two members go over gloo
-    inside a site, and over a link of the two otherwise. Tensors of a GPU pass through pinned memory: whoever
-    waits for a collective then holds up the host.
+    Collectives run on a thread of the group, in launch order, by `SiteExchange`: members of a site communicate over
+    gloo, and the sites' leaders over authenticated links. Messages between two members of a site go over gloo, other
+    messages over a link between the two members. Tensors on a GPU pass through pinned memory, so waiting for a
+    collective then blocks the host.
     """
 
     BACKEND = "weft"
@@ -49,16 +49,16 @@ class SiteGroup(PythonGroup):
         inside: Callable[[dist.Store, int, int], Any],
         owns_links: bool = False,
     ) -> None:
-        """A collective call over the members.
+        """Create the group. A collective call over its members.
 
         Args:
-            store: the store of this group alone.
+            store: a store that only this group uses.
             ranks: global ranks of the members.
-            position: this rank's among them.
+            position: this rank's index among the members.
             sites: the site of each member.
             timeout: time limit of an operation.
-            inside: makes a gloo group of a store, this rank's place and the number of members.
-            owns_links: True if the links end with this group.
+            inside: creates a gloo group from a store, this rank's position and the number of members.
+            owns_links: True if `shutdown` of this group closes the links.
         """
         super().__init__(ranks, position)
         self.links, self._owns_links, self._timeout = links, owns_links, timeout
@@ -77,7 +77,7 @@ class SiteGroup(PythonGroup):
         self._closer = weakref.finalize(self, self._progress.close)
 
     def shutdown(self) -> None:
-        """Run what was launched, and nothing more; the job's first group also closes the links."""
+        """Run the launched operations, accept no more, and close the links if this group owns them."""
         self._closer()
         self._inside = None
         if self._owns_links and self._progress.error:
@@ -167,7 +167,7 @@ class SiteGroup(PythonGroup):
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        """See `ProcessGroup`; sizes are given by all members or by none."""
+        """See `ProcessGroup`. Either all members pass split sizes or none does."""
         alike = not output_splits and not input_splits
         outputs, inputs = self._split(output, output_splits), self._split(source, input_splits)
         return self._to_all(outputs, inputs, alike=alike)
@@ -217,7 +217,7 @@ class SiteGroup(PythonGroup):
         written: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> dist.Work:
-        """Call ``run`` on a thread, with the exchange and copies of ``tensors`` in host memory."""
+        """Call ``run`` on the group's thread, with the exchange and copies of ``tensors`` in host memory."""
         copies, exchange = [HostCopy(tensor) for tensor in tensors], self._exchange
 
         def on_thread() -> None:

@@ -1,4 +1,4 @@
-"""A job over several sites: groups inside a site are gloo's or NCCL's, and all others are `SiteGroup`."""
+"""A job over several sites: groups inside a site are gloo's or NCCL's, and all other groups are `SiteGroup`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from weft.comm.wan.sites.links import SiteLinks
 
 
 class SitesJob(Job):
-    """The job of a default group that spans sites. See `Job`."""
+    """A job whose default group spans several sites. See `Job`."""
 
     def __init__(self, links: SiteLinks) -> None:
-        """``links`` are this rank's, of all groups."""
+        """Create the job. ``links`` connect this rank to other sites, for all its groups."""
         self.links, self._of_ranks = links, links.sites.of_ranks
         self.address = links.address
 

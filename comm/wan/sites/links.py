@@ -31,16 +31,16 @@ _LINGER_S = 5.0
 
 
 class SiteLinks:
-    """An endpoint for process groups, whose address the other ranks find in the job's store.
+    """The endpoint of a rank for process groups. Its address is in the job's store.
 
-    The store is read when a link is created, and never after.
+    The store is read when a link is created, and never afterwards.
     """
 
     def __init__(self, store: dist.Store, sites: Sites, *, rank: int) -> None:
-        """Listen. A collective call, for rank 0 draws the attempt's name, and a host's first rank listens for all.
+        """Open the endpoint. A collective call: rank 0 names the attempt, and a host's first rank listens for the host.
 
         Raises:
-            ValueError: no key, an interface that is not there, or a port that is taken; on all ranks of the host.
+            ValueError: on all ranks of the host: there is no key, the interface does not exist, or the port is in use.
         """
         comm = sites.comm
         self.sites, self._store, self._rank = sites, store, rank
@@ -71,10 +71,10 @@ class SiteLinks:
         return endpoint
 
     def _listen_for_host(self, comm: CommConfig, bind: str) -> WanEndpoint:
-        """Listen at this host's port for other hosts, which is this run's alone.
+        """Listen for all ranks of this host, at a port that belongs to this run only.
 
         Raises:
-            ValueError: another run's ranks listen there, or another program does.
+            ValueError: another run's ranks or another program listen there.
         """
         port = comm.port or (0 if is_loopback(bind) else int(self._store.get("port")))
         if not port:
@@ -109,35 +109,35 @@ class SiteLinks:
         return self._endpoint.address
 
     def channel(self, peer: int, lane: int, timeout: timedelta) -> WanChannel:
-        """The channel to ``peer`` on a lane, over the one link between the two; both call this.
+        """Return the channel to ``peer`` on a lane of the only link between the two ranks. Both ranks call this.
 
         Raises:
-            ChannelError: the store has no address of the peer.
+            ChannelError: the store has no address for the peer.
         """
         if not self._endpoint.linked(peer):
             self._endpoint.link(peer, address=self._address(peer) if self._rank < peer else None)
         return replace(self._endpoint.channel(peer, lane=lane), timeout_s=timeout.total_seconds())
 
     def lane(self, store: dist.Store, *, first: bool) -> int:
-        """A lane for a group, on all links between its members.
+        """Return the number of the lane that a group uses on all links between its members.
 
         Args:
-            store: the store of the group alone.
-            first: True if this rank is its first member, which takes a lane.
+            store: a store that only the group uses.
+            first: True if this rank is the group's first member, which reserves a lane.
         """
         if first:
             store.set("lane", str(self._store.add("lanes", 1)))
         return int(store.get("lane"))
 
     def await_contact(self) -> None:
-        """Wait until all links are connected. Errors: see `await_links`."""
+        """Wait until all links are connected. For errors see `await_links`."""
         await_links(self._endpoint, self.sites.comm.deadline_s)
 
     def close(self, *, linger_s: float = _LINGER_S) -> None:
         """Send queued data, for at most ``linger_s``, and stop listening.
 
-        A host's first rank listens for all of them, so it closes last: ranks end with a barrier, as torch's do
-        because of the store on rank 0.
+        A host's first rank listens for the whole host, so the job must end with a barrier, as torch requires for the
+        store on rank 0.
         """
         if self._closer.detach():
             _close(self._endpoint, self._held, linger_s)

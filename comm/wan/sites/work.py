@@ -1,4 +1,4 @@
-"""Operations of a group over several sites that are under way."""
+"""Operations of a group over several sites that are in flight."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SLACK_S = 5.0
 
 
 class HostCopy:
-    """A tensor of a collective in host memory: itself on a CPU, a pinned copy of a GPU's.
+    """A collective's tensor in host memory: the tensor itself on a CPU, a pinned copy on a GPU.
 
-    The copy comes after what the current stream has queued; the result goes back on the stream that waits.
+    The copy runs after the work queued on the current stream. The result is copied back on the stream that waits.
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        """Begin to copy."""
+        """Start copying ``tensor`` to host memory."""
         self._tensor = self.host = tensor
         self._copied: torch.cuda.Event | None = None
         self._back: torch.cuda.Event | None = None
@@ -50,7 +50,7 @@ class HostCopy:
 
 
 class CollectiveWork(dist.Work):
-    """A collective that was launched."""
+    """A launched collective."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class CollectiveWork(dist.Work):
         self._outputs, self._timeout = list(outputs), timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block the host until it has ended; on a GPU the current stream then waits for the copy of the result.
+        """Block the host until the collective ends. On a GPU the current stream then waits for the result's copy.
 
         Raises:
-            ChannelError: a link between sites has failed, or the time is over.
+            ChannelError: a link between sites has failed, or the timeout has passed.
             RuntimeError: a member at this site has ended.
         """
         limit = (timeout or self._timeout).total_seconds()
@@ -89,11 +89,11 @@ class CollectiveWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True if it has completed or failed."""
+        """True if the collective has completed or failed."""
         return self._done.done()
 
     def is_success(self) -> bool:
-        """True if it has completed without an error."""
+        """True if the collective has completed without an error."""
         return self._done.done() and self._done.exception() is None
 
     def exception(self) -> Any:
@@ -121,27 +121,27 @@ class CollectiveWork(dist.Work):
 
 
 class Arrival:
-    """A message of gloo that arrives in host memory. See `weft.comm.channel.SendHandle`."""
+    """A gloo message that arrives in host memory. See `weft.comm.channel.SendHandle`."""
 
     def __init__(self, work: dist.Work, host: Tensor) -> None:
-        """``work`` fills ``host``."""
+        """Create the handle. ``work`` receives into ``host``."""
         self._work, self._host = work, host
 
     def wait(self) -> Tensor:
-        """Block until it has arrived."""
+        """Block until the message has arrived, and return its tensor."""
         self._work.wait()
         return self._host
 
     def ended(self) -> bool:
-        """True if it has."""
+        """True if the message has arrived or failed."""
         return bool(self._work.is_completed())
 
 
 class TransferWork(dist.Work):
-    """A message to another site, or from one."""
+    """A message to or from another site."""
 
     def __init__(self, handle: SendHandle, target: Tensor | None) -> None:
-        """``target`` receives the tensor, or None for a send."""
+        """Create the work. ``target`` receives the tensor, or is None for a send."""
         super().__init__()
         self._handle, self._target = handle, target
 
@@ -149,7 +149,7 @@ class TransferWork(dist.Work):
         """Block until the transfer has completed.
 
         Raises:
-            ChannelError: the link has failed, or the time is over.
+            ChannelError: the link has failed, or the timeout has passed.
         """
         arrived = self._handle.wait()
         if self._target is not None:
@@ -158,9 +158,9 @@ class TransferWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True if `wait` would return at once."""
+        """True if `wait` would return immediately."""
         return self._handle.ended()
 
     def is_success(self) -> bool:
-        """True if it has completed; a failure raises in `wait`."""
+        """True if the transfer has ended. A failure is raised by `wait`."""
         return self.is_completed()
