@@ -27,12 +27,8 @@ FOREIGN = {
     "torch elastic": {
         "DynamicRendezvousHandler",
         "LocalElasticAgent",
-        "SimpleElasticAgent",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-        "_invoke_run",
         "_monitor_workers",
         "_restart_workers",
-        "monitor_interval",
     },
     "transformers and accelerate": {"gather", "generate", "Trainer", "TrainingArguments", "from_pretrained"},
     "transformers' settings": {
