@@ -1,4 +1,4 @@
-"""The bucket: parameters of a virtual stage in one flat buffer, divided into equal shards over the replicas."""
+"""A bucket: parameters of a virtual stage in one flat buffer, divided into equal shards over the replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """The part of a parameter that this rank's optimiser steps.
+    """This rank's part of a parameter, in the form in which the optimiser updates it.
 
     Attributes:
         name: the parameter's name in the whole Hugging Face model.
@@ -32,9 +32,9 @@ class Fragment:
         start: index of the part's first element in the flattened parameter.
         tensor: the part in its highest precision (the master weights, if there are any). It has the
             parameter's shape if it is the whole parameter, and is flat otherwise.
-        trained: whether the optimiser steps it.
+        trained: whether the optimiser updates it.
         shared: whether every replica holds this part.
-        cut: which part of the named parameter ``parameter`` is. None is all of it.
+        cut: the part of the named parameter that ``parameter`` holds. None means that it holds all of it.
     """
 
     name: str
@@ -65,17 +65,17 @@ class Member:
     offset: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the parameter's view, in its own shape, of a flat buffer of the whole bucket."""
+        """Return the parameter's view, in its own shape, of ``flat``: a buffer of the whole bucket."""
         return flat[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
 
 
 class Bucket:
     """Weights and gradients of several parameters, all of one dtype, and all trained or all frozen.
 
-    At ZeRO stage 0 (Rajbhandari et al. 2020, section 5) a replica permanently has everything. At stage 1 it
-    has only its shard of the master weights and optimiser state, at stage 2 also only its shard of the
-    gradients, and at stage 3 also only its shard of the weights. 16-bit weights have fp32 master weights,
-    whereas fp32 weights are their own. Gradients accumulate in the master's dtype.
+    At ZeRO stage 0 (Rajbhandari et al. 2020, section 5) a replica permanently stores everything. From stage 1 on
+    it stores only its shard of the master weights and optimiser state. From stage 2 on the same holds for
+    gradients, and at stage 3 for weights. 16-bit weights have separate fp32 master weights. An fp32 weight is its
+    own master. Gradients accumulate in the master's dtype.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Bucket:
             parameters: the parameters, with their names in the whole model.
             stages: this rank's virtual stages that use them.
             tied: group of the ranks of this pipeline that also hold them.
-            cuts: of parameters of which this rank holds only a part.
+            cuts: by name, this rank's part of each parameter that it does not hold as a whole.
         """
         first = parameters[0][1]
         self.stages = stages
@@ -148,7 +148,7 @@ class Bucket:
         self.release()
 
     def _span(self, member: Member) -> tuple[int, int]:
-        """Return start and end in the bucket of the part of a parameter that this rank holds."""
+        """Return where this rank's part of a parameter starts and ends in the bucket."""
         begin = max(self._held.start, member.offset)
         return begin, max(begin, min(self._held.stop, member.offset + member.parameter.numel()))
 
@@ -166,7 +166,7 @@ class Bucket:
     # -- gradients -------------------------------------------------------------------------------
 
     def add_gradient(self, parameter: nn.Parameter, place: Tensor) -> None:
-        """Accumulate the gradient of a backward into ``place`` (see `gradient_place`)."""
+        """Move ``parameter.grad`` to ``place`` (see `gradient_place`), and add it to earlier gradients of the step."""
         assert parameter.grad is not None
         self.present.add(parameter)
         if parameter in self._arrived:
@@ -223,7 +223,7 @@ class Bucket:
 
     @property
     def counted_gradient(self) -> Tensor:
-        """Return the part of the reduced gradient that this rank counts in norms. Each element counts on one rank."""
+        """Return the elements of the reduced gradient that this rank counts in norms. Each counts on one rank."""
         assert self._gradient is not None
         share = self._share if self._gradient.numel() == self.length else slice(None)
         return self._gradient[share if self.counted else slice(0)]
@@ -235,7 +235,7 @@ class Bucket:
         return self._gradient
 
     def assign_gradients(self, absent: Set[nn.Parameter] = frozenset()) -> None:
-        """Set each fragment's ``grad`` to its part of the reduced gradient, but for ``absent`` parameters."""
+        """Set the ``grad`` of fragments to their part of the reduced gradient, except for ``absent`` parameters."""
         low = self._held.start
         offsets = {member.name: member.offset for member in self.members}
         for fragment in self.fragments:
@@ -257,16 +257,16 @@ class Bucket:
 
     @property
     def held_weights(self) -> tuple[Tensor, ...]:
-        """Return the weights that this rank stores permanently: its part, and the fp32 master of a 16-bit part."""
+        """Return the weights that this rank stores permanently: its shard, and the fp32 masters of a 16-bit shard."""
         return (self._shard, self._master) if self.has_masters else (self._shard,)
 
     @property
     def has_masters(self) -> bool:
-        """True if weights are stepped in a higher precision than they are computed in."""
+        """True if the optimiser updates separate fp32 master weights."""
         return self._master is not self._shard
 
     def whole_master(self) -> Tensor:
-        """Return the weights in the precision that they are stepped in, flat. Collective call over the replicas."""
+        """Return all weights, flat, in the precision of the optimiser's updates. Collective call over the replicas."""
         if self._master.numel() == self.length:
             return self._master
         whole = self._master.new_empty(self.length)
@@ -275,7 +275,10 @@ class Bucket:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy stepped or restored fragments into the model. Call `wait` before the weights are used."""
+        """Copy fragments that were updated or restored into the model. Call `wait` before the weights are used.
+
+        At ZeRO stages 1 and 2 this starts to gather the full weights. At stage 3 it frees them.
+        """
         self.settle_weights()
         if self.has_masters:
             self._shard.copy_(self._master)
@@ -285,14 +288,14 @@ class Bucket:
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
     def gather(self, user: User | None = None) -> None:
-        """Start the all-gather of the weights, unless they are complete. They stay until each user releases them."""
+        """Start the all-gather of the weights if they are not complete. They stay until each user releases them."""
         self.users |= {user} - {None}
         if not self._whole and self._gathering is None:
             self._weights.untyped_storage().resize_(self._weights.nbytes)
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
     def wait(self, user: User | None = None) -> None:
-        """Block until the weights are complete. For ``user`` see `gather`."""
+        """Gather the weights as `gather` does, and block until they are complete."""
         self.gather(user)
         self.settle_weights()
 
@@ -304,7 +307,7 @@ class Bucket:
             self._whole = True
 
     def release(self, user: User | None = None) -> None:
-        """Free the full weights, if they are only gathered on demand and no other user needs them."""
+        """End the use by ``user``. At ZeRO stage 3 the full weights are freed when no user is left."""
         self.users.discard(user)
         if self.sharded and not self.users:
             self.settle_weights()

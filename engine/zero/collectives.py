@@ -1,4 +1,4 @@
-"""The collectives of buckets: reduce gradients and gather weights over the ranks that hold the same weights."""
+"""Collectives for buckets: reduce gradients and gather weights over the ranks that hold the same weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Choose = Callable[[Collective], Rewrite]
 
 @dataclass(frozen=True)
 class CompletedHandle:
-    """Handle of a collective that is already complete, as on a single replica."""
+    """Handle of a collective that is already complete, because there is only one replica."""
 
     tensor: Tensor
 
@@ -39,13 +39,13 @@ class CompletedHandle:
 
 @dataclass(frozen=True)
 class CastHandle:
-    """Handle of a reduction whose number format differs from that of its target."""
+    """Handle of a reduction that is sent in another dtype than its target's."""
 
     handle: Handle
     target: Tensor
 
     def wait(self) -> Tensor:
-        """Fill and return the target."""
+        """Wait for the reduction, copy its result to the target, and return the target."""
         return self.target.copy_(self.handle.wait())
 
 
@@ -69,12 +69,12 @@ class Collectives:
     """Starts collectives. Gradients and weights have separate communicators, so that neither waits for the other.
 
     Attributes:
-        replica, num_replicas: this rank among those that hold the same weights.
-        gradients, weights: communicators, or None on a single replica. See `open`.
+        replica, num_replicas: this rank's index among the ranks that hold the same weights, and their number.
+        gradients, weights: communicators, or None for a single replica. See `open`.
         choose: chooses the implementation of a collective.
-        costs: measured costs over this rank's replicas, if any.
+        costs: measured costs of collectives over this rank's replicas, or None.
         source: origin of the costs.
-        gradient_format: number format in which gradients are sent.
+        gradient_format: dtype in which gradients are sent.
         overlap: whether to overlap with compute. Otherwise each collective blocks.
     """
 
@@ -90,8 +90,8 @@ class Collectives:
     waits: Waits | None = None
     """Observer of waits. Replicas wait equally often in a slot."""
     joint: Collectives | None = None
-    """Group for parameters that all ranks of a stage hold in full while they share matrices, each with a part of the
-    gradient's sum. None means the same group as other parameters."""
+    """Group for parameters that every rank of a tensor-parallel stage holds in full. Each rank computes a part of their
+    gradient. None means the same group as other parameters."""
     expert: Collectives | None = None
     """Group of ranks with the same experts. None means the same group as other parameters."""
 
@@ -99,11 +99,11 @@ class Collectives:
     def open(
         cls, layout: RankLayout, device: torch.device, zero: ZeroConfig, *, cache_dir: str, timeout_s: float
     ) -> Collectives:
-        """Open the collectives of this rank's data group and of others that it needs. Collective call.
+        """Open the collectives over this rank's data-parallel group, with ``joint`` and ``expert``. Collective call.
 
         Args:
             cache_dir: folder with the costs of collectives, which are measured and stored there if they are missing.
-            timeout_s: of their process groups.
+            timeout_s: timeout of the process groups.
         """
         stages, costs = range(layout.stages), CostCache.in_folder(cache_dir)
         open_over = partial(cls._open_over, layout, device, zero, costs, timeout_s)
@@ -126,7 +126,7 @@ class Collectives:
         members: Sequence[tuple[int, ...]],
         of: str = "",
     ) -> Collectives:
-        """Open the collectives of this rank's group among ``members``, which are all of one size."""
+        """Open the collectives over the group in ``members`` that contains this rank. All groups have the same size."""
         if len(members[0]) == 1:
             return cls()
         nodes = nodes_of_world()
@@ -191,14 +191,14 @@ class Collectives:
         return handle
 
     def of(self, cut: Cut | None) -> Collectives:
-        """Return the collectives for a parameter, by the part of it that this rank holds. None means all of it."""
+        """Return the collectives for a parameter of which this rank holds the part ``cut``. None means all of it."""
         if cut is None:
             return self.joint or self
         return (self.expert or self) if cut.axis == "expert" else self
 
     @property
     def kinds(self) -> list[Collectives]:
-        """These collectives, and those for other kinds of parameters."""
+        """These collectives, and those in ``joint`` and ``expert``."""
         return [self, *(other for other in (self.joint, self.expert) if other is not None)]
 
     def observe_waits(self, waits: Waits | None) -> None:

@@ -26,12 +26,12 @@ class ReplicasDiffer(RuntimeError):
     """The weights or states of replicas differ. Raised on every rank, between steps.
 
     Attributes:
-        good_step: last step after which they were known to be equal.
-        ranks: those that differ from the majority, or all differing ones if there is no majority.
+        good_step: last step after which a comparison found the replicas equal.
+        ranks: the ranks that differ from the majority, or all ranks that differ if there is no majority.
     """
 
     def __init__(self, message: str, good_step: int, ranks: Sequence[int] = ()) -> None:
-        """Make the error that `Comparison.check` raises."""
+        """Create the error with its message. For the other arguments see the attributes."""
         super().__init__(message)
         self.good_step, self.ranks = good_step, tuple(ranks)
 
@@ -59,9 +59,9 @@ class Comparison:
     """Compares weights, and at ZeRO stage 0 master weights and the optimiser's state, over the replicas of a rank.
 
     A checksum is the sum of a tensor's bits, read as integers, modulo 2^64. It does not depend on the order of
-    addition, and any single flipped bit changes it. It is computed before a step changes the weights, when they
-    are complete. In the next step each rank compares its replicas' checksums and starts an all-reduce of the
-    result over all ranks. In the step after that every rank reads it.
+    addition, and any single flipped bit changes it. The comparison of one state takes three steps. The first step
+    computes the checksums before it changes the weights. In the second, each rank compares its replicas' checksums
+    and starts an all-reduce of the result over all ranks. In the third, every rank reads the result.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Comparison:
         expert: int = 1,
         experts: Collection[str] = (),
     ) -> None:
-        """Compare every ``every`` steps.
+        """Compare every ``every`` steps, or never if it is 0.
 
         Args:
             replica: this rank's index in ``replicas``.
             replicas: global ranks of this rank and its replicas, in order.
-            group: of ``replicas``.
-            expert: size of expert groups, which are consecutive in ``replicas``. So every ``expert``-th has the same
-                experts.
+            group: process group of ``replicas``.
+            expert: number of ranks that share a layer's experts. They are consecutive in ``replicas``, so every
+                ``expert``-th replica has the same experts.
             experts: names of the experts' parameters.
         """
         self._sharding, self._optimizer = sharding, optimizer
@@ -101,7 +101,7 @@ class Comparison:
     def of_replicas(
         cls, sharding: Sharding, optimizer: Optimizer, *, every: int, group: dist.ProcessGroup, expert: int
     ) -> Comparison:
-        """Compare over the ranks of ``group``. For arguments see the constructor."""
+        """Create a comparison over the ranks of ``group``. For arguments see the constructor."""
         return cls(
             sharding,
             optimizer,
@@ -116,7 +116,10 @@ class Comparison:
     # -- in a step -------------------------------------------------------------------------------
 
     def before_update(self, step: int) -> None:
-        """Continue the comparison before the update of a step, counted from 1. Asynchronous collective call."""
+        """Do the part of the comparison that is due before the optimiser's update in ``step``, counted from 1.
+
+        Asynchronous collective call.
+        """
         if not self._every:
             return
         if step != self._next_step:
@@ -139,7 +142,7 @@ class Comparison:
         self._copies[0].send(_reduced(table, dist.ReduceOp.SUM, self._group))
 
     def _look(self) -> None:
-        """Compare the replicas' checksums, and start to send the result to all ranks."""
+        """Compare the replicas' checksums of the previous step, and start to reduce the result over all ranks."""
         if self._compared is None:
             return
         (done, copy, _), self._compared = self._compared, None
@@ -149,7 +152,7 @@ class Comparison:
         self._copies[1].send(_reduced(flag, dist.ReduceOp.MAX, dist.group.WORLD))
 
     def _hear(self) -> None:
-        """Read whether any rank has detected a difference."""
+        """Read the reduced result: whether any rank has detected a difference."""
         if self._told is None:
             return
         (done, copy, found), self._told = self._told, None
@@ -181,7 +184,7 @@ class Comparison:
         )
 
     def now(self, step: int) -> None:
-        """Compare between two steps, after ``step`` steps, and wait for the result. Collective call.
+        """Compare immediately, after ``step`` steps, and wait for the result. Collective call, between steps.
 
         Raises:
             ReplicasDiffer: on every rank.
@@ -207,7 +210,7 @@ class Comparison:
         return [label for label, _, _ in self._tensors()]
 
     def _tensors(self) -> Iterator[tuple[str, str, list[Tensor]]]:
-        """Return each compared tensor with its parameter and its numbers."""
+        """Yield, for each compared tensor, its name, its parameter's name, and the tensors with its elements."""
         for bucket in self._sharding.buckets:
             if not bucket.sharded:
                 yield from ((member.name, member.name, [member.parameter.data]) for member in bucket.members)
@@ -230,7 +233,7 @@ class Comparison:
         return torch.stack(sums) if sums else nothing.new_zeros(0)
 
     def _describe(self, table: Tensor) -> _Difference:
-        """Describe the difference."""
+        """Describe the differences in ``table``: the checksums by replica and tensor."""
         found: dict[tuple[tuple[int, ...], int], list[str]] = {}
         for column, (label, name, _) in enumerate(self._tensors()):
             stride = self._expert if name in self._experts else 1
@@ -266,7 +269,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def differing(values: Sequence[int]) -> tuple[int, ...]:
-    """Return the replicas outside of the majority, or all if there is none."""
+    """Return the indices of values that differ from the majority, or all indices if there is no majority."""
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return tuple(range(len(values)))

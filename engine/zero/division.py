@@ -1,4 +1,4 @@
-"""Divide a rank's virtual stages into blocks and buckets."""
+"""Divide the parameters of a rank's virtual stages into buckets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ShardedStage(Protocol):
 
 
 def outside_blocks(stage: ShardedStage) -> set[nn.Parameter]:
-    """Parameters that a module outside of the blocks owns, such as an embedding that is tied to the head."""
+    """Return parameters that a module outside of the blocks owns, such as an embedding that is tied to the head."""
     inside = {module for block in stage.blocks() for module in block.modules()}
     return {p for module in stage.modules() if module not in inside for p in module.parameters(recurse=False)}
 
@@ -56,18 +56,17 @@ def divide(
 ) -> list[Bucket]:
     """Create the buckets of a rank, stage by stage in the order in which a forward uses them.
 
-    A bucket has at most ``zero.reduce_bucket_size`` and ``zero.allgather_bucket_size`` elements, or a
-    single parameter, and ends at ``bucket_ends``. At stage 3 a bucket stays within one block, so that it can
-    be released while others run. Persistent parameters are in separate buckets, handled as at stage 2.
-    Weights that several virtual stages share, on one or several ranks, are separate buckets, so that
-    all holders divide them in the same way. A bucket's weights are reduced and gathered over the same
-    ranks. Frozen weights are left alone, except at stage 3, which
-    shards them.
+    A bucket ends at each of ``bucket_ends``. It has at most ``zero.reduce_bucket_size`` and
+    ``zero.allgather_bucket_size`` elements, or a single parameter. At stage 3 all parameters of a bucket are in one
+    block, so that the bucket can be released while other blocks run. Persistent parameters are in separate buckets,
+    handled as at stage 2. Weights that several virtual stages share, on one or several ranks, are separate buckets,
+    so that all holders divide them in the same way. All weights of a bucket are reduced and gathered over the same
+    ranks. Frozen weights are in buckets only at stage 3, which shards them.
 
     Args:
         tied: group of holders, for parameters that other pipeline ranks also hold.
-        bucket_ends: by virtual stage, fractions of its elements at which buckets end, ascending. A
-            parameter belongs to the bucket that has its middle.
+        bucket_ends: by virtual stage, the fractions of its elements at which buckets end, ascending. A
+            parameter belongs to the bucket that contains its middle element.
     """
     stages = list(stages)
     users: dict[nn.Parameter, set[int]] = {}
@@ -111,7 +110,7 @@ def divide(
 
 
 def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: int, room: int) -> list[Named]:
-    """Return parameters of fewer than ``below`` elements, in order of use, up to ``room`` elements in total."""
+    """Return the persistent parameters: those of fewer than ``below`` elements, in order of use, ``room`` in total."""
     found = []
     for name, parameter in (named for block in blocks for named in block):
         if name not in stage.tied and parameter.numel() < below and parameter.numel() <= room:
@@ -121,7 +120,7 @@ def _stay_whole(stage: ShardedStage, blocks: Sequence[Sequence[Named]], below: i
 
 
 def _groups(stage: ShardedStage, blocks: Sequence[Sequence[Named]], ends: Sequence[float]) -> Iterator[list[Named]]:
-    """Yield groups of parameters that may share a bucket: of one block, between two ends, tied ones separately."""
+    """Yield groups of parameters that may share a bucket: parameters of one block between two ends."""
     total = sum(p.numel() for block in blocks for name, p in block if name not in stage.tied)
     offset = 0
     for block in blocks:
@@ -136,7 +135,7 @@ def _groups(stage: ShardedStage, blocks: Sequence[Sequence[Named]], ends: Sequen
 
 
 def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut]) -> Iterator[list[Named]]:
-    """Split a group by dtype, by trained or frozen, and by cut, into runs of at most ``limit`` elements."""
+    """Split a group into runs of at most ``limit`` elements, by dtype, by trained or frozen, and by kind of cut."""
     open_runs: dict[tuple[torch.dtype, bool, str], list[Named]] = {}
     for name, parameter in group:
         kind = computed_dtype(parameter), parameter.requires_grad, cuts[name].axis if name in cuts else ""
@@ -149,7 +148,7 @@ def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut]) -> Iterat
 
 
 def _by_block(stage: ShardedStage) -> Iterator[list[Named]]:
-    """Return the parameters outside of the blocks, then those of each block."""
+    """Yield the parameters outside of the blocks, then the parameters of each block."""
     place = {p: number for number, block in enumerate(stage.blocks()) for p in block.parameters()}
     place |= dict.fromkeys(outside_blocks(stage), -1)
     named = list(stage.named_global_parameters())

@@ -21,11 +21,11 @@ class NonFiniteError(RuntimeError):
 
     Attributes:
         source: where it first appeared.
-        ranks: of the source.
+        ranks: the ranks of the source.
     """
 
     def __init__(self, message: str, source: Source = NOWHERE) -> None:
-        """Make the error, which names the ``source`` in its message."""
+        """Create the error, and add ``source`` to its message."""
         super().__init__(message)
         self.source = source
         self.ranks = source.ranks
@@ -70,15 +70,15 @@ class NormWatch:
     """Checks that a step's gradient norm is finite, at the end of the next step, to avoid a synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
-        """Watch norms of ``device``."""
+        """Check norms that are computed on ``device``."""
         self._pending: _PendingNorm | None = None
         self._copy = HostCopy(device)
 
     def watch(self, step: int, square: ReplicaSum, scale: float, origin: Callable[[], Source] = Source) -> None:
-        """Watch the norm of a step.
+        """Store the norm of a step for the next `check`.
 
         Args:
-            square: sum in progress. Its first element is the square of ``scale`` times the norm.
+            square: a sum over ranks in progress. Its first element is the square of ``scale`` times the norm.
             origin: returns the source of a norm that is not finite. Called on all ranks or on none.
         """
         assert self._pending is None, "the pending norm has not been checked"
@@ -106,7 +106,7 @@ class NormWatch:
 
 
 def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return 1 on ``device`` if all elements of floating-point tensors are finite, or 0. Reads each tensor once."""
+    """Return a scalar on ``device``: 1 if all elements of floating-point tensors are finite, otherwise 0."""
     numbers = [tensor.detach() for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     if not numbers:
         return torch.ones((), device=device)
@@ -117,8 +117,8 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 class HostCopy:
     """A buffer in host memory for one tensor at a time.
 
-    On a GPU the copy runs on a stream of its own. It is read a step later, when the device already has another
-    step's work, so that neither waits.
+    On a GPU the copy runs on a separate stream. The host reads it one step later, while the device already runs the
+    next step, so that neither waits for the other.
     """
 
     def __init__(self, device: torch.device) -> None:

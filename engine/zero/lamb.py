@@ -13,10 +13,10 @@ from weft.engine.zero.norm import squared_norm
 
 
 class Lamb(Optimizer):
-    """LAMB on whole parameters, or on their fragments after `join`.
+    """LAMB on whole parameters or, after `join`, on fragments of parameters.
 
-    The trust ratio of a parameter is the norm of its weights over that of its update, clamped to
-    ``min_coeff`` and ``max_coeff`` as in DeepSpeed, or 1 if either norm is 0. MegaScale (section 3.1)
+    The trust ratio of a parameter is the norm of its weights divided by the norm of its update. It is clamped to
+    ``min_coeff`` and ``max_coeff`` as in DeepSpeed. It is 1 if either norm is 0. MegaScale (section 3.1)
     uses LAMB for batches four times as large.
     """
 
@@ -38,12 +38,12 @@ class Lamb(Optimizer):
     def join(
         self, places: Mapping[Tensor, int], count: int, add_up: Callable[[Tensor], None], device: torch.device
     ) -> None:
-        """Step fragments from now on.
+        """Treat the tensors as fragments of parameters from now on.
 
         Args:
             places: index of the parameter that each fragment is part of.
             count: total number of parameters, equal on all ranks that share them.
-            add_up: sums a tensor over those ranks in place. Collective call.
+            add_up: sums a tensor over these ranks in place. Collective call.
             device: device of the sums.
         """
         self._places, self._count, self._sum, self._device = places, count, add_up, device
@@ -65,7 +65,7 @@ class Lamb(Optimizer):
                 weight.sub_(direction * (group["lr"] * ratio).to(direction.dtype))
 
     def _directions(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return Adam's update with weight decay, of each tensor of a group that has a gradient."""
+        """Return the tensors of a group that have a gradient, and Adam's update with weight decay for each."""
         low, high = group["betas"]
         weights = [tensor for tensor in group["params"] if tensor.grad is not None]
         directions = []
@@ -86,7 +86,7 @@ class Lamb(Optimizer):
         return weights, directions
 
     def _norms(self, weights: list[Tensor], directions: list[Tensor]) -> Iterator[Tensor]:
-        """Return norms of each tensor's whole parameter and of its update, shape [2]."""
+        """Yield, for each tensor, the norms of its whole parameter and of the parameter's update, shape [2]."""
         pairs = zip(weights, directions, strict=True)
         squares = [torch.stack([squared_norm([x], x.device) for x in pair]) for pair in pairs]
         if self._places is not None:

@@ -1,4 +1,4 @@
-"""The optimiser of DeepSpeed's engine, which steps this rank's shards at any ZeRO stage."""
+"""The optimiser of DeepSpeed's engine, which updates this rank's shards at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_SKIPPED = 50
 
 
 class ShardedOptimizer(DeepSpeedOptimizer):
-    """Clips gradients, checks for overflow and steps, on shards.
+    """Checks and clips this rank's shards of the gradients, and updates its shards of the weights.
 
     Works with `Lamb` and with any elementwise optimiser. At stage 0 parameters are complete, so any optimiser
     works. DeepSpeed's engine uses ``overflow``, ``cur_scale`` and ``param_groups``.
@@ -52,16 +52,16 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Replace the optimiser's parameters by this rank's fragments.
 
         Args:
-            optimizer: created for the model's parameters, and not stepped yet.
+            optimizer: an optimiser of the model's parameters that has not made a step yet.
             loss_scaler: the loss scaler of fp16, or a constant one.
-            clip: returns the largest gradient norm. 0 disables clipping.
-            check_overflow: skip steps whose gradients are not finite, which synchronises the host in every step.
-                Otherwise such gradients are an error, which is detected one step later unless the norm is known
-                anyway.
-            skips: which steps to skip besides those that overflow, which synchronises the host, too. None skips none.
+            clip: returns the norm to which larger gradients are clipped. 0 disables clipping.
+            check_overflow: skip steps whose gradients are not finite. This synchronises the host in every step.
+                Otherwise such gradients are an error, which is detected one step later. On a CPU that clips, it is
+                detected at once.
+            skips: rule for skipping further steps, which synchronises the host, too. None skips no others.
             steps_done: returns the number of steps before this one, for messages.
             stops: returns whether this rank has received a request to stop, which is reduced with the norm.
-            waiting: context of waits for other ranks.
+            waiting: returns the context in which to wait for other ranks.
             replicas: group of this rank and its replicas. None means this rank alone.
             pipeline: group of this rank's pipeline. None means this rank alone.
         """
@@ -101,27 +101,27 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimiser's own groups, which learning-rate schedules change."""
+        """The parameter groups of the wrapped optimiser, which learning-rate schedules change."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:
-        """The optimiser's state, by fragment."""
+        """The wrapped optimiser's state, by fragment."""
         return self.optimizer.state
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale: the factor of losses before their backward."""
+        """The loss scale: the factor that losses are multiplied by before the backward."""
         return self.loss_scaler.cur_scale
 
     @torch.no_grad()
     def reduce(self, loss: Tensor | None = None, hidden: Extremes = ()) -> None:
-        """Wait for the gradients of all replicas, and check their norm. Collective call.
+        """Wait for the reduction of gradients over replicas, and check their norm. Collective call.
 
         Args:
-            loss: this rank's part of the step's loss, a scalar, if it has one. It is checked with the
-                gradient if steps may be skipped, and distinguishes bad data from a bad rank.
-            hidden: extremes of the hidden states that this rank has computed, each with its stage.
+            loss: this rank's part of the step's loss, a scalar, or None without one. If steps may be skipped, it is
+                checked with the gradient. It also distinguishes bad data from a bad rank.
+            hidden: smallest and largest elements of the hidden states that this rank has computed, with the stage.
 
         Raises:
             NonFiniteError: on every rank, if the gradient of this step or the previous one is not finite.
@@ -141,7 +141,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def clip(self) -> None:
-        """Remove the loss scale from the gradients and clip them, unless this step is skipped (``overflow``)."""
+        """Divide the gradients by the loss scale and clip them. If this step is skipped (``overflow``), do nothing."""
         if self.overflow:
             return
         factor = torch.full((), 1.0 / self.cur_scale, device=self.sharding.device)
@@ -154,7 +154,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step on clipped gradients, start to gather the new weights, and adapt the loss scale. Collective call.
+        """Update the weights, start to gather them, and adapt the loss scale. Collective call.
 
         A step that is skipped (``overflow``) only drops the gradients and adapts the loss scale.
         """
@@ -172,7 +172,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self.zero_grad()
 
     def _check_gradient(self) -> None:
-        """Check that the gradient is finite, now or at the end of the next step."""
+        """Check that the gradient is finite: now if this step needs the norm, otherwise at the end of the next step."""
         assert self._square is not None
         step = self._steps_done() + 1
         if self.skips.most:
@@ -204,7 +204,9 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return self._check_overflow and scaler.dynamic and scaler.cur_scale > scaler.min_scale
 
     def check_finite(self) -> None:
-        """Check that weights and optimiser state may be saved. Collective call that synchronises the device.
+        """Check that weights and optimiser state are finite, so that they may be saved.
+
+        Collective call, which synchronises the device.
 
         Raises:
             NonFiniteError: on every rank, if the last gradient, a weight or optimiser state is not finite.
@@ -223,7 +225,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             )
 
     def restored(self, norms: list[float]) -> None:
-        """Reset the checks after weights and state were restored from a checkpoint.
+        """Reset the checks, because weights and state were restored from a checkpoint.
 
         Args:
             norms: earlier gradients' norms, from `Skips.norms`.
@@ -236,7 +238,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
     def gradient_norm(self) -> Tensor | None:
         """2-norm of the whole model's gradient in the last step, or None before the first.
 
-        Blocks until it has been summed over all ranks, unless the step itself needed it.
+        This blocks until the norm has been summed over all ranks. It does not block if the step itself needed the norm.
         """
         if self._square is None:
             return None
@@ -259,7 +261,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return norm
 
     def _local_square(self, loss: Tensor | None, hidden: Extremes) -> Tensor:
-        """Return this rank's part of the squared norm, with each element counted on one rank, and 1 if it must stop."""
+        """Return a tensor to sum over ranks: this rank's part of the squared norm, and 1 if this rank must stop."""
         square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
         self._origin = OwnNumbers.of_step(self.sharding.trained, loss, self._groups["pipeline"], hidden).origin
         if self.skips.most and loss is not None:
@@ -272,7 +274,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             bucket.drop_gradient()
 
     def state_dict(self) -> dict[str, Any]:
-        """Not supported, because one rank's state by position fits no other layout."""
+        """Raise an error, because the state of one rank by position fits no other layout."""
         raise RuntimeError("use engine.save_checkpoint(), which stores by parameter name")
 
     load_state_dict = state_dict

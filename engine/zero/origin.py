@@ -1,7 +1,6 @@
-"""Origin of NaN and infinity: the ranks whose own forwards or gradients had them first, before any sum over replicas.
+"""Origin of NaN and infinity: the ranks whose forwards or gradients had them first, before any sum over replicas.
 
-A step with a finite norm needs no communication. Each rank stores a few scalars on its device, and reads them only
-after a norm that is not finite.
+In each step a rank stores a few scalars on its device. Only if the norm is not finite, ranks read and exchange them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Source(NamedTuple):
     """Where NaN or infinity first appeared.
 
     Attributes:
-        ranks: the culprits, or empty if the cause is the data or divergence.
+        ranks: the ranks that produced it, or empty if the cause is the data or divergence.
         forward: virtual stage in whose forward it appeared, or -1 for a backward.
     """
 
@@ -39,10 +38,10 @@ class Sighting:
     """The stages of one rank with non-finite numbers in one step.
 
     Attributes:
-        pipeline: first rank of its pipeline.
-        stage: the last of its stages whose own gradients are not finite, or -1 if all are finite.
-        in_loss: whether its part of the loss is not finite.
-        forward: the first of its stages whose hidden states are not finite, or -1 if all are finite.
+        pipeline: global rank of the first rank of the pipeline.
+        stage: the last stage of the rank whose gradients are not finite, or -1 if all are finite.
+        in_loss: whether the rank's part of the loss is not finite.
+        forward: the first stage of the rank whose hidden states are not finite, or -1 if all are finite.
     """
 
     pipeline: int
@@ -56,10 +55,10 @@ class OwnNumbers:
     """This rank's scalars of a step, from which its `Sighting` is derived.
 
     Attributes:
-        extremes: of gradients before their reduction, each with the first stage of its bucket.
-        loss: this rank's part, or None where it computes none.
-        pipeline: group of this rank's pipeline. None is this rank alone.
-        hidden: extremes of the hidden states that its stages have computed, each with its stage.
+        extremes: extreme elements of gradients before their reduction, each with the first stage of its bucket.
+        loss: this rank's part of the loss, or None if it computes none.
+        pipeline: group of this rank's pipeline. None means this rank alone.
+        hidden: extreme elements of the hidden states that its stages have computed, each with its stage.
     """
 
     extremes: Extremes
@@ -79,7 +78,7 @@ class OwnNumbers:
         return cls([(min(b.stages), value) for b in buckets for value in b.extremes], loss, pipeline, hidden)
 
     def origin(self) -> Source:
-        """Return `origins` of the whole job. Collective call."""
+        """Gather the `Sighting` of every rank, and return the source by `origins`. Collective call."""
         if not dist.is_initialized():
             return Source()
         ranks = [dist.get_rank()] if self.pipeline is None else dist.get_process_group_ranks(self.pipeline)
@@ -96,13 +95,13 @@ def _bad(extremes: Extremes) -> list[int]:
 
 
 def origins(sightings: Sequence[Sighting]) -> Source:
-    """Return the ranks that produced NaN or infinity, or none if the cause is the data or divergence.
+    """Return the ranks that produced NaN or infinity, or a source without ranks if the cause is the data or divergence.
 
     A forward propagates NaN from the first stage to the last. So the origin in a pipeline is the first stage whose
-    hidden states have NaN, because its inputs are finite. If no hidden state has it, a loss that is not finite comes
-    from the pipeline's labels, or from weights. If the loss is finite, too, the origin is the last stage whose
-    gradients have NaN, because a backward propagates it to earlier stages. If all of several pipelines have NaN, the
-    cause is not a single rank.
+    hidden states have NaN, because its inputs are finite. If all hidden states are finite, a loss that is not finite
+    comes from the pipeline's labels or weights. If the loss is finite, too, the origin is the last stage whose
+    gradients have NaN, because a backward propagates NaN to earlier stages. If there are several pipelines and all
+    have NaN, the cause is not a single rank.
 
     Args:
         sightings: one for each rank, in rank order.
@@ -121,7 +120,7 @@ def origins(sightings: Sequence[Sighting]) -> Source:
 
 
 def _first(sightings: Sequence[Sighting], ranks: Sequence[int]) -> Source:
-    """Return the origin in a pipeline, if its data and its weights are not the cause."""
+    """Return the first origin in one pipeline, by the rules of `origins`."""
     forward = min((each for rank in ranks if (each := sightings[rank].forward) >= 0), default=-1)
     if forward >= 0:
         return Source(tuple(rank for rank in ranks if sightings[rank].forward == forward), forward)

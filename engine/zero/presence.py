@@ -1,4 +1,4 @@
-"""Presence: the parameters with a gradient in a step, on any of the ranks that hold them.
+"""Presence: the parameters that have a gradient in a step on at least one of the ranks that hold them.
 
 As in torch, the optimiser skips a weight without a gradient: no decay, no moments, no step count. The zeros in a
 bucket's buffer do not show this, because a gradient may be zero.
@@ -16,17 +16,17 @@ from weft.engine.zero.bucket import Bucket
 
 
 class Presence:
-    """The parameters of a rank's buckets with a gradient in this step. Collective call over their holders."""
+    """The parameters of a rank's buckets that have a gradient in this step. Collective calls over their holders."""
 
     def __init__(
         self, buckets: Iterable[Bucket], start_sum: Callable[[Tensor], ReplicaSum], device: torch.device
     ) -> None:
-        """Start to count before the gradients have been reduced, without synchronising the host.
+        """Start to count the ranks with a gradient, parameter by parameter. This does not synchronise the host.
 
         Args:
             start_sum: starts to sum a tensor over the ranks that hold the same stages.
         """
-        # Weights that pipeline ranks tie are embeddings, which every token uses.
+        # Weights that are tied over pipeline ranks are embeddings, which always have a gradient.
         members = [(b, m.parameter) for b in buckets if b.tied is None for m in b.members]
         self._parameters = [parameter for _, parameter in members]
         here = [float(parameter in bucket.present) for bucket, parameter in members]
@@ -35,7 +35,7 @@ class Presence:
             self._counts = start_sum(torch.tensor(here).to(device, non_blocking=True))
 
     def absent(self) -> set[nn.Parameter]:
-        """Return parameters without a gradient on any rank. Synchronises the host if this rank lacks one."""
+        """Return the parameters without a gradient on any rank. Synchronises the host if this rank lacks a gradient."""
         if not self._lacks:
             return set()
         counts = self._counts.wait().tolist()

@@ -1,4 +1,4 @@
-"""Sharding: times to reduce, gather and release the gradients and weights of a rank's buckets."""
+"""Sharding: when to reduce the gradients, and when to gather and release the weights, of a rank's buckets."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from weft.pipeline.action import BACKWARD, Action, Op
 
 
 class Sharding:
-    """The buckets of a rank, and their collectives around the actions of a schedule.
+    """The buckets of a rank, with the collectives that a schedule's actions start or wait for.
 
-    A bucket's gradients are reduced as soon as its last weight gradient has been computed, inside the
-    last backward of its stage. Its weights are gathered as soon as they are stepped, in the order in
-    which the next step uses them, and waited for where they are used. (MegaScale section 3.2,
+    The reduction of a bucket starts as soon as its last weight gradient has been computed, inside the last
+    backward of its stage. The all-gathers start as soon as the optimiser has updated the weights, in the order in
+    which the next step uses them. A computation waits only for the weights that it uses. (MegaScale section 3.2,
     Centauri section 4.)
     """
 
@@ -74,7 +74,7 @@ class Sharding:
         ]
 
     def close(self) -> None:
-        """Remove autograd's hooks. They reference their targets in a way that the garbage collector does not see."""
+        """Remove autograd's hooks, because the garbage collector does not see their references."""
         for hook in self._hooks:
             hook.remove()
         self.collectives.close()
@@ -86,11 +86,11 @@ class Sharding:
 
     @property
     def trained(self) -> list[Bucket]:
-        """Chunks with gradients."""
+        """The buckets whose parameters are trained."""
         return [bucket for bucket in self.buckets if bucket.trained]
 
     def fragments(self) -> Iterator[Fragment]:
-        """Return this rank's part of every parameter, including frozen ones."""
+        """Yield this rank's part of every parameter, including frozen ones."""
         held = {member.name for bucket in self.buckets for member in bucket.members}
         for bucket in self.buckets:
             yield from bucket.fragments
@@ -103,7 +103,7 @@ class Sharding:
     # -- around the actions of a step ------------------------------------------------------------
 
     def begin_step(self, row: Sequence[Action]) -> None:
-        """Derive from ``row`` which actions compute the last gradients, and which weights are used next."""
+        """Find the actions of ``row``, this rank's actions in the step, after which gradients are reduced."""
         self._upcoming = {index: deque() for index in self._weights}
         self._closing.clear()
         self._last.clear()
@@ -120,12 +120,13 @@ class Sharding:
     def around(
         self, action: Action, coming: Callable[[], Counter[nn.Parameter] | None] = lambda: None
     ) -> Iterator[None]:
-        """Context around a forward or backward of a stage, entered in the thread that computes it.
+        """Provide a stage's weights to a forward or backward, and start the reductions that a backward completes.
 
-        A forward and a backward may be interleaved.
+        The context is entered in the thread that computes. A forward and a backward may be interleaved.
 
         Args:
-            coming: returns the number of gradients of each parameter that accumulate in the context. None means one.
+            coming: returns, for each parameter, the number of gradients that accumulate in the context. None means one
+                for each.
         """
         weights, backward = self._weights[action.stage], action.op in BACKWARD
         if action.op is not Op.W:
@@ -148,7 +149,7 @@ class Sharding:
             self._reduce_rest(action.stage)
 
     def _close(self, stage: int, coming: Counter[nn.Parameter] | None) -> None:
-        """From now on, reduce each bucket once all of its gradients have accumulated."""
+        """From now on, reduce each bucket of ``stage`` when its last gradient has accumulated."""
         for bucket in self._own[stage]:
             parameters = [member.parameter for member in bucket.members]
             bucket.missing = Counter(parameters if coming is None else {p: coming[p] for p in parameters if coming[p]})
@@ -195,7 +196,7 @@ class Sharding:
             bucket.finish_gradient()
 
     def publish(self) -> None:
-        """Copy stepped fragments into the model, in the order in which forwards use them."""
+        """Copy the fragments that the optimiser has updated into the model, in forward order, and start all-gathers."""
         for bucket in self.buckets:
             if bucket.trained:
                 bucket.publish()

@@ -1,4 +1,4 @@
-"""Skips of steps with bad gradients, up to a number of consecutive ones."""
+"""Skipping of steps with bad gradients, up to a number of consecutive steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SkippedStep(NamedTuple):
 
     Attributes:
         step: counted from 1.
-        norm: 2-norm of its gradient. NaN also if only the loss was not finite.
+        norm: 2-norm of its gradient, or NaN if the loss was not finite.
         source: where non-finite numbers first appeared.
     """
 
@@ -40,7 +40,7 @@ class SkippedTooOften(NonFiniteError):
     """
 
     def __init__(self, steps: tuple[SkippedStep, ...]) -> None:
-        """Make the message from at least one skipped step."""
+        """Create the error for at least one skipped step."""
         self.steps = steps
         norms = ", ".join(f"{step.norm:.4g}" for step in steps)
         self.summary = (
@@ -57,7 +57,7 @@ class Skips:
     """Classifies each step by the norm of its gradient, with the same result on every rank."""
 
     def __init__(self, most: int = 0, spike: float = 0.0) -> None:
-        """Set the rule.
+        """Create the rule.
 
         Args:
             most: allowed number of consecutive bad steps. 0 skips none.
@@ -70,11 +70,11 @@ class Skips:
 
     @property
     def norms(self) -> list[float]:
-        """Norms of the last good steps, which checkpoints store so that a resumed run classifies steps equally."""
+        """Norms of the last good steps. Checkpoints store them, so that a resumed run classifies steps equally."""
         return list(self._good)
 
     def judge(self, step: int, norm: float, origin: Callable[[], Source] = Source) -> bool:
-        """True if a step is good, False if it must be skipped.
+        """Return True if a step is good, or False if it must be skipped.
 
         Args:
             origin: returns the source of a norm that is not finite. Called on all ranks or on none.
@@ -97,7 +97,7 @@ class Skips:
             raise SkippedTooOften(tuple(self._in_row))
 
     def restore(self, norms: list[float]) -> None:
-        """Reset after steps with these norms."""
+        """Reset to the state after good steps with these norms."""
         self._in_row.clear()
         self._good.clear()
         self._good.extend(norms)

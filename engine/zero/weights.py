@@ -1,4 +1,4 @@
-"""The weights of a virtual stage, gathered block by block as its computations use them."""
+"""Gathering of a virtual stage's weights, block by block as its computations use them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class StageWeights:
             bucket.wait(self._user)
 
     def end(self, *, backward: bool) -> None:
-        """Note the end of a computation, which then uses no weights."""
+        """End a computation in its thread, so that its weights may be released."""
         for bucket in self.buckets:
             bucket.users.discard((self._index, backward))
 
@@ -80,7 +80,7 @@ class StageWeights:
 
     @property
     def _backward(self) -> bool:
-        """True if this thread computes a backward. Autograd's own threads belong to the latest computation."""
+        """True if this thread computes a backward. Autograd's own threads count for the computation that began last."""
         mine = self._direction.backward
         return self._last_direction if mine is None else mine
 
