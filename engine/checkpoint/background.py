@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 
 
 def snapshot(pieces: Iterable[Piece]) -> list[Piece]:
-    """Copy pieces to host memory: the first of two stages, after which training may continue."""
+    """Copy pieces to host memory. Training may continue after that, while the copies are written."""
     return [replace(piece, data=piece.data.to("cpu", copy=True)) for piece in pieces]
 
 
 class BackgroundWriter:
     """Runs one write at a time in a separate thread.
 
-    A write that the end of the process interrupts leaves no checkpoint.
+    If the process ends during a write, the write leaves no checkpoint.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """Use ``group``, which nothing else may use, to agree on a write."""
+        """Create a writer. During writes, ranks communicate over ``group``, which nothing else may use."""
         self.group = group
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -40,17 +40,17 @@ class BackgroundWriter:
         return cls(dist.new_group(backend=in_host_memory(dist.get_backend())))
 
     def submit(self, write: Callable[[], Path]) -> None:
-        """Start a write after the previous one has ended.
+        """Wait until the previous write has ended, and start ``write``, which returns the checkpoint's path.
 
         Raises:
-            Exception: the previous write failed. This one was not started.
+            Exception: the previous write failed. The new one was not started.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(write,), name="weft-checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> Path | None:
-        """Wait for a write in progress, and return the path of the last one, or None.
+        """Wait for a write in progress, and return the path of the last checkpoint, or None if there is none.
 
         Raises:
             Exception: the write failed. The error is raised only once.

@@ -1,4 +1,4 @@
-"""The caller's state: JSON in the manifest, and tensors and arrays stored like the model's, without pickle."""
+"""The caller's state, without pickle: JSON in the manifest, and tensors and arrays stored like the model's tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARK = "__weft__"
 
 
 def encode(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Encode the state as JSON values, and its tensors by the names under which they are stored.
+    """Encode the state. Return it as JSON values, and its tensors by the names under which they are stored.
 
     Tensors, numpy arrays and tuples are restored as such, whereas numpy numbers become Python numbers.
 

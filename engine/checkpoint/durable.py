@@ -1,4 +1,4 @@
-"""Durable file operations: their effect is on the disk when they return."""
+"""Durable file operations: when they return, their effect survives a crash."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its contents, or a link but not its target. The path may be missing."""
+    """Remove a folder with its contents. A link is removed without its target, and a missing path is accepted."""
     if path.is_symlink():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)

@@ -67,21 +67,21 @@ def save_engine(
     """Write a checkpoint between two steps. Collective call.
 
     Args:
-        folder: folder of checkpoints. Ranks need not share a file system. As long as stages stay on the same hosts,
-            each rank finds its files on its own.
+        folder: folder of checkpoints. Ranks need not share a file system. A later run can then restore the
+            checkpoint if stages stay on the same hosts.
         client_state: the caller's state, equal on all ranks (see `client_state.encode`).
         keep: number of complete checkpoints without a tag to keep. 0 keeps all.
         tag: name of the checkpoint. None names it by its step.
         latest: whether `load_newest` may choose it.
-        background: writes while training continues. An error is then raised at the writer's next use, and the
-            caller may continue without that checkpoint.
+        background: writes the checkpoint while training continues. None writes it before the return. An error of
+            the write is raised at the writer's next use, and the caller may continue without that checkpoint.
 
     Returns:
         The path of the checkpoint, which may not exist yet.
 
     Raises:
-        CheckpointError: on every rank. Earlier checkpoints are unchanged.
-        NonFiniteError: on every rank, if there are NaNs or infinities. Nothing was written.
+        CheckpointError: on every rank, if the checkpoint cannot be written. Earlier checkpoints are unchanged.
+        NonFiniteError: on every rank, if weights or state have NaN or infinity. Nothing was written.
     """
     engine.check_finite()
     if background is not None:
@@ -104,11 +104,10 @@ def save_engine(
 
 
 def load_engine(engine: Trained, path: Path, wanted: Wanted = EVERYTHING) -> dict[str, Any]:
-    """Restore an engine from one checkpoint, whatever layout wrote it. Collective call.
+    """Restore an engine from a checkpoint of any layout of ranks. Collective call.
 
-    Weights, optimiser state, learning rates, loss scale and counters are restored exactly.
-    Random states are restored if the layout is the same, and otherwise seeded from step and rank.
-    Besides weights, only what is ``wanted`` is restored.
+    Weights and the parts that are ``wanted`` are restored exactly, except for random states. In another layout they
+    are seeded from step and rank.
 
     Returns:
         The caller's state.
@@ -130,7 +129,7 @@ def check_base(engine: Trained, checkpoint: Checkpoint, wanted: Wanted = EVERYTH
     """Check, before anything is restored, that a run may resume from a checkpoint.
 
     Raises:
-        OtherBaseError: on every rank, if the checkpoint is of another base model.
+        OtherBaseError: on every rank, if the checkpoint has another base model.
     """
     if wanted.progress:
         engine.origin.require_base(checkpoint.meta.get("origin", {}), checkpoint.path)
@@ -140,10 +139,10 @@ def check_base_model(model: ModelConfig, checkpoints: Iterable[Path]) -> None:
     """Check, before a run starts, that it has the same base model as the checkpoint to resume from.
 
     Args:
-        checkpoints: the one to resume from, and alternatives if it cannot be read.
+        checkpoints: the checkpoint to resume from, then alternatives in case it cannot be read.
 
     Raises:
-        OtherBaseError: the checkpoint is of another base model.
+        OtherBaseError: the checkpoint has another base model.
         ValueError: the model's folder is not complete.
     """
     for path in checkpoints:
@@ -156,7 +155,7 @@ def check_base_model(model: ModelConfig, checkpoints: Iterable[Path]) -> None:
 
 
 def _read_once(engine: Trained, checkpoint: Checkpoint, ranks: Ranks, wanted: Wanted) -> None:
-    """Read pieces that several replicas need by one of them. Collective call, errors as in `restore`."""
+    """Read each piece that several replicas need on one of them, and send it. Collective call, errors of `restore`."""
     if engine.layout.data_ranks == 1:
         return
     members, tell = among(engine.module.data_group, engine.device)
@@ -183,7 +182,7 @@ def load_tagged(engine: Trained, folder: Path, tag: str, wanted: Wanted = EVERYT
     """Restore the checkpoint in ``folder`` that was saved under ``tag``. Collective call.
 
     Raises:
-        CheckpointError: on every rank, if there is none, or it cannot be restored.
+        CheckpointError: on every rank, if there is no such checkpoint, or it cannot be restored.
     """
     path = _ranks().together(folder, lambda: tagged(folder, tag))
     return path, load_engine(engine, path, wanted)
@@ -192,11 +191,11 @@ def load_tagged(engine: Trained, folder: Path, tag: str, wanted: Wanted = EVERYT
 def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> tuple[Path, dict[str, Any]] | None:
     """Restore the newest complete checkpoint in ``folder``. Collective call.
 
-    If its tensors turn out to be damaged, this warns and tries the previous one. ``folder`` may also
-    be a checkpoint itself.
+    If its tensors are damaged, this logs a warning and tries the previous checkpoint. ``folder`` may also be a
+    checkpoint itself.
 
     Returns:
-        The checkpoint and the caller's state, or None if there is none.
+        The checkpoint's path and the caller's state, or None if there is no checkpoint.
 
     Raises:
         CheckpointError: there are checkpoints, but none can be restored.
@@ -225,13 +224,13 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> t
 def set_aside(folder: Path, least_step: int) -> list[Path]:
     """Move checkpoints of ``least_step`` steps or more to a folder from which no run resumes. Collective call.
 
-    They stay if there is no older checkpoint.
+    If there is no older checkpoint, nothing is moved.
 
     Returns:
         Their new paths on this rank's file system.
 
     Raises:
-        CheckpointError: on every rank.
+        CheckpointError: on every rank, if a folder cannot be moved.
     """
     ranks = _ranks()
     store = store_of(find_stores(folder, ranks), ranks.rank)

@@ -15,14 +15,14 @@ class Checkpointed(Trained, Protocol):
     """The interface that both methods need of an engine.
 
     Attributes:
-        checkpoint_writer: writes while training goes on, once the first checkpoint was saved so.
+        checkpoint_writer: writes checkpoints in the background, or None before the first such checkpoint.
     """
 
     weft: WeftConfig
     checkpoint_writer: BackgroundWriter | None
 
     def finish_checkpoints(self) -> None:
-        """Wait until checkpoints that are being written are whole. Collective call."""
+        """Wait until checkpoints that are being written are complete. Collective call."""
         ...
 
 
@@ -34,7 +34,7 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write a checkpoint that is whole or absent, and fits any layout. Collective call.
+    """Write a checkpoint, atomically, that any layout of ranks can restore. Collective call.
 
     Args:
         save_dir: folder of checkpoints.
@@ -46,7 +46,7 @@ def save_checkpoint(
         exclude_frozen_parameters: accepted for compatibility. Frozen weights are saved, too.
 
     Raises:
-        CheckpointError: on every rank. Earlier checkpoints are unchanged.
+        CheckpointError: on every rank, if the checkpoint cannot be written. Earlier checkpoints are unchanged.
     """
     if engine.weft.checkpoint.background and engine.checkpoint_writer is None:
         engine.checkpoint_writer = BackgroundWriter.open()
@@ -72,18 +72,18 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable | None = None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Restore the newest whole checkpoint of a folder, or the one named. Collective call.
+    """Restore the newest complete checkpoint of a folder, or the checkpoint named ``tag``. Collective call.
 
     Args:
         load_dir: folder of checkpoints, or a checkpoint itself.
         tag: name of a checkpoint in it. None takes the newest.
-        load_optimizer_states, load_lr_scheduler_states: whether to restore these, too. State that is not restored
-            does not change.
+        load_optimizer_states, load_lr_scheduler_states: whether to restore the optimiser's state and the learning
+            rates. State that is not restored does not change.
         load_module_only: restore only weights, to start a new run.
-        load_module_strict, custom_load_fn: cannot be changed.
+        load_module_strict, custom_load_fn: only the default is supported.
 
     Returns:
-        The checkpoint's path and the caller's state, or (None, {}) without a tag if there is no checkpoint.
+        The checkpoint's path and the caller's state. Without a tag and without a checkpoint: (None, {}).
 
     Raises:
         CheckpointError: on every rank, if the named checkpoint does not exist, or none can be restored.

@@ -55,7 +55,7 @@ EVERYTHING = Wanted()
 
 
 def fragments(engine: Trained) -> list[Fragment]:
-    """Return this rank's part of every parameter, after all collectives have ended."""
+    """Wait for collectives in progress, and return this rank's part of every parameter."""
     engine.sharding.settle()
     return list(engine.sharding.fragments())
 
@@ -82,13 +82,13 @@ class Moment:
 
     @classmethod
     def now(cls, engine: Trained, *, copy: bool = False) -> Moment:
-        """Return the current state. Unless it is a copy, buffers change with the model's."""
+        """Return the current state. Without ``copy``, the buffers are the model's own, which change later."""
         buffers = {name: tensor.clone() if copy else tensor for name, tensor in _buffers(engine).items()}
         return cls({name: getattr(engine, name) for name in COUNTERS}, buffers, _random_states(engine))
 
 
 def meta(engine: Trained, held: Iterable[Fragment], moment: Moment, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state without tensors. ``groups`` has only the parameters of ``held``."""
+    """Return the state without tensors as JSON values. Its ``groups`` has only the parameters of ``held``."""
     return {
         "client_state": dict(client_state),
         "counters": dict(moment.counters),
@@ -116,13 +116,13 @@ def _versions() -> dict[str, str]:
 class Portion:
     """The part of the state that a rank stores.
 
-    The first of several pipeline ranks stores tied weights, if all of its replicas use the same store. The ranks of a
-    store divide the state that they have in common.
+    A store is a set of ranks that share a file system. Ranks of a store divide the state that they have in common. Of
+    several pipeline ranks with tied weights the first stores them, if all of its replicas use the same store.
 
     Attributes:
         taken: names of weights and buffers that another pipeline rank stores.
-        alike: ranks of the store with the same part of a parameter as this one, by the axis that cuts it ("" for
-            none).
+        alike: by the axis that cuts a parameter ("" for none), the ranks of this rank's store that hold the same
+            part of it as this rank.
         rank: this rank.
     """
 
@@ -148,7 +148,7 @@ class Portion:
         return cls(taken, alike, engine.global_rank)
 
     def share(self, axis: str) -> tuple[int, int]:
-        """Return this rank's index among the ranks with the same part, and their number."""
+        """Return this rank's index among the ranks of its store with the same part of a parameter, and their number."""
         return self.alike[axis].index(self.rank), len(self.alike[axis])
 
     def pieces(self, engine: Trained, held: Iterable[Fragment], moment: Moment) -> list[Piece]:
@@ -166,7 +166,7 @@ class Portion:
 def num_bytes_to_come(pieces: Iterable[Piece], held: Iterable[Fragment]) -> int:
     """Return the bytes of pieces including the optimiser's state, which does not exist before its first step.
 
-    It is estimated as Adam's, which is twice the fp32 weights.
+    The optimiser's state is estimated to be as large as Adam's: twice the fp32 weights.
     """
     pieces = list(pieces)
     stepped = any(whole_name(piece.name).startswith(f"{OPTIM}/") for piece in pieces)
@@ -237,7 +237,7 @@ def sources(engine: Trained, held: Iterable[Fragment], checkpoint: Checkpoint) -
 def needed(
     engine: Trained, held: Iterable[Fragment], checkpoint: Checkpoint, wanted: Wanted
 ) -> Iterator[tuple[StoredPiece, str]]:
-    """Yield the pieces that this rank reads to restore ``wanted``, with the name of their type, some more than once."""
+    """Yield the pieces that this rank reads to restore ``wanted``, with the name of their type, some repeatedly."""
     parts: dict[str, list[Fragment]] = {}
     for fragment in held:
         parts.setdefault(fragment.name, []).append(fragment)
@@ -260,7 +260,7 @@ def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) 
     """Check that the model has every weight of the checkpoint, so that none is silently ignored. Collective call.
 
     Raises:
-        CheckpointError: on every rank, if it lacks one.
+        CheckpointError: on every rank, if the model lacks a weight.
     """
     known = {f"{WEIGHT}/{name}" for of_rank in ranks.gather([f.name for f in held]) for name in of_rank}
     lost = sorted(name for name in checkpoint.names if name.startswith(f"{WEIGHT}/") and name not in known)
@@ -275,7 +275,7 @@ def restore_local(engine: Trained, held: Sequence[Fragment], checkpoint: Checkpo
     """Restore this rank's state, without communication between replicas.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model.
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
     meta = checkpoint.meta
     optimizer_state.restore(held, engine.basic_optimizer, checkpoint, with_state=wanted.optimizer)

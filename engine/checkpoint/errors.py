@@ -14,11 +14,11 @@ class CheckpointError(ValueError):
 
 
 class OtherBaseError(CheckpointError):
-    """A checkpoint of a run with another base model. Older checkpoints are not tried instead."""
+    """A checkpoint whose run has another base model than this run. Older checkpoints are not tried."""
 
 
 class StorageError(CheckpointError):
-    """Storage is read-only, failing or unavailable, possibly for a while."""
+    """Storage is read-only, failing or unavailable, possibly only temporarily."""
 
 
 class NoSpaceError(StorageError):

@@ -1,4 +1,4 @@
-"""Export of the trained model as a Hugging Face folder, in which every rank writes its stages."""
+"""Export of the trained model as a Hugging Face folder. Every rank writes its stages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def export(
     """Write the model as a Hugging Face folder. Collective call.
 
     Args:
-        dtype: of weights. None takes each weight's original type.
+        dtype: type of the exported weights. None means each weight's original type.
 
     Raises:
         ValueError: see `weft.engine.stages.files.exporting.export_stages`.
@@ -63,10 +63,12 @@ def check_export(
 
 @contextmanager
 def _exported_values(trained: Trained, dtype: torch.dtype | None, *, keep: bool) -> Iterator[None]:
-    """Context in which parameters are complete and as precise as the export needs, on ranks that ``keep`` them.
+    """Set parameters to complete values, as precise as the export's type, on ranks that ``keep`` them.
 
-    Values that differ from those of computations are in host memory. Collective call over the ranks that hold
-    parts of them.
+    At the end of the context the parameters are restored.
+
+    Values that differ from the parameters of computations are in host memory. Collective call over the ranks that
+    hold parts of the parameters.
     """
     replaced: list[tuple[nn.Parameter, Tensor]] = []
     cuts = {name: cut for stage in trained.module.stages.values() for name, cut in stage.cuts.items()}
@@ -90,7 +92,10 @@ def _exported_values(trained: Trained, dtype: torch.dtype | None, *, keep: bool)
 
 
 def _precise(trained: Trained, dtype: torch.dtype | None) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-    """Yield every parameter with its value: of its master weight, or the original one, if the export's type differs."""
+    """Yield every parameter with its name and its value for the export.
+
+    If the export's type is not the parameter's, the value is the master weight's or the original one.
+    """
     named = dict(trained.module.named_global_parameters())
     for bucket in trained.sharding.buckets:
         members = [member for member in bucket.members if member.name in named]

@@ -53,10 +53,10 @@ def checkpoint_folder(folder: Path, step: int, tag: str | None) -> Path:
 
 
 def tagged(folder: Path, tag: str) -> Path:
-    """Return the checkpoint with a tag (or a step folder's name), also while it is being replaced.
+    """Return the path of the checkpoint with a tag or with a step folder's name, also while it is being replaced.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     path = folder / tag
     if Path(tag).name != tag or tag.endswith(TEMPORARY):
@@ -75,7 +75,7 @@ def temporary_for(target: Path) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the complete checkpoint in ``folder`` that was written last, or None if there is none.
+    """Return the path of the complete checkpoint in ``folder`` that was written last, or None if there is none.
 
     Complete means that its manifest matches its checksum, and that every file exists with its size. Tensors are
     verified when they are read. Damaged checkpoints are reported in a warning. ``folder`` may also be a checkpoint
@@ -85,14 +85,14 @@ def newest(folder: Path) -> Path | None:
 
 
 def to_resume(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Like `complete`, without checkpoints saved with ``save_latest=False``."""
+    """Yield the same as `complete`, without checkpoints saved with ``save_latest=False``."""
     for path, manifest in complete(folder):
         if path == folder or manifest.meta.get(LATEST, True):
             yield path, manifest
 
 
 def complete(folder: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Return all complete checkpoints in ``folder`` (or ``folder`` itself), most recently written first."""
+    """Yield path and manifest of complete checkpoints in ``folder`` (or ``folder`` itself), the last written first."""
     found = []
     for path in candidates(folder):
         try:
@@ -104,7 +104,7 @@ def complete(folder: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Return all folders in ``folder`` with a checkpoint's name."""
+    """Return all folders in ``folder`` with a checkpoint's name, or ``folder`` itself if it is a checkpoint."""
     if (folder / MANIFEST).exists():
         return [folder]
     if not folder.is_dir():
@@ -113,19 +113,19 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def _is_tagged(path: Path) -> bool:
-    """True if a folder is a tagged checkpoint, and not an unrelated folder next to checkpoints."""
+    """True if a folder is a tagged checkpoint. Other folders next to checkpoints may be unrelated."""
     return not path.name.startswith(_OWN) and (path / MANIFEST).is_file() and any(path.glob(FILES))
 
 
 def newer(folder: Path, least_step: int) -> list[Path]:
-    """Return the complete checkpoints of ``least_step`` steps or more, if there is an older one to resume from."""
+    """Return the complete checkpoints of ``least_step`` steps or more, or none if there is no older checkpoint."""
     found = list(complete(folder))
     late = [path for path, manifest in found if manifest.step >= least_step]
     return late if len(late) < len(found) else []
 
 
 def move_aside(path: Path) -> Path:
-    """Move a checkpoint to the folder `ASIDE`, where it replaces another one of its name."""
+    """Move a checkpoint to the folder `ASIDE`, and return its new path. It replaces another one of its name there."""
     target = path.parent / ASIDE / path.name
     target.parent.mkdir(mode=0o700, exist_ok=True)
     if target.exists():
@@ -137,13 +137,13 @@ def move_aside(path: Path) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove partly written or partly removed checkpoints of a crash."""
+    """Remove checkpoints that a crash has left partly written or partly removed."""
     for path in folder.glob(f"step-*{TEMPORARY}"):
         durable.remove(path)
 
 
 def put(temporary: Path, target: Path) -> None:
-    """Rename a finished checkpoint to its final name. One that it replaces stays complete until then."""
+    """Rename a finished checkpoint to its final name. A checkpoint that it replaces stays complete until then."""
     replaced = target.with_name(target.name + REPLACED)
     if target.exists():
         discard(replaced)
@@ -154,9 +154,9 @@ def put(temporary: Path, target: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the last ``keep`` complete checkpoints, including damaged ones. 0 keeps all.
+    """Remove all checkpoints except for the last ``keep`` complete ones. 0 keeps all.
 
-    Tagged checkpoints are kept, and do not count.
+    Tagged checkpoints are neither removed nor counted.
     """
     if keep == 0:
         return
@@ -172,7 +172,7 @@ def by_step(folder: Path) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint. A partly removed one never has a checkpoint's name."""
+    """Rename a checkpoint to a temporary name, and remove it. So a partly removed checkpoint cannot be found."""
     if path.exists():
         gone = temporary_for(path)
         durable.remove(gone)
@@ -187,7 +187,7 @@ def check_space(folder: Path, bytes_needed: int, *, free_bytes: int | None = Non
         free_bytes: overrides the file system's value.
 
     Raises:
-        NoSpaceError: there is not.
+        NoSpaceError: there is not enough space.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free if free_bytes is None else free_bytes

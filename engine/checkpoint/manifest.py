@@ -25,12 +25,12 @@ class Manifest:
 
     Attributes:
         step: optimiser steps done.
-        serial: counts the checkpoints written in a folder. The newest has the highest.
+        serial: number of this checkpoint among all that were written in its folder. The newest has the highest.
         name: identifies the same checkpoint on different file systems.
         meta: JSON values that do not belong to a tensor.
         files: every file but the manifest itself.
         here: names of the files that were written in this folder. The others are on other ranks' file systems.
-        tensors: every tensor, with its pieces in order.
+        tensors: every tensor by its name, with its pieces in order.
     """
 
     step: int
@@ -45,7 +45,10 @@ class Manifest:
 def join(
     step: int, serial: int, name: str, meta: Mapping[str, Any], entries: Iterable[ShardEntry], here: Sequence[str]
 ) -> Manifest:
-    """Return the manifest of all ranks' files. Arguments are `Manifest`'s fields.
+    """Return one manifest of the files of all ranks.
+
+    Args:
+        entries: the files' entries. For the other arguments see `Manifest`.
 
     Raises:
         CheckpointError: the pieces do not cover all tensors.

@@ -21,10 +21,10 @@ class FormError(ValueError):
 
 
 def number(body: Mapping[str, Any], name: str, *, least: int = 0) -> int:
-    """Return an integer of at least ``least``.
+    """Return the integer ``body[name]``, of at least ``least``.
 
     Raises:
-        FormError: the value is not of this form, as in the other functions.
+        FormError: the value has another form. The other functions raise it, too.
     """
     value = _field(body, name, int)
     if value < least:
@@ -33,12 +33,12 @@ def number(body: Mapping[str, Any], name: str, *, least: int = 0) -> int:
 
 
 def text(body: Mapping[str, Any], name: str) -> str:
-    """Return a string."""
+    """Return the string ``body[name]``."""
     return _field(body, name, str)
 
 
 def numbers(body: Mapping[str, Any], name: str) -> list[float]:
-    """Return finite numbers."""
+    """Return the list of finite numbers ``body[name]``."""
     values = _field(body, name, list)
     if not all(type(value) in (int, float) and isfinite(value) for value in values):
         raise FormError(f"{name}={_short(values)}: not all of them are finite numbers")
@@ -46,7 +46,7 @@ def numbers(body: Mapping[str, Any], name: str) -> list[float]:
 
 
 def mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a dictionary."""
+    """Return the dictionary ``body[name]``."""
     return _field(body, name, dict)
 
 
@@ -56,7 +56,7 @@ def files(body: Mapping[str, Any]) -> dict[str, StoredFile]:
 
 
 def here(body: Mapping[str, Any], known: Mapping[str, StoredFile]) -> tuple[str, ...]:
-    """Return names of files."""
+    """Return the names of files in this folder, which must be among the ``known`` ones."""
     names = _field(body, "here", list)
     for name in names:
         if not isinstance(name, str) or name not in known:

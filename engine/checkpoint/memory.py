@@ -1,4 +1,4 @@
-"""The interface of checkpoints in host memory, which the feature supervision implements."""
+"""The interface of checkpoints in host memory. `weft.engine.supervision` implements it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 
 class MemoryWriter(Protocol):
-    """Takes checkpoints more often than storage allows, while training continues."""
+    """Takes checkpoints in host memory while training continues, more often than storage allows."""
 
     def before_step(self) -> None:
         """Wait until the state that the optimiser is about to change has been copied."""
         ...
 
     def take(self, client_state: Mapping[str, Any]) -> None:
-        """Start a checkpoint of the step that has just ended, by all ranks after the same step."""
+        """Start a checkpoint of the step that has just ended. All ranks call this after the same step."""
         ...
 
     def finish(self) -> None:
@@ -22,10 +22,13 @@ class MemoryWriter(Protocol):
         ...
 
     def recover(self, *, least_step: int = 0) -> tuple[int, dict[str, Any]] | None:
-        """Restore the newest complete checkpoint, and return its step and ``client_state``. Collective call.
+        """Restore the newest complete checkpoint. Collective call.
+
+        Returns:
+            The checkpoint's step and ``client_state``, or None if there is no checkpoint.
 
         Args:
-            least_step: older ones are ignored.
+            least_step: checkpoints of earlier steps are ignored.
         """
         ...
 

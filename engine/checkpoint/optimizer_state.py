@@ -29,17 +29,17 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 def collect(
     held: Iterable[Fragment], optimizer: Optimizer, buffers: Iterable[Piece], shares: Callable[[str], tuple[int, int]]
 ) -> list[Piece]:
-    """Return this rank's pieces: its own fragments, and its share of the state that its replicas have in common.
+    """Return this rank's pieces: its own fragments, and its share of the state that all of its replicas hold.
 
-    Nothing is gathered. Replicas write about the same number of bytes each, and their pieces together make whole
-    tensors.
+    Nothing is gathered. Each replica writes about the same number of bytes, and the pieces of all replicas cover each
+    tensor.
 
     Args:
         held: fragments of the parameters that this rank's stages write.
-        optimizer: that steps them.
-        buffers: tensors that no optimiser steps.
-        shares: returns this rank's index among the ranks with the same part of a parameter, and their number, by
-            the axis that cuts it ("" for none).
+        optimizer: the optimiser of these parameters.
+        buffers: tensors that no optimiser updates.
+        shares: returns, for the axis that cuts a parameter ("" for none), this rank's index among the ranks with
+            the same part, and their number.
     """
     own: list[Piece] = []
     alike: dict[str, list[Piece]] = {"": list(buffers)}
@@ -78,7 +78,7 @@ def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, d
 
 
 def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
-    """Return the state of the dynamic loss scaler, or empty if there is none."""
+    """Return the state of the dynamic loss scaler, or an empty dictionary if there is none."""
     scaler = optimizer.loss_scaler
     return {key: getattr(scaler, key) for key in _LOSS_SCALE if scaler.dynamic and hasattr(scaler, key)}
 
@@ -87,13 +87,13 @@ def loss_scale(optimizer: ShardedOptimizer) -> dict[str, float]:
 
 
 def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoint, *, with_state: bool = True) -> None:
-    """Read this rank's fragments. `Sharding.publish` must follow.
+    """Read this rank's fragments from a checkpoint. `Sharding.publish` must follow.
 
     Args:
         with_state: also restore the optimiser's state. Otherwise it is unchanged.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or is of another model.
+        CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
     held = list(held)
     has_state = with_state and any(name.startswith(f"{OPTIM}/") for name in checkpoint.names)
@@ -182,7 +182,7 @@ def _no_motion(base: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _gradients(owners: Iterable[Tensor], chosen: set[int]) -> Iterator[None]:
-    """Context with zero gradients for the chosen tensors and none for the others."""
+    """Set the gradients of the chosen tensors to zero and the others to None, and restore all at the end."""
     kept = [(owner, owner.grad) for owner in owners]
     for owner, _ in kept:
         owner.grad = torch.zeros_like(owner) if id(owner) in chosen else None
@@ -196,7 +196,7 @@ def _gradients(owners: Iterable[Tensor], chosen: set[int]) -> Iterator[None]:
 def restore_step_counts(
     held: Iterable[Fragment], optimizer: Optimizer, saved: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Set step counts of parameter groups to their parameters' values."""
+    """Set the step counts that an optimiser stores per parameter group to the saved values of their parameters."""
     of_tensor = {id(fragment.tensor): saved.get(fragment.name, {}) for fragment in held if fragment.trained}
     for group in optimizer.param_groups:
         for tensor in group["params"]:

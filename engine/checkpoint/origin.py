@@ -21,10 +21,10 @@ class Origin:
     """The sources of a run.
 
     Attributes:
-        base: fingerprint of the initial weights, or empty for a new model.
+        base: fingerprint of the initial weights, or empty if they are random.
         path: configured folder or hub name of those weights.
         settings: values by their dotted names.
-        inputs: fingerprints of files that settings only name, such as the tokenizer and the data.
+        inputs: fingerprints of files that settings name, such as the tokenizer and the data.
     """
 
     base: str = ""
@@ -37,15 +37,15 @@ class Origin:
         return json.loads(json.dumps(asdict(self), default=str))
 
     def require_base(self, saved: Mapping[str, Any], checkpoint: Path) -> None:
-        """Check that a checkpoint is of the same base model.
+        """Check that the run that wrote a checkpoint has the same base model as this run.
 
         A model that was loaded from the checkpoint's own export passes.
 
         Args:
-            saved: its origin. Checkpoints of earlier versions have none.
+            saved: the checkpoint's origin, or empty for checkpoints of earlier versions.
 
         Raises:
-            OtherBaseError: it is of another base model.
+            OtherBaseError: the base models differ.
         """
         exported = bool(self.path) and Path(self.path).expanduser().absolute() in checkpoint.absolute().parents
         if not saved or saved["base"] == self.base or exported:
@@ -67,7 +67,7 @@ class Origin:
         ]
 
     def report(self, saved: Mapping[str, Any]) -> str:
-        """Return one line of all differences from a checkpoint's origin, or empty if there are none."""
+        """Return one line with all differences from a checkpoint's origin, or an empty string if there are none."""
         found = self.differences(saved)
         more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
         return ", ".join([*found[:SHOWN], *more])

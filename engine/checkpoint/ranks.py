@@ -1,4 +1,4 @@
-"""The ranks that write or read together, and share errors; those that share a file system are a store."""
+"""The ranks that write or read together, and raise the same error. Ranks that share a file system are a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranks:
     gather: Gather = lambda value: [value]
 
     def together(self, folder: Path, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank. Collective call.
+        """Return the result of ``action``, which runs on every rank. Collective call.
 
         Raises:
             CheckpointError: on every rank, the first failing rank's error.
@@ -78,13 +78,13 @@ class Store:
 
 
 def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[Store, ...]:
-    """Find out which ranks share ``folder``, creating it if missing. Collective call.
+    """Return the sets of ranks that share ``folder``, and create it if it is missing. Collective call.
 
-    This takes few collectives and few files for both large and small stores.
+    A rank makes an empty subfolder, and the ranks that see it share its store. The subfolder is removed afterwards.
 
     Args:
-        leaders: rounds in which a single rank makes a file, and the ranks that see it share its store. After these,
-            each remaining rank makes a file, which suits many small stores, such as hosts' own disks.
+        leaders: rounds in which a single rank makes a subfolder, which suits large stores. Then each remaining rank
+            makes one in the same round, which suits many small stores, such as hosts' own disks.
 
     Raises:
         CheckpointError: the folder is not writable.
@@ -120,7 +120,7 @@ def _make(probe: Path) -> str:
 
 
 def _nothing() -> str:
-    """Return the store of a rank that creates none."""
+    """Do nothing. For ranks that make no subfolder in a round."""
     return ""
 
 

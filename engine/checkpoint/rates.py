@@ -28,14 +28,14 @@ def restore_rates(
 ) -> None:
     """Move a schedule to a checkpoint's step, and set the learning rates of that step.
 
-    A schedule that depends only on the step (torch's, DeepSpeed's) is evaluated again, so changed settings apply from
-    the first step. Otherwise rates are those of the checkpoint, scaled if the initial rate was changed.
+    A schedule of torch or DeepSpeed that depends only on the step is evaluated again, so changed settings apply from
+    the first step. Otherwise the checkpoint's rates are used, scaled by the change of the initial rate.
 
     Args:
         held: this rank's parameters.
-        scheduler: of the optimiser, or None.
+        scheduler: the learning-rate schedule of the optimiser, or None.
         groups: learning rate and initial learning rate of each parameter, as saved.
-        saved: state of the saved schedule without entries per parameter group, or empty if there was none.
+        saved: the schedule's saved state without entries per parameter group, or empty if there was no schedule.
         steps: number of steps that changed weights.
     """
     done = saved["last_epoch"] if "last_epoch" in saved else saved.get("last_batch_iteration", steps - 1) + 1
@@ -59,7 +59,7 @@ def restore_rates(
 
 
 def _is_fresh(scheduler: Any) -> bool:
-    """True if a schedule has not been stepped, and its steps take no metric."""
+    """True if a schedule has made no step yet, and its steps take no metric."""
     if not hasattr(scheduler, "step") or _needs_arguments(scheduler.step):
         return False
     if isinstance(scheduler, LRScheduler):
@@ -72,7 +72,10 @@ def _needs_arguments(function: Any) -> bool:
 
 
 def _rate(group: Mapping[str, Any], held: Iterable[Fragment], groups: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the saved rate of a group's parameters, scaled to the group's initial rate, or the group's own rate."""
+    """Return the saved rate of a group's parameters, scaled to the group's initial rate.
+
+    If no rate was saved for them, this is the group's own rate.
+    """
     saved = {id(fragment.tensor): groups[fragment.name] for fragment in held if fragment.name in groups}
     values = next((saved[id(tensor)] for tensor in group["params"] if id(tensor) in saved), {})
     rate, initial = values.get("lr", float(group["lr"])), values.get("initial_lr")

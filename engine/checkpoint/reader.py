@@ -18,7 +18,7 @@ from weft.engine.parallel.cut import Cut
 
 
 class Checkpoint:
-    """Reads any part of any tensor, whatever layout wrote it."""
+    """Reads any part of any tensor of a checkpoint, which any layout may have written."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         """Open a checkpoint whose manifest has been read."""
@@ -67,7 +67,8 @@ class Checkpoint:
         """Return elements ``start`` to ``stop`` of a flattened tensor, shape [stop - start], on the CPU.
 
         Args:
-            cut: read from this part of the tensor, independent of the stored parts.
+            cut: the part of the tensor that is flattened. It may differ from the stored parts. None means the whole
+                tensor.
 
         Raises:
             CheckpointError: the name is unknown, or a file is damaged.
@@ -86,14 +87,14 @@ class Checkpoint:
         return taken.reshape(-1)[start:stop]
 
     def _source(self, name: str, cut: Cut | None) -> str | None:
-        """Return the stored piece that is exactly this part of a tensor."""
+        """Return the name under which exactly this part of a tensor is stored, or None if it is not stored so."""
         if name not in self._cuts:
             return name if cut is None else None
         same = [mine for mine in self._cuts[name] if cut is not None and stored_name("", mine) == stored_name("", cut)]
         return stored_name(name, cut) if same else None
 
     def _needed(self, name: str, cut: Cut | None) -> list[Cut | None]:
-        """Return stored parts that have elements of a part of a tensor. None means the whole tensor."""
+        """Return the stored parts that overlap a part of a tensor. In both, None means the whole tensor."""
         stored = self._cuts.get(name)
         return [None] if stored is None else [mine for mine in stored if cut is None or overlap(mine, cut)]
 
@@ -123,7 +124,7 @@ class Checkpoint:
         return self._reader(piece.file).read(piece, dtype) if kept is None else kept
 
     def keep(self, piece: StoredPiece, elements: Tensor) -> None:
-        """Cache the elements of a piece from another source, so that it is not read."""
+        """Store the elements of a piece that another rank has read, so that it is not read here."""
         self._kept[piece.file, piece.key] = elements
 
     def pieces(
@@ -150,7 +151,7 @@ class Checkpoint:
             start = piece.stop
 
     def verify(self) -> None:
-        """Read all pieces in this folder.
+        """Read and check all pieces in this folder.
 
         Raises:
             CheckpointError: a checksum differs.
@@ -166,7 +167,7 @@ class Checkpoint:
         return min(holding, key=lambda piece: (not self.has(piece.file), -piece.stop))
 
     def has(self, file: str) -> bool:
-        """True if a file can be read here."""
+        """True if a file is in this folder."""
         return file in self.manifest.here or (self.path / file).exists()
 
     def _stored(self, name: str) -> StoredTensor:

@@ -63,7 +63,7 @@ def file_name(rank: int) -> str:
 
 
 def write_shard(path: Path, pieces: Sequence[Piece]) -> ShardEntry:
-    """Write pieces to a new file. Only one piece at a time is copied from a GPU.
+    """Write pieces to a new file, and return its entry. Only one piece at a time is copied from a GPU.
 
     Raises:
         OSError: the disk is full, or the file exists.
@@ -88,7 +88,7 @@ def _key(piece: Piece) -> str:
 
 
 def header_of(pieces: Iterable[Piece], **metadata: str) -> bytes:
-    """Return safetensors' header after its length, padded so that the data is aligned."""
+    """Return the start of a safetensors file: the header after its length, padded so that the data is aligned."""
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for piece in pieces:
@@ -149,7 +149,7 @@ def check_size(path: Path, file: StoredFile) -> None:
     """Check that a file exists with its full size.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the file is missing or has another size.
     """
     try:
         found = path.stat().st_size
@@ -160,7 +160,7 @@ def check_size(path: Path, file: StoredFile) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """Return the error for a damaged file."""
+    """Return the error for a damaged file. ``what`` describes the damage."""
     return CheckpointError(
         f"{path}: {what}; the checkpoint is damaged. Resume from another with checkpoint.resume=FOLDER, or delete it"
     )

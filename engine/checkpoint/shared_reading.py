@@ -18,7 +18,10 @@ from weft.engine.checkpoint.shard_file import TYPES
 Key = tuple[str, str]
 """File and key of a piece."""
 Tell = Callable[[Tensor, int, Sequence[int]], None]
-"""Sends a tensor in host memory from one member to others, by their indices in the group. All of these call it."""
+"""Sends a tensor in host memory from one member of a group to several. The sender and the receivers call it.
+
+Arguments are the tensor, which receivers fill, the sender's index in the group, and the indices of all of them.
+"""
 
 
 class Needed(NamedTuple):
@@ -36,14 +39,17 @@ class Needed(NamedTuple):
 def read_once(
     checkpoint: Checkpoint, needed: Mapping[Key, Needed], members: Ranks, everyone: Ranks, tell: Tell
 ) -> None:
-    """Read what several members of a group need by one of them each. Collective call over the world.
+    """Read each piece that several members of a group need on one of them, and send it to the others.
 
-    Pieces that only one member needs, or that no member can read, are left to `Checkpoint.read`.
+    Collective call over the world.
+
+    Pieces that fewer than two members need and can read are left to `Checkpoint.read`.
 
     Args:
         needed: pieces that this rank needs.
-        members: of the group.
-        everyone: all ranks, to which errors are reported.
+        members: the group's members.
+        everyone: all ranks of the world, which raise the same error.
+        tell: sends a piece. `among` returns it with ``members``.
 
     Raises:
         CheckpointError: on every rank, if a file is damaged.
@@ -70,7 +76,7 @@ def read_once(
 
 
 def among(group: dist.ProcessGroup, device: torch.device) -> tuple[Ranks, Tell]:
-    """Return the members of a process group with their exchange. Tensors are sent from ``device``."""
+    """Return the members of a process group, and a function that sends tensors between them by way of ``device``."""
     size, me = dist.get_world_size(group), dist.get_rank(group)
 
     def tell(data: Tensor, root: int, users: Sequence[int]) -> None:

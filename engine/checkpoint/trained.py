@@ -22,9 +22,9 @@ class TrainedModule(Protocol):
     """A rank's stages.
 
     Attributes:
-        stages: by number.
-        placement: of the whole pipeline.
-        data_group: ranks that hold the same parts of these stages.
+        stages: the rank's stages, by their number in the pipeline.
+        placement: placement of the whole pipeline.
+        data_group: process group of the ranks that hold the same parts of these stages.
     """
 
     stages: Mapping[int, Stage]
@@ -40,16 +40,16 @@ class Trained(Protocol):
     """A rank's part of a model in training.
 
     Attributes:
-        global_rank: of this process in the world.
-        pipe_rank: position in the pipeline.
-        replica: of the pipeline, among `num_replicas` with the same stages.
-        layout: of all ranks.
+        global_rank: rank of this process in the world.
+        pipe_rank: rank of this process in its pipeline.
+        replica: index among the `num_replicas` ranks with the same stages.
+        layout: layout of all ranks.
         axes: groups of ranks that share layers with this one.
         global_steps: optimiser steps done.
         module: this rank's stages.
         sharding: their weights, in buckets.
-        optimizer: steps the buckets. ``basic_optimizer`` has the state.
-        lr_scheduler: with ``state_dict`` and ``load_state_dict``, or None.
+        optimizer: updates the buckets. ``basic_optimizer`` has the state.
+        lr_scheduler: learning-rate schedule with ``state_dict`` and ``load_state_dict``, or None.
         origin: base model, inputs and settings of this run.
     """
 
@@ -72,6 +72,6 @@ class Trained(Protocol):
         """Check that weights and optimiser state have no NaN or infinity. Collective call.
 
         Raises:
-            NonFiniteError: on every rank, if they do.
+            NonFiniteError: on every rank, if there is NaN or infinity.
         """
         ...

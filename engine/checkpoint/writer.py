@@ -34,19 +34,19 @@ def save(
 
     Args:
         folder: folder of checkpoints.
-        pieces: the pieces that this rank writes. Those of all ranks together cover every tensor.
-        meta: JSON values, of which each store has its first rank's.
+        pieces: the pieces that this rank writes. The pieces of all ranks together cover every tensor.
+        meta: JSON values. In each store, the values of its first rank are written.
         ranks: the ranks that write. None means this process alone.
-        stores: the groups of ranks that share a file system. None finds them.
+        stores: the groups of ranks that share a file system. None calls `find_stores`.
         keep: number of complete checkpoints to keep, including this one. 0 keeps all.
-        tag: name of the checkpoint, which replaces another one of that name. ``keep`` does not apply to tagged ones.
+        tag: name of the checkpoint. It replaces another checkpoint of that name, and ``keep`` does not apply to it.
             None names it by its step.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: on every rank. Earlier checkpoints are unchanged.
+        CheckpointError: on every rank, if the checkpoint cannot be written. Earlier checkpoints are unchanged.
     """
     ranks = ranks or Ranks()
     stores = stores or find_stores(folder, ranks)
