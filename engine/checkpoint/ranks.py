@@ -120,7 +120,7 @@ def _make(probe: Path) -> str:
 
 
 def _nothing() -> str:
-    """Do nothing. For ranks that make no subfolder in a round."""
+    """Return no name, in a round in which another rank makes the subfolder."""
     return ""
 
 
