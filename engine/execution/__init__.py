@@ -1,1 +1,1 @@
-"""Execution of one step on one rank: prepares batches, executes a schedule's row, sums losses and counts."""
+"""Execution of one step on one rank: prepare micro-batches, run the rank's actions of a schedule, sum the loss."""

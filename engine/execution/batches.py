@@ -1,4 +1,4 @@
-"""Micro-batches: drawn from the data of a step, and converted to the form that stages take."""
+"""Micro-batches: read from the data, and converted to the form that stages take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepare_batch(
     *,
     keep_whole: bool = False,
 ) -> dict[str, Tensor]:
-    """Check a micro-batch, add position ids if it has none, and move it to ``device``.
+    """Check a micro-batch, add position ids if it has none, and move it to ``device``. Drop a mask that masks nothing.
 
     Args:
         batch: ``input_ids`` [B, S]; ``labels`` [B, S] with -100 for ignored tokens; optional
@@ -30,7 +30,7 @@ def prepare_batch(
         keep_whole: also keep the whole micro-batch, for an objective.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: the micro-batch has another form.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch or "labels" not in batch:
         found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -63,7 +63,7 @@ def _positions(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 class DataEnded(ValueError, StopIteration):
-    """The data ended within a step. It is a bad input, and an error class that DeepSpeed passes on."""
+    """The data ended within a step. As a `StopIteration` it passes through DeepSpeed unchanged."""
 
 
 def draw(
@@ -75,8 +75,8 @@ def draw(
         what: call and step for messages, such as ``"train_batch, step 5"``.
 
     Raises:
-        DataEnded: there are fewer.
-        ValueError: the argument is no iterator. With a list or a loader every call would read the beginning.
+        DataEnded: there are fewer than ``count``.
+        ValueError: ``batches`` is no iterator. Every call would read a list or a loader from its beginning.
     """
     if batches is None or not hasattr(batches, "__next__"):
         given = "nothing" if batches is None else f"a {type(batches).__name__}"

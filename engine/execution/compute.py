@@ -19,13 +19,13 @@ from weft.pipeline.placement import Placement
 
 @dataclass(kw_only=True, eq=False)
 class Compute:
-    """Runs F, B, I and W. Between two stages of one rank, tensors are passed in a dictionary.
+    """Runs F, B, I and W. If a rank holds the next stage, too, it passes tensors on in a dictionary.
 
     Attributes:
-        stages: this rank's, by number.
+        stages: this rank's virtual stages, by their number.
         seed_gradient: returns the gradient of a loss, which is the loss scale.
-        around: context of an action's computation, in which the stage's weights are complete.
-        random: context of a training forward, with the random states of its micro-batch.
+        around: returns the context in which an action computes, in which the stage's weights are complete.
+        random: returns the context in which a training forward computes, with the random states of its micro-batch.
     """
 
     stages: Mapping[int, Stage]
@@ -81,7 +81,7 @@ class Compute:
             state.losses[microbatch] = module(hidden, batch, **self._counting_of(state, microbatch))
 
     def _counting_of(self, state: StepState, microbatch: int) -> dict[str, Any]:
-        """Return the tensor that will have the step's number of items, and whether this micro-batch has any."""
+        """Return the last stage's arguments: the step's number of items, and whether this micro-batch has items."""
         self._last_state = state
         items = state.num_items.items if state.num_items is not None else None
         return {"num_items": items} | ({"counts": False} if microbatch in state.empty else {})
@@ -98,29 +98,29 @@ class Compute:
         (state.inputs if local else state.outputs)[stage + local, microbatch] = output
 
     def backward(self, state: StepState, action: Action) -> None:
-        """Run ``B`` or ``I``: both gradients, or that of the input, while keeping the inputs of ``W``."""
+        """Run ``B`` (all gradients) or ``I`` (the input gradient, keeping what ``W`` needs)."""
         with self.around_backward(state, action):
             self.begin_backward(state, action)
             self.end_backward(state, action)
 
     def around_backward(self, state: StepState, action: Action) -> AbstractContextManager[None]:
-        """Return the context of a backward, which counts its gradients."""
+        """Return the context of ``around`` for a backward, with the number of gradients that it will accumulate."""
         return self.around(action, state.saved[key(action)].coming)
 
     def begin_backward(self, state: StepState, action: Action) -> None:
-        """Compute the first part of ``B`` or ``I``: the gradient for the previous stage."""
+        """Compute the input gradient of ``B`` or ``I``, and pass it to the previous stage."""
         saved, gradient = state.saved[key(action)], state.gradients.pop(key(action))
         self._pass_back(state, action, self._backward[action.stage].input_backward(saved, gradient))
 
     def end_backward(self, state: StepState, action: Action) -> None:
-        """Compute the second part of ``B``: the remaining weight gradients."""
+        """End ``B`` by computing the remaining weight gradients, or end ``I``."""
         if action.op is Op.B:
             self._backward[action.stage].weight_backward(state.saved.pop(key(action)))
         else:
             state.note_peak()
 
     def weight_backward(self, state: StepState, action: Action) -> None:
-        """Run ``W``: the weight gradients that ``I`` has deferred."""
+        """Run ``W``: compute the weight gradients that ``I`` has deferred."""
         with self.around_backward(state, action):
             self._backward[action.stage].weight_backward(state.saved.pop(key(action)))
 

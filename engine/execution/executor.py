@@ -1,4 +1,4 @@
-"""The executor: runs the transfers and the computations of one rank's row of a schedule."""
+"""The executor: runs one rank's row of a schedule, which is its transfers and computations in order."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ class SlotPairs(Protocol):
 
     @property
     def axes(self) -> AxisGroups:
-        """The groups with which the stages must be made."""
+        """The groups with which the stages must be created, because they switch between strands."""
 
     def agree(self, schedules: Collection[Schedule], num_stages: int) -> None:
-        """Plan the pairs of these schedules. Collective call if there are any."""
+        """Plan the strand pairs of these schedules. Collective call if there are any pairs."""
 
     def split(self, row: Iterable[Slot]) -> set[Key]:
-        """Return the forwards of a row whose full backward runs in two parts."""
+        """Return stage and micro-batch of the forwards in a row whose ``B`` runs as ``I`` and ``W``."""
 
     def run(self, compute: Compute, state: StepState, pair: Slot) -> None:
-        """Run both halves of a slot."""
+        """Run the forward and the backward of the slot ``pair``."""
 
     def close(self) -> None:
-        """Release its resources."""
+        """Release the resources."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Executor:
     """Executes rows of lowered schedules on one rank.
 
-    Sends start as soon as their tensor exists, and are waited for at the end of the row. Receives are posted
-    in advance. So neither delays computations that do not depend on it (MegaScale section 3.2).
+    A send starts as soon as its tensor exists, and the wait for it is at the end of the row. Receives are posted
+    in advance. So transfers delay only computations that depend on them (MegaScale section 3.2).
 
     Attributes:
         rank: this pipeline rank, as in the schedule's rows.
         send_to: channels to neighbouring pipeline ranks.
         receive_from: channels from neighbouring pipeline ranks.
-        receive_ahead: receives posted in advance, per neighbour.
+        receive_ahead: number of receives that are posted in advance, for each neighbour.
         stage_wide: implementations of ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``.
-        debug: assert before each action that its dependencies on this rank have ended.
+        debug: whether to assert before each action that its dependencies on this rank have ended.
         pairs: runs strand pairs interleaved. None runs their halves one after the other.
     """
 
@@ -89,11 +89,11 @@ class Executor:
         }
 
     def run(self, schedule: Schedule, state: StepState) -> None:
-        """Execute this rank's row in order, up to ``STEP``, which is `stepping`.
+        """Execute this rank's row in order, up to the slot ``STEP``. `stepping` executes that slot.
 
         Args:
             schedule: lowered and valid.
-            state: the step's batches and observers. Receives losses and peaks.
+            state: the step's batches and observers, to which losses and memory peaks are added.
 
         Raises:
             ChannelError: a neighbour did not deliver in time.
@@ -114,7 +114,7 @@ class Executor:
 
     @contextmanager
     def stepping(self, schedule: Schedule, state: StepState) -> Iterator[None]:
-        """Context of the slot ``STEP``, in which the optimiser steps. At its end every send has completed."""
+        """Execute the slot ``STEP``, in which the caller updates the weights. At its end every send is complete."""
         slot = schedule.rows[self.rank][-1]
         assert slot[0].op is Op.STEP, f"a row that ends with {slot[0]} trains nothing"
         with self._observed(schedule, state, slot):
@@ -135,10 +135,10 @@ class Executor:
             observer.slot_ends(slot)
 
     def _run_slot(self, schedule: Schedule, state: StepState, slot: Slot) -> None:
-        """Run one action, or the two halves of a strand pair.
+        """Run the action of a slot, or the forward and the backward of a strand pair.
 
-        The inputs of both halves are available, because their transfers are separate slots. If the halves are not
-        interleaved, the backward runs first, because it frees memory for the forward.
+        The inputs of both are available, because their transfers are earlier slots. Without interleaving the backward
+        runs first, because it frees memory for the forward.
         """
         if self.pairs is not None and is_pair(slot):
             self.pairs.run(self.compute, state, slot)
@@ -152,7 +152,7 @@ class Executor:
         assert not missing, f"{action} on rank {self.rank} ran before {', '.join(map(str, missing))}"
 
     def _post_receives(self, schedule: Schedule, state: StepState) -> None:
-        """Queue every receive of the step, per neighbour, in the order of that neighbour's sends."""
+        """Create a queue for each neighbour, with the step's receives in the order of the neighbour's sends."""
         mine = {action for action in schedule.actions(self.rank) if action.op in RECEIVES}
         for peer, channel in self.receive_from.items():
             fed = [receive_of(action) for action in schedule.actions(peer) if action.op in SENDS]

@@ -1,4 +1,4 @@
-"""Excludes objects that live as long as the engine from Python's garbage collections."""
+"""Exclude objects that live as long as the engine from Python's garbage collections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 @cache
 def _program_freezes() -> bool:
-    """True if the program had frozen objects by its first engine's first step. Cached, as counting takes 60 ms."""
+    """True if the program had frozen objects before the first step of any engine. Cached: counting takes 60 ms."""
     return gc.get_freeze_count() > 0
 
 
@@ -23,7 +23,7 @@ class LongLived:
         self._frozen = False
 
     def freeze(self) -> None:
-        """Freeze all current objects, unless the program has frozen objects itself."""
+        """Freeze all current objects. If the program has frozen objects itself, do nothing."""
         if not _program_freezes() and not gc.get_freeze_count():
             gc.collect()
             gc.freeze()

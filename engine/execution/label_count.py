@@ -1,4 +1,4 @@
-"""The tokens with labels of a step, summed over replicas while it computes."""
+"""The number of tokens with labels in a step, summed over replicas while the step computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_LABELS = "data: no token of this step carries a label; check the labels or th
 
 
 class LabelCount:
-    """Tokens that count in the loss, over all micro-batches and replicas of a step."""
+    """The number of tokens that count in the loss, over all micro-batches and replicas of a step."""
 
     def __init__(self, count: Tensor, group: dist.ProcessGroup | None) -> None:
         """Start to sum the ``count`` of this replica, a scalar on its device."""
@@ -28,10 +28,10 @@ class LabelCount:
         return self._sum is None
 
     def wait(self) -> Tensor:
-        """Fill and return `items`. On a GPU only the current stream waits.
+        """Wait for the sum, copy it to `items`, and return `items`. On a GPU only the current stream waits.
 
         Raises:
-            ValueError: the count is zero. On a GPU, `check` raises this.
+            ValueError: the count is zero. On a GPU, `check` raises this error instead.
         """
         if self._sum is not None:
             self.items.copy_(self._sum.wait())
@@ -50,7 +50,7 @@ class LabelCount:
         self.items.clamp_(min=1.0)
 
     def check(self) -> None:
-        """Raise an error for a count of zero. To be called in a later step than `wait`, so that the host hardly waits.
+        """Raise an error if the count is zero. Called one step after `wait`, this hardly blocks the host.
 
         Raises:
             ValueError: the step had no labels.

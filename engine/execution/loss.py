@@ -1,4 +1,4 @@
-"""The loss of a step: the number of items to average over, and the sum over micro-batches, replicas and pipeline."""
+"""The loss of a step: the number of items that it is averaged over, and its sum over micro-batches and replicas."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from weft.engine.models.objective import Minimised, tell_items, told_items
 
 @dataclass(kw_only=True, eq=False)
 class StepLoss:
-    """Counts and sums of a rank. Ranks of the last stage compute losses, and the others receive them.
+    """Counts items and sums losses on a rank. Ranks of the last stage compute losses, and other ranks receive the sum.
 
     Token losses are divided by the number of items of the whole step. So losses of micro-batches and replicas are
     added, never averaged.
 
     Attributes:
-        minimised: the objective, if it is not the model's own loss.
+        minimised: the objective, or None for the model's own loss.
         holds: whether this rank holds the last stage.
-        source: global rank that does, in this rank's pipeline.
-        replicas: ranks that hold the same stages. None is this rank alone.
-        pipeline: ranks that hold a model together. None is this rank alone.
-        counts: whether this rank counts an objective's items, as one of the ranks that share a micro-batch does.
+        source: global rank that holds the last stage in this rank's pipeline.
+        replicas: group of the ranks that hold the same stages. None means this rank alone.
+        pipeline: group of the ranks that hold a model together. None means this rank alone.
+        counts: whether this rank counts an objective's items. One of the ranks that share a micro-batch does.
     """
 
     minimised: Minimised | None
@@ -47,7 +47,7 @@ class StepLoss:
         self._counted: LabelCount | None = None
 
     def tell(self, prepared: dict[str, Tensor], batch: Mapping[str, Tensor]) -> None:
-        """Attach an objective's number of items in ``batch``, in host memory, to the prepared micro-batch."""
+        """Attach the number of the objective's items in ``batch``, in host memory, to the prepared micro-batch."""
         if self.minimised is not None and self.holds:
             tell_items(prepared, self.minimised.items(batch))
 
@@ -56,7 +56,7 @@ class StepLoss:
         return count_label_tokens(batch) if self.minimised is None else self.minimised.items(batch)
 
     def count(self, batches: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
-        """Start to count the items, on ranks that compute the loss, and return fields of `StepState`."""
+        """Start to count the items on ranks that compute the loss, and return the fields of `StepState` for items."""
         if not self.holds:
             return {"num_items": None}
         if self.minimised is None:
@@ -68,36 +68,36 @@ class StepLoss:
         return {"num_items": LabelCount(counted, self.replicas), "empty": empty}
 
     def check(self, count: LabelCount | None) -> None:
-        """Raise an error for a step without labels. On a GPU this happens one step later, to avoid a synchronisation.
+        """Store a step's count, and raise an error if the previous step had no labels. This avoids a synchronisation.
 
         Raises:
-            ValueError: the step had no labels.
+            ValueError: the previous step had no labels.
         """
         earlier, self._counted = self._counted, count
         if earlier is not None:
             earlier.check()
 
     def check_objective(self) -> None:
-        """Check after the first step that an objective is divided by the items. Collective call, once.
+        """Check after the first step that the objective divides its sum by the number of items. Collective call, once.
 
         Raises:
-            ValueError: on every rank, if it is not.
+            ValueError: on every rank, if it does not.
         """
         if self.minimised is not None and not self._looked_at:
             self._looked_at = True
             together(self.minimised.require_sums)
 
     def held(self, state: StepState) -> Tensor | None:
-        """Return the loss of this rank's micro-batches, fp32, or None on ranks that compute none."""
+        """Return the sum of the losses of this rank's micro-batches, in fp32, or None on ranks that compute no loss."""
         return torch.stack([loss.float() for loss in state.losses.values()]).sum() if state.losses else None
 
     def sum(self, state: StepState) -> ReplicaSum | None:
-        """Start to sum the loss over micro-batches and replicas, on ranks that compute it."""
+        """Start to sum the loss over micro-batches and replicas. Return None on ranks that compute no loss."""
         loss = self.held(state)
         return None if loss is None else ReplicaSum(loss, self.replicas)
 
     def share(self, loss: ReplicaSum | None) -> Tensor:
-        """Broadcast the loss of the whole step from the last stage's rank to all ranks of the pipeline."""
+        """Wait for the step's loss on the rank of the last stage, broadcast it over the pipeline, and return it."""
         shared = torch.zeros((), device=self.device) if loss is None else loss.wait()
         if self.pipeline is not None:
             dist.broadcast(shared, src=self.source, group=self.pipeline)

@@ -1,4 +1,4 @@
-"""A rank's channels to neighbouring pipeline ranks, over memory, a site's network or the WAN."""
+"""A rank's channels to neighbouring pipeline ranks, inside a host, inside a site or over the WAN."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def open_wan(
     *,
     known: Mapping[Hop, LinkProfile] | None = None,
 ) -> SiteNetwork | None:
-    """Open the job's links between sites. Return None if no consecutive stages are at different sites.
+    """Open the job's links between sites. Return None if all consecutive stages are at the same site.
 
     Collective call.
 
     Args:
-        known: all profiles that an earlier attempt has measured; if a rank has them, nothing is probed.
+        known: all profiles that an earlier attempt has measured, or None. If a rank has them, nothing is probed.
     """
     crossing = dp_cells(placement, layout, comm.cell)
     if not crossing:
@@ -58,9 +58,9 @@ class Neighbours:
     """The channels of one rank.
 
     Attributes:
-        send_to: by pipeline rank of this replica.
-        receive_from: the same for the other direction.
-        lifeline: detects lost ranks of GPU jobs. Between CPUs, the channels' connections do.
+        send_to: channels for sending, by pipeline rank of this replica.
+        receive_from: channels for receiving, by pipeline rank of this replica.
+        lifeline: detects lost ranks of GPU jobs. In CPU jobs the channels' connections detect them.
     """
 
     send_to: Mapping[int, Sender]
@@ -81,7 +81,7 @@ class Neighbours:
         """Open the channels. Collective call over the whole world.
 
         Args:
-            wan: has the channels to other sites, if any, and closes them.
+            wan: the links to other sites, or None. `close` closes them.
         """
         inside, between = hops(placement, layout)
         assert not between or wan is not None, "stages at several sites need `open_wan`"
@@ -107,7 +107,7 @@ class Neighbours:
         return joined
 
     def watching(self) -> AbstractContextManager[None]:
-        """Context of transfers, in which an error that a lost rank has caused names that rank.
+        """Return a context for transfers. It adds the lost rank to an error that the loss has caused.
 
         Raises:
             ChannelError: a rank is lost.
@@ -115,7 +115,7 @@ class Neighbours:
         return nullcontext() if self.lifeline is None else self.lifeline.watching()
 
     def interrupt(self, why: ChannelError | None = None) -> None:
-        """Make all waits for ranks of this site fail, from any thread. The channels cannot be used afterwards."""
+        """Make all waits for ranks of this site fail, from any thread. Afterwards the channels are unusable."""
         for end in self._own:
             if isinstance(end, SharedSender | SharedReceiver):
                 end.interrupt()

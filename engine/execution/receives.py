@@ -1,4 +1,4 @@
-"""Receives posted in advance: a window over the messages that one neighbour will send."""
+"""Receives that are posted in advance: a window over the messages that one neighbour will send."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ReceiveQueue:
     """The receives of one step from one neighbour, in the order in which it sends.
 
     A transport such as gloo transfers nothing before the receive is posted, and NCCL matches messages by
-    order. So receives are posted in the sender's order. There are ``ahead`` of them at any time, and more if a
-    later one is needed first.
+    order. So receives are posted in the sender's order. ``ahead`` of them are posted at any time, and more if a
+    later message is needed first.
     """
 
     def __init__(self, channel: Receiver, messages: Sequence[tuple[Action, TensorSpec]], *, ahead: int) -> None:
@@ -28,7 +28,7 @@ class ReceiveQueue:
         self._fill()
 
     def wait(self, action: Action) -> Tensor:
-        """Return the tensor of receive ``action``. Blocks until it has arrived.
+        """Return the tensor of the receive ``action``. Blocks until the tensor has arrived.
 
         Raises:
             ChannelError: the deadline passed, or the link broke.
@@ -36,7 +36,7 @@ class ReceiveQueue:
         while action not in self._posted:
             self._post()
         handle = self._posted.pop(action)
-        self._fill()  # before the wait, which may be long enough to hide it
+        self._fill()  # before the wait, during which these transfers may proceed
         return handle.wait()
 
     def _fill(self) -> None:

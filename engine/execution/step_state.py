@@ -21,14 +21,14 @@ Key = tuple[int, int]
 
 
 def key(action: Action) -> Key:
-    """The stage and micro-batch of an action that has one."""
+    """Return stage and micro-batch of an action, which must have a micro-batch."""
     assert action.microbatch is not None, action
     return action.stage, action.microbatch
 
 
 @dataclass(kw_only=True)
 class StepState:
-    """Tensors in flight. Every dictionary is empty again at the end of the step."""
+    """The batches, tensors and results of a step. Every dictionary of tensors is empty at the end of the step."""
 
     batches: Sequence[Batch]
     """Micro-batches, on the device."""
@@ -41,7 +41,7 @@ class StepState:
     split: Set[Key] = frozenset()
     """Forwards whose backward has two parts."""
     observers: Sequence[SlotObserver] = ()
-    """Notified of the step's begin and of every slot."""
+    """Observers that are notified of the step's beginning and of every slot."""
     keep_logits: bool = False
     """True if the last stage keeps its logits (evaluation only)."""
     inputs: dict[Key, Tensor] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class StepState:
     gradients: dict[Key, Tensor] = field(default_factory=dict)
     """Gradients by the stage whose output they belong to."""
     outputs: dict[Key, Tensor] = field(default_factory=dict)
-    """Activations to be sent, by the stage that made them."""
+    """Activations to be sent, by the stage that has computed them."""
     input_gradients: dict[Key, Tensor] = field(default_factory=dict)
     """Gradients to be sent, by the stage whose input they belong to."""
     saved: dict[Key, SavedForward] = field(default_factory=dict)
@@ -57,13 +57,13 @@ class StepState:
     losses: dict[int, Tensor] = field(default_factory=dict)
     """Loss of each micro-batch, on the rank of the last stage."""
     logits: dict[int, Tensor] = field(default_factory=dict)
-    """Logits of each micro-batch, if kept."""
+    """Logits of each micro-batch, if ``keep_logits``."""
     sends: deque[SendHandle] = field(default_factory=deque)
     """Sends in progress, oldest first."""
     receives: dict[int, ReceiveQueue] = field(default_factory=dict)
     """Receives by pipeline rank of the sender."""
     done: set[Action] = field(default_factory=set)
-    """Facts that this rank's slots have established, for the executor's debug mode."""
+    """Actions whose results are available on this rank, for the executor's debug mode."""
     hidden: list[tuple[int, Tensor]] = field(default_factory=list)
     """Smallest and largest elements of the hidden states of training forwards, each with its stage."""
     peak_bytes: int = 0
@@ -72,10 +72,10 @@ class StepState:
     """Most chunk activations alive at once."""
 
     def note_hidden(self, stage: int, hidden: Tensor) -> None:
-        """Store the extremes of hidden states on their device, which show NaN and infinity."""
+        """Store the smallest and the largest element of hidden states on the device. They show NaN and infinity."""
         self.hidden += [(stage, extreme) for extreme in hidden.detach().aminmax()]
 
     def note_peak(self) -> None:
-        """Update the peaks from the tensors that are saved now."""
+        """Update the memory peaks from the tensors that are saved at this moment."""
         self.peak_chunks = max(self.peak_chunks, sum(saved.holds_activation for saved in self.saved.values()))
         self.peak_bytes = max(self.peak_bytes, sum(saved.live_bytes for saved in self.saved.values()))
