@@ -19,15 +19,15 @@ class Product(ABC):
     @property
     @abstractmethod
     def parameters(self) -> tuple[Tensor, ...]:
-        """The factors whose gradient is deferred: parameters, or views of them."""
+        """The factors whose gradient is deferred: parameters, or views of parameters."""
 
     @abstractmethod
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """Gradient of the activation, from the gradient of the product."""
+        """Return the gradient of the activation, from the gradient of the product."""
 
     @abstractmethod
     def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of ``parameters``, in their order."""
+        """Return the gradients of ``parameters``, in the same order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,11 @@ class MatrixProduct(Product):
         return (self.matrix,) if self.bias is None else (self.matrix, self.bias)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """[..., out] to [..., in]."""
+        """Map [..., out] to [..., in]."""
         return gradient @ self.matrix.t()
 
     def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-        """[in, out], and [out] if there is a bias."""
+        """Return gradients of shape [in, out], and of shape [out] if there is a bias."""
         rows, out = activation.flatten(0, -2), gradient.flatten(0, -2)
         # In the parameter's own memory layout, so that accumulating needs no copy.
         column_major = self.matrix.stride(0) == 1
@@ -59,7 +59,7 @@ class MatrixProduct(Product):
 
 @dataclass(frozen=True, eq=False)
 class GroupedProduct(Product):
-    """Rows sorted by expert, each group times its expert's matrix: fused mixture-of-experts."""
+    """Tokens sorted by expert, with each group multiplied by its expert's matrix: fused mixture-of-experts."""
 
     matrices: Tensor
     """[experts, in, out]"""
@@ -72,11 +72,11 @@ class GroupedProduct(Product):
         return (self.matrices,)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """[rows, out] to [rows, in]."""
+        """Map [tokens, out] to [tokens, in]."""
         return F.grouped_mm(gradient, self.matrices.transpose(1, 2), offs=self.offsets)
 
     def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-        """[experts, in, out]."""
+        """Return a gradient of shape [experts, in, out]."""
         if self.matrices.stride(1) == 1:
             return (F.grouped_mm(gradient.t(), activation, offs=self.offsets).transpose(1, 2),)
         return (F.grouped_mm(activation.t(), gradient, offs=self.offsets),)
@@ -84,7 +84,7 @@ class GroupedProduct(Product):
 
 @dataclass(frozen=True, eq=False)
 class Lookup(Product):
-    """An embedding: a product of one-hot rows and the table."""
+    """An embedding: a product of one-hot vectors and the weights."""
 
     table: Tensor
     """[tokens, width]"""
@@ -99,11 +99,11 @@ class Lookup(Product):
         return (self.table,)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """There is none."""
+        """Not called, because token ids have no gradient."""
         raise AssertionError("token ids have no gradient")
 
     def parameter_gradients(self, activation: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-        """[tokens, width]."""
+        """Return a gradient of shape [vocabulary, width]."""
         return (
             torch.ops.aten.embedding_dense_backward(
                 gradient, activation, len(self.table), self.padding_idx, self.scale_grad_by_freq
@@ -112,10 +112,10 @@ class Lookup(Product):
 
 
 def base_parameter(tensor: Tensor) -> nn.Parameter | None:
-    """The trainable parameter that ``tensor`` is, or is a view of, or None otherwise.
+    """Return the trainable parameter that ``tensor`` is, or that it is a view of, or None.
 
-    For a tensor that is computed from a parameter it is None: its graph is freed with the
-    input-gradient backward, so its gradient cannot be deferred.
+    The result is None for a tensor that is computed from a parameter. The graph of this computation is freed in the
+    input-gradient backward, so the gradient cannot be deferred.
     """
     if not tensor.requires_grad:
         return None
@@ -174,10 +174,10 @@ _MATCHERS: Mapping[Callable[..., Tensor], Callable[..., Match]] = MappingProxyTy
 
 
 def match(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Match:
-    """Match a call of a torch function to a product whose weight gradient can be deferred.
+    """Describe a call of a torch function as a product whose weight gradient can be deferred.
 
     Returns:
-        None if ``function`` is not a product with a trainable parameter (or a view of one), or if
+        The match, or None if ``function`` is not a product with a trainable parameter (or a view of one), or if
         autocast would cast its operands.
     """
     matcher = _MATCHERS.get(function)

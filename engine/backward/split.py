@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class SavedForward:
-    """The saved forward of a micro-batch on a virtual stage, for its backward."""
+    """The state of a micro-batch's forward on a virtual stage that its backward needs."""
 
     def __init__(self, hidden: Tensor | None, *, split: bool) -> None:
         self.hidden = hidden
@@ -37,10 +37,10 @@ class SavedForward:
         """Memory kept between input-gradient and weight-gradient backward."""
 
     def coming(self) -> Counter[nn.Parameter] | None:
-        """Count the gradients of each parameter that the backward has still to accumulate. None is one of each.
+        """Count the gradients of each parameter that the backward will accumulate. None means one for each parameter.
 
-        A parameter on the tape may also be used outside of its products, which autograd sees: it then has one
-        gradient in I and another in W.
+        If a parameter on the tape is also used outside of recorded products, it has one gradient in I and another
+        in W.
         """
         if self.tape is None:
             return None
@@ -53,7 +53,7 @@ class SavedForward:
 
     @property
     def live_bytes(self) -> int:
-        """Memory kept at the moment."""
+        """Bytes of memory that are kept at the moment."""
         return self.activation_bytes if self.holds_activation else self.kept_bytes
 
 
@@ -62,9 +62,9 @@ class SplitBackward:
 
     Inside the forward of a module that owns matrices (nn.Linear, GPT-2's Conv1D, LoRA's adapters, a
     router, fused experts, an embedding), a product of an activation and a parameter is replaced by
-    one whose backward returns the activation's gradient and records the parameter's on a tape. All
-    other parameters, such as those of norms, get their gradient in I. Parameters without a gradient
-    cost nothing. With gradient checkpointing the layer is recomputed once, in I.
+    one whose backward returns the activation's gradient and records the computation of the parameter's
+    gradient on a tape. All other parameters, such as those of norms, get their gradient in I. Parameters
+    without a gradient cost nothing. With gradient checkpointing the layer is recomputed once, in I.
 
     torch.distributed.pipelining cuts the autograd graph instead. That needs no rule per product, but
     keeps the whole graph of a micro-batch until W, and with checkpointing recomputes in both I and W.
@@ -90,7 +90,7 @@ class SplitBackward:
 
     @property
     def unsplit(self) -> tuple[str, ...]:
-        """Trainable parameters whose gradient is computed in I, known after the first split forward."""
+        """Names of trainable parameters whose gradient is computed in I. Available after the first split forward."""
         return self._unsplit or ()
 
     def forward(
@@ -105,7 +105,7 @@ class SplitBackward:
                 and only `full_backward` may follow.
 
         Returns:
-            The output, and the saved state for its backward.
+            The output, and the saved state for the micro-batch's backward.
         """
         saved = SavedForward(hidden, split=split)
         with self._recording(saved.tape):
@@ -116,10 +116,10 @@ class SplitBackward:
         return output, saved
 
     def input_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
-        """``I``: compute the gradient of the stage's input, and keep what W needs.
+        """Run ``I``: compute the gradient of the stage's input, and keep what W needs.
 
         Args:
-            gradient: the gradient of the output, which for a loss is the loss scale.
+            gradient: the gradient of the output. The gradient of a loss is the loss scale.
 
         Returns:
             The gradient of ``hidden``, or None on the first stage.
@@ -137,14 +137,14 @@ class SplitBackward:
         return None if hidden is None else hidden.grad
 
     def weight_backward(self, saved: SavedForward) -> None:
-        """``W``: compute and accumulate the deferred weight gradients."""
+        """Run ``W``: compute and accumulate the deferred weight gradients."""
         assert not saved.holds_activation, "the input gradient comes first"
         if saved.tape:
             saved.tape.accumulate()
             saved.kept_bytes = 0
 
     def full_backward(self, saved: SavedForward, gradient: Tensor) -> Tensor | None:
-        """``B``: run I and W together, with the arguments and the result of `input_backward`."""
+        """Run ``B``, which is I and W together, with the arguments and the result of `input_backward`."""
         below = self.input_backward(saved, gradient)
         self.weight_backward(saved)
         return below
@@ -162,7 +162,7 @@ class SplitBackward:
             _log.info("gradients computed in I instead of W: %s", ", ".join(self._unsplit))
 
     def _measured(self, run: Callable[[], Tensor], saved: SavedForward) -> Tensor:
-        """Run, and measure ``activation_bytes``: only once per input shape, because it costs host time."""
+        """Run a forward, and set ``activation_bytes``. They are measured once per input shape to save host time."""
         key = saved.hidden.shape if saved.hidden is not None else None, saved.tape is not None
         if key in self._activation_bytes:
             output = run()
@@ -175,7 +175,7 @@ class SplitBackward:
 
     @property
     def _tape(self) -> Tape | None:
-        """The tape of the micro-batch that this thread computes."""
+        """The tape of the micro-batch that this thread computes, or None."""
         return self._strand.tape if self._strand.is_recording else self._played
 
     @contextmanager
@@ -213,7 +213,7 @@ class SplitBackward:
 
 
 def _leaves(output: Tensor) -> Iterator[nn.Parameter]:
-    """The parameters whose gradients autograd computes itself."""
+    """Yield the parameters whose gradients autograd computes itself."""
     seen, ahead = set(), [output.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -225,7 +225,7 @@ def _leaves(output: Tensor) -> Iterator[nn.Parameter]:
 
 
 class _Strand(threading.local):
-    """State per thread: the two strands of a pair may run on one stage at once, for different micro-batches."""
+    """State per thread, because the two strands of a pair may run on one stage at once, for different micro-batches."""
 
     is_recording = False
     tape: Tape | None = None
@@ -249,14 +249,14 @@ class _Intercept(TorchFunctionMode):
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Context that counts the memory of the tensors that autograd saves. Shared storage counts once.
+    """Context that counts the bytes of the tensors that autograd saves. Shared storage counts once.
 
-    Of a checkpointed region only the inputs count, not what is recomputed. Parameters and buffers
-    are not counted.
+    A checkpointed region counts with its inputs only, without what is recomputed. Parameters and buffers
+    do not count.
     """
 
     def __init__(self, resident: Iterable[Tensor]) -> None:
-        """Exclude the ``resident`` tensors, which are alive anyway."""
+        """Start at 0. The ``resident`` tensors are not counted, because they are alive anyway."""
         self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
         self._sizes: dict[int, int] = {}
         super().__init__(self._pack, lambda tensor: tensor)

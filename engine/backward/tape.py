@@ -22,13 +22,13 @@ class Kept(NamedTuple):
 
     @property
     def parameter(self) -> nn.Parameter:
-        """Return the parameter under which it is stored. A bias belongs to its matrix."""
+        """Return the parameter under which the tape stores the product. A bias belongs to its matrix."""
         parameter = base_parameter(self.product.parameters[0])
         assert parameter is not None
         return parameter
 
     def seed(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Compute the parameters' gradients."""
+        """Compute the parameters' gradients, and return pairs of parameter (or view) and gradient."""
         return zip(
             self.product.parameters, self.product.parameter_gradients(self.activation, self.gradient), strict=True
         )
@@ -59,7 +59,7 @@ class Tape:
         return _Deferred.apply(activation, anchor, compute, product, self)
 
     def begin_backward(self) -> None:
-        """Record the following operations as those of layers that are recomputed."""
+        """Treat the products that follow as recomputed ones, because a backward begins."""
         self._in_backward = True
 
     def keep(self, kept: Kept) -> None:
@@ -67,19 +67,19 @@ class Tape:
         parameter = kept.parameter
         products = self._kept.setdefault(parameter, [])
         products.append(kept)
-        # Of a layer that is computed again, what its forward recorded is kept, unless that had no gradients.
+        # A recomputed layer has as many products as its forward recorded, or none were recorded without gradients.
         if len(products) == (self._recorded[parameter] or self._recomputed[parameter]):
             self._ready.append(parameter)
 
     @property
     def coming(self) -> Counter[nn.Parameter]:
-        """Return the number of gradients of each parameter that ``accumulate`` and ``play`` will accumulate."""
+        """Count the gradients of each parameter that ``accumulate`` and ``play`` will accumulate."""
         filed = self._kept if self._in_backward else self._recorded
         return Counter(parameter for key in filed for parameter in self._factors[key])
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of the kept activations and gradients, in bytes."""
+        """Bytes of memory of the kept activations and gradients."""
         products = (kept for of_parameter in self._kept.values() for kept in of_parameter)
         storages = (t.untyped_storage() for kept in products for t in (kept.activation, kept.gradient))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -97,10 +97,10 @@ class Tape:
             _accumulate(self._kept.pop(parameter))
 
     def play(self) -> bool:
-        """Do so for the next parameter whose products have all been kept, while the backward goes on.
+        """Accumulate the gradients of the next parameter whose products have all been kept, while the backward runs.
 
         Returns:
-            Whether there was one.
+            True if there was such a parameter.
         """
         if not self._ready:
             return False
@@ -124,7 +124,7 @@ class _Deferred(torch.autograd.Function):
         ctx.save_for_backward(activation)
         ctx.product, ctx.tape = product, tape
         result = compute()
-        # autograd forbids a view that is made here to be changed in place, as some models do
+        # some models change the output in place, which autograd forbids for a view that is created here
         return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
