@@ -1,1 +1,1 @@
-"""The ranks of a job: where each stands, and which hand tensors to each other."""
+"""The ranks of a job: their positions along the axes, and the pairs of ranks that exchange tensors."""

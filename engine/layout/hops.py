@@ -1,4 +1,4 @@
-"""The hops of a job: which ranks hand tensors to each other, and the DP-cells that share their uplinks. No torch."""
+"""The hops of a job (pairs of ranks that exchange tensors), and the DP-cells whose hops share uplinks. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.pipeline.placement import Placement
 
 
 def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:
-    """The hops inside a site, and those between two."""
+    """Return the hops inside sites, and the hops between sites."""
     inside: set[Hop] = set()
     between: set[Hop] = set()
     for a, b in neighbours(placement):
@@ -23,23 +23,23 @@ def hops(placement: Placement, layout: RankLayout) -> tuple[set[Hop], set[Hop]]:
 
 
 def crosses(layout: RankLayout, route: int, a: int, b: int) -> bool:
-    """True if two pipeline ranks of the replicas of a route lie at different sites."""
+    """True if the pipeline ranks ``a`` and ``b`` are at different sites on a route."""
     sites = layout.rank_sites[route * layout.stages : (route + 1) * layout.stages]
     return sites[a] != sites[b]
 
 
 def neighbours(placement: Placement) -> list[tuple[int, int]]:
-    """Pairs of pipeline ranks with neighbouring virtual stages, the lower rank first."""
+    """Return the pairs of pipeline ranks with neighbouring virtual stages, with the lower rank first."""
     return sorted({(min(a, b), max(a, b)) for a, b in pairwise(placement.stage_ranks) if a != b})
 
 
 @dataclass(frozen=True)
 class CellMember:
-    """A line in its DP-cell.
+    """The position of a line (a pipeline of ranks) in its DP-cell.
 
     Attributes:
-        pipelines: of the cell. The last cell may have fewer than the others.
-        local_rank: LocalDPRank, from 0.
+        pipelines: number of lines in the cell. The last cell may have fewer than the others.
+        local_rank: the line's index in the cell (LocalDPRank), from 0.
     """
 
     pipelines: int
@@ -47,10 +47,10 @@ class CellMember:
 
     @classmethod
     def all(cls, layout: RankLayout, size: int) -> list[CellMember]:
-        """Return the pipeline replicas of a job, in order. Without transfers over the WAN, each cell has one.
+        """Return the position of every line of a job, in order. Without transfers over the WAN, each cell has one line.
 
         Args:
-            size: ``comm.cell``.
+            size: number of lines in a cell (``comm.cell``).
         """
         size, lines = size if len(layout.sites) > layout.routes else 1, layout.lines_of_route
         local_ranks = [line % size for line in range(lines)]
@@ -58,7 +58,7 @@ class CellMember:
 
 
 def dp_cells(placement: Placement, layout: RankLayout, size: int) -> list[Cell]:
-    """The DP-cells at every crossing of the WAN: ``size`` lines of one route each, by LocalDPRank."""
+    """Return the DP-cells at every hop over the WAN. Each has ``size`` lines of one route, ordered by LocalDPRank."""
     pairs = neighbours(placement)
     return [
         Cell(tuple(layout.route_lines(route, a)[some]), tuple(layout.route_lines(route, b)[some]), number)

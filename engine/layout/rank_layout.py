@@ -19,16 +19,16 @@ out among neighbouring ranks of a data group."""
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A rank along the axes.
+    """The position of a rank along the axes.
 
     Attributes:
         stage: pipeline rank, which holds one virtual stage or several.
-        replica: which micro-batches it reads.
-        context: part of the sequence.
-        tensor: part of each layer's matrices.
-        line: pipeline of ranks that it belongs to: ranks of one line hand micro-batches to each other.
-            There are as many as replicas x context x tensor.
-        site: follows from the replica and the stage.
+        replica: index of the replica, which determines the micro-batches of the rank.
+        context: index of the rank's part of each sequence.
+        tensor: index of the rank's part of each layer's matrices.
+        line: index of the rank's line. A line is a pipeline of ranks that pass micro-batches to each other. There
+            are replicas x context x tensor lines.
+        site: index of the rank's site, which follows from the replica and the stage.
     """
 
     stage: int
@@ -44,11 +44,11 @@ class RankLayout:
     """The numbers of ranks along each axis, and the groups of ranks.
 
     Attributes:
-        sites: pipeline ranks of each site, in pipeline order, route after route. One entry for a single site.
-        replicas: of the model.
-        context: ranks that share each sequence.
-        tensor: ranks that share each layer's matrices.
-        expert: ranks that share the experts of a layer, a divisor of replicas x context.
+        sites: number of pipeline ranks at each site, in pipeline order, route after route.
+        replicas: number of replicas of the model.
+        context: number of ranks that share each sequence.
+        tensor: number of ranks that share each layer's matrices.
+        expert: number of ranks that share the experts of a layer, a divisor of replicas x context.
         routes: number of routes, each with the same number of replicas and with sites of its own.
     """
 
@@ -64,7 +64,7 @@ class RankLayout:
         """Return the layout of a run with ``world_size`` processes.
 
         Raises:
-            ValueError: they are no multiple of the ranks of a replica.
+            ValueError: ``world_size`` is no multiple of a replica's number of ranks.
         """
         return cls(
             ranks_per_site(config) or (config.pipeline.stages,),
@@ -77,17 +77,17 @@ class RankLayout:
 
     @property
     def stages(self) -> int:
-        """Pipeline ranks of one line."""
+        """Number of pipeline ranks of a line."""
         return sum(self.sites) // self.routes
 
     @property
     def lines(self) -> int:
-        """Pipelines of ranks, which are the ranks of each stage."""
+        """Number of lines, which is the number of ranks of each stage."""
         return self.replicas * self.context * self.tensor
 
     @property
     def data_ranks(self) -> int:
-        """Members of a data group."""
+        """Number of members of a data group."""
         return self.replicas * self.context
 
     @property
@@ -97,7 +97,7 @@ class RankLayout:
 
     @property
     def lines_of_route(self) -> int:
-        """Pipelines of ranks that go through the same sites."""
+        """Number of lines of each route."""
         return self.lines // self.routes
 
     def rank(self, *, stage: int, replica: int = 0, context: int = 0, tensor: int = 0) -> int:
@@ -120,63 +120,63 @@ class RankLayout:
         return Position(**at, line=route * self.lines_of_route + local, site=site)
 
     def lines_of(self, stage: int) -> tuple[int, ...]:
-        """The global ranks that hold a stage or a part of it, by their lines, in ascending order."""
+        """Return the global ranks that hold a stage or a part of it, ordered by their lines, which is ascending."""
         return tuple(rank for route in range(self.routes) for rank in self.route_lines(route, stage))
 
     def route_lines(self, route: int, stage: int) -> range:
-        """Return the lines of one route."""
+        """Return the global ranks that hold a stage or a part of it in the lines of one route."""
         first = (route * self.stages + stage) * self.lines_of_route
         return range(first, first + self.lines_of_route)
 
     def route_of(self, line: int) -> int:
-        """The route of a line."""
+        """Return the route of a line."""
         return line // self.lines_of_route
 
     def site_numbers(self, route: int) -> range:
-        """The sites that the replicas of a route go through, in pipeline order."""
+        """Return the numbers of a route's sites, in pipeline order."""
         held = self.rank_sites[route * self.stages : (route + 1) * self.stages]
         return range(held[0], held[-1] + 1)
 
     def sites_of(self, route: int) -> tuple[int, ...]:
-        """Pipeline ranks of each of these sites."""
+        """Return the number of pipeline ranks at each of a route's sites."""
         numbers = self.site_numbers(route)
         return self.sites[numbers.start : numbers.stop]
 
     @property
     def reference(self) -> int:
-        """The route that schedules are planned for, and whose order all replicas follow: the first with most sites.
+        """The route that schedules are planned for: the first of the routes with the most sites.
 
-        Replicas wait for each other inside of a step. The same order of actions on all ranks of a stage prevents
-        deadlocks between them.
+        All replicas follow its order of actions. Replicas wait for each other inside a step, and cannot deadlock if all
+        ranks of a stage have the same order.
         """
         return max(range(self.routes), key=lambda route: (len(self.sites_of(route)), -route))
 
     def nodes_of(self, ranks: tuple[int, ...], hosts: Sequence[int]) -> tuple[int, ...]:
-        """The node of each of these ranks, for collectives: its site where replicas are at several, else its host.
+        """Return the node of each rank for collectives: its site if there are several routes, otherwise its host.
 
         Args:
-            hosts: of all ranks.
+            hosts: host numbers of all ranks.
         """
         if self.routes > 1:
             return tuple(self.position(rank).site for rank in ranks)
         return tuple(hosts[rank] for rank in ranks)
 
     def tensor_groups(self, stage: int) -> list[tuple[int, ...]]:
-        """Ranks that share the matrices of a stage."""
+        """Return the groups of ranks that share the matrices of a stage."""
         ranks = self.lines_of(stage)
         return [ranks[first : first + self.tensor] for first in range(0, self.lines, self.tensor)]
 
     def context_groups(self, stage: int) -> list[tuple[int, ...]]:
-        """Ranks of a stage that share the sequences of a micro-batch."""
+        """Return the groups of a stage's ranks that share the sequences of a micro-batch."""
         data = self.data_groups(stage)
         return [group[first : first + self.context] for group in data for first in range(0, len(group), self.context)]
 
     def data_groups(self, stage: int) -> list[tuple[int, ...]]:
-        """Ranks of a stage that hold the same parts of its matrices: replicas x context of them."""
+        """Return the groups of replicas x context ranks of a stage that hold the same parts of its matrices."""
         return [self.lines_of(stage)[tensor :: self.tensor] for tensor in range(self.tensor)]
 
     def expert_groups(self, stage: int) -> list[tuple[int, ...]]:
-        """Ranks of a stage that share its experts: neighbours, so that those that share matrices are among them."""
+        """Return the groups of consecutive ranks that share a stage's experts."""
         ranks = self.lines_of(stage)
         return [ranks[first : first + self.expert] for first in range(0, self.lines, self.expert)]
 
@@ -185,7 +185,7 @@ class RankLayout:
         return [self.lines_of(stage)[first :: self.expert] for first in range(self.expert)]
 
     def holders(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the ranks with the same part of a parameter as this one, by the axis that cuts it ("" for none)."""
+        """Return the ranks with the same part of a parameter as ``rank``, by the axis that cuts it ("" for none)."""
         stage = self.position(rank).stage
         kinds = {
             "": [self.lines_of(stage)],
@@ -196,7 +196,7 @@ class RankLayout:
 
     @property
     def axis_groups(self) -> dict[str, list[tuple[int, ...]]]:
-        """Groups of ranks that share the work of a layer, by axis, without axes of one rank."""
+        """The groups of ranks that share the work of a layer, by axis, for axes with several ranks."""
         of_stage = {"tensor": self.tensor_groups, "context": self.context_groups, "expert": self.expert_groups}
         sizes = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
         return {
@@ -207,7 +207,7 @@ class RankLayout:
 
     @property
     def rank_sites(self) -> tuple[int, ...]:
-        """The site of each pipeline rank, route after route."""
+        """The number of each pipeline rank's site, route after route."""
         return tuple(site for site, size in enumerate(self.sites) for _ in range(size))
 
     @property
