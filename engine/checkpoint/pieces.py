@@ -134,7 +134,7 @@ def whole_name(stored: str) -> str:
 
 
 def cut_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Cut, ...]]:
-    """Return, for each tensor that is stored in parts, its parts in order.
+    """Return the parts of each tensor that is stored in parts, in order.
 
     Args:
         shapes: shapes of stored tensors, by their names.
