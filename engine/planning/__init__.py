@@ -1,1 +1,1 @@
-"""The plan of a run: placement, stages, schedules, collectives, memory, from costs measured or estimated."""
+"""The plan of a run: placement, stages, schedules, collectives and memory, from measured or estimated costs."""

@@ -1,4 +1,4 @@
-"""Facts about ranks that share the work of layers: their groups, their collectives, and their context exchange."""
+"""Facts about ranks that share the work of layers: groups, costs of collectives, and context exchange."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_axes(config: WeftConfig, facts: Facts, nodes: Sequence[int], device: to
     """Return the facts with the groups that share layers, their links, and their costs of collectives.
 
     Args:
-        nodes: of each rank of the world.
+        nodes: the node of each rank of the world.
     """
     if not facts.layout.axis_groups or facts.stage_pairs:
         return facts
@@ -86,10 +86,10 @@ def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts)
 
 
 def needed_bytes(config: WeftConfig, facts: Facts) -> float:
-    """Return the least memory of the fullest rank: its states, and activations of as many micro-batches as 1F1B holds.
+    """Return the memory that the fullest rank needs with 1F1B, because the schedule is not known yet.
 
-    The schedule is not known yet. With several stages on a rank, each stage is assumed to hold as many micro-batches as
-    there are ranks.
+    This is its states, the activations of the micro-batches that 1F1B keeps, and one backward. On a rank with several
+    stages, each stage is assumed to keep as many micro-batches as there are pipeline ranks.
     """
     placement = next(iter(open_placements(config.pipeline, facts.layout.sites_of(facts.layout.reference)).values()))
     split = split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
@@ -105,7 +105,7 @@ def needed_bytes(config: WeftConfig, facts: Facts) -> float:
 
 
 def _attention_s(config: WeftConfig, facts: Facts) -> float:
-    """Seconds of a rank's attention in the forward of a layer and micro-batch, or 0 where that is not known."""
+    """Return the seconds of a rank's attention in the forward of one layer and micro-batch, or 0 if unknown."""
     if facts.work is None or facts.flops_per_s is None or not facts.work.layers:
         return 0.0
     flops = sum(layer.attention_flops for layer in facts.work.layers) / len(facts.work.layers)

@@ -1,4 +1,4 @@
-"""Corrections of the measurements for a run's plan, by its own slots and collectives."""
+"""Corrections of the cached measurements for plans, by the measured slots and collectives of a run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def correct_measurements(
     communicators: Sequence[Communicator],
     device: torch.device,
 ) -> None:
-    """Replace cached speeds, overlaps and costs of collectives that a run contradicts. Collective call.
+    """Replace cached speeds, overlaps and costs of collectives that a run's measurements contradict. Collective call.
 
     Args:
-        plan: of the run.
-        timelines: its last steps.
-        communicators: of this rank, with the times of their last collectives.
+        plan: the run's plan.
+        timelines: the run's last steps.
+        communicators: this rank's communicators, with the times of their last collectives.
     """
     if not current_job().is_real:
         return  # durations of emulated ranks are configured
@@ -57,7 +57,7 @@ def correct_measurements(
 
 
 def _run_load(device: torch.device) -> float:
-    """Return the number of this job's processes for each processor of this host, if they compute on processors."""
+    """Return the number of this job's threads for each processor of this host, or 0 if the ranks compute on GPUs."""
     threads = ranks_on_this_host() * torch.get_num_threads()
     return threads / len(os.sched_getaffinity(0)) if device.type == "cpu" else 0.0
 
@@ -65,7 +65,7 @@ def _run_load(device: torch.device) -> float:
 def _correct_speed(
     config: WeftConfig, plan: RunPlan, timelines: Sequence[Timeline], device: torch.device, load: float
 ) -> None:
-    """Keep the speed at which the stages' slots would have taken as long as they did, and the device's own."""
+    """Correct the device's speed, and the speed that explains the measured durations of the stages' slots."""
     correct(device, peak_flops(device), devices_cache(config), load=load)
     planned = plan.facts.flops_per_s
     if planned is None or not plan.facts.run:
@@ -80,7 +80,7 @@ def _compute_s(costs: CostModel) -> float:
 
 
 def _correct_collectives(communicator: Communicator, cache: CostCache, device: torch.device, load: float) -> None:
-    """Compare the shortest time of all members, because the last one to arrive does not wait."""
+    """Correct the costs of collectives by the shortest time of all members. The last to arrive does not wait."""
     group = communicator.group
     kinds = Sample, LinkClass, Primitive
     everyones = gather(communicator.times.samples(), group=communicator.process_group(group.flat, 0), kinds=kinds)

@@ -23,7 +23,7 @@ def usable_flops(device: torch.device, threads: int, cache: Measurements, run: s
     Measurements are cached, so that the dry run and every start of a run plan with the same number.
 
     Args:
-        threads: of a rank, if the device is the host's processor.
+        threads: number of threads of a rank, if the device is the host's processor.
         run: name of what is trained, for results of earlier runs. See `correct_reached`.
     """
     reached = cache.read().get(_name(f"{run}: ", device, threads)) if run else None
@@ -37,10 +37,10 @@ def usable_flops(device: torch.device, threads: int, cache: Measurements, run: s
 
 
 def usable_memory(device: torch.device, threads: int, cache: Measurements) -> float:
-    """Bytes that a rank reads and writes in a second: its data sheet's on known GPUs, a copy's elsewhere.
+    """Return the bytes that a rank reads and writes in a second: by the data sheet of known GPUs, otherwise by a copy.
 
     Args:
-        threads: of a rank, where the device is the host's processor.
+        threads: number of threads of a rank, if the device is the host's processor.
     """
     if (sheet := data_sheet(device)) is not None:
         return sheet.bytes_per_s
@@ -50,7 +50,7 @@ def usable_memory(device: torch.device, threads: int, cache: Measurements) -> fl
 def _kept(
     what: str, device: torch.device, threads: int, cache: Measurements, measure: Callable[[], tuple[float, float]]
 ) -> tuple[float, bool]:
-    """Return a device's value from the cache, or measure and store it, and whether it was cached."""
+    """Return a value of a device from the cache, otherwise measure and store it. Also return True if it was cached."""
     name = _name(what, device, threads)
     known = cache.values().get(name)
     if isinstance(known, float) and known > 0 and not cache.is_due(name):
@@ -74,11 +74,11 @@ def _name(what: str, device: torch.device, threads: int) -> str:
 
 
 def correct(device: torch.device, found: float, cache: Measurements, *, load: float) -> None:
-    """Replace the kept FLOP/s of a device if a run contradicts them. See `Measurement.refutes`.
+    """Replace the cached FLOP/s of a device if a run contradicts them. See `Measurement.refutes`.
 
     Args:
         found: FLOP/s that were measured with this process's number of threads.
-        load: of the run's ranks for each processor.
+        load: number of the run's threads for each processor.
     """
     name = _name("", device, torch.get_num_threads())
     known = cache.read().get(name)
@@ -90,12 +90,12 @@ def correct(device: torch.device, found: float, cache: Measurements, *, load: fl
 
 
 def correct_reached(run: str, device: torch.device, planned: float, found: Measurement, cache: Measurements) -> None:
-    """Keep the FLOP/s that a run's slots have reached, if they contradict those that it was planned with.
+    """Cache the FLOP/s that a run's slots have reached, if they contradict the FLOP/s of the plan.
 
     Args:
         run: what was trained.
-        planned: as `usable_flops` said.
-        found: FLOP/s.
+        planned: FLOP/s of the plan, from `usable_flops`.
+        found: FLOP/s that were reached.
     """
     name = _name(f"{run}: ", device, torch.get_num_threads())
     known = cache.read().get(name) or Measurement(planned, found.at, 0.0)
@@ -105,7 +105,7 @@ def correct_reached(run: str, device: torch.device, planned: float, found: Measu
 
 
 def peak_flops(device: torch.device) -> float:
-    """FLOP/s of one device: its data sheet's on known GPUs, a short measurement elsewhere."""
+    """Return the FLOP/s of one device: by the data sheet of known GPUs, otherwise by a short measurement."""
     sheet = data_sheet(device)
     return _measured_flops(device, torch.get_num_threads())[0] if sheet is None else sheet.flops_per_s
 
@@ -117,10 +117,10 @@ def data_sheet(device: torch.device) -> GpuKind | None:
 
 @cache
 def _measured_flops(device: torch.device, threads: int) -> tuple[float, float]:
-    """FLOP/s of a product and their spread, measured once in a process.
+    """Return the FLOP/s of a matrix product and their spread, measured once in a process.
 
     Args:
-        threads: that torch uses now, of which the answer depends.
+        threads: number of threads that torch uses now, on which the result depends.
     """
     size = 512
     a = torch.ones(size, size, device=device)
@@ -141,7 +141,7 @@ def _measured_copy(device: torch.device, threads: int) -> tuple[float, float]:
 
 
 def _fastest(run: Callable[[], object], work: float, *, repeats: int) -> tuple[float, float]:
-    """The highest rate of some work over repeats, and its spread."""
+    """Return the highest rate of ``work`` per second over repeats, and the spread of rates."""
     rates = []
     for _ in range(repeats):
         start = perf_counter()

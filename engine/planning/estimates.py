@@ -1,4 +1,4 @@
-"""Costs of a model's stages before anything has run: known ones, or by weights, tokens and a rank's speed."""
+"""Costs of a model's stages before a run: known costs, or estimates by weights, tokens and a rank's speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ and width at 2 bytes each, with attention that keeps no scores (Korthikanti et a
 
 
 def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
-    """Return the weights of each virtual stage. Tied ones count wherever they are held."""
+    """Return the number of weights of each virtual stage. Tied weights count in each stage that holds them."""
     stages = [sum((model.layers[layer] for layer in layers), PartSize(0, 0)) for layers in split.layers]
     stages[0] += model.before
     stages[-1] += model.after
@@ -26,17 +26,17 @@ def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
 
 
 def rank_size(model: ModelSizes, split: StageSplit, held: Sequence[int]) -> PartSize:
-    """Return the weights of a rank with these virtual stages. Tied ones are one parameter there."""
+    """Return the number of weights of a rank with these virtual stages. Weights tied among them count once."""
     stages = stage_sizes(model, split)
     size = sum((stages[stage] for stage in held), PartSize(0, 0))
     return size.without(model.tied) if {0, split.num_stages - 1} <= {*held} else size
 
 
 def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostModel:
-    """Costs to plan with, on the route that schedules are planned for: those that are known, else estimates.
+    """Return the costs for planning on the reference route: known costs if there are any, otherwise estimates.
 
     Raises:
-        ValueError: they are known for other numbers of virtual stages.
+        ValueError: costs are known, but for other numbers of virtual stages.
     """
     if facts.flops_per_s is not None:
         stages = _estimated_stages(config, facts, split, facts.flops_per_s)
@@ -58,7 +58,7 @@ def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostM
 
 
 def _stage_pairs(facts: Facts, split: StageSplit, measured: Sequence[StageCost]) -> PairCosts | None:
-    """Return the durations of strand pairs, or None where they are not known."""
+    """Return the durations of strand pairs, or None if they are unknown."""
     given = facts.stage_pairs.get(split.num_stages)
     if given is not None or facts.strands is None:
         return given
@@ -83,7 +83,7 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
 
 
 def _sequences(config: WeftConfig, facts: Facts) -> float:
-    """Return the sequences of a micro-batch on one rank: a fraction where ranks share layers or sequences."""
+    """Return the number of sequences of a micro-batch per rank. It is a fraction if ranks share layers or sequences."""
     return config.train.microbatch_size / (facts.layout.tensor * facts.layout.context)
 
 
@@ -102,7 +102,7 @@ def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
 
 
 def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
-    """Estimate by the operations and bytes of each layer, which ranks that share layers divide among them."""
+    """Estimate costs by the operations and bytes of each layer. Ranks that share layers divide them equally."""
     work, sequences = _work(config, facts), _sequences(config, facts)
     stages = []
     for part, size, layers in zip(

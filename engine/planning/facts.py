@@ -28,8 +28,8 @@ class Links:
     """The links between ranks.
 
     Attributes:
-        wan: between two sites, unless ``pairs`` names them.
-        pairs: particular links by (from site, to site).
+        wan: link between two sites that are not in ``pairs``.
+        pairs: links of particular pairs of sites, by (from site, to site).
     """
 
     local: LinkCost = field(default_factory=LinkCost)
@@ -37,7 +37,7 @@ class Links:
     pairs: tuple[tuple[tuple[int, int], LinkCost], ...] = ()
 
     def between(self, sites: range) -> tuple[tuple[tuple[int, int], LinkCost], ...]:
-        """The links between neighbouring numbers of sites, counted from the first of these."""
+        """Return the links between ``sites``, a range of site numbers, renumbered to begin at 0."""
         return tuple(
             ((here - sites.start, there - sites.start), link)
             for (here, there), link in self.pairs
@@ -50,18 +50,18 @@ class AxisFacts:
     """Ranks that share the work of a layer along an axis.
 
     Attributes:
-        group: the first of its groups.
-        costs: of collectives among them, or None where they are not known.
+        group: the first of the axis's groups.
+        costs: costs of collectives over the group, or None if they are unknown.
     """
 
     group: Group
     costs: CollectiveCosts | None
 
     def seconds(self, primitive: Primitive, num_bytes: float) -> float:
-        """Seconds of a collective alone.
+        """Return the seconds of a collective that overlaps with nothing.
 
         Raises:
-            ValueError: it was not measured.
+            ValueError: the collective was not measured.
         """
         assert self.costs is not None
         return self.costs.step_s(primitive, self.group.flat.links[0], self.group.size, num_bytes)
@@ -86,9 +86,9 @@ class Facts:
         layout: the ranks.
         model: weights of its parts.
         work: operations and bytes of a sequence in each layer, or None if the forward does not run without data.
-        flops_per_s: that a rank reaches in practice, or None if the stages' costs are known.
+        flops_per_s: FLOP/s that a rank reaches in practice, or None if the stages' costs are known.
         run: name of what is trained in the cache of speeds, or empty if a run's slots do not show a rank's speed.
-        optimizer_bytes: of state for each weight in the caller's optimiser, or None for a configured optimiser.
+        optimizer_bytes: bytes of state for each weight in the caller's optimiser, or None for a configured optimiser.
         device_bytes: smallest memory of a rank.
         device: type of the ranks' devices: cpu or cuda.
         stage_costs: known costs of the virtual stages, by their number. Without them, costs are estimated from the
@@ -99,8 +99,8 @@ class Facts:
         axes: groups of ranks that share layers, by axis.
         keeps_frozen: whether the devices also store frozen weights in their original type, for the export.
         recomputes: whether layers are recomputed in the backward.
-        exchange: context exchange, not auto.
-        links: between ranks.
+        exchange: the chosen context exchange, which is not auto.
+        links: links between ranks.
         replica_nodes: the node of each rank of a data group, or its site if replicas are at several sites.
         collectives: costs of collectives over these replicas, or None if unknown.
         sources: source of each fact, by its name.
@@ -128,7 +128,7 @@ class Facts:
 
     @property
     def replicas(self) -> Group:
-        """The first data group."""
+        """The first data group: ranks that hold the same weights."""
         return Group(self.layout.data_groups(0)[0], self.replica_nodes, self.layout.routes > 1)
 
     def with_links(self, profiles: Mapping[Hop, LinkProfile]) -> Facts:
@@ -165,5 +165,5 @@ class Facts:
 
 
 def fact_kinds() -> tuple[type, ...]:
-    """Types of the values in facts, and in plans that are made from them, for their exchange between ranks."""
+    """Return the types of the values in facts and plans, which their exchange between ranks needs."""
     return (Facts, *(entry("strands").KINDS if is_installed("strands") else ()))

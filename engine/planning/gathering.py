@@ -1,4 +1,4 @@
-"""Gathers facts: before a run from the configuration, caches and this machine, and in a run from its ranks."""
+"""Gather facts: before a run from the configuration, caches and this machine, and in a run from its ranks."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def facts_before_start(
     """Gather the facts that are available before a rank starts, for devices such as this machine's.
 
     Args:
-        num_nodes: nodes that the replicas of a stage are spread over, where no hostfile says so.
-        collectives: costs of collectives over them, where the caller knows them. None takes what
-            earlier runs and `python -m benchmarks collectives` have left.
-        model: that trains, where it is not made from ``config``.
-        optimizer: that steps it, where it is not the configured one.
+        num_nodes: number of nodes of a stage's replicas. Ignored with a hostfile or several routes.
+        collectives: costs of collectives over the replicas. None takes the costs that earlier runs and
+            `python -m benchmarks collectives` have cached.
+        model: the model that trains, or None if it is made from ``config``.
+        optimizer: the model's optimiser, or None for the configured one.
 
     Raises:
         ValueError: ``pipeline.costs_file`` cannot be read, or replicas cannot be spread over so many nodes.
@@ -87,13 +87,13 @@ def facts_of_ranks(
     optimizer: Optimizer | OptimizerMaker | None = None,
     own_loss: bool = True,
 ) -> Facts:
-    """Gather the facts that a job's ranks have before any link is opened. Collective call.
+    """Gather the facts of a job's ranks before any link is opened. Collective call.
 
-    `Facts.with_links` and `with_collectives` add what is probed over links.
+    `Facts.with_links` and `with_collectives` add measurements of links.
 
     Args:
-        model: that trains, where it is not made from ``config``.
-        optimizer: that steps it, where it is not the configured one.
+        model: the model that trains, or None if it is made from ``config``.
+        optimizer: the model's optimiser, or None for the configured one.
         own_loss: whether the model's own loss is minimised.
 
     Raises:
@@ -127,8 +127,8 @@ class _Machine:
     """The machine of the ranks.
 
     Attributes:
-        threads: of a rank, where its device is the processor.
-        nodes: of each rank.
+        threads: number of threads of a rank, if its device is the processor.
+        nodes: the node of each rank.
     """
 
     num_ranks: int
@@ -213,7 +213,7 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
 def _optimizer_bytes(
     config: WeftConfig, facts: Facts, device: torch.device, given: Optimizer | OptimizerMaker | None
 ) -> float | None:
-    """Return the state of the caller's optimiser per weight, or None without one, or where it cannot be measured."""
+    """Return the bytes of state per weight of the caller's optimiser, or None if there is none or it fails."""
     if given is None:
         return None
     width = facts.model.hidden_size
@@ -232,7 +232,7 @@ def _speed(config: WeftConfig, machine: _Machine) -> tuple[float, float]:
 
 
 def devices_cache(config: WeftConfig) -> Measurements:
-    """Return the file of what devices were measured to do."""
+    """Return the cache of devices' speeds."""
     return Measurements(Path(config.data.cache_dir).expanduser() / "devices.json")
 
 
@@ -243,7 +243,7 @@ def _world_nodes(cluster: ClusterConfig) -> tuple[int, ...]:
 
 
 def _keeps_frozen(config: WeftConfig, model: nn.Module | None) -> bool:
-    """True if frozen weights are cast, and an export writes them as they were given. See `exported_frozen`."""
+    """True if frozen weights are cast and an export writes their original values. See `exported_frozen`."""
     dtype = DTYPES[config.train.precision]
     if model is None:
         return dtype is not torch.float32 and not config.model.path
@@ -290,9 +290,9 @@ def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]
 
 
 def _uplink_sharing(cluster: ClusterConfig, layout: RankLayout, nodes: tuple[int, ...]) -> int:
-    """Ranks of a stage that send at the same time over one host's uplink: all of the stage that the host has.
+    """Return the number of a stage's ranks that share one host's uplink.
 
-    Without a hostfile each pipeline is taken to have a host of its own for each stage, as on an emulated WAN.
+    Without a hostfile each stage of a replica is assumed to have a separate host, as on an emulated WAN.
     """
     if not cluster.hostfile:
         return layout.context * layout.tensor
@@ -300,10 +300,10 @@ def _uplink_sharing(cluster: ClusterConfig, layout: RankLayout, nodes: tuple[int
 
 
 def _given_links(cluster: ClusterConfig, sharing: int) -> Links:
-    """Each link of the configuration both ways, and the slowest for pairs of sites that none is given for.
+    """Return each configured link in both directions. Pairs of sites without a link have the slowest one.
 
     Args:
-        sharing: ranks that send their parts of a micro-batch at the same time, over one uplink.
+        sharing: number of ranks that send parts of a micro-batch over one uplink at the same time.
     """
     number = {site.name: index for index, site in enumerate(cluster.sites)}
     links = []
@@ -320,7 +320,7 @@ def _given_links(cluster: ClusterConfig, sharing: int) -> Links:
 
 
 def _replica_nodes(config: WeftConfig, layout: RankLayout, num_nodes: int) -> tuple[int, ...]:
-    """The node of each rank of the first data group, on the hosts that hold them."""
+    """Return the node of each rank of the first data group."""
     count = layout.data_ranks
     if config.cluster.hostfile or layout.routes > 1:
         return layout.nodes_of(layout.data_groups(0)[0], _world_nodes(config.cluster))

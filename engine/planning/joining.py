@@ -1,4 +1,4 @@
-"""Joining the job that a configuration describes, with its sites."""
+"""Join the job that a configuration describes, with its sites."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def join_job(config: WeftConfig) -> tuple[WeftConfig, torch.device]:
     """Join the job as `join` does, and fit the configuration to its number of processes.
 
     Returns:
-        The configuration with its open batch sizes derived, and this rank's device.
+        The configuration with batch sizes derived that were not given, and this rank's device.
 
     Raises:
         ValueError: the pipeline or the batch does not fit the number of processes.
@@ -35,8 +35,8 @@ def join_job(config: WeftConfig) -> tuple[WeftConfig, torch.device]:
 def join(config: WeftConfig) -> torch.device:
     """Join the process group that the launcher's environment describes. Idempotent.
 
-    Where ``config.cluster`` has several sites, groups of ranks of different sites talk over authenticated
-    links, and no other connection leaves a site.
+    If ``config.cluster`` has several sites, ranks of different sites communicate over authenticated links, and no
+    other connection leaves a site.
 
     Returns:
         This rank's device.
@@ -53,7 +53,7 @@ def join(config: WeftConfig) -> torch.device:
 
 
 def _sites(config: WeftConfig, world_size: int) -> Sites | None:
-    """Return None for a single site, or if the ranks do not fit, which is reported after all have joined."""
+    """Return the sites of ranks, or None for a single site. None also if ranks do not fit, which is reported later."""
     stages, routes, held = config.pipeline.stages, num_routes(config.cluster), ranks_per_site(config)
     if len(held) < 2 or world_size % (stages * routes) or sum(held) != stages * routes:
         return None

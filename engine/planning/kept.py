@@ -1,4 +1,4 @@
-"""Cache of values that a process reuses in its next attempt, derived from settings and measurements."""
+"""Cache of values, derived from settings and measurements, that a process reuses in its next attempt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Kept:
-    """One value for each name, as long as what it was made from is the same.
+    """Cache of one value for each name. It is valid only for the inputs from which the value was computed.
 
     Attributes:
         keeps: whether to cache, as in a process that takes part in several attempts of one run. Off by default: a
@@ -26,17 +26,17 @@ class Kept:
         self._values: dict[str, tuple[Any, Any]] = {}
 
     def find(self, name: str, made_from: Any) -> Any:
-        """Return the value of ``name`` if it was made from an equal ``made_from``, or None."""
+        """Return the value of ``name`` if its inputs equal ``made_from``, otherwise None."""
         known = self._values.get(name)
         return known[1] if known is not None and known[0] == made_from else None
 
     def put(self, name: str, made_from: Any, value: Any) -> None:
-        """Store a value for ``name``."""
+        """Store a value for ``name``, computed from the inputs ``made_from``."""
         if self.keeps:
             self._values[name] = deepcopy(made_from), value
 
     def get(self, name: str, made_from: Any, make: Callable[[], T]) -> T:
-        """Return the value of ``name`` if it was made from the same, or the result of ``make``, with its errors."""
+        """Return the value of ``name`` if its inputs equal ``made_from``, otherwise store and return ``make()``."""
         found = self.find(name, made_from)
         if found is None:
             found = make()
@@ -45,13 +45,13 @@ class Kept:
 
 
 def known_to_any(kept: Kept, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
-    """Return on every rank a value that any rank has kept under ``name``, otherwise the result of ``make`` on rank 0.
+    """Return on every rank the value that some rank has cached under ``name``, otherwise ``make()`` of rank 0.
 
     Collective call. Errors as in `together`.
 
     Args:
-        kept: this rank's.
-        made_from: the same on all ranks. Cached values count if they were made from it.
+        kept: this rank's cache.
+        made_from: the value's inputs, equal on all ranks. A cached value with other inputs is ignored.
         kinds: dataclasses and enums that the result consists of.
     """
     mine = kept.find(name, made_from)

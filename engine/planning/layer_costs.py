@@ -35,16 +35,17 @@ def measured_layers(work: ModelWork) -> tuple[int, ...]:
 def measure_layers(
     config: WeftConfig, hf_config: PreTrainedConfig, work: ModelWork, device: torch.device, *, seconds: float
 ) -> tuple[StageCost, ...]:
-    """Measure the costs of each layer for one micro-batch. The first includes the embedding, the last head and loss.
+    """Measure the costs of each layer for one micro-batch.
 
-    Weights are those of the configuration's model, or new ones. Other layers' weights are not allocated.
+    The first layer includes the embedding, and the last layer the head and the loss. Only layers that are timed are
+    allocated, with the configured model's weights or random ones.
 
     Args:
-        work: of the model, which tells its kinds of layers.
-        seconds: to time all of them in, weights being made not counted.
+        work: the model's work, whose equal layers are timed once.
+        seconds: time limit for all measurements together, without the time to load weights.
 
     Raises:
-        ValueError: the model cannot be read, or not be cut into single layers.
+        ValueError: the model cannot be read, or cannot be cut into single layers.
     """
     wanted = measured_layers(work)
     split = StageSplit((1,) * len(work.layers))
@@ -64,7 +65,7 @@ def measure_layers(
 def _measure(
     stage: Stage, config: WeftConfig, hf_config: PreTrainedConfig, device: torch.device, seconds: float
 ) -> StageCost:
-    """Medians of forward, input gradient and weight gradient, each to its end on the device."""
+    """Return the median seconds of forward, input gradient and weight gradient, each until the device has finished."""
     size = config.train.microbatch_size, config.data.sequence_length
     ids = torch.randint(hf_config.get_text_config().vocab_size, size, device=device)
     batch = {"input_ids": ids, "labels": ids}

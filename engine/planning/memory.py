@@ -32,14 +32,14 @@ EXACT_BYTES = 4
 
 
 def memory_checkpoint_bytes(size: PartSize, config: WeftConfig, ranks: int) -> float:
-    """Bytes of host memory that one memory checkpoint of a rank takes: fp32 trained weights, moments, the rest.
+    """Return the bytes of a rank's memory checkpoint: trained weights in fp32, their moments, and frozen weights.
 
     The ranks of a stage divide its weights, by ZeRO or because they are on one host. At stage 0 each further host with
     a replica stores all of them.
 
     Args:
-        size: of the rank's stages, as a whole.
-        ranks: of a stage.
+        size: the weights of the rank's stages, before they are divided.
+        ranks: number of ranks of a stage.
     """
     stepped = size.trained * (MASTER_BYTES[Precision.bf16] + optimizer_bytes(config.optimizer))
     return (stepped + (size.parameters - size.trained) * WEIGHT_BYTES[config.train.precision]) / ranks
@@ -83,12 +83,12 @@ def rank_memory(
     """Return the memory of each pipeline rank of a cell's first pipeline along its row.
 
     Args:
-        cell: lowered.
-        costs: of one pipeline.
-        states: of each rank.
-        parameters: trained weights of each virtual stage.
-        working: what a backward of each virtual stage takes besides what is saved.
-        stepping: what the optimiser of each pipeline rank takes besides its state.
+        cell: the lowered schedule of a cell.
+        costs: costs of one pipeline.
+        states: memory of the states of each pipeline rank.
+        parameters: number of trained weights of each virtual stage.
+        working: bytes that a backward of each virtual stage needs besides saved activations.
+        stepping: bytes that the optimiser of each pipeline rank needs during an update, besides its state.
     """
     single = pipeline_of(cell, 0)
     found = []
@@ -113,13 +113,13 @@ def rank_memory(
 def activation_memory(
     config: WeftConfig, costs: CostModel, placement: Placement, states: Sequence[ZeroMemory], available: float
 ) -> float:
-    """Bytes that are left for saved activations on the fullest rank: the M of Centauri's equation 2.
+    """Return the bytes that are left for saved activations on the fullest rank: the M of Centauri's equation 2.
 
     That is ``pipeline.memory_cap_bytes`` if it is set, or the device's memory without the states, but at least one
     micro-batch in all stages of a rank.
 
     Args:
-        states: of each pipeline rank.
+        states: memory of the states of each pipeline rank.
         available: memory of a rank's device, see `device_bytes`.
     """
     if config.pipeline.memory_cap_bytes:

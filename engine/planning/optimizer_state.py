@@ -1,4 +1,4 @@
-"""Bytes of state of an optimiser that the caller passes, from a step of it on a few weights."""
+"""Bytes of state of an optimiser that the caller passes, measured by one step on a small matrix."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def state_bytes(given: Optimizer | OptimizerMaker, device: torch.device, width: 
     """Return the bytes of state that an optimiser keeps for each fp32 weight that it steps.
 
     Args:
-        given: an optimiser, another one of which is made, or a function of parameter groups.
-        device: where it steps.
-        width: of the model's matrices, for optimisers whose state is that of rows and columns.
-        flat: whether it steps shards, which have one dimension, instead of matrices.
+        given: an optimiser, of whose class another one is created, or a function of parameter groups.
+        device: device of the step.
+        width: width of the model's matrices, because some optimisers store state per row and column.
+        flat: whether the optimiser updates shards, which have one dimension, instead of matrices.
 
     Raises:
-        Exception: any that the optimiser raises.
+        Exception: any error of the optimiser.
     """
     width = min(width, WIDEST)
     shape = (width * width,) if flat else (width, width)

@@ -33,11 +33,11 @@ class ZeroWork:
     Attributes:
         zero_stage: 0 to 3.
         group: the replicas of a virtual stage.
-        costs: of collectives over that group.
-        elements: trained parameters of each virtual stage.
-        gathered: those that are gathered, where that is not the trained ones.
-        gradient_bytes, weight_bytes: of one element.
-        memory_bytes: what saved activations of a rank may take, all its stages together.
+        costs: costs of collectives over that group.
+        elements: number of trained weights of each virtual stage.
+        gathered: number of weights of each virtual stage that are gathered, or empty if it equals ``elements``.
+        gradient_bytes, weight_bytes: size of one element.
+        memory_bytes: limit of saved activations on a rank, for all of its stages together.
     """
 
     zero_stage: int
@@ -52,7 +52,7 @@ class ZeroWork:
 
 @dataclass(frozen=True)
 class OverlappedCollective:
-    """A collective of a virtual stage: how it is carried out, and how its buffer is cut into chunks."""
+    """The implementation of a virtual stage's collective, and the chunks that its buffer is divided into."""
 
     choice: Choice
     chunks: OperationPlan
@@ -60,11 +60,11 @@ class OverlappedCollective:
 
 @dataclass(frozen=True)
 class StageOverlap:
-    """The three tiers' answers for one virtual stage.
+    """The decisions of the three tiers for one virtual stage.
 
     Attributes:
-        reduce: of its gradients: a reduce-scatter, or the all-reduce of ZeRO-0.
-        gather: of its weights. It does not exist for ZeRO-0, and takes no time.
+        reduce: reduction of the gradients: a reduce-scatter, or at ZeRO stage 0 an all-reduce.
+        gather: all-gather of the weights. At ZeRO stage 0 there is none, and it takes no time.
     """
 
     stage: int
@@ -75,7 +75,7 @@ class StageOverlap:
 
     @property
     def cuts(self) -> tuple[float, ...]:
-        """Ends of the stage's buckets, as shares of its weights.
+        """Ends of the stage's buckets, as fractions of its weights.
 
         A bucket is reduced and gathered as a whole, so the finer plan of the two is used: gathers are
         launched front to back, reductions back to front.
@@ -84,7 +84,7 @@ class StageOverlap:
         return tuple(accumulate((ahead if len(ahead) > len(behind) else behind)[:-1]))
 
     def lines(self) -> Iterator[str]:
-        """The choices with their reasons."""
+        """Yield the decisions with their reasons."""
         for name, transfer in (("gradients", self.reduce), ("weights", self.gather)):
             if transfer.choice.cost_s:
                 yield f"stage {self.stage}, {name}: {transfer.choice.rewrite}: {transfer.choice.reason}"
@@ -100,10 +100,10 @@ class OverlapPlan:
     """The decisions of the three tiers for a run: `weft plan` prints them, the engine executes them.
 
     Attributes:
-        stages: of every virtual stage.
-        together: micro-batches of a chunk to launch in a row: the most that a stage asks for,
-            and one per rank at least.
-        memory_bytes: what saved activations of a rank may take.
+        stages: the decisions for every virtual stage.
+        together: number of micro-batches of a stage to launch in a row: the largest number that a stage needs,
+            and at least the number of pipeline ranks.
+        memory_bytes: limit of saved activations on a rank.
     """
 
     stages: tuple[StageOverlap, ...]
@@ -117,11 +117,11 @@ class OverlapPlan:
 
     @property
     def input_first(self) -> frozenset[int]:
-        """Stages whose backward gains by computing input gradients first, for which a stage before waits."""
+        """Stages whose backward should compute input gradients first, because the previous stage waits for them."""
         return frozenset(plan.stage for plan in self.stages if plan.stage > 0 and plan.layer.gains_by_input_first)
 
     def lines(self) -> Iterator[str]:
-        """The choices with their reasons."""
+        """Yield the decisions with their reasons."""
         for plan in self.stages:
             yield from plan.lines()
         yield f"{self.together} micro-batches launched together cover the most, with schedule=interleaved"

@@ -54,7 +54,7 @@ def _schedule(schedule: Schedule) -> dict[str, Any]:
 
 
 def _text(value: Any, indent: str) -> str:
-    """JSON in which a table or list is broken into lines where it does not fit one."""
+    """Return JSON in which only tables and lists that do not fit one line are broken into lines."""
     line = json.dumps(value, allow_nan=False)
     if len(indent) + len(line) <= _WIDTH or not isinstance(value, dict | list | tuple):
         return line
@@ -66,7 +66,7 @@ def _text(value: Any, indent: str) -> str:
 
 
 def _tree(value: Any) -> Any:
-    """Dataclasses as their fields, enums as their names; of keys that are no text, the text."""
+    """Return a value as JSON types: dataclasses as their fields, enums as their names, and keys as strings."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, float):

@@ -31,16 +31,16 @@ class RunPlan:
     """The plan of a run and its predicted cost.
 
     Attributes:
-        facts: from which it was planned.
+        facts: the facts that the plan is based on.
         placement: virtual stages of each pipeline rank, with the sites of the layout's reference route.
         split: layers of each virtual stage.
-        costs: of one pipeline on that route, with ZeRO's collectives left out.
-        overlap: how ZeRO's collectives are partitioned and overlapped, or None where they are not.
-        members: each line's place in its DP-cell.
-        schedules: lowered, of DP-cells by their number of pipelines.
-        memory: of each pipeline rank of the first line.
-        own_cap_bytes: limit of activations on each rank that `auto` has set, or None where it has not.
-        step_s: predicted seconds of a step, by the last pipeline of any: replicas wait for each other.
+        costs: costs of one pipeline on that route, without ZeRO's collectives.
+        overlap: how ZeRO's collectives are partitioned and overlapped, or None without such a plan.
+        members: each line's position in its DP-cell.
+        schedules: lowered schedules of DP-cells, by their number of pipelines.
+        memory: memory of each pipeline rank of the first line.
+        own_cap_bytes: limit of activations on each rank that `auto` has set, or None if it has set none.
+        step_s: predicted seconds of a step of the slowest pipeline, because replicas wait for each other.
         bubble_share: predicted share of a step in which ranks do not compute.
     """
 
@@ -58,16 +58,16 @@ class RunPlan:
 
     @property
     def layout(self) -> RankLayout:
-        """The ranks."""
+        """The layout of the job's ranks."""
         return self.facts.layout
 
     @property
     def step_costs(self) -> CostModel:
-        """`costs` with ZeRO's collectives in them, for predictions."""
+        """`costs` with ZeRO's collectives, for predictions."""
         return _step_costs(self.costs, self.overlap)
 
     def schedule(self, line: int = 0) -> Schedule:
-        """The schedule of a line's DP-cell, at its sites."""
+        """Return the schedule of a line's DP-cell, with the sites of the line's route."""
         return _at_sites(self.schedules[self.members[line].pipelines], self.layout.sites_of(self.layout.route_of(line)))
 
     def row(self, rank: int) -> tuple[Slot, ...]:
@@ -76,7 +76,7 @@ class RunPlan:
         return pipeline_of(self.schedule(at.line), self.members[at.line].local_rank).rows[at.stage]
 
     def schedules_for(self, config: WeftConfig, num_microbatches: int) -> dict[int, Schedule]:
-        """`schedules` for steps of so many micro-batches, which may differ from the configuration's."""
+        """Return `schedules` for another number of micro-batches than the configuration's."""
         return plan_schedules(
             config.pipeline,
             self.placement,
@@ -88,10 +88,10 @@ class RunPlan:
         )
 
     def predicted(self, line: int = 0, costs: CostModel | None = None) -> Timeline:
-        """The timeline of a line's step among the others of its DP-cell.
+        """Return the predicted timeline of a line's step. The other lines of its DP-cell run at the same time.
 
         Args:
-            costs: of one pipeline. None takes `step_costs`, with the links of the line's sites.
+            costs: costs of one pipeline. None takes `step_costs`, with the links of the line's sites.
         """
         costs = costs or _on_route(self.step_costs, self.facts, self.layout.route_of(line))
         return predict(self.schedule(line), costs, self.members[line].local_rank)
@@ -103,7 +103,7 @@ class RunPlan:
         return f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}, {most} on the fullest rank{cap}"
 
     def cap_text(self) -> str:
-        """The memory cap that `auto` has set, or empty where it has not."""
+        """Describe the memory cap that `auto` has set. Return an empty string if it has set none."""
         if self.own_cap_bytes is None:
             return ""
         return f"auto has set {own_cap_text(self.own_cap_bytes, max(memory.activations for memory in self.memory))}"
@@ -164,10 +164,10 @@ def _own_cap_bytes(config: WeftConfig, cell: Schedule, costs: CostModel) -> floa
 
 
 def settle_placement(config: WeftConfig, facts: Facts) -> Placement:
-    """The placement of the configuration, or of the shortest step by `planning_costs`.
+    """Return the configured placement. If several are possible, return the one with the shortest predicted step.
 
     Raises:
-        ValueError: the model cannot be cut for any of them.
+        ValueError: the model cannot be cut for any of the placements.
     """
 
     def costs_of(placement: Placement) -> CostModel:
@@ -182,7 +182,7 @@ def settle_placement(config: WeftConfig, facts: Facts) -> Placement:
 
 
 def split_stages(config: WeftConfig, facts: Facts, placement: Placement) -> StageSplit:
-    """The layers of each virtual stage of a placement.
+    """Return the layers of each virtual stage of a placement.
 
     Raises:
         ValueError: the model cannot be cut for it.
@@ -191,7 +191,7 @@ def split_stages(config: WeftConfig, facts: Facts, placement: Placement) -> Stag
 
 
 def _at_sites(cell: Schedule, sites: tuple[int, ...]) -> Schedule:
-    """Return the same order of actions with pipeline ranks at other sites."""
+    """Return a schedule with the same actions, whose pipeline ranks are at ``sites``."""
     placement = cell.placement
     return cell if placement.sites == sites else replace(cell, placement=replace(placement, sites=sites))
 
@@ -212,7 +212,7 @@ def _step_costs(costs: CostModel, overlap: OverlapPlan | None) -> CostModel:
 
 
 def _stepped(config: WeftConfig, facts: Facts, size: PartSize) -> float:
-    """Return the number of weights that a rank's optimiser steps."""
+    """Return the number of weights that a rank's optimiser updates."""
     return size.trained / facts.layout.lines if config.zero.stage else size.held_trained
 
 

@@ -1,4 +1,4 @@
-"""Makes placement and schedule from the configuration. No torch."""
+"""Plan placement and schedule from the configuration. No torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ up to a tenth of a small model's step."""
 
 
 def open_placements(config: PipelineConfig, sites: tuple[int, ...] = ()) -> dict[str, Placement]:
-    """Return the placements that the configuration allows: one, unless `auto` compares several.
+    """Return the placements that the configuration allows, by name. Only `auto` allows several.
 
     Args:
         sites: pipeline ranks per site. Empty is one site.
 
     Raises:
-        ValueError: the schedule's file cannot be read, or is that of a cell or of other ranks.
+        ValueError: the schedule's file cannot be read, or is for a cell or for another number of ranks.
     """
     if config.schedule.name == "file":
         placement = _schedule_of_file(config, config.microbatches).placement
@@ -55,15 +55,15 @@ def plan_placement(
     costs_of: Callable[[Placement], CostModel],
     pipelines: int = 1,
 ) -> Placement:
-    """The placement that the configuration names, or whose step `auto` finds to be the shortest.
+    """Return the configured placement, or with `auto` the placement with the shortest predicted step.
 
     Args:
         sites: pipeline ranks per site. Empty is one site.
         costs_of: returns the costs of one pipeline on a placement. Raises ValueError if the model cannot be cut for it.
-        pipelines: of a DP-cell.
+        pipelines: number of pipelines of a DP-cell.
 
     Raises:
-        ValueError: the schedule's file cannot be read, or no placement can be had.
+        ValueError: the schedule's file cannot be read, or no placement is possible.
     """
     candidates = open_placements(config, sites)
     if len(candidates) == 1:
@@ -74,13 +74,13 @@ def plan_placement(
 
 
 def _schedule_of_file(config: PipelineConfig, num_microbatches: int) -> Schedule:
-    """The schedule of ``schedule_file``, of one pipeline of the configuration's ranks.
+    """Read the schedule of one pipeline from ``schedule_file``, and check that it fits the configuration.
 
     Args:
-        num_microbatches: of the step. 0 takes any number.
+        num_microbatches: number that the schedule must have. 0 accepts any number.
 
     Raises:
-        ValueError: it cannot be read, or is of something else.
+        ValueError: the file cannot be read, or its schedule does not fit.
     """
     name = f"pipeline.schedule_file={config.schedule_file}"
     try:
@@ -106,7 +106,7 @@ def _schedule_of_file(config: PipelineConfig, num_microbatches: int) -> Schedule
 
 
 def read_costs(config: PipelineConfig, num_stages: int) -> CostModel:
-    """The costs that ``config.costs_file`` gives.
+    """Read the costs in ``config.costs_file``.
 
     Raises:
         ValueError: the file cannot be read, or is for another number of virtual stages.
@@ -128,17 +128,17 @@ def plan_schedule(
     zero_stage: int = 0,
     overlap: OverlapPlan | None = None,
 ) -> Schedule:
-    """The lowered, validated schedule of one training step.
+    """Return the lowered and validated schedule of one training step.
 
     Args:
-        num_microbatches: instead of ``config.microbatches``. 0 takes that.
-        costs: of one pipeline, for schedules that depend on them. Unit costs by default.
-        pipelines: of a DP-cell, which is planned as a whole.
-        zero_stage: what replicas shard: 0 to 3.
-        overlap: whose layer and model tier fixed schedules carry out, as far as memory allows.
+        num_microbatches: overrides ``config.microbatches``. 0 does not.
+        costs: costs of one pipeline, for schedules that depend on them. None means unit costs.
+        pipelines: number of pipelines of a DP-cell, which is planned as a whole.
+        zero_stage: stage of ZeRO, 0 to 3.
+        overlap: plan whose layer and model tiers fixed schedules follow, as far as memory allows.
 
     Raises:
-        ValueError: the kind does not go with the placement or the number of micro-batches,
+        ValueError: the kind of schedule does not fit the placement or the number of micro-batches,
             or the result exceeds the memory cap.
     """
     cap = float(config.memory_cap_bytes) or None
@@ -170,7 +170,7 @@ def plan_schedule(
 
 
 def _with_overlap(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:
-    """The fixed schedule with as many micro-batches launched together, and the gradients first, that the plan says."""
+    """Return a fixed schedule with the plan's number of micro-batches launched together, and its split backwards."""
     kind, least = config.schedule.name, schedule.placement.num_ranks
 
     def launching(count: int) -> Schedule:
@@ -193,7 +193,7 @@ def plan_schedules(
     sizes: Collection[int],
     **how: Any,
 ) -> dict[int, Schedule]:
-    """Return the schedules of DP-cells of these sizes. For ``how`` see `plan_schedule`."""
+    """Return the schedules of DP-cells with these numbers of pipelines. ``how`` has arguments of `plan_schedule`."""
     return {size: plan_schedule(config, placement, pipelines=size, **how) for size in sorted(set(sizes))}
 
 
@@ -202,9 +202,9 @@ class RankSchedule:
     """The part of a DP-cell's schedule that one rank executes in a step.
 
     Attributes:
-        schedule: of the rank's own pipeline.
-        priorities: by tag of what the rank sends between sites, its place among all transfers that
-            the cell's uplinks carry there.
+        schedule: schedule of the rank's pipeline.
+        priorities: by tag of each message that the rank sends between sites, its index in the order of all
+            transfers over the same uplinks of the cell.
     """
 
     schedule: Schedule
@@ -212,7 +212,7 @@ class RankSchedule:
 
     @classmethod
     def of(cls, cell: Schedule, local_rank: int, pipe_rank: int) -> RankSchedule:
-        """The part of pipeline rank ``pipe_rank`` of pipeline ``local_rank``."""
+        """Return the part of the pipeline rank ``pipe_rank`` of the cell's pipeline ``local_rank``."""
         single = cell.placement.single
         carried = uplink_order(cell, local_rank * single.num_ranks + pipe_rank)
         priorities = {
@@ -224,7 +224,7 @@ class RankSchedule:
 
 
 def plan_evaluation(placement: Placement, num_microbatches: int, *, zero_stage: int = 0) -> Schedule:
-    """Return the lowered schedule of an evaluation, with any number of forwards and their transfers."""
+    """Return the lowered schedule of an evaluation: the forwards of ``num_microbatches``, and their transfers."""
     keep = {Op.F, Op.SEND_F, Op.RECV_F, Op.UNSHARD, Op.RESHARD}
     schedule = generate("gpipe", placement, num_microbatches)
     forwards = schedule.with_rows([[slot for slot in row if slot[0].op is Op.F] for row in schedule.rows])
