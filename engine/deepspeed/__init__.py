@@ -1,1 +1,1 @@
-"""Adapters of DeepSpeed: a user's configuration, methods of the engine, the module and its grid of ranks."""
+"""Adapters for DeepSpeed: a user's configuration, methods of the engine, the module and its grid of ranks."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def begin_batch(engine: PipelineEngine, data_iter: Iterator | None) -> None:
-    """Begin `train_batch`: take over its iterator, and start its timer.
+    """Begin `train_batch`: read from ``data_iter`` from now on, if there is one, and start the timer.
 
     Raises:
         RuntimeError: gradients are switched off.
@@ -24,7 +24,7 @@ def begin_batch(engine: PipelineEngine, data_iter: Iterator | None) -> None:
 
 
 def advance(engine: PipelineEngine) -> None:
-    """Count a step that the optimiser has made or skipped, and advance the learning rate if it was made."""
+    """Count a step of the optimiser. If it was not skipped, advance the learning rate."""
     engine._step_applied = not engine.optimizer.overflow
     if engine.optimizer.overflow:
         engine.skipped_steps += 1
@@ -44,7 +44,7 @@ def advance(engine: PipelineEngine) -> None:
 
 
 def end_batch(engine: PipelineEngine, loss: Tensor) -> Tensor:
-    """End `train_batch`: stop its timer, and report the loss, and return it for the caller to keep."""
+    """End `train_batch`: stop the timer, report the loss, and return a copy of it that the caller may keep."""
     engine.dp_group_loss, engine.agg_train_loss = loss, loss.clone()
     timer = engine.timers(TRAIN_BATCH_TIMER)
     timer.stop()
@@ -66,7 +66,7 @@ def _prints(engine: PipelineEngine, step: int) -> bool:
 
 
 def _write(engine: PipelineEngine, events: list[tuple[str, Tensor | float, int]]) -> None:
-    """Write events to the monitors of rank 0. Only if there are monitors, this waits for numbers on a device."""
+    """Write events to the monitors of rank 0. This waits for values on the device, if there are monitors."""
     if engine.global_rank == 0 and engine.monitor.enabled:
         engine.summary_events = [(name, float(value), samples) for name, value, samples in events]
         engine.monitor.write_events(engine.summary_events)

@@ -1,4 +1,4 @@
-"""The parts of an engine: by methods that DeepSpeed's constructor calls, and what executes steps."""
+"""Construction of an engine's parts: methods that DeepSpeed's constructor calls, the loss and the executor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weft.pipeline.action import Action, Op
 
 
 def zero_optimization_stage(engine: PipelineEngine) -> int:
-    """Return DeepSpeed's own ZeRO stage: it shards nothing. `weft.engine.zero` implements ``weft.zero.stage``."""
+    """Return 0, so that DeepSpeed itself shards nothing. `weft.engine.zero` implements ``weft.zero.stage``."""
     return 0
 
 
@@ -38,7 +38,7 @@ def cast_module_mixed_precision(
     *more: Any,
     **named: Any,
 ) -> None:
-    """Do as DeepSpeed does, but keep trained weights in their original type until buckets have copied the masters."""
+    """Cast weights as DeepSpeed does, except for trained ones. Buckets cast these after copying the masters."""
     if param_dtype is not None:
         frozen = [p for stage in engine.module.stages.values() for p in exported_frozen(stage)]
         compute_in(engine.module.parameters(), param_dtype, set(frozen))
@@ -46,7 +46,7 @@ def cast_module_mixed_precision(
 
 
 def broadcast_model(engine: PipelineEngine) -> None:
-    """Broadcast over replicas as DeepSpeed does, unless they hold different experts."""
+    """Broadcast the weights over replicas as DeepSpeed does. If replicas hold different experts, do nothing."""
     if engine.layout.expert == 1:
         PipelineEngine._broadcast_model(engine)
 
@@ -54,7 +54,7 @@ def broadcast_model(engine: PipelineEngine) -> None:
 def configure_optimizer(
     engine: PipelineEngine, client_optimizer: Optimizer | Callable | None, model_parameters: list[dict[str, Any]]
 ) -> None:
-    """Make the optimiser, and shard it. At every stage of ZeRO it steps `weft.engine.zero`'s buckets."""
+    """Create the optimiser, and shard it. At every stage of ZeRO it updates the buckets of `weft.engine.zero`."""
     if client_optimizer is None:
         engine.basic_optimizer = _basic_optimizer(engine, model_parameters)
     elif isinstance(client_optimizer, Optimizer):
@@ -92,21 +92,21 @@ def configure_optimizer(
 
 
 def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, Any]]) -> Optimizer:
-    """Make the configured optimiser. DeepSpeed's own LAMB supports only whole parameters on GPUs."""
+    """Create the configured optimiser. LAMB is ours, because DeepSpeed's supports only whole parameters on GPUs."""
     if engine.optimizer_name() == LAMB_OPTIMIZER:
         return Lamb(model_parameters, **(engine.optimizer_params() or {}))
     return engine._configure_basic_optimizer(model_parameters)
 
 
 def configure_lr_scheduler(engine: PipelineEngine) -> None:
-    """Make the schedule, and store initial rates as torch's schedules do, because a resume reads them."""
+    """Create the learning-rate schedule. Store initial rates as torch's schedules do, because a resume reads them."""
     for group in engine.basic_optimizer.param_groups:
         group.setdefault("initial_lr", float(group["lr"]))
     PipelineEngine._configure_lr_scheduler(engine)
 
 
 def step_groups(engine: PipelineEngine) -> Iterator[tuple[dist.ProcessGroup, Collection[Primitive]]]:
-    """Groups, besides the replicas' communicators, over which a step sums or sends something, and how."""
+    """Yield the groups that a step communicates over besides the replicas' communicators, with the collectives."""
     if dist.group.WORLD is not None:
         yield dist.group.WORLD, [Primitive.all_reduce]
     for group in dict.fromkeys((engine.module.data_group, engine.module.stage_group)):
@@ -117,10 +117,10 @@ def step_groups(engine: PipelineEngine) -> Iterator[tuple[dist.ProcessGroup, Col
 
 
 def make_loss(engine: PipelineEngine, objective: Objective | None, *, counts: bool) -> StepLoss:
-    """Make the loss of a step, and give the stage that computes it the objective.
+    """Create the loss of a step, and pass the objective to the stage that computes it.
 
     Args:
-        objective: is minimised instead of the model's own loss.
+        objective: minimised instead of the model's own loss.
         counts: see `StepLoss`.
     """
     placement = engine.schedule.placement
@@ -139,7 +139,7 @@ def make_loss(engine: PipelineEngine, objective: Objective | None, *, counts: bo
 
 
 def make_executor(engine: PipelineEngine) -> Executor:
-    """Make the executor of a rank's stages."""
+    """Create the executor of a rank's stages."""
     stages, sharding, pipeline = engine.module.stages, engine.sharding, engine.weft.pipeline
     return Executor(
         rank=engine.pipe_rank,
@@ -165,10 +165,10 @@ def make_executor(engine: PipelineEngine) -> Executor:
 
 
 def random_of(engine: PipelineEngine, action: Action) -> AbstractContextManager[None]:
-    """Context with a forward's random numbers, seeded by step, micro-batch, stage and context member.
+    """Return a context with the random state of a forward, seeded by step, micro-batch, stage and context member.
 
-    These are dropout's, for example. They depend neither on the schedule nor on the number of replicas, and are the
-    same in a resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives
+    Dropout uses it, for example. It depends neither on the schedule nor on the number of replicas, and is equal in a
+    resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives
     different ones for their parts.
     """
     assert action.microbatch is not None

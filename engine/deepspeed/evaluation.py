@@ -28,8 +28,8 @@ def eval_batch(
         return_logits: also return each micro-batch's logits [B, S, V], on the ranks that
             hold the last stage (an empty list elsewhere).
         compute_loss: average the loss over tokens and return it, or None otherwise.
-        reduce_output, bcast_loss: accepted for compatibility; the loss is always averaged
-            over tokens and replicas, and known to every rank.
+        reduce_output, bcast_loss: accepted for compatibility. The loss is always averaged over tokens and
+            replicas, and returned on every rank.
         num_micro_batches: number to read. None means as in training.
     """
     engine.module.eval()

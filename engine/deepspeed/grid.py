@@ -23,7 +23,7 @@ from weft.engine.layout.rank_layout import RankLayout
 
 
 class RankTopology(PipeModelDataParallelTopology):
-    """Coordinates of ranks along the axes pipe, data and model, with the last the fastest within a route."""
+    """Coordinates of ranks along the axes pipe, data and model. In a route, the model coordinate changes fastest."""
 
     def __init__(self, layout: RankLayout) -> None:
         """Name the axes for DeepSpeed: replicas are "data", ranks that share the work of one micro-batch are
@@ -47,7 +47,7 @@ class RankGrid(PipelineParallelGrid):
     """The part of `PipelineParallelGrid` that DeepSpeed uses, for this rank."""
 
     def __init__(self, topology: RankTopology) -> None:
-        """Make the groups. Collective call over the world."""
+        """Create the groups. Collective call over the world."""
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._topo = topology
         self.pipe_parallel_size, self.data_parallel_size, self.model_parallel_size = topology.dims
@@ -74,7 +74,7 @@ class RankGrid(PipelineParallelGrid):
 
     @cached_property
     def slice_proc_group(self) -> dist.ProcessGroup:
-        """The group of this rank alone, if no other rank shares its micro-batches. Made on first use, by it alone."""
+        """The group of the ranks that share this rank's micro-batches. For a single rank it is created on first use."""
         return dist.new_group(self.slice_group, use_local_synchronization=True)
 
     @cached_property
@@ -84,7 +84,7 @@ class RankGrid(PipelineParallelGrid):
         return [[rank, after[rank]] for rank in range(self.world_size)]
 
     def _models(self) -> list[list[int]]:
-        """Ranks of each replica."""
+        """Return the ranks of each replica."""
         each, size = self.pipe_parallel_size * self.model_parallel_size, self.model_parallel_size
         at = [divmod(place, size) for place in range(each)]
         return [
@@ -93,7 +93,7 @@ class RankGrid(PipelineParallelGrid):
         ]
 
     def _join(self, groups: list[list[int]]) -> tuple[list[int], dist.ProcessGroup]:
-        """Make this rank's group among ``groups``, which contain every rank once.
+        """Create this rank's group among ``groups``, which contain every rank once. Return its ranks, too.
 
         For the other groups this rank only increases torch's counter, from which names of groups are derived. That
         takes 10 to 20 microseconds, without the store.

@@ -1,4 +1,4 @@
-"""`weft.init_distributed`: joining the job that a configuration of Weft's or of DeepSpeed's describes."""
+"""`weft.init_distributed`, which joins the job that a configuration of Weft or DeepSpeed describes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from weft.engine.planning.joining import join
 def init_distributed(
     config: WeftConfig | Mapping[str, Any] | str | Path | None = None, *, timeout_s: float | None = None
 ) -> torch.device:
-    """Join the process group that the launcher's environment describes, before anybody else makes one. Idempotent.
+    """Join the process group that the launcher's environment describes. Idempotent.
+
+    Call this before other code creates a process group.
 
     Args:
-        config: the run's, or a DeepSpeed configuration (a dictionary or a JSON file) with a section "weft". It is
-            needed where ``cluster`` has several sites.
-        timeout_s: of groups, by default ``comm.timeout_s``.
+        config: the run's configuration, or a DeepSpeed configuration (a dictionary or a JSON file) with a section
+            "weft". It is needed if ``cluster`` has several sites. None means a single site.
+        timeout_s: timeout of process groups. None means ``comm.timeout_s``.
 
     Returns:
         This rank's device.
 
     Raises:
-        ValueError: an unknown key, or a value of the wrong type.
+        ValueError: the configuration has an unknown key, or a value of the wrong type.
     """
     if not isinstance(config, WeftConfig):
         config = weft_section(config) if config is not None else None

@@ -44,7 +44,7 @@ def split_deepspeed_config(user: Mapping[str, Any] | str | Path) -> tuple[WeftCo
 
     Raises:
         ValueError: an unknown key in either part, a value of "auto", a feature that the pipeline
-            does not support, or a value that is given twice with different values.
+            does not support, or a setting with different values in the two parts.
     """
     source = "DeepSpeed config" if isinstance(user, Mapping) else str(user)
     tree = deepcopy(dict(user)) if isinstance(user, Mapping) else _read(Path(user).expanduser())
@@ -133,7 +133,7 @@ def _without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_handled(tree: Mapping[str, Any], source: str) -> None:
-    """Refuse keys that DeepSpeed accepts but Weft does not handle."""
+    """Raise an error for keys that DeepSpeed accepts but Weft does not handle."""
     for name, value in _leaves(tree):
         if not handling(name):
             raise ValueError(f"{source}: {name}={value!r}: Weft does not support it; leave it out")
@@ -149,7 +149,7 @@ def _check_optimizer(tree: Mapping[str, Any], config: WeftConfig, source: str) -
 
 
 def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> None:
-    """Copy the values of DeepSpeed keys that are taken over into the `weft` section."""
+    """Set the fields of the `weft` section that have DeepSpeed keys, from these keys or from DeepSpeed's defaults."""
     said = {mine: (theirs, _get(tree, theirs)) for theirs, mine in TAKEN_OVER.items()}
     kind = _get(tree, "optimizer.type")
     if isinstance(kind, str) and kind.lower() in OPTIMIZERS:
@@ -177,14 +177,14 @@ def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> Non
 
 
 def _open_batch(section: Mapping[str, Any], micro: Any) -> dict[str, int]:
-    """DeepSpeed's rule for partly given batch sizes: set the open ones to 0, to derive them from the others."""
+    """Return defaults for batch sizes that were not given, by DeepSpeed's rule. 0 means derived from the others."""
     if _get(section, "train.batch_size") not in (MISSING, None, 0):
         return {"train.microbatch_size": 0, "pipeline.microbatches": 0}
     return {} if micro in (MISSING, None) else {"pipeline.microbatches": 1}
 
 
 def _kept(tree: dict[str, Any], config: WeftConfig) -> dict[str, Any]:
-    """The sections that DeepSpeed reads unchanged."""
+    """Return the sections for DeepSpeed, with defaults for its Adam and for bucket sizes added."""
     kept = {name: value for name, value in tree.items() if name not in TAKEN_OVER}
     optimizer = kept.get("optimizer")
     if optimizer and str(optimizer.get("type")).lower() in ("adam", "adamw"):

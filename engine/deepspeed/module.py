@@ -19,15 +19,15 @@ from weft.pipeline.placement import Placement
 
 
 class WeftModule(PipelineModule):
-    """Virtual stages of one rank, over DeepSpeed's pipe x data x model grid, as `RankTopology` gives it."""
+    """The virtual stages of one rank, with DeepSpeed's grid pipe x data x model from `RankTopology`."""
 
     def __init__(self, stages: Sequence[Stage], placement: Placement, layout: RankLayout) -> None:
-        """Take the stages that this rank holds.
+        """Create the module from the stages that this rank holds.
 
         Args:
             stages: this rank's virtual stages, ascending.
-            placement: of the whole pipeline.
-            layout: of the world's ranks.
+            placement: placement of the whole pipeline.
+            layout: layout of the world's ranks.
         """
         topology = RankTopology(layout)
         mine = layout.position(dist.get_rank()).stage
@@ -48,7 +48,7 @@ class WeftModule(PipelineModule):
         """Group of all ranks of this rank's stages."""
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter of this rank once, by its name in the whole Hugging Face model."""
+        """Yield every parameter of this rank once, by its name in the whole Hugging Face model."""
         seen: set[nn.Parameter] = set()
         for stage in self.stages.values():
             for name, parameter in stage.named_global_parameters():
@@ -57,7 +57,7 @@ class WeftModule(PipelineModule):
                     yield name, parameter
 
     def _join(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
-        """Make this rank's group among groups that contain every rank once. Collective call."""
+        """Create the groups, which contain every rank once, and return this rank's group. Collective call."""
         mine = None
         for ranks in groups:
             group = dist.new_group(list(ranks))
@@ -66,9 +66,9 @@ class WeftModule(PipelineModule):
         return mine
 
     def _join_tied(self, layout: RankLayout) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
-        """Groups over which the gradients of parameters held by several ranks are summed.
+        """Return tied parameters, each with the group of the ranks that hold it. Collective call.
 
-        A collective call. The first rank that holds such a parameter counts it in norms.
+        Gradients are summed over these groups. Only the first rank of a group counts the parameter in norms.
         """
         mine = {
             name: parameter
@@ -98,5 +98,5 @@ class WeftModule(PipelineModule):
         return self.tied
 
     def forward(self, *args: object, **kwargs: object) -> None:
-        """Stages run through a schedule, never through the module."""
+        """Not supported, because stages run through a schedule."""
         raise RuntimeError("a pipeline has no single forward: call engine.train_batch() or engine.eval_batch()")

@@ -21,10 +21,10 @@ OPEN = frozenset({"optimizer.params", "scheduler.params"})
 
 
 def check_names(tree: Mapping[str, Any], source: str) -> None:
-    """Refuse keys and values that DeepSpeed refuses, and misspelt keys, which DeepSpeed ignores.
+    """Raise an error for keys and values that DeepSpeed refuses, and for misspelt keys, which DeepSpeed ignores.
 
     Raises:
-        ValueError: the message has the key, and the nearest known one.
+        ValueError: a key or value is wrong. The message has the key, and the nearest known key.
     """
     for name in tree:
         if name not in _top_level():
@@ -46,7 +46,7 @@ def check_names(tree: Mapping[str, Any], source: str) -> None:
 
 @cache
 def _top_level() -> frozenset[str]:
-    """Every top-level key that DeepSpeed reads, found by recording its look-ups."""
+    """Return every top-level key that DeepSpeed reads, found by recording its look-ups."""
     looked_up: dict[str, set[str]] = {}
     DeepSpeedConfig(_Watched(BATCH, looked_up))
     return frozenset(looked_up[""])
@@ -99,7 +99,7 @@ class _WatchedKeys(KeysView):
 
 
 def _explain(error: ValidationError, tree: Mapping[str, Any]) -> str:
-    """One line for the first error of a DeepSpeed pydantic model."""
+    """Return one line about the first error of a DeepSpeed pydantic model."""
     first = error.errors()[0]
     inside = [str(part) for part in first["loc"]]
     # pydantic only gives the path inside the model; the monitors' model starts at the top level.
@@ -127,7 +127,7 @@ def _model(title: str) -> type[BaseModel]:
 
 
 def _fields(model: type[BaseModel], path: list[str]) -> set[str]:
-    """Field names of a model, or of the model in its field at ``path``."""
+    """Return the field names of a model, or of the model in its field at ``path``."""
     for part in path:
         annotation = model.model_fields[part].annotation
         inner = [kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")]

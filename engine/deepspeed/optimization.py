@@ -14,9 +14,9 @@ from weft.conf.schema import LrSchedule, OptimizerConfig
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups: matrices with weight decay, vectors (norms, biases) without.
+    """Return trainable parameters in two groups: matrices with weight decay, vectors (norms, biases) without.
 
-    A stage that trains nothing has one empty group, whose learning rate follows the schedule as elsewhere.
+    A stage without trainable parameters has one empty group, whose learning rate follows the schedule.
     """
     trainable = [parameter for _, parameter in named if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
@@ -26,9 +26,9 @@ def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: fl
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """A function that creates the learning-rate schedule of an optimiser.
+    """Return a function that creates the learning-rate schedule of an optimiser.
 
-    Linear warm-up over ``warmup_steps`` or a ``warmup_ratio`` of the steps, then the configured decay to
+    The rate rises linearly over ``warmup_steps`` or a ``warmup_ratio`` of the steps. Then it decays as configured, to
     ``min_lr_ratio`` of the peak at ``total_steps``.
     """
     shapes: dict[LrSchedule, Callable[[float], float]] = {

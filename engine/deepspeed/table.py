@@ -76,7 +76,7 @@ class Refusal:
     tuning: frozenset[str] = frozenset()
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """True if a value is accepted: a harmless one, or a section in which everything is off."""
+        """True if a value is accepted, because it is harmless or a section in which everything is off."""
         if isinstance(value, Mapping) and self.switch in value:
             return not value[self.switch]
         if isinstance(value, Mapping):
@@ -191,7 +191,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 
 def handling(name: str) -> str:
-    """Return the handling of a key, by its own entry or that of a section above it.
+    """Return the handling of a key, by the table's entry for the key or for a section above it.
 
     Returns:
         ``taken over``, ``read by DeepSpeed``, ``refused`` (unless harmless) or ``without effect``, or empty if
