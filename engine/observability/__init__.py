@@ -1,1 +1,1 @@
-"""Measurements of a step for other readers: clocks, timelines, bubble marks."""
+"""Measurements of steps: clocks, timelines, usage, and observers of a rank's progress."""

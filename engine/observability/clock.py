@@ -1,4 +1,4 @@
-"""Marks in time that do not stall the device: host time on CPUs, CUDA events on GPUs."""
+"""Marks in time that do not block the device: host time on CPUs, CUDA events on GPUs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TIE_EVERY_NS = 5_000_000_000
 
 
 class Clock(Protocol):
-    """Sets marks, whose times are read later."""
+    """Sets marks in time, which are read later."""
 
     def mark(self) -> Any:
-        """A point in this rank's order of work."""
+        """Return a mark at the current point of this rank's work."""
         ...
 
     def seconds(self, start: Any, mark: Any) -> float:
-        """Return the seconds from one mark to another. Waits until the device has passed both."""
+        """Return the seconds from ``start`` to ``mark``. Waits until the device has passed both."""
         ...
 
     def wall_s(self, mark: Any) -> float:
@@ -30,26 +30,26 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The clock of compute that has ended when the call returns."""
+    """Clock for computations that have ended when their call returns."""
 
     def mark(self) -> float:
-        """Host time in seconds."""
+        """Return the host's monotonic time in seconds."""
         return perf_counter()
 
     def seconds(self, start: float, mark: float) -> float:
-        """Seconds between two marks."""
+        """Return the seconds between two marks."""
         return mark - start
 
     def wall_s(self, mark: float) -> float:
-        """Seconds since the epoch at a mark."""
+        """Return the seconds since the epoch at a mark."""
         return time() - (perf_counter() - mark)
 
 
 class CudaClock:
-    """The clock of kernels that are queued on the current stream."""
+    """Clock for kernels that are queued on the current stream."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event recorded on the current stream."""
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -60,32 +60,32 @@ class CudaClock:
         return start.elapsed_time(mark) / 1000
 
     def wall_s(self, mark: torch.cuda.Event) -> float:
-        """Return the seconds since the epoch at which the device passed an event, long after the host."""
+        """Return the seconds since the epoch at which the device passed an event. Waits until it has."""
         now = self.mark()
         now.synchronize()
         return time() - mark.elapsed_time(now) / 1000
 
 
 class DeviceTimes:
-    """Host times at which a device passed events, whenever a thread gets round to asking.
+    """Reads the host times at which a device passed events. The time of reading has no influence.
 
-    The device's clock is aligned with the host's by an event on a separate stream, between two reads of the host's
-    clock. Of several tries the one with the closest reads counts.
+    An event on a separate stream, between two reads of the host's clock, aligns the device's clock with the host's.
+    Of several tries, the one with the least time between the reads counts.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Align the clocks. The device must be free to run an event."""
+        """Align the clocks. The device must be idle, so that it runs an event at once."""
         self._stream = torch.cuda.Stream(device)
         self._tie()
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream, which a thread can wait for without spinning."""
+        """Record an event on the current stream. A thread can wait for it without spinning."""
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
 
     def passed_ns(self, event: torch.cuda.Event) -> int:
-        """Return `time.monotonic_ns` when the device passed ``event``. Waits until it has."""
+        """Return the value of `time.monotonic_ns` when the device passed ``event``. Waits until it has."""
         event.synchronize()
         if monotonic_ns() - self._tied_ns > TIE_EVERY_NS:
             self._tie()
@@ -104,5 +104,5 @@ class DeviceTimes:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that suits ``device``."""
+    """Return a clock for computations on ``device``."""
     return CudaClock() if device.type == "cuda" else HostClock()

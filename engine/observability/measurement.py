@@ -1,4 +1,4 @@
-"""The measurements of a step, and the timeline made of all ranks' measurements."""
+"""One rank's measurements of a step, and the timeline of a pipeline that is computed from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDS_KEPT = 8
 
 @dataclass(frozen=True)
 class Mark:
-    """A slot that has been executed, between two marks of the clock."""
+    """An executed slot, with the clock's marks at its beginning and end."""
 
     slot: Slot
     start: object
@@ -32,7 +32,7 @@ class SlotTrace:
     """An observer that marks every slot of a step. See `weft.engine.observability.slots.SlotObserver`."""
 
     def __init__(self, clock: Clock) -> None:
-        """Mark on ``clock``, from now on."""
+        """Begin the trace now, with marks of ``clock``."""
         self._clock = clock
         self.start = clock.mark()
         self.marks: list[Mark] = []
@@ -66,11 +66,11 @@ class StepRecord:
     peak_chunks: int
 
     def idle_share(self, clock: Clock) -> float:
-        """Share of the step in which this rank did not compute."""
+        """Return the share of the step in which this rank did not compute."""
         return 1.0 - self.busy_s(clock) / clock.seconds(self.start, self.marks[-1].end)
 
     def busy_s(self, clock: Clock) -> float:
-        """Seconds of the step in which this rank computed."""
+        """Return the seconds of the step in which this rank computed."""
         return sum(
             clock.seconds(mark.start, mark.end) for mark in self.marks if _LANES.get(mark.slot[0].op) == COMPUTE_LANE
         )
@@ -85,31 +85,31 @@ class StepRecords:
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
 
     def __len__(self) -> int:
-        """Steps of which there are measurements."""
+        """Return the number of stored steps."""
         return len(self._records)
 
     def __getitem__(self, index: int) -> StepRecord:
-        """The measurements of one step."""
+        """Return the measurements of one step."""
         return self._records[index]
 
     def begin(self) -> SlotTrace:
-        """An observer for the step that begins now."""
+        """Return an observer for the step that begins now."""
         return SlotTrace(self.clock)
 
     def add(self, trace: SlotTrace, peak_bytes: int, peak_chunks: int) -> None:
-        """Store the measurements of a step. For the last two see `StepRecord`."""
+        """Store the measurements of a step. For ``peak_bytes`` and ``peak_chunks`` see `StepRecord`."""
         self._records.append(StepRecord(trace.start, trace.marks, peak_bytes, peak_chunks))
 
     def busy_before_last(self) -> float:
-        """Seconds of computation of the step before the last one, which a device has done by now."""
+        """Return the seconds in which this rank computed in the step before the last, which the device has finished."""
         return self._records[-2].busy_s(self.clock)
 
     def idle_share(self) -> float:
-        """Share of the last step in which this rank did not compute. Waits for the device."""
+        """Return the share of the last step in which this rank did not compute. Waits for the device."""
         return self._records[-1].idle_share(self.clock)
 
     def timelines(self, schedule: Schedule, rank: int, group: dist.ProcessGroup | None) -> list[Timeline]:
-        """Return the timeline of each step by `gather_timeline`, the oldest first. Collective call."""
+        """Return the timelines of the stored steps by `gather_timeline`, the oldest first. Collective call."""
         return [gather_timeline(record, self.clock, schedule, rank, group) for record in self._records]
 
 
@@ -123,10 +123,10 @@ _LANES = {
 def gather_timeline(
     record: StepRecord, clock: Clock, schedule: Schedule, rank: int, group: dist.ProcessGroup | None
 ) -> Timeline:
-    """The measured timeline of one pipeline. Collective call over its ranks.
+    """Return the measured timeline of one pipeline. Collective call over its ranks.
 
-    Ranks are aligned by their hosts' wall clocks at the time at which their devices began. Waits for
-    transfers leave no span: they are the bubbles between spans.
+    The hosts' wall clocks at the beginning of the step align the ranks. Waits for transfers have no span. They are
+    the bubbles between spans.
 
     Args:
         group: the pipeline's ranks, or None for a pipeline of one.

@@ -11,25 +11,25 @@ from weft.conf.host.private import append_private
 
 
 class SetUpTimes:
-    """Seconds of each part of a rank's set-up, by the clock and of its processor. Parts follow one another."""
+    """Durations of the consecutive parts of a rank's set-up, in seconds of wall time and of processor time."""
 
     def __init__(self) -> None:
-        """Start without an attempt."""
+        """Begin the first attempt."""
         self.begin()
 
     def begin(self) -> None:
-        """Begin an attempt."""
+        """Begin an attempt, and drop the durations of the previous one."""
         self.parts: dict[str, tuple[float, float]] = {}
         self._at = monotonic(), process_time()
 
     def done(self, part: str) -> None:
-        """Record the time since the last part, or the beginning, as that of ``part``."""
+        """Add the time since the end of the previous part, or since the beginning, to the duration of ``part``."""
         now = monotonic(), process_time()
         passed, computed = self.parts.get(part, (0.0, 0.0))
         self.parts[part] = passed + now[0] - self._at[0], computed + now[1] - self._at[1]
         self._at = now
 
     def write(self, path: Path, **more: object) -> None:
-        """Add a line of JSON to a file that several ranks write."""
+        """Append the durations as a line of JSON to a file that several ranks write. ``more`` are further fields."""
         parts = {part: [round(each, 4) for each in seconds] for part, seconds in self.parts.items()}
         append_private(path, json.dumps({"at": time(), "pid": os.getpid(), **more, "parts": parts}) + "\n")

@@ -1,4 +1,4 @@
-"""Observers that are notified of every slot that a rank executes: boards, traces, heartbeats."""
+"""Interfaces of observers that are notified of every slot that a rank executes, such as traces and heartbeats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.pipeline.action import Slot
 class SlotObserver(Protocol):
     """Observer of slots. The executor calls it on the thread that launches the work, so it must not block.
 
-    The first of several observers is called first at a beginning and last at an end.
+    If there are several observers, the first is called first at a beginning and last at an end.
     """
 
     def step_begins(self, num_microbatches: int) -> None:

@@ -16,7 +16,7 @@ class Usage:
 
     Attributes:
         bubble_share: share of the last step in which ranks did not compute, on average.
-        peak_bytes: most memory that a rank has held so far: tensors on its GPU, or its process's resident memory.
+        peak_bytes: highest memory of a rank so far: of tensors on its GPU, or the process's resident memory.
     """
 
     bubble_share: float
@@ -28,11 +28,11 @@ def gather_usage(idle_share: float, device: torch.device) -> Usage:
 
     Args:
         idle_share: share of the last step in which this rank did not compute.
-        device: of this rank.
+        device: this rank's device.
     """
     found = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
     found[dist.get_rank()] = torch.tensor([idle_share, _peak_bytes(device)], dtype=torch.float64)
-    dist.all_reduce(found)  # each row of one rank: a sum is connected already, on all backends
+    dist.all_reduce(found)  # each row has values of one rank: a sum's connections exist already, on all backends
     shares, peaks = found.cpu().unbind(1)
     return Usage(float(shares.mean()), int(peaks.max()))
 
@@ -44,9 +44,9 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def model_flops_per_token(module: PipelineModule, sequence_length: int, device: torch.device) -> float:
-    """FLOP per trained token: 6 per weight, plus attention's 12 x layers x width x context / 2.
+    """Return the FLOP per trained token: 6 per weight, plus attention's 12 x layers x width x context / 2.
 
-    A collective call over the pipeline. Recomputation does not count, so utilisation with it is
+    Collective call over the pipeline. Recomputation does not count, so utilisation with it is
     *model* FLOPs utilisation (MFU), as MegaScale reports it (section 6.1).
     """
     counts = torch.tensor(

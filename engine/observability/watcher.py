@@ -1,4 +1,4 @@
-"""Phases and progress of a rank, published to a supervisor if one has started the rank."""
+"""Phases and progress of a rank, published to the supervisor that has started the rank, if there is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ERROR_FILE = "WEFT_ERROR_FILE"
 
 
 class Phase(IntEnum):
-    """The phase of a rank, on which its deadline depends."""
+    """The phase of a rank. The supervisor's deadline depends on it."""
 
     imports = 0
     setup = 1
@@ -47,7 +47,7 @@ class Waits(Protocol):
 
 
 class Watcher:
-    """Receives the progress of a rank. This one ignores it, and the feature supervision has one that publishes it.
+    """Receives the progress of a rank. This class ignores it, and a subclass in `weft.engine.supervision` publishes it.
 
     Attributes:
         waits: the observer of waits in collectives, if any.
@@ -63,7 +63,7 @@ class Watcher:
 
     @contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
-        """Context of ``phase``, in which no step runs."""
+        """Enter ``phase`` for the duration of the context, in which no step runs."""
         self.enter(phase)
         yield
         self.enter(Phase.steady)
@@ -85,10 +85,10 @@ class Watcher:
         """Publish the memory of ``device`` and the counters of the links to ``peers``, until the attempt ends."""
 
     def measured(self, busy_s: Callable[[], float]) -> None:
-        """Publish the computation time of a step that the device has finished. ``busy_s`` is called occasionally."""
+        """Publish the computation time of a step that the device has finished. ``busy_s`` returns it on demand."""
 
     def close(self) -> None:
-        """Stop publishing at the end of the rank."""
+        """Stop publishing, because the rank ends."""
 
 
 def watcher_of(variables: Mapping[str, str]) -> Watcher:
