@@ -1,6 +1,6 @@
 """Strand pairs (DHelix): a forward and a backward whose collectives inside of layers hide behind each other's compute.
 
-The core enters here. Names load on first use, because cost files are read without torch.
+Other packages import from here. Names load on first use, so that cost files can be read without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scheduler of a strand pair: one strand at a time computes and launches collectives."""
+"""Scheduler of a strand pair. Only one strand at a time computes and launches collectives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class OtherStrandFailed(RuntimeError):
 class Baton:
     """Switches between two strands at the ends of segments.
 
-    Only one strand runs at any time. So all ranks launch their collectives in the same order: that of the plan, and
-    after its end in alternation, with the backward first. A switch takes a lock per strand, which costs some tens of
-    microseconds. Consecutive segments of one strand need no switch.
+    Only one strand runs at any time. So all ranks launch their collectives in the same order. This is the plan's order.
+    After the end of the plan the strands alternate. A switch takes some tens of microseconds. Consecutive segments of
+    one strand need no switch.
 
     Each strand has its own random states, because a recomputation resets the generators, and a switch may interrupt
     it.
@@ -33,7 +33,7 @@ class Baton:
         """Start with the first strand of the plan.
 
         Args:
-            plan: the same on every rank of the groups that the strands use.
+            plan: order of segments, equal on every rank of the groups that the strands use.
             play_weight: computes the backward's next deferred weight gradient, if one is ready, in the thread of the
                 running strand.
         """
@@ -80,11 +80,14 @@ class Baton:
         self._leave(strand, self._after(strand))
 
     def settle(self) -> None:
-        """Restore the forward's random states after both have ended, as the backward only replays numbers."""
+        """After both strands have ended, set the random states to those at the end of the forward.
+
+        The backward's states do not count, because its random numbers only repeat those of earlier forwards.
+        """
         _set_generators(self._generators[Step.forward])
 
     def fail(self, error: BaseException) -> None:
-        """Release the other strand with an error."""
+        """Wake the other strand, whose wait raises `OtherStrandFailed`."""
         if self._error is None:
             self._error = error
         for turn in self._turns.values():
@@ -92,7 +95,7 @@ class Baton:
                 turn.release()
 
     def _after(self, strand: Step) -> Step | None:
-        """Compute weight gradients that are due, and return the strand of the next segment, or None at the end."""
+        """Compute weight gradients that come next in the plan, and return the following strand, or None at the end."""
         while self._coming:
             step = self._coming.popleft()
             if step is Step.weight:

@@ -1,4 +1,4 @@
-"""Durations of a run's strand pairs: traced segments in seconds, by facts about devices and links."""
+"""Durations of a run's strand pairs: traced segments, converted to seconds by facts about devices and links."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StrandFacts:
-    """A rank's work inside of layers, before the first step.
+    """A rank's work inside layers, and the speeds at which it is done, before the first step.
 
     Attributes:
-        work: computations between collectives, and the traffic of these.
-        speed: of a rank.
-        operators: overlap of compute and collectives, or None without measurements.
+        work: computations between collectives, and the collectives' traffic.
+        speed: speed of a rank.
+        operators: measured overlap of compute and collectives, or None without measurements.
     """
 
     work: StrandWork
@@ -61,7 +61,7 @@ class StrandFacts:
         return tuple(stage(layers, index == 0, index == last) for index, layers in enumerate(split.layers))
 
     def _fitted(self, axes: Mapping[str, AxisFacts], split: StageSplit, measured: Sequence[StageCost]) -> Speed:
-        """The speed at which strands take as long as their stages were measured to, all in all."""
+        """Return the speed at which all strands together take the measured time of their stages."""
         wholes = [stage.whole for stage in self._stages(axes, split, self.speed)]
         compute_s, comm_s = sum(whole.compute_s for whole in wholes), sum(whole.comm_s for whole in wholes)
         measured_s = sum(stage.forward_s + stage.input_s + stage.weight_s for stage in measured)
@@ -82,12 +82,12 @@ def with_strands(
     *,
     own_loss: bool,
 ) -> Facts:
-    """Return the facts with the computations and collectives inside of layers, from which strand pairs are planned.
+    """Add the computations and collectives inside layers to the facts, because strand pairs are planned with them.
 
     Args:
         trained: the whole model, or the config of one that will be made.
-        facts: with axes, and exchange.
-        speed: returns a rank's operations, and bytes of memory, per second, measured on demand.
+        facts: facts that have axes and exchange already.
+        speed: returns a rank's operations per second and bytes of memory traffic per second, measured on demand.
         own_loss: whether the model's own loss is minimised.
     """
     if not facts.axes or any(axis.costs is None for axis in facts.axes.values()):
@@ -107,10 +107,10 @@ def with_strands(
 
 
 def _traffic_s(axes: Mapping[str, AxisFacts], traffic: Traffic) -> float:
-    """Seconds of a collective alone.
+    """Return the seconds of a collective that overlaps with nothing.
 
     Raises:
-        ValueError: it was not measured.
+        ValueError: the collective was not measured.
     """
     return axes[traffic.axis].seconds(Primitive(traffic.primitive), traffic.num_bytes)
 

@@ -1,4 +1,4 @@
-"""The overlap of operators on this machine's devices, from one run to the next."""
+"""Cache of the measured overlap of operators on this machine's devices, between runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BOTH = "collectives on both"
 
 @dataclass(frozen=True)
 class OverlapCache:
-    """Tables by device, in a JSON file that several processes may write, with a measurement for each class of links."""
+    """Tables of measurements by device, in a JSON file that several processes may write."""
 
     path: Path
 
@@ -42,16 +42,16 @@ class OverlapCache:
             return None
 
     def write(self, key: str, table: OverlapTable) -> None:
-        """Store the measurements of a device, unless better ones are stored."""
+        """Store the measurements of a device. Better measurements that are stored already stay."""
         Measurements(self.path).keep(_values(key, table), table.spread)
 
     def correct(self, key: str, table: OverlapTable, faster: float, *, load: float) -> None:
         """Replace measurements that a run contradicts. See `Measurement.refutes`.
 
         Args:
-            table: measured in the run.
-            faster: ratio of the measured speed of its pairs to that by the stored table.
-            load: number of the run's ranks for each processor.
+            table: the run's measurements.
+            faster: ratio of the measured speed of the run's pairs to the speed that the stored table predicts.
+            load: number of the run's threads for each processor.
         """
         cache = Measurements(self.path)
         known = cache.read()
@@ -82,11 +82,11 @@ def overlap_key(device: torch.device) -> str:
 def correct_overlap(
     cache_dir: str, device: torch.device, timelines: Sequence[Timeline], pairs: StrandCosts, *, load: float
 ) -> None:
-    """Correct a device's cached overlap by the pairs of a run. See `OverlapCache.correct`.
+    """Correct a device's cached overlap by a run's measured strand pairs. See `OverlapCache.correct`.
 
     Args:
-        timelines: the last steps.
-        pairs: the costs with which they were planned.
+        timelines: the run's last steps.
+        pairs: the costs with which the strand pairs were planned.
     """
     if (found := fit_overlap(timelines, pairs)) is not None:
         overlap, faster = found
@@ -95,22 +95,22 @@ def correct_overlap(
 
 @dataclass(frozen=True)
 class HostOverlap:
-    """The overlap of compute and collectives inside of a host, as measured.
+    """The measured overlap of compute and collectives inside a host.
 
     Attributes:
-        key: of the cache.
+        key: key of the device in the cache.
     """
 
     key: str
     table: OverlapTable
 
     def keep(self, cache_dir: str) -> None:
-        """Store it where runs on this host look for it."""
+        """Store the measurements in the cache of this host's runs."""
         overlap_cache(cache_dir).write(self.key, self.table)
 
     @property
     def factors(self) -> Mapping[str, float]:
-        """OEF of each kind of compute and a collective of all ranks."""
+        """OEF of a collective of all ranks with each kind of compute."""
         return {kind.value: factor for (kind, _), factor in sorted(self.table.compute.items(), key=str)}
 
 

@@ -1,4 +1,4 @@
-"""Measures how well compute and collectives overlap on this machine, as DHelix's OEF per pair (section 3.2)."""
+"""Measure how well compute and collectives overlap on this machine, as DHelix's OEF per pair (section 3.2)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def measure_overlap(
 ) -> OverlapTable:
     """Measure the OEF of every kind of compute with a collective of each link class, and of two collectives.
 
-    Collective call over the groups: all members start the same collectives in the same order, and use the times of
-    the slowest.
+    Collective call over the groups. All members start the same collectives in the same order. The times of the
+    slowest member count.
 
     Args:
         groups: for each class of links to measure, a group with more than one member.
-        num_bytes: of each collective.
-        repeats: timed runs of each, after a warm-up run.
+        num_bytes: size of each collective.
+        repeats: number of timed runs of each combination, after a warm-up run.
         kernels: compute to measure instead of products, attention and copies.
     """
     collectives = {link: _AllGather(group, device, num_bytes) for link, group in groups.items()}
@@ -57,7 +57,7 @@ def measure_overlap(
 
 
 def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
-    """Return a matrix product, attention and a copy, in the device's fast number format."""
+    """Return functions that run a matrix product, attention and a copy, in the device's fast dtype."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     size = 2048 if device.type == "cuda" else 256
     matrix = torch.ones(size, size, device=device, dtype=dtype)
@@ -73,14 +73,14 @@ def usual_kernels(device: torch.device) -> dict[Kind, Callable[[], object]]:
 
 
 class _AllGather:
-    """A collective that can be started repeatedly."""
+    """An all-gather that can be started repeatedly on the same buffers."""
 
     def __init__(self, group: AxisGroup, device: torch.device, num_bytes: int) -> None:
         self.group = group
         self._shard = torch.zeros(num_bytes // 4 // group.size, device=device)
 
     def start(self) -> Handle:
-        """Start it."""
+        """Start the collective."""
         return self.group.all_gather(self._shard)
 
     def slowest(self, seconds: float) -> float:
@@ -95,7 +95,7 @@ def _slowest_s(
     repeats: int,
     among: _AllGather | None = None,
 ) -> list[float]:
-    """Time collectives and work that start at once: seconds of the slowest member, in each repeat.
+    """Time collectives and work that start together. Return the seconds of the slowest member for each repeat.
 
     Args:
         among: the group to synchronise if no collective is measured.
@@ -121,7 +121,7 @@ def _slowest_s(
 def _lasting(
     kernel: Callable[[], object], seconds: float, among: _AllGather, device: torch.device
 ) -> Callable[[], None]:
-    """Return the kernel, repeated for about that duration, with the same number of repeats on all members."""
+    """Return a function that repeats the kernel for about ``seconds``, equally often on all members."""
     kernel()
     _finish(device)
     start = perf_counter()

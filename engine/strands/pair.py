@@ -24,9 +24,9 @@ class PairRunner:
 
     Attributes:
         thread: runs backwards. Forwards run in the caller's thread.
-        turns: shared with the axis groups of both strands, see `TurnTakingGroup`.
-        strict: raise an error if a plan has other numbers of segments. Otherwise such pairs run by the rules of
-            `Baton`, and a warning is logged once for each plan.
+        turns: callbacks that the axis groups of both strands call. See `TurnTakingGroup`.
+        strict: whether to raise an error if the strands have other numbers of segments than the plan. Otherwise they
+            run by the rules of `Baton`, and a warning is logged once for each plan.
     """
 
     thread: StrandThread
@@ -44,15 +44,15 @@ class PairRunner:
         """Run a forward and a backward, interleaved.
 
         Args:
-            plan: order of segments. Without steps the strands alternate.
+            plan: order of segments. If it has no steps, the strands alternate.
             play_weight: computes the backward's next deferred weight gradient, if one is ready.
 
         Returns:
             The results of ``forward`` and ``backward``.
 
         Raises:
-            Exception: the first error of either, after both have ended.
-            RuntimeError: see `strict`.
+            Exception: the first error of either strand, after both have ended.
+            RuntimeError: the numbers of segments differ from the plan's, and the runner is strict.
         """
         baton = Baton(plan, play_weight)
         future = self.thread.start(partial(self._strand, baton, Step.backward, backward))

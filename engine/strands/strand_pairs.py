@@ -1,4 +1,4 @@
-"""Strand pairs of a schedule: both halves of a slot, interleaved inside of layers (DHelix section 4.2)."""
+"""Strand pairs of a schedule: a slot's forward and backward, interleaved inside layers (DHelix section 4.2)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class StrandPairs:
 
     Attributes:
         axes: groups in which operations switch between strands.
-        costs: of the segments of layers, or None if they are unknown, in which case strands alternate.
-        plans: by `pair_name`, the same on all ranks.
+        costs: costs of the segments of layers, or None if they are unknown. Strands then alternate.
+        plans: plans of pairs by `pair_name`, equal on all ranks.
     """
 
     runner: PairRunner
@@ -54,11 +54,11 @@ class StrandPairs:
         strict: bool = False,
         turns: Turns | None = None,
     ) -> StrandPairs:
-        """Start the thread of backwards. See `PairRunner`.
+        """Create the runner of pairs, and start its thread. For ``strict`` see `PairRunner`.
 
         Args:
-            axes: a rank's groups that share the work of layers.
-            turns: the callbacks of the strands. None makes them.
+            axes: this rank's groups that share the work of layers.
+            turns: the callbacks of the strands. None creates them.
         """
         turns = turns or Turns()
         return cls(
@@ -69,8 +69,8 @@ class StrandPairs:
         """Broadcast rank 0's plans for the pairs of these schedules. Collective call if there are any.
 
         Args:
-            schedules: of all DP-cells, the same on every rank.
-            num_stages: virtual stages of a pipeline.
+            schedules: schedules of all DP-cells, equal on every rank.
+            num_stages: number of virtual stages of a pipeline.
         """
         if not any(is_pair(slot) for schedule in schedules for row in schedule.rows for slot in row):
             return
@@ -81,19 +81,19 @@ class StrandPairs:
         self.plans.update((name, SegmentPlan.of(text)) for name, text in from_rank_zero(planned).items())
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread of backwards."""
         self.runner.thread.close()
 
     def split(self, row: Iterable[Slot]) -> set[Key]:
-        """Return the forwards of a row whose full backward is divided by the plan of its pair."""
+        """Return stage and micro-batch of the forwards in a row whose full backward is divided by its pair's plan."""
         backwards = ((slot[1], self._plan(slot)) for slot in row if is_pair(slot))
         return {key(action) for action, plan in backwards if action.op is Op.B and Step.weight in plan.steps}
 
     def run(self, compute: Compute, state: StepState, pair: Slot) -> None:
-        """Run both halves of a slot.
+        """Run the forward and the backward of the slot ``pair``.
 
         Raises:
-            Exception: the first error of either, after both have ended.
+            Exception: the first error of either strand, after both have ended.
         """
         forward, backward = pair
         saved = state.saved[key(backward)]

@@ -17,21 +17,21 @@ CLOSING_S = 5.0
 
 
 class StrandThread:
-    """Runs jobs one after the other.
+    """A thread that runs functions one after the other.
 
-    Autograd's own threads are off in it. On a GPU all backwards would share the device's thread, and a strand that
-    waits there would block the others.
+    Autograd's own threads are disabled in it. On a GPU all backwards would share autograd's thread for the device, and
+    a strand that waits there would block the others.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start the thread, on a device."""
+        """Start the thread, with ``device`` as its current device."""
         self._device = device
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="weft strand", daemon=True)
         self._thread.start()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
-        """Start a job on the caller's current stream, and return the future of its result.
+        """Start to run ``job`` on the caller's current stream, and return the future of its result.
 
         Both strands then compute, allocate and free on one stream, so that memory is reused without
         synchronisation. Collectives have streams of their own.
@@ -51,7 +51,7 @@ class StrandThread:
         return future
 
     def close(self) -> None:
-        """End the thread. If it waits for a lost rank, it ends with its process group."""
+        """End the thread. If it waits for a lost rank, it ends later, when its process group is aborted."""
         self._jobs.put(None)
         self._thread.join(CLOSING_S)
 

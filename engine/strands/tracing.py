@@ -57,11 +57,11 @@ def trace_strands(
 
     Args:
         trained: the config of the whole model, or a model (or peft's around one), which is not changed.
-        sizes: members along each axis.
-        exchange: between members of a context group, not auto.
-        checkpointing: whether layers of a model that is made are recomputed in the backward.
-        lora: adapters of a model that is made.
-        dtype: of weights and activations. Models with experts are traced in bf16, as torch supports no other type.
+        sizes: number of ranks along each axis.
+        exchange: exchange between members of a context group, not auto.
+        checkpointing: whether layers are recomputed in the backward, if ``trained`` is a config.
+        lora: adapters to add, if ``trained`` is a config.
+        dtype: type of weights and activations. Models with experts are traced in bf16, as torch supports no other type.
         own_loss: whether the model's own loss is minimised, not an objective, whose logits are of whole sequences.
 
     Raises:
@@ -170,7 +170,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what runs, with attention that keeps no scores."""
+        """Count the operations in this context, with attention that stores no scores."""
         attention = patch.object(nn.functional, "scaled_dot_product_attention", self._attend)
         bias = patch.object(context_attention, "causal_lower_right", lambda *_: True)  # torch's is no traceable tensor
         of_blocks = patch.object(blocks, "kernel_for", lambda *_, **__: _TracedKernel(self))
@@ -183,11 +183,11 @@ class _Recorder(TorchDispatchMode):
         return PartWork(forward, backward, tuple(self._weights.get(number, ())))
 
     def bytes_of(self, tensor: Tensor) -> float:
-        """Bytes of a tensor in training."""
+        """Return the bytes that a tensor has in training."""
         return tensor.nbytes * (self._widening if tensor.dtype is torch.bfloat16 else 1.0)
 
     def communicate(self, traffic: Traffic) -> None:
-        """A segment ends."""
+        """End a segment with a collective."""
         self._append(self._segment(traffic))
 
     def enter(self, number: int, *, forward: bool) -> None:
@@ -196,7 +196,7 @@ class _Recorder(TorchDispatchMode):
         self._at = number, forward
 
     def keep(self, kept: Kept) -> None:
-        """Record a weight gradient that can be deferred from here."""
+        """Record that a weight gradient can be deferred from this point on."""
         self._kept.append((self._at[0], len(self._segments.get(self._at, ())), kept))
 
     def play_weights(self) -> None:
@@ -212,7 +212,7 @@ class _Recorder(TorchDispatchMode):
             self._weights.setdefault(number, []).append((after, self._taken()))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pairs: float, times: float) -> None:
-        """Attention of queries [B, heads, S, D] to so many pairs of positions."""
+        """Count attention of queries [B, heads, S, D] to ``pairs`` pairs of positions, ``times`` times."""
         flops = 2 * query.shape[0] * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
         moved = sum(map(self.bytes_of, (query, key, value, query)))
         self._work += Work(0.0, times * flops, times * moved)
@@ -258,7 +258,7 @@ class _Recorder(TorchDispatchMode):
         self._boundary(number, answer if isinstance(answer, Tensor) else answer[0])
 
     def _boundary(self, number: int, hidden: Tensor) -> None:
-        """Between the part before ``number`` and this one, forwards; backwards the gradient comes by."""
+        """Switch from the part before ``number`` to this one in the forward, and back when the gradient passes."""
         if not self._at[1]:
             return  # computed again
         self.enter(number, forward=True)
@@ -282,10 +282,10 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Product(NamedTuple):
-    """A product, or attention, which has no flops here.
+    """A matrix product, or attention, which has no FLOPs here.
 
     Attributes:
-        source: what tells its first operand from others.
+        source: identity of the first operand.
     """
 
     flops: float
@@ -335,7 +335,7 @@ class _TracedKernel:
 
 
 def _stage(model: nn.Module, axes: AxisGroups) -> tuple[Stage, dict[int, int]]:
-    """The whole model as one stage, one rank's part of it; and of layers the earlier one that is like them."""
+    """Return one rank's part of the model as a single stage, and for each layer an earlier layer that equals it."""
     inner = hf_model(model)
     layers = inner.get_submodule(decoder_layers(inner))
     assert isinstance(layers, nn.ModuleList)

@@ -1,4 +1,4 @@
-"""Axis groups whose operations switch between strands, before the wait for a collective."""
+"""Axis groups whose operations switch to the other strand before they wait for a collective."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 
 class Turns:
-    """The current thread's callback for a strand with a collective in flight. Outside of a pair there is none."""
+    """The callback of the current thread that switches strands. Outside a pair there is none."""
 
     def __init__(self) -> None:
         self._local = _Local()
 
     @contextmanager
     def taken(self, pause: Callable[[], None]) -> Iterator[None]:
-        """Context in which this thread calls ``pause`` between the start of a collective and its wait."""
+        """Let this thread call ``pause`` between the start of a collective and its wait, inside the context."""
         before, self._local.pause = self._local.pause, pause
         try:
             yield
@@ -40,13 +40,13 @@ class _Local(threading.local):
 
 @dataclass(frozen=True)
 class TurnTakingHandle:
-    """A collective whose wait switches to the other strand first."""
+    """Handle of a collective. Its `wait` switches to the other strand first."""
 
     handle: Handle
     turns: Turns
 
     def wait(self) -> Tensor:
-        """Return the result, after a switch."""
+        """Switch to the other strand, and then wait for the result and return it."""
         self.turns.pause()
         return self.handle.wait()
 
@@ -102,6 +102,6 @@ class TurnTakingGroup:
 
 
 def take_turns(axes: AxisGroups, turns: Turns) -> AxisGroups:
-    """Return a rank's groups with switches between strands."""
+    """Return a rank's groups, wrapped so that their operations switch between strands."""
     taking = {axis: TurnTakingGroup(group, turns) for axis, group in axes.by_axis.items() if group.size > 1}
     return axes.with_groups(taking)
