@@ -10,13 +10,13 @@ from weft.engine.planning.kept import Kept
 
 
 class Attempt(ExitStack):
-    """The resources of an attempt, to be released at its end.
+    """The resources of an attempt, which are released at its end.
 
     Attributes:
         interrupt: makes this rank's waits for other ranks fail, from any thread.
         kept: values for later attempts of this process, which the stack does not release.
-        set_up: durations of the parts of its set-up.
-        where: returns the step under way and the range of its batches in the data, or None outside of training.
+        set_up: durations of the parts of the set-up.
+        where: returns the current step and the range of its batches in the data, or None outside training.
     """
 
     def __init__(self, kept: Kept | None = None, set_up: SetUpTimes | None = None) -> None:
@@ -28,4 +28,4 @@ class Attempt(ExitStack):
 
 
 def do_nothing() -> None:
-    """Interrupt nothing: the attempt has no waits yet, or has ended."""
+    """Do nothing. This is `interrupt` before an attempt has waits and after its end."""

@@ -1,4 +1,4 @@
-"""Joining the job: the default process group through DeepSpeed, on GPUs or on CPUs."""
+"""Join the job: the default process group through DeepSpeed, on GPUs or CPUs, and errors shared by all ranks."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class SharedError(ValueError):
     """Bad input that is raised on every rank with the same message.
 
     Attributes:
-        kind: name of the class of the first failing rank's error.
+        kind: name of the error's class on the first failing rank.
     """
 
     def __init__(self, message: str, kind: str = ValueError.__name__) -> None:
-        """Make the error that `together` raises."""
+        """Create the error that `together` raises."""
         super().__init__(message)
         self.kind = kind
 
@@ -45,11 +45,12 @@ class SharedError(ValueError):
 def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | None = None) -> torch.device:
     """Join the process group that the launcher's environment describes. Idempotent.
 
-    A process without a launcher becomes a world of one. An existing group is used with a warning, because
-    torch's own rendezvous listens on every address and obeys any peer.
+    A process without a launcher becomes a world of one. An existing group is used with a warning, because torch's own
+    rendezvous listens on every address and accepts any peer.
 
     Args:
-        sites: of a job over several. Ranks of different sites then communicate only over authenticated links.
+        sites: the sites of a job at several sites, whose ranks communicate only over authenticated links. None
+            means a single site.
 
     Returns:
         This rank's device.
@@ -102,12 +103,12 @@ def init_distributed(timeout_s: float = CommConfig.timeout_s, *, sites: Sites | 
 
 
 def attempt_number() -> int:
-    """Return how often a supervisor has restarted the ranks of this run: 0 the first time, and without a supervisor."""
+    """Return how often a supervisor has restarted the ranks of this run. 0 without a supervisor."""
     return int(os.environ.get("WEFT_ATTEMPT", "0"))
 
 
 def is_supervised(config: WeftConfig) -> bool:
-    """True if a supervisor restarts the ranks after a fault. `weft launch` on one host does not by default."""
+    """True if a supervisor restarts the ranks after a fault. By default, `weft launch` on one host does not."""
     return attempt_number() > 0 and config.supervise.enabled is not False
 
 
@@ -132,7 +133,7 @@ def ranks_on_this_host() -> int:
 
 
 def device_bytes(device: torch.device, sharing: int) -> float:
-    """Return the memory of a rank's device: that of a GPU, or an equal share of the host's memory for each rank.
+    """Return the memory of a rank: all of its GPU's memory, or an equal share of the host's memory.
 
     Args:
         sharing: number of ranks on the host.
@@ -151,10 +152,10 @@ def process_groups() -> list[dist.ProcessGroup]:
 
 
 def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy ``groups``, but for those that DeepSpeed shares between engines. Collective call.
+    """Destroy ``groups``, except for groups that DeepSpeed shares between engines. Collective call.
 
-    An open group keeps two threads that wake up all the time: 30 engines' worth of idle gloo
-    groups were measured to take a fifth of a core per process.
+    An open group has two threads that wake up all the time. The idle gloo groups of 30 engines took a fifth of a
+    core per process.
     """
     import deepspeed
     from deepspeed.utils import groups as shared
@@ -178,7 +179,7 @@ def leave_distributed() -> None:
         dist.destroy_process_group()
     elif dist.is_initialized():
         dist.distributed_c10d._abort_process_group()  # a shutdown would wait for what cannot complete
-    shared._release_process_group_references()  # deepspeed 0.19.8, which keeps groups in these places
+    shared._release_process_group_references()  # deepspeed 0.19.8 stores groups in these variables
     deepspeed.comm.comm.cdb = p2p._groups = p2p._grid = None
 
 
@@ -219,8 +220,7 @@ def rank_zero_first(action: Callable[[], T]) -> T:
 
 
 def lost_peer(error: RuntimeError) -> str | None:
-    """Return the message for an error that means that another rank has ended or cannot be reached, or None for any
-    other."""
+    """Return the message for an error that means that another rank has ended or is unreachable, or None."""
     if isinstance(error, ChannelError):
         return str(error)
     # gloo has no exception class. Its messages begin with the position in its source.
@@ -230,7 +230,7 @@ def lost_peer(error: RuntimeError) -> str | None:
 
 
 def first_to_fail() -> bool:
-    """True if this rank is the first of its job to call this, so that a common failure is reported once.
+    """Return True if this rank is the first of its job to call this, so that a common failure is reported once.
 
     If the store has ended with rank 0, rank 1 reports.
     """
@@ -240,13 +240,13 @@ def first_to_fail() -> bool:
 
 
 def first_to_print(text: str) -> bool:
-    """Return True on the first rank of the job that prints a text. Before the rendezvous, True on each host's first."""
+    """Return True on the first rank of the job that prints ``text``, or before the rendezvous, on each host's first."""
     first = _is_first(f"printed/{hashlib.sha256(text.encode()).hexdigest()}") if dist.is_initialized() else None
     return os.environ.get("LOCAL_RANK", "0") == "0" if first is None else first
 
 
 def _is_first(name: str) -> bool | None:
-    """Return True on the first rank that asks for a name, or None if the job's store does not answer."""
+    """Return True on the first rank that calls this with ``name``, or None if the job's store does not answer."""
     counted: list[int] = []
 
     def count() -> None:

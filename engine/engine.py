@@ -49,15 +49,15 @@ from weft.pipeline.timeline import Timeline
 class WeftEngine(PipelineEngine):
     """Trains the virtual stages of a rank by executing its row of a schedule.
 
-    DeepSpeed's optimisers, learning-rate schedules, clipping, loss scaling and monitors work as
-    they do there. Different from DeepSpeed's own pipeline engine:
+    DeepSpeed's optimisers, learning-rate schedules, clipping, loss scaling and monitors work as in DeepSpeed.
+    These are different from DeepSpeed's own pipeline engine:
 
     - every rank reads the same micro-batches, as dictionaries of tensors in Hugging Face's
       form, so that only hidden states travel;
     - losses are averaged over the tokens of the whole step, not over micro-batches;
-    - transfers never stand between computations that do not depend on them;
+    - transfers never delay computations that do not depend on them;
     - ZeRO is `weft.engine.zero` at every stage: gradients are reduced bucket by bucket while
-      backwards run, and stages 2 and 3 go with a pipeline.
+      backwards run, and stages 2 and 3 work in a pipeline, too.
 
     DeepSpeed calls these methods, all from its constructor and in this order: `zero_optimization_stage`,
     `_cast_module_mixed_precision` (in 16 bits), `_broadcast_model`, `_configure_optimizer`,
@@ -104,16 +104,16 @@ class WeftEngine(PipelineEngine):
         set_up: SetUpTimes | None = None,
         **deepspeed: Any,
     ) -> None:
-        """Set up the rank.
+        """Create the engine of one rank.
 
         Args:
             weft: the run's configuration.
-            plan: of the run, the same on all ranks.
-            collectives: over this rank's data-parallel group.
+            plan: the run's plan, equal on all ranks.
+            collectives: collectives over this rank's data-parallel group.
             axes: groups of ranks that share the work of a layer with this one.
             pairs: runs strand pairs interleaved. None runs their halves one after the other.
-            wan: the links between sites, if stages are at several.
-            objective: is minimised instead of the model's own loss.
+            wan: the links between sites, or None if all stages are at one site.
+            objective: minimised instead of the model's own loss.
             set_up: receives the durations of the parts of the set-up.
             deepspeed: arguments of DeepSpeed's engine, with a `WeftModule` as ``model``.
         """
@@ -161,7 +161,7 @@ class WeftEngine(PipelineEngine):
         self.watcher = Watcher()
 
     def attach_watcher(self, watcher: Watcher) -> None:
-        """Publish this rank's progress by ``watcher``."""
+        """Publish this rank's progress through ``watcher`` from now on."""
         self.watcher = watcher
         self.collectives.observe_waits(watcher.waits)
         position, endpoint = self.plan.layout.position, self.wan.endpoint if self.wan is not None else None
@@ -227,7 +227,7 @@ class WeftEngine(PipelineEngine):
         return self.plan_for(num_microbatches).schedule
 
     def plan_for(self, num_microbatches: int) -> RankSchedule:
-        """Return the same with the other pipelines of this rank's DP-cell."""
+        """Return the same schedule with the priorities of this rank's messages between sites."""
         if num_microbatches not in self._plans:
             self._plan(from_rank_zero(lambda: self.plan.schedules_for(self.weft, num_microbatches), Schedule))
         return self._plans[num_microbatches]
@@ -236,7 +236,7 @@ class WeftEngine(PipelineEngine):
         """Return this rank's part of a step, after planning its strand pairs. Collective call.
 
         Args:
-            schedules: of a DP-cell of each size, by its number of pipelines.
+            schedules: schedules of DP-cells, by their number of pipelines.
         """
         member = self.plan.members[self.line]
         own = schedules[member.pipelines]
@@ -249,7 +249,7 @@ class WeftEngine(PipelineEngine):
         return draw(self.data_iterator, count, self.prepare, what=f"train_batch, step {self.global_steps + 1}")
 
     def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a micro-batch as stages take it: on the device, this rank's part of its sequences."""
+        """Return a micro-batch in the form that stages take: this rank's part of its sequences, on the device."""
         batch = self.batch_fn(batch) if self.batch_fn else batch
         whole = self.step_loss.minimised is not None
         prepared = prepare_batch(batch, self.device, self.axes.context, keep_whole=whole)
@@ -257,7 +257,7 @@ class WeftEngine(PipelineEngine):
         return prepared
 
     def _begin_step(self, plan: RankSchedule, state: StepState) -> SlotTrace:
-        """Pass on the row that is about to be executed, and return the step's measurement."""
+        """Prepare sharding and links for the row that is about to be executed, and return the step's trace."""
         if self.wan is not None:
             self.wan.priorities.update(plan.priorities)
         self.sharding.begin_step(list(plan.schedule.actions(self.pipe_rank)))
@@ -270,7 +270,7 @@ class WeftEngine(PipelineEngine):
             self.memory.before_step()
 
     def _end_step(self, trace: SlotTrace, state: StepState) -> None:
-        """Check the labels and the objective of the step, and keep its measurements."""
+        """Check the labels and the objective of the step, and store its measurements."""
         self.step_loss.check(state.num_items)
         self.records.add(trace, state.peak_bytes, state.peak_chunks)
         if len(self.records) > 1:
@@ -285,7 +285,7 @@ class WeftEngine(PipelineEngine):
         return self.step_loss.items(batch)
 
     def _seed_gradient(self, loss: Tensor) -> Tensor:
-        """Return the gradient at which a backward starts. Gradients are summed over micro-batches and replicas."""
+        """Return the gradient of the loss with which a backward starts, which is the loss scale."""
         return torch.full_like(loss, self.optimizer.cur_scale)
 
     @contextmanager
@@ -301,10 +301,10 @@ class WeftEngine(PipelineEngine):
     # -- checkpoints and stops -----------------------------------------------------------------
 
     def finish_checkpoints(self) -> None:
-        """Wait until checkpoints that are being written are whole. Collective call.
+        """Wait until checkpoints that are being written are complete. Collective call.
 
         Raises:
-            CheckpointError: on every rank, if one could not be written.
+            CheckpointError: on every rank, if a checkpoint could not be written.
         """
         if self.checkpoint_writer is not None:
             self.checkpoint_writer.wait()
@@ -314,7 +314,7 @@ class WeftEngine(PipelineEngine):
     def check_finite(self) -> None:
         """Check that the current state may be saved. Collective call, between steps.
 
-        `save_checkpoint` and `export` do so before they write.
+        `save_checkpoint` and `export` call this before they write.
 
         Raises:
             NonFiniteError: on every rank, if the last gradient, a weight or its optimiser's state is not finite.
@@ -337,7 +337,7 @@ class WeftEngine(PipelineEngine):
         return self.optimizer.must_stop
 
     def agree_to_stop(self) -> bool:
-        """Return `must_stop` at other times than after a step. Collective call."""
+        """Update and return `must_stop` at another time than after a step. Collective call."""
         asked = torch.full((), float(self.is_asked_to_stop()), device=self.device)
         with self.watcher.waiting():
             dist.all_reduce(asked)
@@ -351,7 +351,7 @@ class WeftEngine(PipelineEngine):
     # -- the end -------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Release the engine's resources, including its process groups. Collective call, the first time."""
+        """Release the engine's resources, including its process groups. Collective call. Later calls do nothing."""
         if self._destroyed:
             return
         self._destroyed = True
@@ -374,8 +374,8 @@ class WeftEngine(PipelineEngine):
     def abandon(self) -> None:
         """Release this rank's resources without collective calls, because some peers may be gone.
 
-        `weft.engine.distributed.leave_distributed` must follow, because threads of this engine that wait for other
-        ranks end with the process groups.
+        `weft.engine.distributed.leave_distributed` must follow. It aborts the process groups, which ends the threads of
+        this engine that wait for other ranks.
         """
         if self._destroyed:
             return
@@ -409,10 +409,10 @@ class WeftEngine(PipelineEngine):
         return self.records.timelines(self.schedule, self.pipe_rank, group)
 
     def correct_measurements(self) -> list[Timeline]:
-        """Correct the cached measurements of this machine that the last steps contradict. Collective call.
+        """Correct those cached measurements of this machine that the last steps contradict. Collective call.
 
         Returns:
-            The last steps. See `measured_timelines`.
+            The timelines of the last steps. See `measured_timelines`.
         """
         self.sharding.settle()  # no other collective may run over the groups
         timelines = self.measured_timelines()

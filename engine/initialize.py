@@ -1,4 +1,4 @@
-"""`weft.initialize`, which makes an engine from a Hugging Face model and a configuration."""
+"""`weft.initialize`, which creates an engine from a Hugging Face model and a configuration."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def initialize(
             name, of which every rank loads its own layers only. None takes ``config.model``.
         optimizer: an optimizer, or a function of parameter groups. None takes the one of the
             configuration.
-        model_parameters: parameter groups; None makes them: no decay for norms and biases.
-        training_data: dataset whose items are dictionaries of tensors; read on every rank.
+        model_parameters: parameter groups. None creates them, with weight decay only for matrices.
+        training_data: dataset whose items are dictionaries of tensors. Every rank reads it.
         lr_scheduler: a scheduler, or a function of the optimizer.
         config: a `WeftConfig`, or a DeepSpeed configuration (dict or JSON file) with a section
             ``"weft": {"enabled": true, ...}``. Without that section, or with it switched off,
@@ -130,13 +130,13 @@ def initialize(
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The state of a job before its engines are made: the plan, with its groups and links.
+    """The state of a job before its engines are created: the plan, with its groups and links.
 
     Attributes:
         collectives: over this rank's data-parallel group.
         axes: groups of ranks that share the work of a layer with this one.
         pairs: runs strand pairs interleaved. None runs their halves one after the other.
-        wan: the links between sites, if stages are at several.
+        wan: the links between sites, or None if all stages are at one site.
     """
 
     plan: RunPlan
@@ -157,7 +157,7 @@ class PreparedRun:
         """Open and probe the links between the ranks of a placement, and plan with them. Collective call.
 
         Args:
-            facts: without those about links.
+            facts: facts without links.
             placement: from `settle_placement` on rank 0.
             attempt: keeps results of earlier attempts, and receives durations.
 
@@ -182,18 +182,18 @@ class PreparedRun:
         planned_from = config, facts, placement
         facts = facts.with_nodes(collectives.group.nodes, "told by the ranks")
         facts = with_collectives(config, facts, device, collectives.costs, collectives.source)
-        # Facts of rank 0's replicas are the run's.
+        # Rank 0's costs of collectives count for the run.
         kinds = RunPlan, *fact_kinds()
         plan = known_to_any(kept, "plan", planned_from, lambda: plan_run(config, facts, placement), *kinds)
         return cls(plan, collectives, axes, _open_pairs(config, plan, axes, device), wan)
 
     @property
     def stage_axes(self) -> AxisGroups:
-        """The groups with which stages are made."""
+        """The groups with which stages are created."""
         return self.axes if self.pairs is None else self.pairs.axes
 
     def engine(self, config: WeftConfig, settings: dict[str, Any], module: WeftModule, **given: Any) -> WeftEngine:
-        """Make the engine of this rank's stages.
+        """Create the engine of this rank's stages.
 
         Args:
             settings: DeepSpeed's configuration.
@@ -234,11 +234,11 @@ def build_engine(
     args: Any = None,
     **given: Any,
 ) -> WeftEngine:
-    """Check and plan a run, and make this rank's engine, in a job that was joined. Collective call.
+    """Check and plan a run, and create this rank's engine. The job must have been joined. Collective call.
 
     Args:
-        config: of the run, fitted to the job. `join_job` returns it with the ``device``.
-        sections: of the user's DeepSpeed configuration, besides ours.
+        config: the run's configuration, fitted to the job. `join_job` returns it with the ``device``.
+        sections: sections of the user's DeepSpeed configuration, without the `weft` section.
         attempt: keeps results of earlier attempts, and receives durations.
         args, given: arguments of `deepspeed.initialize`.
 
@@ -299,7 +299,7 @@ def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchang
 
 
 def _open_pairs(config: WeftConfig, plan: RunPlan, axes: AxisGroups, device: torch.device) -> SlotPairs | None:
-    """Return None if no slot of the run's schedules interleaves a strand pair."""
+    """Return a runner of strand pairs, or None if the run's schedules have no strand pair."""
     if not plan.layout.axis_groups or config.pipeline.pairs is PairChoice.never or not is_installed("strands"):
         return None
     return entry("strands").StrandPairs.open(axes, device, plan.costs.pairs, strict=config.pipeline.debug)

@@ -1,4 +1,4 @@
-"""Number formats: those of the configuration, and what each weight was given in, is computed in and exported in."""
+"""Types of numbers: the configured types, and each weight's type in the base model, computations and exports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIVEN, _COMPUTED, _EXACT = "_weft_given", "_weft_computed", "_weft_exact"
 
 
 def set_given(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Note the type that a weight has in the base model, if it is loaded in another."""
+    """Record the type of a weight in the base model, because the weight is loaded in another type."""
     setattr(parameter, _GIVEN, dtype)
 
 
@@ -27,14 +27,14 @@ def given_dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def computed_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the type that a weight is computed in once training has begun."""
+    """Return the type of a weight in computations once training has begun."""
     return getattr(parameter, _COMPUTED, parameter.dtype)
 
 
 def compute_in(parameters: Iterable[nn.Parameter], dtype: torch.dtype, exported: Collection[nn.Parameter]) -> None:
-    """Let weights be computed in ``dtype``: frozen ones from now on, trained ones once they have masters.
+    """Set the type of weights in computations: of frozen weights now, of trained weights when they have masters.
 
-    Masters are then what was given, not what is computed with.
+    So masters have the precision of the base model.
 
     Args:
         exported: frozen weights that an export writes. Their original values stay in host memory.
@@ -52,5 +52,5 @@ def compute_in(parameters: Iterable[nn.Parameter], dtype: torch.dtype, exported:
 
 
 def exact_value(parameter: nn.Parameter) -> Tensor | None:
-    """Return a frozen weight as it was given, if it is kept so."""
+    """Return the original value of a frozen weight, or None if it is not stored."""
     return getattr(parameter, _EXACT, None)

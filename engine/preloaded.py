@@ -1,7 +1,7 @@
 """Imports and computations of every rank before its first engine, done once by the process that forks ranks.
 
-With torch, DeepSpeed and transformers loaded, a rank still spends seconds of processor time: DeepSpeed compiles test
-programs to see which operators could be built, transformers makes its table of weight conversions.
+Even with torch, DeepSpeed and transformers loaded, a rank needs seconds of processor time. DeepSpeed compiles test
+programs to check which operators can be built, and transformers creates its table of weight conversions.
 """
 
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Signals that ask a rank to stop: the first ends training after the running step, a second one the process."""
+"""Signals to stop a rank: the first ends training after the current step, and a second one ends the process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """SIGTERM and SIGINT as a request that training reads between two steps.
+    """Handling of SIGTERM and SIGINT as requests to stop, which training reads between two steps.
 
-    A thread takes them, because the main thread may be waiting for another rank. Signals that the program
-    ignores or handles itself are left alone, and outside of the main thread nothing is changed.
+    A thread receives them, because the main thread may be waiting for another rank. Signals that the program
+    ignores or handles itself are not changed. Outside the main thread nothing is changed.
 
     Attributes:
-        number: of the first signal, or 0 before it.
+        number: number of the first signal, or 0 before it.
     """
 
     def __init__(self, deadline_s: float, *, end: Callable[[int], None] = os._exit) -> None:
-        """Change nothing before `open`.
+        """Create the handling. Signals change only when `open` is called.
 
         Args:
             deadline_s: seconds from the first signal after which the process ends whatever it does.
@@ -46,7 +46,7 @@ class StopSignals:
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def open(self) -> StopSignals:
-        """Take the signals, as long as `defer` was not called to end the process at once."""
+        """Receive the signals from now on. Until `defer` is called, a signal ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             return self
         taken = [number for number in SIGNALS if signal.getsignal(number) in _DEFAULTS]
@@ -64,7 +64,7 @@ class StopSignals:
         self._deferred = True
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restore the previous handling of signals."""
         if self._before:
             self._give_back()
             os.close(self._writing)
@@ -111,7 +111,7 @@ class StopSignals:
             self.number, self._first_at = number, monotonic()
             if not self._deferred:
                 self._end(128 + number)
-            elif os.environ.get("RANK", "0") == "0" and "WEFT_PLACES" not in os.environ:  # a driver tells otherwise
+            elif os.environ.get("RANK", "0") == "0" and "WEFT_PLACES" not in os.environ:  # a driver prints otherwise
                 text = "ending after the running step, with a checkpoint; once more to end at once"
                 print(f"weft train: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
 
