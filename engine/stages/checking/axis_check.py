@@ -1,4 +1,4 @@
-"""Check on a small copy that axes inside layers can divide an architecture."""
+"""Check on a small copy of a model that tensor, context and expert groups can divide its layers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from weft.engine.stages.cutting.port import Port
 from weft.engine.stages.cutting.stage import Stage
 
 MEMBERS = 2
-"""The number of members of each axis in the check."""
+"""Number of members of each axis in the check."""
 TOLERANCE = 1e-4
-"""Largest difference relative to the largest value, because members add in another order than one process."""
+"""Largest allowed difference, relative to the largest value. Members add in another order than one process."""
 
 
 def check_axes(
@@ -38,13 +38,13 @@ def check_axes(
     exchange: ContextExchange = ContextExchange.auto,
     packing: bool = False,
 ) -> None:
-    """Compare two members of each used axis with one process, on a small copy: logits, loss and gradients.
+    """On a small copy, compare logits, loss and gradients of two members of each used axis with one process.
 
     Args:
         model: a config, or a model, which is not changed.
         tensor, context, expert: sizes of the axes in training.
-        exchange: between ranks that share sequences, as configured.
-        packing: whether rows hold several documents. Otherwise they may be padded.
+        exchange: the configured exchange between ranks that share sequences.
+        packing: whether sequences contain several documents. Otherwise they may be padded.
 
     Raises:
         ValueError: the results differ. The message has the axis, the architecture, the difference and the remedy.
@@ -84,7 +84,7 @@ def check_axes(
 
 
 def refuse_unshareable(model: PreTrainedConfig | ModelConfig | nn.Module, *, tensor: int = 1, expert: int = 1) -> None:
-    """Check by its config alone that members can divide a model.
+    """Check from its config alone that members can divide a model.
 
     Raises:
         UnshareableError: they cannot. The message names the part and the remedy.
@@ -109,7 +109,7 @@ def _difference(
 
 
 def _alone(small: PreTrainedModel, batches: list[Batch], num_items: Tensor) -> Outcome:
-    """Compute the micro-batches in one process, by the model's own forward."""
+    """Run the micro-batches in one process, by the model's own forward."""
     small.zero_grad()
     stage = Stage(small, index=0, num_stages=1, port=Port())
     losses, logits = [], []
@@ -122,7 +122,7 @@ def _alone(small: PreTrainedModel, batches: list[Batch], num_items: Tensor) -> O
 
 
 def _tried(small: PreTrainedModel, packing: bool) -> dict[str, Batch]:
-    """Return micro-batches with full rows, and with packed or padded ones."""
+    """Return two micro-batches: one with full sequences, and one with packed or padded sequences."""
     full = tried_batch(small)
     other = dict(full)
     if packing:

@@ -1,4 +1,4 @@
-"""Comparison of stages with Hugging Face's own run of the whole model, on some micro-batches."""
+"""Comparison of stages with Hugging Face's own run of the whole model, on a few micro-batches."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Outcome:
     """The results of micro-batches.
 
     Attributes:
-        logits: of all micro-batches, [B, S, V].
+        logits: logits of all micro-batches, [B, S, V].
         loss: the sum of their losses.
-        gradients: their sums, by the parameters' names in the whole model.
+        gradients: gradients summed over the micro-batches, by the parameters' names in the whole model.
     """
 
     logits: Tensor
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences of two outcomes, relative to the largest value if that is above 1."""
+    """Differences of two outcomes, each relative to the largest expected value or to 1, whichever is larger."""
 
     logits: float
     loss: float
@@ -43,14 +43,14 @@ class Difference:
 
     @property
     def worst(self) -> float:
-        """The largest of the differences. NaN counts as infinity."""
+        """Largest of the three differences. NaN counts as infinity."""
         return max(d if d == d else float("inf") for d in (self.logits, self.loss, self.gradients))
 
 
 def whole_outcome(
     model: nn.Module, batches: Sequence[Batch], num_items: Tensor, loss: OutputsLoss | None = None
 ) -> Outcome:
-    """Run the whole model by Hugging Face's (or peft's) own forward. It receives gradients.
+    """Run the whole model by Hugging Face's (or peft's) own forward and backward, which sets its gradients.
 
     Args:
         loss: function of the outputs, the batch and ``num_items``, instead of the model's own loss.
@@ -68,7 +68,7 @@ def whole_outcome(
 
 
 def staged_outcome(stages: Sequence[Stage], batches: Sequence[Batch], num_items: Tensor) -> Outcome:
-    """Run all stages in this process, one after the other. They receive gradients."""
+    """Run all stages in this process, one after the other, with their backward, which sets their gradients."""
 
     def run(batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = run_stages(stages[:-1], batch)
@@ -95,7 +95,11 @@ def _outcome(
 
 
 def run_stages(stages: Sequence[Stage], batch: Batch, num_items: Tensor | None = None) -> Tensor | None:
-    """Run a micro-batch through consecutive first stages in this process. Return a hidden state, or the loss."""
+    """Run a micro-batch through consecutive stages in this process, from the first.
+
+    Return the last of these stages' output: a hidden state, the loss if it is the model's last stage, or None without
+    stages.
+    """
     hidden = None
     for stage in stages:
         hidden = stage(hidden, batch, num_items)
@@ -113,12 +117,12 @@ def all_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parame
 
 
 def gradients(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return gradients of whole models or stages, by the parameters' names in the whole model."""
+    """Return the existing gradients of whole models or stages, by the parameters' names in the whole model."""
     return {name: p.grad for name, p in all_parameters(models) if p.grad is not None}
 
 
 def difference(got: Outcome, want: Outcome) -> Difference:
-    """Compare an outcome with the expected one. A gradient that one side lacks counts as zero."""
+    """Compare an outcome with the expected one. A gradient that only one outcome has is compared with zero."""
     names = got.gradients.keys() | want.gradients.keys()
     off = {name: distance(got.gradients.get(name), want.gradients.get(name)) for name in sorted(names)}
     worst = max(off, key=lambda name: off[name] if off[name] == off[name] else float("inf"), default="")
@@ -128,7 +132,10 @@ def difference(got: Outcome, want: Outcome) -> Difference:
 
 
 def distance(got: Tensor | None, want: Tensor | None) -> float:
-    """Return the largest difference of two tensors, relative to the largest value if that is above 1."""
+    """Return the largest absolute difference of two tensors, divided by the largest value of ``want`` or 1.
+
+    The larger of the two divides. None counts as zero. Different shapes return infinity.
+    """
     zero = torch.zeros(())
     got, want = (zero if x is None else x.detach().float() for x in (got, want))
     if got.dim() and want.dim() and got.shape != want.shape:

@@ -1,4 +1,4 @@
-"""Members of axis groups as threads of one process, which run one small model together, for checks."""
+"""Members of axis groups, run as threads of one process that share a small model, for checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.engine.stages.cutting.stage import Stage
 Train = Callable[
     [Callable[[AxisGroups], list[Stage]], AxisGroups, Sequence[Batch], Tensor], tuple[list[Stage], Outcome]
 ]
-"""Makes a member's stages for its groups, trains them on its parts of micro-batches, and returns both."""
+"""Function that makes a member's stages for its groups, trains them on its micro-batches, and returns both."""
 
 
 def members_outcome(
@@ -38,13 +38,14 @@ def members_outcome(
     exchange: ContextExchange = ContextExchange.gather,
     train: Train | None = None,
 ) -> Outcome:
-    """Compute micro-batches by all members together, each with its part of a copy of a whole model.
+    """Run micro-batches on all members together, each with its part of a copy of the whole model.
 
     Args:
-        batches: dealt to the members of an expert group. Members of a context or tensor group share each.
-        sizes: members along each axis.
-        num_stages: to cut the model into.
-        exchange: between members of a context group.
+        batches: whole micro-batches, distributed over the members of an expert group. Members of a context or tensor
+            group share each of them.
+        sizes: number of members of each axis.
+        num_stages: number of stages into which the model is cut.
+        exchange: exchange between members of a context group.
         train: runs a member's micro-batches. None runs them one after the other.
 
     Raises:
@@ -94,7 +95,7 @@ def _train_in_turn(
 
 
 def _summed(model: PreTrainedModel, results: Sequence[tuple[Mapping[str, Cut], Outcome]]) -> dict[str, Tensor]:
-    """Return gradients of whole parameters, summed from members' parts."""
+    """Return the gradients of whole parameters, summed over the members' parts."""
     totals: dict[str, Any] = {name: torch.zeros_like(p, requires_grad=False) for name, p in all_parameters([model])}
     for cuts, outcome in results:
         for name, gradient in outcome.gradients.items():

@@ -1,4 +1,4 @@
-"""Explanation of a failed forward of a divided model: the operation that does not support the division."""
+"""Diagnosis of a failed forward of a divided model: the operation that does not support the division."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Step:
     """A call in the traceback of a failed forward.
 
     Attributes:
-        path: of the module in the model, or empty for the model itself.
+        path: the module's path in the model, or empty for the model itself.
     """
 
     path: str
@@ -37,11 +37,11 @@ class _Step:
 
 
 def why_not_shared(error: Exception, axes: Collection[str]) -> str:
-    """Return the operation that members cannot share, or the error's message unless it is about sizes.
+    """Return the operation that members cannot share. For errors that are not about sizes, return the error's message.
 
     Args:
-        error: of the forward, with its traceback.
-        axes: along which the work was divided.
+        error: the forward's error, with its traceback.
+        axes: axes that divided the work.
     """
     steps = list(_steps(error))
     if not steps or not isinstance(error, RuntimeError | IndexError | ValueError) or not _OF_SIZES.search(str(error)):
@@ -58,7 +58,7 @@ def why_not_shared(error: Exception, axes: Collection[str]) -> str:
 
 
 def _steps(error: Exception) -> Iterator[_Step]:
-    """Return calls of a Hugging Face model and of modules in it, the outermost first."""
+    """Yield the calls of a Hugging Face model and its modules from a traceback, the outermost first."""
     paths: dict[nn.Module, str] = {}
     for frame, _ in walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
@@ -69,7 +69,7 @@ def _steps(error: Exception) -> Iterator[_Step]:
 
 
 def _beside_positions(last: _Step, error: Exception) -> str:
-    """Return the operation that does not fit the masks and the attention of a rank's positions."""
+    """Describe an operation that uses other positions than the rank's own, or return an empty string."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     if any(Path(frame.f_code.co_filename).name == "masking_utils.py" for frame in frames):
         return f"{last} makes masks of other tensors than the positions and the padding that it is given"
@@ -80,8 +80,10 @@ def _beside_positions(last: _Step, error: Exception) -> str:
 
 
 def _beside_hidden_states(steps: list[_Step]) -> str:
-    """Return the operation that does not fit slices of a hidden state [batch, sequence, features] between a layer's
-    parts."""
+    """Describe an operation of a layer that needs whole hidden states [batch, sequence, features], not a rank's slice.
+
+    Return an empty string if there is none.
+    """
     model, last = steps[0].module, steps[-1]
     assert isinstance(model, PreTrainedModel)
     layers = decoder_layers(model)

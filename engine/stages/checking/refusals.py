@@ -1,4 +1,4 @@
-"""Architectures and settings that stages cannot reproduce, and why."""
+"""Rejection of architectures and settings that stages cannot reproduce, with the reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEAKS_ACROSS_DOCUMENTS = frozenset(
 
 
 def refuse_packing(model_type: str) -> None:
-    """Check that Hugging Face's forward separates packed documents, by a list of architectures.
+    """Check a list of architectures whose Hugging Face forward does not separate packed documents.
 
     ``self_check(..., packing=True)`` tests it for architectures that are not listed.
 
@@ -54,10 +54,10 @@ def refuse_packing(model_type: str) -> None:
 
 
 def refuse_partitioning(model: nn.Module | None = None) -> None:
-    """Check that weights are not divided by DeepSpeed's ZeRO-3, which would divide those of all modules made here.
+    """Check that DeepSpeed's ZeRO-3 does not divide weights. It would divide the weights of every module made here.
 
     Raises:
-        ValueError: `deepspeed.zero.Init` is active, or transformers would enter it, or the model was made in it.
+        ValueError: `deepspeed.zero.Init` is active, transformers would enter it, or the model was made in it.
     """
     from deepspeed.runtime.zero import partition_parameters
 

@@ -1,4 +1,4 @@
-"""The self-check: compares a small copy of an architecture, run as a whole by Hugging Face, with its stages."""
+"""Self-check: compares the stages of a small copy of a model with Hugging Face's own run of the whole copy."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from weft.engine.stages.cutting.stage import Stage, accepted_arguments
 from weft.engine.stages.files.loading import load_hf_config, new_stages
 
 TOLERANCE = 1e-5
-"""Largest difference relative to the largest value. It is 0 for every architecture that works."""
+"""Largest allowed difference, relative to the largest value. Every architecture that works has 0."""
 REMEDY = "choose another architecture, or run it whole with pipeline.stages=1"
 LENGTH = 12
-"""Length of the sequences of the check."""
+"""Sequence length of the check."""
 
 
 def self_check(
@@ -46,13 +46,13 @@ def self_check(
     packing: bool = False,
     own_loss: bool = True,
 ) -> None:
-    """Compare stages with Hugging Face's own run, on a small copy: logits, loss and gradients.
+    """On a small copy, compare logits, loss and gradients of the stages with Hugging Face's own run.
 
     Stages are made as in training: cut out of a given model, or built one by one from a config.
 
     Args:
         model: a config, or a model, which is not changed.
-        num_stages: of the small copy. 0 puts each of its layers on a separate stage.
+        num_stages: stages of the small copy. 0 puts each of its layers on a separate stage.
         packing: also check that packed documents do not attend to each other.
         own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
 
@@ -71,7 +71,7 @@ def self_check(
 
 
 def architecture(model: PreTrainedConfig | ModelConfig | nn.Module) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """Return the class that is trained, and its config.
+    """Return the Hugging Face class that is trained, and its config.
 
     Raises:
         ValueError: the model is not Hugging Face's, or transformers has no causal model of the type.
@@ -96,17 +96,17 @@ def small_copy(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_laye
 def check_stages(
     small: PreTrainedModel, num_stages: int, batches: Sequence[Batch], *, given: bool = True, own_loss: bool = True
 ) -> tuple[Outcome, Outcome]:
-    """Run a small model whole and in stages.
+    """Run a small model whole and in stages, and require equal outcomes.
 
     Args:
-        small: from `small_copy`. It receives gradients.
-        num_stages: to cut it into.
+        small: a model from `small_copy`. Its gradients are set.
+        num_stages: number of stages into which it is cut.
         batches: micro-batches.
-        given: whether to cut stages out of a copy of it. Otherwise each stage is built alone.
+        given: whether to cut stages out of a copy of the model. Otherwise each stage is built separately.
         own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
 
     Returns:
-        The outcome of the stages and that of the whole model.
+        The outcome of the stages and the outcome of the whole model.
 
     Raises:
         ValueError: the outcomes differ, or one of the runs fails.
@@ -138,7 +138,7 @@ def check_stages(
 
 
 def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], batch: Batch) -> None:
-    """Compare stages in evaluation mode, in which some models compute differently."""
+    """Compare stages and whole model in evaluation mode, in which some models compute differently."""
     name = type(small).__name__
     for model in (*stages, small):
         model.eval()
@@ -164,7 +164,7 @@ def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
     """Check on a small copy that packed documents do not attend to each other.
 
     Raises:
-        ValueError: they do.
+        ValueError: documents attend to each other.
     """
     cls, config = architecture(model)
     _require_apart(small_copy(cls, config, min_layers=2))
@@ -177,7 +177,7 @@ def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> No
     and uses nothing else.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the architecture does not pass them, or uses other information.
     """
     cls, config = architecture(model)
     small = small_copy(cls, config, min_layers=2)
@@ -193,7 +193,7 @@ def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> No
 
 
 def roughen(models: Sequence[nn.Module]) -> None:
-    """Perturb weights, because initial norms and biases are the same in every layer."""
+    """Perturb weights with fixed noise, because initial norms and biases are the same in every layer."""
     with torch.no_grad():
         for name, parameter in all_parameters(models):
             with seeded(0, name):
@@ -201,7 +201,7 @@ def roughen(models: Sequence[nn.Module]) -> None:
 
 
 def tried_batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return two sequences of `LENGTH` tokens."""
+    """Return a batch of two sequences of `LENGTH` tokens, without labels for the first two tokens."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(1, vocabulary, (2, LENGTH), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
@@ -213,7 +213,7 @@ def require_causal(model: PreTrainedModel) -> None:
     """Check that the model returns logits over the vocabulary for every token, independent of later tokens.
 
     Raises:
-        ValueError: it is another kind of model, or its labels would leak.
+        ValueError: the model has no such logits, or they depend on later tokens.
     """
     name, batch = type(model).__name__, tried_batch(model)
     ids, half = batch["input_ids"], LENGTH // 2
@@ -257,7 +257,10 @@ def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> No
 def _require_apart(model: PreTrainedModel, *, attached: bool = False) -> None:
     """Check that a change of the first of two packed documents does not change the second one's logits.
 
-    ``attached`` attaches the packed rows to the positions by `weft.engine.models.batch.attach_packed_rows`.
+    ``attached`` attaches the document bounds to the positions by `weft.engine.models.batch.attach_packed_rows`.
+
+    Raises:
+        ValueError: the logits change.
     """
     ids = tried_batch(model)["input_ids"]
     other = ids.clone()
@@ -277,10 +280,10 @@ def _require_apart(model: PreTrainedModel, *, attached: bool = False) -> None:
 
 @contextmanager
 def _refusing(what: str, *, passed: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-    """Context that turns any error of Hugging Face's or the model's own code into the message for the user.
+    """Convert any error of Hugging Face's or the model's own code into a `ValueError` with the remedy.
 
     Args:
-        passed: errors that already name the reason.
+        passed: types of errors that already name the reason, and pass unchanged.
     """
     try:
         yield

@@ -19,7 +19,7 @@ from weft.engine.stages.cutting.provenance import Entry, Provenance, Taken, memo
 
 @dataclass(frozen=True)
 class Slot:
-    """A destination of a tensor: an argument of a layer, or an element of it."""
+    """Destination of a boundary tensor: an argument of a layer, or an element of a nested argument."""
 
     layer: int
     entry: Entry
@@ -28,12 +28,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that crosses a cut."""
+    """A tensor that crosses a cut between stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     slots: tuple[Slot, ...]
-    """Its destinations, the earliest layer first."""
+    """Destinations of the tensor, the earliest layer first."""
 
 
 Boundary = tuple[Part, ...]
@@ -41,11 +41,11 @@ Boundary = tuple[Part, ...]
 
 
 def boundaries(taken: Sequence[Taken], num_layers: int) -> list[Boundary]:
-    """Return the boundary tensors before each layer. Those of the first come from the modules before the layers.
+    """Return the boundary tensors before each layer. The modules before the layers make the first layer's.
 
     Args:
         taken: tensors that the layers of a model take in one forward, in order.
-        num_layers: of the model.
+        num_layers: number of the model's layers.
     """
     return [_boundary([take for take in taken if take.layer >= cut > take.maker]) for cut in range(num_layers)]
 
@@ -67,7 +67,7 @@ def _boundary(crossing: Sequence[Taken]) -> Boundary:
 
 
 class BoundaryTracer:
-    """The boundary tensors of a whole model, for any shape of micro-batch, traced without memory for weights."""
+    """Boundary tensors of a whole model for any shape of micro-batch, traced on the meta device."""
 
     def __init__(self, cls: type[PreTrainedModel], config: PreTrainedConfig, layers: str) -> None:
         """Store the model's class, its config and the path of its layers.
@@ -82,9 +82,9 @@ class BoundaryTracer:
         """Return the boundary tensors before a layer.
 
         Args:
-            cut: the layer.
-            shape: of the micro-batch's token ids, [B, S].
-            dtype: of the model.
+            cut: index of the layer after the cut.
+            shape: shape [B, S] of the micro-batch's token ids.
+            dtype: type of the model's weights.
 
         Raises:
             ValueError: the model does not run on the meta device.
@@ -121,23 +121,23 @@ class BoundaryTracer:
 
 
 Parts = Sequence[tuple[Sequence[int], torch.dtype]]
-"""Shapes and types of tensors."""
+"""Shapes and types of packed tensors."""
 ALIGNMENT = 16
-"""Alignment of each part in bytes."""
+"""Alignment of each packed tensor in bytes."""
 
 
 def packed_size(parts: Parts, dtype: torch.dtype) -> int:
-    """Return the number of elements of ``dtype`` of the packed tensor."""
+    """Return the length of the packed tensor in elements of ``dtype``."""
     return sum(_room(shape, kind) for shape, kind in parts) // dtype.itemsize
 
 
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Pack tensors, bit for bit, into one of [elements]. Its gradient contains their gradients."""
+    """Pack tensors, bit for bit, into one tensor [elements]. Its gradient contains their gradients, packed alike."""
     return _Pack.apply(dtype, *tensors)
 
 
 def unpack(packed: Tensor, parts: Parts) -> tuple[Tensor, ...]:
-    """Unpack the tensors."""
+    """Return the tensors with the given shapes and types that `pack` packed."""
     return _Unpack.apply(packed, parts)
 
 

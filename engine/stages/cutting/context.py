@@ -12,20 +12,20 @@ from weft.engine.parallel import functions, zigzag
 from weft.engine.parallel.axis import AxisGroup
 
 CUT = ("input_ids", "labels", "position_ids")
-"""Inputs that are divided by positions."""
+"""Inputs whose positions are divided over the group."""
 WHOLE = "whole."
-"""Prefix of the tensors of a whole micro-batch, which an objective receives."""
+"""Prefix under which a part also keeps the tensors of the whole micro-batch, for an objective."""
 
 
 def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict[str, Tensor]:
-    """Return this member's part of a micro-batch. Its forwards also need the packed rows (`attach_rows_of`).
+    """Return this member's part of a micro-batch. Its forward also needs `attach_rows_of`.
 
     Args:
-        batch: with ``position_ids``.
+        batch: the whole micro-batch, with ``position_ids``.
         keep_whole: also keep the whole micro-batch, for an objective.
 
     Raises:
-        ValueError: the sequences cannot be cut.
+        ValueError: the group cannot divide the sequence length.
     """
     if group.size == 1:
         return dict(batch)
@@ -38,21 +38,21 @@ def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict
 
 
 def whole_batch(batch: Batch) -> dict[str, Tensor]:
-    """Return the whole micro-batch that `part_of` has kept."""
+    """Return the whole micro-batch that `part_of` kept, or ``batch`` itself if it kept none."""
     kept = {name.removeprefix(WHOLE): value for name, value in batch.items() if name.startswith(WHOLE)}
     return kept or dict(batch)
 
 
 def whole_sequence(group: AxisGroup, part: Tensor) -> Tensor:
-    """Gather [B, S, ...] from all members' parts. The gradient is summed over members and divided again."""
+    """Gather [B, S, ...] from all members' parts. The backward sums the gradient over members and divides it again."""
     return zigzag.in_order(group.size, functions.gather(group, part, 1), 1)
 
 
 def own_positions(group: AxisGroup, whole: Tensor | None) -> Tensor | None:
-    """Return a member's part of [B, S], or None for None."""
+    """Return this member's positions of ``whole``, [B, S], or None if ``whole`` is None."""
     return None if whole is None else zigzag.take(group, whole, -1)
 
 
 def labels_to_predict(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the shifted labels for Hugging Face's loss, which cannot shift a part of a sequence."""
+    """Return a part's shifted labels for Hugging Face's loss, which cannot shift them. Empty for a whole batch."""
     return {"shift_labels": batch["shift_labels"]} if "shift_labels" in batch else {}

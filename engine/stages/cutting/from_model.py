@@ -1,4 +1,4 @@
-"""Cuts virtual stages out of a model in memory."""
+"""Cutting of virtual stages out of a model in memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def stages_from_model(
 ) -> list[Stage]:
     """Cut virtual stages out of a Hugging Face model, or of peft's model around one.
 
-    The model is consumed: it becomes the first of the stages, and the memory of layers outside of the wanted
+    The model is consumed: it becomes the first of the stages. The memory of layers outside of the wanted
     stages is freed even if there are other references to the model. A single stage is the whole model, uncut.
 
     Args:
-        split: of the whole model.
+        split: layers of every stage of the whole model.
         stages: numbers of the virtual stages wanted.
-        axes: groups that divide each layer.
+        axes: groups that divide each layer. None does not divide.
 
     Raises:
         ValueError: the model cannot be cut faithfully.
@@ -63,9 +63,9 @@ def stages_from_model(
 
 
 def _checkpoint_without_reentrance(model: nn.Module) -> None:
-    """Replace reentrant checkpointing of layers by the other kind.
+    """Replace reentrant checkpointing of layers by non-reentrant checkpointing.
 
-    Reentrant checkpointing hides from autograd all tensors but a layer's own positional arguments. It yields no
+    Reentrant checkpointing hides from autograd all tensors except a layer's own positional arguments. It yields no
     gradient if no argument needs one, as on a first stage with a frozen embedding.
     """
     for module in model.modules():
@@ -75,6 +75,6 @@ def _checkpoint_without_reentrance(model: nn.Module) -> None:
 
 
 def _same_weights(model: nn.Module) -> nn.Module:
-    """Return a copy of a tree of modules with the same parameters and buffers."""
+    """Return a copy of the model's module tree with the same parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

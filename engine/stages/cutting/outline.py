@@ -1,4 +1,4 @@
-"""The outline of a model: its modules that run before, in and after the decoder layers."""
+"""The skeleton of a model for cuts: its modules that run before, in and after the decoder layers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _LAYER = "a layer"
 
 @dataclass(frozen=True)
 class Outline:
-    """The structure of a model for cuts. Paths are those of `torch.nn.Module.get_submodule`."""
+    """The structure of a model for cuts. Paths are those that `torch.nn.Module.get_submodule` accepts."""
 
     layers: str
     """Path of the list of decoder layers."""
     num_layers: int
-    """Decoder layers of the whole model."""
+    """Number of decoder layers of the whole model."""
     before: tuple[str, ...]
-    """Modules with parameters that run before the first layer, such as embeddings, or never."""
+    """Modules with parameters that run before the first layer, such as embeddings, or that never run."""
     after: tuple[str, ...]
     """Modules with parameters that run after the last layer: the final norm and the head."""
     answer_length: int | None
     """Length of the tuple that a layer returns, or None if it returns the hidden state alone."""
     own_before: tuple[str, ...] = ()
-    """Parameters of the modules that contain the layers, used before these."""
+    """Parameters that the modules around the layers own and use before the layers."""
     own_after: tuple[str, ...] = ()
-    """Parameters of the modules that contain the layers, used after these."""
+    """Parameters that the modules around the layers own and use after the layers."""
     more: tuple[str, ...] = ()
     """Arguments of layers that cross cuts besides a hidden state [B, S, H]."""
     plain: bool = True
@@ -43,7 +43,7 @@ class Outline:
 
 
 _KNOWN: dict[tuple[type[PreTrainedModel], str], Outline] = {}
-"""Cache by class and configuration, for processes that make stages of the same model again."""
+"""Cache by class and configuration, for processes that make stages of the same model repeatedly."""
 
 
 def outline_of(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Outline:
@@ -99,10 +99,12 @@ class _Watch:
         self._hooks += [layer.register_forward_hook(self._note_answer) for layer in layers]
 
     def places(self) -> dict[str, set[str]]:
-        """Classify each module outside of the layers: run before them, after them, or never.
+        """Return where each module outside of the layers ran: before them, after them, or never (an empty set).
 
         Raises:
-            ValueError: one ran on both sides of a layer, or layers ran more than once.
+            ValueError: one ran among the layers or on both sides of them, layers ran more than once, or a layer returns
+        a
+                named tuple.
         """
         for hook in self._hooks:
             hook.remove()
@@ -137,7 +139,7 @@ class _Watch:
 
 
 def outside_units(model: nn.Module, layers: str, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Return the largest modules with parameters and a forward that do not contain the list of layers."""
+    """Yield the largest modules that have parameters and a forward, and do not contain the list of layers, by path."""
     for name, child in model.named_children():
         path = f"{prefix}{name}"
         if layers.startswith(f"{path}.") or (path != layers and isinstance(child, nn.ModuleList | nn.ModuleDict)):
@@ -147,7 +149,7 @@ def outside_units(model: nn.Module, layers: str, prefix: str = "") -> Iterator[t
 
 
 def _own_weights(model: nn.Module, layers: str, provenance: Provenance) -> dict[str, bool]:
-    """Return parameters owned by modules that contain the list of layers, and whether they are used after the layers.
+    """Return the parameters that modules around the layers own, and whether they are used after the layers.
 
     Raises:
         ValueError: some are used among the layers, or on both sides of them.

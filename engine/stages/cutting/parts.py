@@ -1,4 +1,4 @@
-"""The parts of a model that the ranks of axis groups hold."""
+"""The parts of a model that the ranks of axis groups store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
         This rank's parts of divided parameters, by name.
 
     Raises:
-        ValueError: the model cannot be divided so.
+        ValueError: these groups cannot divide the model.
     """
     cuts = expert_cuts(model, axes.expert)
     hold_parts(model, cuts)
@@ -40,12 +40,12 @@ def take_part(model: PreTrainedModel, axes: AxisGroups) -> dict[str, Cut]:
 
 
 def named_parts(model: PreTrainedModel, axes: AxisGroups, prefix: str) -> dict[str, Cut]:
-    """Call `take_part`, and return the parts by names with ``prefix``."""
+    """Call `take_part`, and prepend ``prefix`` to the parameters' names."""
     return {prefix + name: cut for name, cut in take_part(model, axes).items()}
 
 
 def share_tied(stages: Sequence[Stage]) -> None:
-    """Replace tied weights of ``stages`` by the parameter of the first stage that holds them."""
+    """Share each tied weight of ``stages``: use the parameter of the first stage that has it in all of them."""
     owned: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in list(stage.named_global_parameters()):
@@ -54,7 +54,7 @@ def share_tied(stages: Sequence[Stage]) -> None:
 
 
 def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Replace ``old`` by ``new`` throughout ``module``."""
+    """Use the parameter ``new`` wherever ``module`` uses ``old``."""
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter is old:

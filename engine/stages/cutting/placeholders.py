@@ -15,7 +15,7 @@ from weft.engine.stages.cutting.port import Port
 
 
 class SkippedLayer(Placeholder):
-    """A decoder layer of another stage, which returns its hidden state in the layer's output format."""
+    """A decoder layer of another stage, which returns its input hidden state in the layer's output format."""
 
     def __init__(self, original: nn.Module, answer_length: int | None) -> None:
         super().__init__(original)
@@ -32,7 +32,7 @@ class SkippedLayer(Placeholder):
 
 
 class EntryLayer(SkippedLayer):
-    """The layer before a stage's own, which returns the received hidden state."""
+    """The layer before a stage's own layers, which returns the received hidden state."""
 
     def __init__(self, original: nn.Module, answer_length: int | None, port: Port) -> None:
         super().__init__(original, answer_length)
@@ -45,24 +45,28 @@ class EntryLayer(SkippedLayer):
 
 
 class ExitLayer(SkippedLayer):
-    """A layer after a stage's own, which records boundary tensors, and ends the forward once all are recorded."""
+    """A layer after a stage's own layers. It records boundary tensors, and ends the forward when all are recorded."""
 
     def __init__(self, original: nn.Module, answer_length: int | None, port: Port, index: int) -> None:
         super().__init__(original, answer_length)
         self._port, self._index = port, index
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return the hidden state for the next layer. Raise `StageEnded` in the last one that is needed."""
+        """Return the hidden state for the next layer.
+
+        Raises:
+            StageEnded: all boundary tensors are recorded.
+        """
         hidden = first_tensor(args, kwargs)
         self._port.take_out(self._index, hidden, args, kwargs)
         return self._answer(hidden)
 
 
 class Upstream(Placeholder):
-    """An embedding, or another module that runs before the layers, in a stage that does not need it.
+    """An embedding, or another module that runs before the layers, in a stage that does not need its values.
 
-    Its output has the right shape, type and device, but no values, so that Hugging Face's code can make masks and
-    rotary tables.
+    Its output has the right shape, type and device, but no values. Hugging Face's code derives masks and rotary tables
+    from these.
     """
 
     def __init__(self, original: nn.Module, port: Port) -> None:
@@ -97,21 +101,24 @@ class Upstream(Placeholder):
 
 
 class Downstream(Placeholder):
-    """The final norm or the head, in a stage that ends before it. It is reached if no layer after the stage's runs."""
+    """The final norm or the head, in a stage that ends before it.
+
+    It is called if none of the layers after the stage's own layers runs.
+    """
 
     def __init__(self, original: nn.Module, port: Port | None = None) -> None:
         super().__init__(original)
         self._port = port
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """End the forward with the boundary tensors."""
+        """End the forward by raising `StageEnded` with the boundary tensors."""
         assert self._port is not None
         self._port.take_out(self._port.num_layers, first_tensor(args, kwargs), args, kwargs)
         raise AssertionError("a stage ran past its own layers")
 
 
 def move_kept(module: nn.Module, keep: set[str], shell: Placeholder) -> Placeholder:
-    """Move the parameters of ``module`` that ``keep`` names to ``shell``."""
+    """Move the parameters of ``module`` that ``keep`` names to ``shell``, and return ``shell``."""
     for name, parameter in module.named_parameters(recurse=False):
         if name in keep:
             shell._parameters[name] = parameter

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a stage: the tensors from the previous stage to its model, and from the model to the next."""
+"""Inputs and outputs of a stage: tensors that it receives from the previous stage and sends to the next one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FED = "_weft_fed"
 
 
 class StageEnded(Exception):
-    """Ends a forward after the stage's last layer."""
+    """Raised to end a forward after the stage's last layer."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -28,11 +28,12 @@ class Port:
     """The inputs and outputs of one stage, for one micro-batch at a time."""
 
     def __init__(self, window: range = range(0), num_layers: int = 0, tracer: BoundaryTracer | None = None) -> None:
-        """Start without tensors. ``handover`` computes boundary tensors, and is None if only hidden states cross cuts.
+        """Start without tensors.
 
         Args:
             window: the stage's decoder layers.
-            num_layers: of the whole model.
+            num_layers: number of layers of the whole model.
+            tracer: computes boundary tensors. None if only hidden states cross cuts.
         """
         self.window, self.num_layers, self.tracer = window, num_layers, tracer
         self.hidden: Tensor | None = None
@@ -46,7 +47,9 @@ class Port:
         self._out: dict[int, Tensor] = {}
 
     def crossing(self, cut: int, shape: Sequence[int], dtype: torch.dtype) -> Boundary | None:
-        """Return the boundary tensors before a layer for token ids [B, S]. None means one hidden state [B, S, H].
+        """Return the boundary tensors before a layer for token ids [B, S].
+
+        Return None if only a hidden state [B, S, H] crosses every cut.
 
         Raises:
             ValueError: see `BoundaryTracer.boundary`.
@@ -54,7 +57,10 @@ class Port:
         return None if self.tracer is None else self.tracer.boundary(cut, shape, dtype)
 
     def open(self, tensors: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Set the tensors from the previous stage: the hidden state first, or none on the first stage."""
+        """Set the tensors from the previous stage, the hidden state first, for token ids of ``shape``.
+
+        The first stage has none. ``dtype`` is the type in which the model computes.
+        """
         self.dtype, self._thread = dtype, threading.get_ident()
         self.hidden, self._entered = tensors[0] if tensors else None, False
         self._given, self._out, self._leaving = {}, {}, ()
@@ -71,10 +77,11 @@ class Port:
         self.hidden, self._given, self._out, self._leaving = None, {}, {}, ()
 
     def put_in(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
-        """Return a layer's arguments with the tensors of earlier stages, including the hidden state of the first layer.
+        """Return a layer's arguments with the tensors of earlier stages inserted.
 
-        The tensors are also attached to the hidden state. So a layer that is recomputed in its backward receives the
-        same ones, while there is no forward, or another micro-batch's in another thread.
+        The stage's first layer also receives the hidden state. The tensors are also attached to the hidden state. So a
+        layer that is recomputed in its backward receives the same tensors, although no forward runs then, or another
+        thread runs the forward of another micro-batch.
         """
         entry, hidden = next((e, tree) for e, tree in entries(args, kwargs) if isinstance(tree, Tensor))
         fed: dict[int, dict[tuple[Entry, tuple[int, ...]], Tensor]] = getattr(hidden, _FED, {})
@@ -110,13 +117,13 @@ class Port:
 
 
 class Feed:
-    """A hook on a stage's own layer that inserts tensors of earlier stages. A class, because stages are copied."""
+    """Hook on a stage's own layer that inserts tensors of earlier stages. It is a class, because stages are copied."""
 
     def __init__(self, port: Port, layer: int) -> None:
         self._port, self._layer = port, layer
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the layer's arguments."""
+        """Return the layer's arguments with the tensors inserted."""
         return self._port.put_in(self._layer, args, kwargs)
 
 
@@ -124,7 +131,7 @@ def require_as_predicted(tensors: Sequence[Tensor], boundary: Boundary, name: st
     """Require that a stage's outputs have the shapes and types that the next stage expects.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the shapes or types differ.
     """
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
     wanted = [(part.shape, part.dtype) for part in boundary]
@@ -142,7 +149,7 @@ def _shown(parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
 def _replaced(
     args: tuple[Any, ...], kwargs: dict[str, Any], entry: Entry, given: Mapping[tuple[int, ...], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with the tensors of one entry replaced. Mappings are modified in place."""
+    """Return a call's arguments with the tensors of one entry replaced. An entry in a mapping is replaced in place."""
     name, keys = entry[0], entry[1:]
     old = args[name] if isinstance(name, int) else kwargs.get(name)
     if keys:
@@ -159,7 +166,7 @@ def _replaced(
 
 
 def _tree(old: Any, given: Mapping[tuple[int, ...], Tensor]) -> Any:
-    """Return a nested tuple with tensors at some positions replaced or added."""
+    """Return the nested tuple ``old`` with the given tensors inserted at their indices."""
     if () in given:
         return given[()]
     size = max(1 + max(place[0] for place in given), len(old) if isinstance(old, tuple | list) else 0)

@@ -18,40 +18,46 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BEFORE = -1
-"""Made before the first layer."""
+"""Stands for the time before the first layer, and for the modules that run then."""
 MAPPINGS = (dict, UserDict)
-"""Types of arguments that layers modify, such as a table of shared keys and values."""
+"""Types of arguments that layers modify in place, such as a table of shared keys and values."""
 VALUELESS = ("zeros", "ones", "full", "empty", "rand", "randn")
 """Operations that use a tensor's shape, but not its values, such as ``zeros_like`` and ``new_full``."""
 
 Entry = tuple[str | int, ...]
-"""An argument of a layer: its position or name, and keys if the argument is a mapping."""
+"""Identifies an argument of a layer: its position or name, followed by keys if the argument is a mapping."""
 Tree = Any
 """An argument: nested tuples and lists, with tensors or other objects as leaves."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A tensor that a layer takes, and its origin."""
+    """A tensor that a layer takes as input, and its origin."""
 
     layer: int
     entry: Entry
     place: tuple[int, ...]
-    """Indices in the entry, if that is a tuple or a list."""
+    """Indices in the entry, if the entry is a tuple or a list."""
     maker: int
     """The layer that made it, or `BEFORE`."""
     tensor: Tensor
 
 
 class Provenance(TorchDispatchMode):
-    """Tracks tensors that depend on weights while a model runs. By memory, so that views and in-place writes count."""
+    """Dispatch mode that tracks tensors that depend on weights while a model runs.
+
+    Tensors are identified by their memory, so that views and in-place writes count.
+    """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList) -> None:
         super().__init__()
         self.taken: list[Taken] = []
         """The tensors that layers have taken, in order."""
         self.uses: dict[int, set[int]] = {}
-        """Uses of each weight, by its memory: the number of layers that had begun or ended, or `BEFORE` for none."""
+        """Times of use of each weight, by its memory.
+
+        The time is the number of starts and ends of layers so far, or `BEFORE` before the first.
+        """
         self._layers = layers
         self._now = BEFORE
         self._time = BEFORE
@@ -62,7 +68,7 @@ class Provenance(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[Provenance]:
-        """Track what runs in this context."""
+        """Track the operations that run in this context."""
         with ExitStack() as stack, torch.no_grad(), self:
             for index, layer in enumerate(self._layers):
                 hook = layer.register_forward_pre_hook(self._enter(index), with_kwargs=True, prepend=True)
@@ -83,14 +89,14 @@ class Provenance(TorchDispatchMode):
 
     @property
     def after(self) -> int:
-        """Return the `uses` after the last layer that has run."""
+        """Time of use, as in `uses`, after the last layer that has run."""
         return self._time
 
     def _leave(self, *_: Any) -> None:
         self._time, self._inside = self._time + 1, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and record the origin of its results."""
+        """Run an operation, and record the origin of its results and its uses of weights."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
@@ -113,12 +119,12 @@ class Provenance(TorchDispatchMode):
 
 
 def memory(tensor: Tensor) -> int:
-    """Return the key that views of the same memory share, on any device."""
+    """Return a key that is equal for views of the same memory, on any device."""
     return tensor.untyped_storage()._cdata
 
 
 def entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Entry, Tree]]:
-    """Return the arguments of a call, with mappings split by key."""
+    """Yield the arguments of a call, with mappings split by key."""
 
     def opened(entry: Entry, tree: Tree) -> Iterator[tuple[Entry, Tree]]:
         if isinstance(tree, MAPPINGS):
@@ -134,7 +140,7 @@ def entries(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def leaves(tree: Tree) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield the tensors of nested tuples and lists with their indices."""
+    """Yield the tensors of nested tuples and lists, with their indices."""
     if isinstance(tree, Tensor):
         yield (), tree
     elif isinstance(tree, tuple | list):

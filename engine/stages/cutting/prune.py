@@ -20,11 +20,11 @@ def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[
 
     Args:
         model: a causal language model.
-        outline: its parts.
+        outline: the model's structure.
         window: the stage's decoder layers.
 
     Returns:
-        Names of the parameters that both the first and the last stage hold.
+        Names of the parameters that both the first and the last stage have.
     """
     tied = _tied_sources(model, outline)
     layers = model.get_submodule(outline.layers)
@@ -45,7 +45,7 @@ def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[
 
 
 def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: frozenset[str]) -> Port:
-    """Insert a stage's entry and exit layers into its pruned model, after its weights were loaded."""
+    """Insert entry and exit layers into a pruned model whose weights were loaded, and return their port."""
     tracer = None if outline.plain else BoundaryTracer(type(model), model.config, outline.layers)
     port = Port(window, outline.num_layers, tracer)
     layers = model.get_submodule(outline.layers)
@@ -66,7 +66,7 @@ def open_port(model: PreTrainedModel, outline: Outline, window: range, tied: fro
 
 
 def _tied_sources(model: PreTrainedModel, outline: Outline) -> frozenset[str]:
-    """Return names of parameters before the layers that modules after the layers share.
+    """Return names of parameters before the layers that modules after the layers also use.
 
     These are embeddings that the configuration ties, and other shared parameters such as peft's trained tokens.
     """
@@ -91,7 +91,7 @@ def _forget_foreign_ties(model: PreTrainedModel) -> None:
 
 
 def _drop_weight(model: nn.Module, path: str) -> None:
-    """Replace a weight by a tensor of the same shape that is no parameter."""
+    """Replace a parameter by a buffer of zeros with the same shape."""
     parent, _, name = path.rpartition(".")
     module = model.get_submodule(parent)
     weight = getattr(module, name)

@@ -17,9 +17,9 @@ from weft.pipeline.costs import even_counts
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Decoder layers of each virtual stage, in order.
+    """Numbers of decoder layers of the virtual stages, in order.
 
-    The embedding goes with the first stage, the final norm and the head with the last.
+    The first stage also has the embedding; the last stage also has the final norm and the head.
     """
 
     counts: tuple[int, ...]
@@ -30,7 +30,7 @@ class StageSplit:
 
     @cached_property
     def layers(self) -> tuple[range, ...]:
-        """The layers of each stage."""
+        """Layer indices of each stage."""
         ends = accumulate(self.counts)
         return tuple(range(stop - count, stop) for count, stop in zip(self.counts, ends, strict=True))
 
@@ -53,7 +53,7 @@ def split_layers(
     Args:
         hf_config: the Hugging Face config of the model.
         num_stages: virtual stages of the whole pipeline.
-        kind: even counts, or balanced by the weights that a token uses (which are proportional to FLOPs),
+        kind: even counts, or counts balanced by the weights that a token uses (which are proportional to FLOPs),
             including the embedding and the head.
         given: configured numbers of layers of each virtual stage, which override ``kind``.
 
@@ -64,7 +64,7 @@ def split_layers(
 
 
 def split_model(model: ModelSizes, num_stages: int, kind: SplitKind, given: Sequence[int] = ()) -> StageSplit:
-    """`split_layers` of a model whose weights have been counted."""
+    """Divide a model whose weights have been counted, as `split_layers` does."""
     return _split(len(model.layers), lambda: model, num_stages, kind, given)
 
 
@@ -99,7 +99,7 @@ def _by_hand(given: Sequence[int], num_stages: int, num_layers: int) -> StageSpl
 
 
 def _by_cost(sizes: ModelSizes, num_stages: int) -> Sequence[int]:
-    """Minimise the cost of the most expensive stage, then the sum of squares."""
+    """Return layer counts with the lowest cost of the most expensive stage, then the lowest sum of squared costs."""
     costs = [layer.active for layer in sizes.layers]
     costs[0] += sizes.before.active
     costs[-1] += sizes.after.active

@@ -49,12 +49,12 @@ class Stage(nn.Module):
         """Wrap a pruned model.
 
         Args:
-            model: a pruned Hugging Face model, or peft's around it.
-            index: of the virtual stage.
+            model: a pruned Hugging Face model, or peft's wrapper around it.
+            index: number of the virtual stage.
             num_stages: virtual stages of the whole model.
             port: passes the hidden state to the model.
-            tied: names in ``model`` of parameters that another stage holds, too.
-            prefix: of names in the whole model, before those in ``model``.
+            tied: names in ``model`` of parameters that another stage also has.
+            prefix: added before names in ``model`` to make names in the whole model.
             axes: this rank's groups inside of a layer.
             cuts: parts of divided parameters in ``model``, by names in the whole model.
         """
@@ -69,7 +69,7 @@ class Stage(nn.Module):
         shared = tied if num_stages > 1 else frozenset[str]()
         self.tied = frozenset(prefix + name for name, _ in global_names(model) if name in shared)
         self.objective: Minimised | None = None
-        """The objective of the last stage, if it is not the model's own loss."""
+        """Objective of the last stage. None uses the model's own loss."""
         self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
         if self.router is not None:
             self.router.shared_by = self.axes.tensor
@@ -93,13 +93,13 @@ class Stage(nn.Module):
         """Run the stage's layers.
 
         Args:
-            hidden: from the stage before, as `hidden_spec` says, or None on the first.
+            hidden: tensor from the previous stage, as `hidden_spec` describes it. None on the first stage.
             batch: the micro-batch, the same on every stage.
             num_items: number of labels over which the loss is averaged. None averages over this micro-batch.
-            counts: whether the micro-batch has items. Without them an objective's loss is 0.
+            counts: whether the micro-batch has items. Without items an objective's loss is 0.
 
         Returns:
-            The next stage's input, or on the last stage the sum of the tokens' losses divided by ``num_items``.
+            The next stage's input. The last stage returns the sum of the tokens' losses divided by ``num_items``.
         """
         if not self.is_last:
             return self._hidden(hidden, batch)
@@ -119,29 +119,32 @@ class Stage(nn.Module):
         return self._output(hidden, batch, **labels, num_items_in_batch=num_items)
 
     def logits(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return the last stage's logits [B, S, V] for evaluation, of whole sequences on each context member."""
+        """Return the last stage's logits [B, S, V] for evaluation, for whole sequences on each context member."""
         assert self.is_last
         return self.whole_logits(self._output(hidden, batch).logits)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Gather logits of whole sequences over the whole vocabulary, from this member's part."""
+        """Gather the logits of whole sequences over the whole vocabulary from all members' parts."""
         return whole_sequence(self.axes.context, collect(self.axes.tensor, logits, logits.dim() - 1))
 
     def hidden_spec(self, batch: Batch, *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
         """Return shape and dtype of the tensor that this stage receives for a micro-batch.
 
-        It is the hidden state, [B, S, H] in most models. If other tensors cross the cut as well, it is one tensor
-        [elements] with all of them packed.
+        In most models this is the hidden state, [B, S, H]. If other tensors cross the cut as well, it is one tensor
+        [elements] in which all are packed.
 
         Args:
-            leaving: describe the stage's output instead, whose gradient it receives.
+            leaving: describe the stage's output instead, whose gradient has the same shape and dtype.
         """
         parts = self._parts(batch, leaving)
         dtype = parts[0][1]
         return (parts[0][0] if len(parts) == 1 else torch.Size([packed_size(parts, dtype)])), dtype
 
     def _parts(self, batch: Batch, leaving: bool) -> list[tuple[torch.Size, torch.dtype]]:
-        """Return shapes and types of the tensors that cross the cut before the stage, or the one after it."""
+        """Return shapes and types of the tensors that cross the cut before the stage.
+
+        ``leaving`` selects the one after it.
+        """
         boundary = self._crossing(batch, leaving)
         if boundary is None:
             width = self.hf_model.config.get_text_config().hidden_size
@@ -158,17 +161,20 @@ class Stage(nn.Module):
         return self._port.crossing(cut, batch["input_ids"].shape, self._dtype())
 
     def _dtype(self) -> torch.dtype:
-        """Return the type in which the model computes: the smallest of its weights', because some stay in fp32."""
+        """Return the smallest type of the weights, in which the model computes, because some weights stay in fp32."""
         kinds = {parameter.dtype for parameter in self.hf_model.parameters() if parameter.is_floating_point()}
         return min(kinds, key=lambda dtype: dtype.itemsize)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters with their names in the whole model, each once."""
+        """Yield every parameter once, with its name in the whole model."""
         for name, parameter in global_names(self.model):
             yield self.prefix + name, parameter
 
     def blocks(self) -> list[nn.Module]:
-        """Return the stage's decoder layers and its head, in order. Only their own forwards use their weights."""
+        """Return the stage's decoder layers and its head, if they have parameters, in order.
+
+        Only their own forwards use their weights.
+        """
         layers = self.hf_model.get_submodule(decoder_layers(self.hf_model))
         assert isinstance(layers, nn.ModuleList)
         head = self.hf_model.get_output_embeddings() if self.is_last else None
@@ -189,7 +195,9 @@ class Stage(nn.Module):
         return left[0] if len(left) == 1 else pack(left, left[0].dtype)
 
     def _received(self, hidden: Tensor | None, batch: Batch) -> tuple[list[Tensor], Tensor | None]:
-        """Unpack the tensors from the previous stage, and its sums over routers."""
+        """Unpack the tensors from the previous stage, and that stage's sums over routers, if the model has a router
+        loss.
+        """
         assert (hidden is None) == self.is_first
         if hidden is None:
             return [], None
@@ -205,8 +213,10 @@ class Stage(nn.Module):
         raise AssertionError("the forward ran past the stage's last layer")
 
     def accepted(self, batch: Batch, **more: Any) -> dict[str, Any]:
-        """Return the arguments of a micro-batch that the model's own forward accepts, without labels, and those of
-        ``more``."""
+        """Return the arguments for the model's own forward: the micro-batch's tensors without labels, and ``more``.
+
+        Arguments that the forward does not accept are left out.
+        """
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
         if "position_ids" in batch:
             more = more | wanted_arguments(self.hf_model.config, batch["position_ids"])
@@ -215,7 +225,7 @@ class Stage(nn.Module):
         }
 
     def _output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
-        """Return the last stage's outputs, with the router's loss included in theirs."""
+        """Return the last stage's outputs. Their loss includes the router's loss."""
         tensors, sums = self._received(hidden, batch)
         if self.router is None:
             return self._run(tensors, batch, **more)
@@ -228,9 +238,9 @@ class Stage(nn.Module):
         return output
 
     def _whole_output(self, hidden: Tensor | None, batch: Batch, **more: Any) -> Any:
-        """Return the outputs for whole sequences, on every member of a context group.
+        """Return the outputs for whole sequences, on every member of a context or tensor group.
 
-        If an objective requests the model's own loss by ``labels``, it is computed from whole logits as well. So
+        If an objective requests the model's own loss by ``labels``, that loss is computed from whole logits as well. So
         members exchange the same tensors for any objective, as plans of strand pairs require.
         """
         if self.axes.context.size == 1 and self.axes.tensor.size == 1:
@@ -259,9 +269,9 @@ class Stage(nn.Module):
 
 
 def global_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter once, by its name in the whole model. A tied one has the name of its source.
+    """Yield every parameter once, by its name in the whole model. A tied parameter has the name of its source.
 
-    torch's own choice is the first name, which depends on the stage's other modules.
+    torch would choose the first name, which depends on the stage's other modules.
     """
     sources = tuple(set(hf_model(model).all_tied_weights_keys.values()))
     names: dict[nn.Parameter, str] = {}

@@ -1,1 +1,1 @@
-"""Stages from model folders, and exports into them."""
+"""Reading of stages from model folders, and exports into folders."""

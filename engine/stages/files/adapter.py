@@ -16,7 +16,7 @@ from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.shards import exported_dtype, write_tensors
 
 BASE = "base_model"
-"""Subfolder of an adapter's folder for a base model without a folder of its own."""
+"""Subfolder of an adapter's folder for the base model, if the base model was not loaded from a folder."""
 
 
 def has(stage: Stage) -> bool:
@@ -25,12 +25,15 @@ def has(stage: Stage) -> bool:
 
 
 def has_new_base(stage: Stage) -> bool:
-    """True if the base model was not loaded from a folder, so that adapters alone would be useless."""
+    """True if the base model was not loaded from a folder, so that an export contains it besides the adapters."""
     return not stage.hf_model.config.name_or_path
 
 
 def exported_frozen(stage: Stage) -> list[nn.Parameter]:
-    """Return the frozen weights that an export writes: all, or only embeddings if the base model has a folder."""
+    """Return the frozen weights that an export writes.
+
+    These are all of them, or only embeddings if the stage has adapters and its base model has a folder.
+    """
     model = stage.hf_model
     parts: list[nn.Module | None] = [model]
     if has(stage) and not has_new_base(stage):
@@ -39,12 +42,13 @@ def exported_frozen(stage: Stage) -> list[nn.Parameter]:
 
 
 def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Write the tensors that peft saves of one stage into a file, if the stage has adapters.
+    """Write the tensors of one stage that peft saves into a file, and return its name in a list.
 
-    Besides adapters, peft saves an embedding that was resized, that has an adapter, or that has trained tokens.
+    Without adapters, write nothing and return an empty list. Besides adapters, peft saves an embedding that was
+    resized, that has an adapter, or that has trained tokens.
 
     Args:
-        dtype: of the export. None takes each weight's original type.
+        dtype: type of the exported weights. None uses each weight's original type.
     """
     model = stage.model
     if not isinstance(model, peft.PeftModel):
@@ -61,7 +65,7 @@ def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> 
 
 
 def merge(parts: Sequence[str], folder: Path) -> None:
-    """Merge the stages' files into one."""
+    """Merge the stages' files into one adapter file, and delete them."""
     weights: dict[str, Tensor] = {}
     for part in parts:
         weights |= load_file(folder / part)
@@ -73,7 +77,7 @@ def write_config(stage: Stage, folder: Path, base_path: str | None) -> None:
     """Write the adapters' configuration, which all stages with adapters share.
 
     Args:
-        base_path: of the base model, if the adapters' configuration does not name it.
+        base_path: path of the base model. None keeps the path in the adapters' configuration.
     """
     config = copy.deepcopy(stage.model.active_peft_config)
     config.base_model_name_or_path = base_path or config.base_model_name_or_path

@@ -1,4 +1,4 @@
-"""Export of a Hugging Face folder by ranks that each hold only their stages."""
+"""Export of a Hugging Face folder by ranks that each have only their own stages."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def export_stages(
     must be on a disk that all writers share. An existing folder is replaced.
 
     Args:
-        stages: this writer's. Each stage must have exactly one writer.
-        folder: to be written.
-        rank: of this writer, from 0.
-        gather: all-gather among the writers. Collective call.
+        stages: this writer's stages. Each stage must have exactly one writer.
+        folder: the folder to write.
+        rank: this writer's rank, from 0.
+        gather: all-gather among the writers. All of them must call this function.
         tokenizer: saved by rank 0.
-        dtype: of weights. None takes each weight's original type.
+        dtype: type of the exported weights. None uses each weight's original type.
 
     Raises:
-        ValueError: on every writer, if one could not write, or the disk is not shared.
+        ValueError: a writer could not write, or the disk is not shared. Raised on every writer.
     """
     folder = Path(folder).expanduser().absolute()
     partial = folder.with_name(f".{folder.name}.partial")
@@ -82,7 +82,7 @@ def rehearse_export(
         stages, folder, rank, gather, tokenizer, dtype: see `export_stages`.
 
     Raises:
-        ValueError: on every writer, if a file cannot be written, or there is no space for the weights.
+        ValueError: a file cannot be written, or the weights need more space. Raised on every writer.
     """
     folder = Path(folder).expanduser().absolute()
     partial = folder.with_name(f".{folder.name}.partial")
@@ -108,7 +108,7 @@ def rehearse_export(
 
 @dataclass(frozen=True)
 class _Together:
-    """Runs one step on every writer. An error on one becomes the same error on all."""
+    """Runs a step on every writer. If it fails on one, the same error is raised on all."""
 
     gather: Gather
     folder: Path
@@ -139,7 +139,7 @@ def _write_model(
 
 
 def _finish_model(stages: Sequence[Stage], parts: list[list[Shard]], folder: Path, dtype: torch.dtype | None) -> None:
-    """Rename the shards to transformers' scheme, and write config, index and tokenizer."""
+    """Rename the shards by transformers' scheme, and write their index and the config."""
     shards = sorted((s for part in parts for s in part), key=lambda shard: (shard.stage, shard.number))
     _require_files([shard.file for shard in shards], folder)
     weight_map: dict[str, str] = {}
@@ -160,10 +160,10 @@ def _merge_adapters(parts: list[list[str]], folder: Path) -> None:
 
 
 def _require_files(files: Sequence[str], folder: Path) -> None:
-    """Check that rank 0 sees the files of the others.
+    """Check that the files of all writers are visible on rank 0.
 
     Raises:
-        ValueError: it does not.
+        ValueError: a file is not visible.
     """
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
@@ -187,7 +187,7 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | Non
 
 
 def _publish(partial: Path, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Rename the finished folder, and remove an older one."""
+    """Save the tokenizer, rename the finished folder, and remove an older folder of that name."""
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     old = folder.with_name(f".{folder.name}.old")

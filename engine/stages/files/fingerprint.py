@@ -1,4 +1,4 @@
-"""Fingerprints of the weights that a run starts from: equal for equal weights, independent of their location."""
+"""Fingerprints of the weights that a run starts from. Equal weights have equal fingerprints, wherever they are."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from weft.engine.stages.files.folder import read_header, weight_files, weights_f
 from weft.engine.stages.files.shards import base_name
 
 WHOLE_BYTES, SAMPLE_BYTES = 1 << 20, 1 << 14
-"""Largest size of tensors that are read completely. Of larger ones, that many bytes are read at three positions."""
+"""Largest size of tensors that are read completely, and the bytes that are read at three positions of larger ones."""
 
 
 def folder_fingerprint(config: ModelConfig) -> str:
-    """Return the fingerprint of the weights of ``model.path``, or empty for a new model.
+    """Return the fingerprint of the weights of ``model.path``, or an empty string for a new model.
 
-    Read from the files: a few kilobytes of each large tensor.
+    Only a few kilobytes of each large tensor are read from the files.
 
     Raises:
-        ValueError: the folder is not whole.
+        ValueError: the folder has no weights, or their index cannot be read.
     """
     if not config.path:
         return ""
@@ -33,14 +33,15 @@ def folder_fingerprint(config: ModelConfig) -> str:
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:
-    """Return the fingerprint of files, by their names, sizes and a few kilobytes of each large one."""
+    """Return the fingerprint of files: a hash of their names, their sizes and a few kilobytes of each large file."""
     return _joined(_file_digest(file) for file in files)
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Return the fingerprint of a model in memory, or empty for a new model of which everything is trained.
+    """Return the fingerprint of a model in memory, or an empty string for a new model that is trained completely.
 
-    Embeddings and adapters do not count, because each process initialises adapters and added rows randomly.
+    Embeddings and adapters do not count, because each process initialises adapters and added embedding vectors
+    randomly.
     """
     whole = hf_model(model)
     if not whole.config.name_or_path and all(parameter.requires_grad for parameter in whole.parameters()):
@@ -52,7 +53,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def _digests(file: Path) -> Iterator[str]:
-    """Yield a digest of each tensor of a safetensors file, or of another file as a whole."""
+    """Yield a digest of each tensor of a safetensors file, or one digest of a file in another format."""
     if file.suffix != ".safetensors":
         yield _file_digest(file)
         return

@@ -12,11 +12,11 @@ from weft.conf.host.documents import parse_json, read_text
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
 _MOST_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors library."""
+"""Largest header that the safetensors library accepts."""
 
 
 def require_whole_folder(folder: Path) -> None:
-    """Check that a folder has a complete model, from file names, sizes and headers alone.
+    """Check from file names, sizes and headers that a folder has a complete model.
 
     Raises:
         ValueError: a file is missing or truncated. The message names it and the remedy.
@@ -36,10 +36,10 @@ def require_whole_folder(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of the folder's weights, by its index.
+    """Return the files of the folder's weights, which its index or the standard file name determines.
 
     Raises:
-        ValueError: there are none, or the index cannot be read.
+        ValueError: the folder has no weights, or the index cannot be read.
     """
     for name in INDEXES:
         if (folder / name).is_file():
@@ -57,7 +57,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_types(folder: Path) -> set[str]:
-    """Return safetensors' names of the floating types of a folder's weights, or empty for other kinds of files."""
+    """Return safetensors' names of the floating-point types of a folder's weights.
+
+    Other file formats return an empty set.
+    """
     found: set[str] = set()
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
@@ -66,7 +69,7 @@ def weight_types(folder: Path) -> set[str]:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Return where the data of a safetensors file begin, and its header.
+    """Return the offset of the data of a safetensors file in bytes, and its header.
 
     Raises:
         ValueError: the header is no JSON, or larger than any that safetensors writes.
@@ -79,7 +82,11 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _require_whole_file(folder: Path, file: Path) -> None:
-    """Check a file's length by its header, whose own length comes first."""
+    """Check a safetensors file's size against the offsets in its header.
+
+    Raises:
+        ValueError: the size differs, or the header cannot be read.
+    """
     size = file.stat().st_size
     try:
         begin, header = read_header(file)
@@ -104,7 +111,7 @@ def source_of(path: str) -> str:
 
 
 def weights_folder(path: str) -> Path:
-    """Return the folder of ``model.path``, which for a hub name is in the cache."""
+    """Return the folder of ``model.path``. For a hub name this is its folder in the local cache."""
     if is_local(path):
         return Path(path).expanduser()
     found = cached_file(path, "config.json")

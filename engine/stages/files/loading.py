@@ -1,4 +1,4 @@
-"""Makes virtual stages from a folder, a hub name or a configuration, without the whole model in memory."""
+"""Loading of virtual stages from a folder, a hub name or a configuration, without the whole model in memory."""
 
 from __future__ import annotations
 
@@ -100,7 +100,13 @@ def _one_line(error: Exception) -> str:
 
 
 def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
-    """Reject misspelt overrides. Configs accept any name, and some fields are known to the model's code only."""
+    """Reject misspelt overrides.
+
+    Configs accept any name, and only the model's code uses some fields, so its source is searched as well.
+
+    Raises:
+        ValueError: neither the config nor the source has the name.
+    """
     known = {*dir(hf_config), *hf_config.attribute_map}
     if name not in known and name not in inspect.getsource(sys.modules[model_class(hf_config).__module__]):
         near = difflib.get_close_matches(name, hf_config.to_dict(), n=1)
@@ -109,14 +115,14 @@ def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
 
 
 def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
-    """Check, without its weights, that a model can be read and fits the run's settings.
+    """Check without weights that a model can be read and supports the run's settings, such as target modules.
 
     Args:
-        stages: number of virtual stages, each with at least one layer. Target modules of adapters are checked, too.
-        tokens: length of a sequence, each of which needs a position.
+        stages: number of virtual stages, each with at least one layer.
+        tokens: sequence length. The model needs as many positions.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: it cannot be read or does not support them.
     """
     hf_config = load_hf_config(config)
     check_padding(config, hf_config)
@@ -150,10 +156,10 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
 
 
 def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
-    """Check that the padding token has a row in the embedding, which models require.
+    """Check that the embedding has a vector for the padding token, which models require.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the token's id is not below the size of the vocabulary.
     """
     text = hf_config.get_text_config()
     pad, rows = text.pad_token_id, getattr(text, "vocab_size", None)
@@ -166,7 +172,7 @@ def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
 
 
 def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Module:
-    """Make or load the whole model, which is equal to the stages of `load_stages` together."""
+    """Make or load the whole model, with the same weights that `load_stages` gives all stages together."""
     hf_config = load_hf_config(config)
     cls = model_class(hf_config)
     return _dress(_load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed), config, seed)
@@ -188,11 +194,11 @@ def load_stages(
     Tied weights of two of the stages are one parameter. A single stage is the whole model, uncut.
 
     Args:
-        split: of the whole model.
+        split: layers of every stage of the whole model.
         stages: numbers of the virtual stages wanted.
-        dtype: of the weights.
-        seed: of new weights and adapters.
-        axes: groups that divide each layer.
+        dtype: type of the weights.
+        seed: seed of new weights and adapters.
+        axes: groups that divide each layer. None does not divide.
         exact: load trained weights in their original precision, for master weights.
 
     Raises:
@@ -226,7 +232,7 @@ def new_stages(
     source: ModelConfig | None = None,
     axes: AxisGroups | None = None,
 ) -> list[Stage]:
-    """Load or make stages as `load_stages` does, for a class and its config. Without ``source`` the model is new."""
+    """Load or make stages as `load_stages` does, from a class and its config. Without ``source`` the model is new."""
     outline = outline_of(cls, hf_config)
     assert split.num_layers == outline.num_layers
     given = source or ModelConfig()
@@ -314,10 +320,10 @@ def _load_part(
 
 
 def _require_fitting(config: ModelConfig, cls: type[PreTrainedModel], report: Mapping[str, Any]) -> None:
-    """Check by transformers' report that a folder has every weight of a model, in its shape.
+    """Check transformers' loading report: the folder must have every weight of the model, in its shape.
 
     Raises:
-        ValueError: some are missing. The message names the first ones.
+        ValueError: some are missing or have another shape. The message names the first four.
     """
     missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     misfits = [f"{name} has shape {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]]
@@ -330,7 +336,11 @@ def _require_fitting(config: ModelConfig, cls: type[PreTrainedModel], report: Ma
 
 
 def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, is_last: bool) -> None:
-    """Check that weights are still tied, because transformers silently unties different weights of a checkpoint."""
+    """Check that weights are still tied, because transformers silently unties weights that differ in a checkpoint.
+
+    Raises:
+        ValueError: they are not.
+    """
     if is_last and tied - set(model.all_tied_weights_keys.values()):
         raise ValueError(
             f"model.path={config.path}: its config ties the head to the embedding, but its weights differ; "
@@ -339,7 +349,7 @@ def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, i
 
 
 def _dress(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Add the configured adapters and gradient checkpointing."""
+    """Enable the configured gradient checkpointing, add the configured adapters, and return the resulting model."""
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return add_adapters(model, config.lora, seed=seed) if config.lora.enabled else model

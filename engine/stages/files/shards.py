@@ -21,37 +21,38 @@ from weft.engine.stages.cutting.stage import Stage
 SHARD_BYTES = 5_000_000_000
 """Largest size of a shard, as in transformers and on the hub."""
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
-"""Names under which peft's modules have the module that they replace."""
+"""Attributes under which peft's modules store the module that they replace."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of weights."""
+    """A file with some of a stage's weights."""
 
     stage: int
-    """Virtual stage of its weights."""
+    """Virtual stage that the weights belong to."""
     number: int
-    """The number of the stage's shards."""
+    """Index of this shard among the stage's shards."""
     names: tuple[str, ...]
-    """Names of its weights."""
+    """Names of the weights."""
     num_bytes: int
-    """Their size."""
+    """Size of the weights in bytes."""
 
     @property
     def file(self) -> str:
-        """Temporary name, until the number of all shards is known."""
+        """Temporary file name, used until the number of all shards is known."""
         return f"stage-{self.stage:05d}-{self.number:05d}.safetensors"
 
 
 def write_shards(
     stage: Stage, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> list[Shard]:
-    """Write one stage's weights. A tied weight is written by the first stage only.
+    """Write one stage's weights. Only the first stage writes a tied weight.
 
     Only one shard and one layer are copied at a time.
 
     Args:
-        dtype: of the export. None takes each weight's original type.
+        dtype: type of the exported weights. None uses each weight's original type.
+        shard_bytes: largest size of a shard.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -80,12 +81,12 @@ def write_shards(
 
 
 def exported_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type in which a weight is exported: ``dtype``, or its original type."""
+    """Return the type of an exported weight: its own if it is an integer, else ``dtype``, else its original type."""
     return parameter.dtype if not parameter.is_floating_point() else dtype or given_dtype(parameter)
 
 
 def exported_bytes(stage: Stage, dtype: torch.dtype | None) -> int:
-    """Estimate the bytes of a stage's export. A tied weight counts for the first stage only."""
+    """Estimate the size of a stage's export in bytes. A tied weight counts only for the first stage."""
     adapted = stage.model is not stage.hf_model and bool(stage.hf_model.config.name_or_path)
     return sum(
         (prod(stage.cuts[name].shape) if name in stage.cuts else parameter.numel())
@@ -96,7 +97,10 @@ def exported_bytes(stage: Stage, dtype: torch.dtype | None) -> int:
 
 
 def own_weights(stage: Stage) -> dict[str, Tensor]:
-    """Return the weights that a stage contributes to the whole model, each once, without adapters."""
+    """Return the weights that a stage contributes to the whole model, without adapters.
+
+    Each weight of the model is contributed by one stage.
+    """
     model = stage.hf_model
     elsewhere = set(model.all_tied_weights_keys) | set(model._keys_to_ignore_on_save or ())
     if not stage.is_first:
@@ -106,12 +110,12 @@ def own_weights(stage: Stage) -> dict[str, Tensor]:
 
 
 def _wrapper(stage: Stage) -> str:
-    """Return the prefix that peft adds to names, if it wraps the stage."""
+    """Return the prefix that peft's wrapper adds to names, or an empty string without the wrapper."""
     return stage.prefix or ("" if stage.model is stage.hf_model else "base_model.model.")
 
 
 def base_name(model: nn.Module, name: str) -> str | None:
-    """Return the name that a tensor of a model has without peft, or None for a tensor of peft's own."""
+    """Return a tensor's name in the model without peft, or None for a tensor of peft's own."""
     path, module = list[str](), model
     for part in name.split("."):
         inside = isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
@@ -124,7 +128,7 @@ def base_name(model: nn.Module, name: str) -> str | None:
 
 
 def _parts(weights: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield weights of one decoder layer at a time, so that only these are converted at once."""
+    """Yield the weights one decoder layer at a time, to limit the memory of their conversion."""
     part: dict[str, Tensor] = {}
     number = None
     for name, value in weights.items():

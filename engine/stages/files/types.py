@@ -1,4 +1,4 @@
-"""Types of a model's weights: in its folder, in memory before training, and in the export."""
+"""Types of a model's weights in its folder, in memory before training, and in the export."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TYPES = {"F64": torch.float32, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 
 def exact_type(config: ModelConfig, computed: torch.dtype) -> torch.dtype:
-    """Return the type in which all weights can be loaded as exactly as training needs.
+    """Return the type in which all weights can be loaded with the precision that training needs.
 
     Args:
-        computed: type of computations in training.
+        computed: type in which training computes.
     """
     if computed is torch.float32 or not config.path:
         return torch.float32
@@ -32,7 +32,11 @@ def exact_type(config: ModelConfig, computed: torch.dtype) -> torch.dtype:
 
 
 def base_type(config: ModelConfig, hf_config: PreTrainedConfig) -> torch.dtype:
-    """Return the type of a base model's weights: the configured one, if its files have weights of that type."""
+    """Return the type of a base model's weights before training.
+
+    A new model has fp32. Otherwise this is the configured type, if its files have weights of that type or are not
+    safetensors files. Otherwise it is the only type in the files, or fp32 if they have several types.
+    """
     said = hf_config.dtype
     if not config.path:
         return torch.float32
@@ -43,7 +47,7 @@ def base_type(config: ModelConfig, hf_config: PreTrainedConfig) -> torch.dtype:
 
 
 def settle_types(stages: Iterable[Stage], base: torch.dtype, computed: torch.dtype) -> None:
-    """Attach the base model's types to the weights of stages, and cast buffers to the type of computations."""
+    """Record the base model's types on the weights of stages, and cast buffers to the type of the computations."""
     for stage in stages:
         model = stage.hf_model
         kept_in_base, kept_in_training = _kept(model, base), _kept(model, computed)
@@ -57,7 +61,7 @@ def settle_types(stages: Iterable[Stage], base: torch.dtype, computed: torch.dty
 
 
 def _kept(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Return names of weights and buffers that transformers always loads in fp32."""
+    """Return names of weights and buffers that transformers keeps in fp32 when it loads a model in ``dtype``."""
     plan = model._get_dtype_plan(dtype)
     pattern = build_glob_alternation(list(plan))[0] if plan else None
     return {name for name in model.state_dict() if pattern is not None and pattern.search(name)}
