@@ -1,1 +1,1 @@
-"""Parallelism inside of a layer: ranks that share the work of one micro-batch."""
+"""Parallelism inside layers: ranks that share the work of one micro-batch."""

@@ -29,10 +29,13 @@ from weft.engine.parallel.unshareable import UnshareableError
 
 
 def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
-    """Let a model attend to keys and values of a context group's members, whose parts of the sequence are zigzag.
+    """Replace a model's attention, so that it attends to the keys and values of all members of the context group.
+
+    The members' parts of the sequence are zigzag.
 
     Raises:
-        UnshareableError: the configured attention does not support the exchange.
+        UnshareableError: the configured attention does not support the exchange, or the model does not look up its
+            attention by name.
     """
     group = axes.context
     if group.size == 1:
@@ -57,7 +60,7 @@ def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
 
 
 class ContextAttention:
-    """One member's attention and masks."""
+    """One member's attention and masks, for gathered keys and values."""
 
     def __init__(self, group: AxisGroup, base: str) -> None:
         self._group = group
@@ -76,12 +79,12 @@ class ContextAttention:
         """Compute attention of this member's positions to all positions.
 
         Args:
-            query: [B, heads, S / members, D].
+            query: this member's queries, [B, heads, S / members, D].
             key, value: [B, key and value heads, S / members, D].
             attention_mask: from `mask`.
 
         Returns:
-            [B, S / members, heads, D], and the attention weights if the configured attention returns them.
+            The output [B, S / members, heads, D], and the attention weights if the configured attention returns them.
         """
         key, value = self._whole(key, value)
         if attention_mask is None and self._base == "sdpa":
@@ -100,12 +103,16 @@ class ContextAttention:
         device: torch.device | str = "cpu",
         **arguments: Any,
     ) -> Tensor | None:
-        """Return the mask [B, 1, S / members, S] of this member's rows, or None if it is just causal.
+        """Return the mask [B, 1, S / members, S] of this member's queries.
+
+        Return None if torch's scaled-dot-product attention can use a plain causal mask instead.
 
         Args:
+            q_length: number of this member's positions.
+            kv_length: ignored. Keys of the whole sequence are gathered.
             mask_function: takes the indices of batch, head, query and key in the whole sequence.
             attention_mask: [B, S] of the whole sequence, false where a token is padding.
-            local_size: how far back a window reaches.
+            local_size: number of positions in an attention window. None means no window.
         """
         length = q_length * self._group.size
         reaches = local_size is None or length < local_size
@@ -127,7 +134,7 @@ class ContextAttention:
         )
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the whole sequence, by one all-gather."""
+        """Gather the keys and values of the whole sequence in one all-gather."""
         both = torch.cat((key, value), -1).permute(2, 0, 1, 3)  # members' parts become contiguous
         gathered = zigzag.in_order(self._group.size, functions.gather(self._group, both, 0), 0).permute(1, 2, 0, 3)
         key, value = gathered.split((key.shape[-1], value.shape[-1]), -1)
@@ -146,7 +153,7 @@ class ContextAttention:
         position_bias: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute causal attention of each of the two chunks to the keys up to its end, without masked-out work."""
+        """Compute causal attention of this member's two chunks, each only to the keys up to the chunk's end."""
         if position_bias is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             raise UnshareableError(
                 f"parallel.context={self._group.size}: {type(module).__name__} adds biases of its own to scores, or "

@@ -13,15 +13,14 @@ from weft.comm.channel import Handle
 from weft.conf.schema import ContextExchange
 
 AXES = ("tensor", "context", "expert")
-"""The axes along which the work of a layer is shared."""
+"""Axes along which ranks share the work of a layer."""
 
 
 class AxisGroup(Protocol):
-    """Ranks with the same position along every axis but one.
+    """Ranks with the same position along every axis except one.
 
-    All members start the same operations in the same order. An operation takes a contiguous tensor, starts at
-    once, and ends with its handle's `wait`, which on a GPU blocks only the current stream. Input and output must
-    not be used before.
+    All members start the same operations in the same order. An operation takes a contiguous tensor and starts at once.
+    Its handle's `wait` ends it; on a GPU this blocks only the current stream. Input and output must not be used before.
     """
 
     @property
@@ -36,40 +35,42 @@ class AxisGroup(Protocol):
 
     @property
     def index(self) -> int:
-        """Return this rank's index in the group."""
+        """Index of this rank in the group."""
         ...
 
     def all_gather(self, shard: Tensor) -> Handle:
-        """Concatenate all members' [n, ...] to [size n, ...]."""
+        """Concatenate all members' tensors [n, ...] to [size n, ...]."""
         ...
 
     def reduce_scatter(self, tensor: Tensor) -> Handle:
-        """Return this member's part [n, ...] of the sum over members of [size n, ...]."""
+        """Sum tensors [size n, ...] over the members, and return this member's part [n, ...] of the sum."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Sum over members, in place."""
+        """Sum the tensor over the members, in place."""
         ...
 
     def maximum(self, tensor: Tensor) -> Handle:
-        """Take the elementwise maximum over members, in place."""
+        """Compute the elementwise maximum over the members, in place."""
         ...
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
-        """Send rows of ``tensor`` [sum(send), ...] to the members in order, and receive theirs: [sum(receive), ...]."""
+        """Send slices of ``tensor`` [sum(send), ...] to the members in order, and receive theirs as [sum(receive),
+        ...].
+        """
         ...
 
     def shift(self, tensor: Tensor) -> Handle:
-        """Send the tensor to the next member, and receive the previous one's, of the same shape.
+        """Send the tensor to the next member, and receive the previous member's tensor of the same shape.
 
-        The sent tensor may be read meanwhile.
+        The sent tensor may be read, but not written, until the operation ends.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Completed:
-    """The handle of an operation without communication."""
+    """Handle of an operation without communication."""
 
     tensor: Tensor
 
@@ -117,10 +118,10 @@ class AxisGroups:
     """A rank's groups along the axes that divide the work of one replica.
 
     Attributes:
-        tensor: members hold parts of each layer's matrices, and of the sequence between blocks.
-        context: members hold parts of the sequence.
-        expert: members hold different experts, and the same other parameters.
-        exchange: implementation of attention over members of ``context``, not auto.
+        tensor: its members have different parts of each layer's matrices, and of the sequence between blocks.
+        context: its members have different parts of the sequence.
+        expert: its members have different experts, and the same other parameters.
+        exchange: implementation of attention over members of ``context``. It is never auto.
     """
 
     tensor: AxisGroup = field(default_factory=lambda: Alone("tensor"))
@@ -130,17 +131,17 @@ class AxisGroups:
 
     @property
     def by_axis(self) -> dict[str, AxisGroup]:
-        """The groups by axis."""
+        """The groups, by the name of their axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def with_groups(self, groups: Mapping[str, AxisGroup]) -> AxisGroups:
-        """Return a copy with other groups along some axes."""
+        """Return a copy in which ``groups`` replaces the groups of the same axes."""
         fields: dict[str, Any] = dict(groups)
         return replace(self, **fields)
 
 
 def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
-    """Concatenate all members' shards along ``dim``, without gradient."""
+    """Concatenate all members' shards along ``dim``, without recording gradients."""
     if group.size == 1:
         return shard
     rows = group.all_gather(shard.contiguous()).wait()
@@ -148,7 +149,7 @@ def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
 
 
 def scatter_sum(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """Return this member's part along ``dim`` of the sum over members, without gradient."""
+    """Sum the tensor over members, and return this member's part along ``dim``, without recording gradients."""
     if group.size == 1:
         return tensor
     return group.reduce_scatter(torch.cat(tensor.chunk(group.size, dim)) if dim else tensor.contiguous()).wait()

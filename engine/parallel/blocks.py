@@ -18,7 +18,7 @@ aten = torch.ops.aten
 FLASH_WIDTH = 256
 """Largest head size that torch's flash attention supports on a GPU."""
 _ALIGNED, _ALIGNED_SUMS = 16, 32
-"""Multiple to which rows of biases and log-sum-exps are padded for memory-efficient attention, in elements."""
+"""Multiples to which biases and log-sum-exps are padded for memory-efficient attention, in elements."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -27,10 +27,10 @@ class Block(NamedTuple):
     """Some queries and the keys and values of one block.
 
     Attributes:
-        query: [B, heads, Q, D].
-        key: [B, key and value heads, K, D].
-        value: [B, key and value heads, K, Dv].
-        scale: of scores.
+        query: the queries, [B, heads, Q, D].
+        key: the keys, [B, key and value heads, K, D].
+        value: the values, [B, key and value heads, K, Dv].
+        scale: factor of the scores.
         causal: whether a query attends only to keys up to its own index, in which case Q equals K.
         bias: [B or 1, 1, Q, K] in the query's dtype, added to the scaled scores. See `unseen`.
     """
@@ -44,12 +44,12 @@ class Block(NamedTuple):
 
     @property
     def shared_by(self) -> int:
-        """Number of query heads for each key and value head."""
+        """Number of query heads that use each key and value head."""
         return self.query.shape[1] // self.key.shape[1]
 
 
 class Partial(NamedTuple):
-    """Attention to one block.
+    """Result of attention to one block.
 
     Attributes:
         output: [B, heads, Q, Dv], normalised over this block's keys.
@@ -63,10 +63,10 @@ class Partial(NamedTuple):
 
 
 class Kernel(Protocol):
-    """An implementation."""
+    """An implementation of attention to one block."""
 
     def forward(self, block: Block) -> Partial:
-        """Compute attention to the block's keys."""
+        """Compute attention of the queries to the block's keys."""
         ...
 
     def backward(
@@ -75,9 +75,9 @@ class Kernel(Protocol):
         """Return gradients of the block's query, key and value.
 
         Args:
-            gradient: of ``output``.
-            output, sums: over all keys that the queries attend to, not only this block's.
-            seeds: from the same implementation's forward.
+            gradient: gradient of ``output``.
+            output, sums: results over all keys that the queries attend to, not only this block's keys.
+            seeds: `Partial.seeds` from the same implementation's forward.
         """
         ...
 
@@ -92,7 +92,7 @@ def unseen(dtype: torch.dtype) -> float:
 
 
 def kernel_for(query: Tensor, *, masked: bool) -> Kernel:
-    """Return the fastest implementation for such queries.
+    """Return the fastest implementation for queries of this shape, type and device.
 
     Args:
         masked: whether blocks have biases.
@@ -110,7 +110,7 @@ def kernel_for(query: Tensor, *, masked: bool) -> Kernel:
 
 @dataclass(frozen=True)
 class Plain:
-    """Reference implementation for any device, which materialises the scores."""
+    """Reference implementation for any device, which stores all scores."""
 
     def forward(self, block: Block) -> Partial:
         """See `Kernel`."""
@@ -146,7 +146,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class ProcessorFlash:
-    """Torch's flash attention on CPUs."""
+    """Implementation with torch's flash attention on CPUs."""
 
     def forward(self, block: Block) -> Partial:
         """See `Kernel`."""
@@ -172,7 +172,7 @@ class ProcessorFlash:
 
 @dataclass(frozen=True)
 class GpuFlash:
-    """Torch's flash attention on GPUs, which does not support biases."""
+    """Implementation with torch's flash attention on GPUs, which does not support biases."""
 
     def forward(self, block: Block) -> Partial:
         """See `Kernel`."""
@@ -199,7 +199,7 @@ class GpuFlash:
 
 @dataclass(frozen=True)
 class GpuEfficient:
-    """Torch's memory-efficient attention on GPUs, which supports biases and fp32."""
+    """Implementation with torch's memory-efficient attention on GPUs, which supports biases and fp32."""
 
     def forward(self, block: Block) -> Partial:
         """See `Kernel`."""
@@ -230,17 +230,17 @@ class GpuEfficient:
 
 
 def _repeated(part: Tensor, block: Block) -> Tensor:
-    """Repeat keys or values for each query head."""
+    """Repeat key or value heads, so that each query head has its own."""
     return part if block.shared_by == 1 else part.repeat_interleave(block.shared_by, 1)
 
 
 def _added(gradient: Tensor, block: Block) -> Tensor:
-    """Sum the gradients of repeated elements."""
+    """Sum the gradients over the query heads that share a key and value head."""
     return gradient if block.shared_by == 1 else gradient.unflatten(1, (-1, block.shared_by)).sum(2)
 
 
 def _of_one_width(block: Block, multiple: int = 1) -> Block:
-    """Pad heads of queries, keys and values with zeros to the same size."""
+    """Pad queries, keys and values with zeros to the same head size, a multiple of ``multiple``."""
     width = max(block.query.shape[-1], block.value.shape[-1])
     width += -width % multiple
     query, key, value = (_widened(part, width) for part in block[:3])

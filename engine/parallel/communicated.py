@@ -1,4 +1,4 @@
-"""Axis groups whose members are ranks of a job."""
+"""Axis groups whose members are ranks of the job."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from weft.conf.host.processes import host_identity, own_start, process_state
 from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 GONE_S = 1.0
-"""Seconds to wait after a failed operation for the end of a lost member's process to show."""
+"""Longest time in seconds to wait after a failed operation until a lost member's process has ended."""
 
 
 class Whereabouts(NamedTuple):
-    """A member's process.
+    """Identity of a member's process.
 
     Attributes:
-        host: identity of its host and network namespace.
-        pid: its pid there.
+        host: identity of the process's host and network namespace.
+        pid: its process id on that host.
         started: its start time, in clock ticks since boot.
     """
 
@@ -43,12 +43,12 @@ class Whereabouts(NamedTuple):
 
     @classmethod
     def own(cls) -> Whereabouts:
-        """Return the location of this process."""
+        """Return the identity of this process."""
         return cls(host_identity(), os.getpid(), own_start())
 
     @property
     def is_gone(self) -> bool:
-        """True if the process has ended on this host. False for processes on other hosts."""
+        """True if the process ran on this host and has ended. Always false for processes on other hosts."""
         if self.host != host_identity():
             return False
         state = process_state(self.pid)
@@ -56,15 +56,15 @@ class Whereabouts(NamedTuple):
 
 
 _ALSO = {"expert": (Primitive.all_to_all,), "context": (Primitive.shift,)}
-"""Further operations of a group along an axis, besides gathers and sums, which need connections."""
+"""Operations that groups of an axis need in addition to gathers and sums."""
 
 
 @dataclass(frozen=True)
 class MemberHandle:
-    """An operation in flight, whose failure names the members that are lost.
+    """An operation in flight. If it fails, the error names the members that are lost.
 
     Attributes:
-        handle: of the collective.
+        handle: handle of the collective.
         others: processes of the other members, by rank.
     """
 
@@ -72,7 +72,7 @@ class MemberHandle:
     others: Mapping[int, Whereabouts]
 
     def wait(self) -> Tensor:
-        """Return the result.
+        """Wait for the operation, and return its result.
 
         Raises:
             ChannelError: a member has exited or did not take part in time.
@@ -88,9 +88,9 @@ class MemberHandle:
 
 
 def _lost(others: Mapping[int, Whereabouts]) -> list[int]:
-    """Return ranks whose processes have ended, or the only other rank. Processes on other hosts do not count.
+    """Return the other ranks whose processes have ended on this host. A single other rank counts as lost.
 
-    A rank that fails because of a lost one notes this in the job's store, so that its own exit does not count.
+    A rank that fails because another rank is lost records this in the job's store. Its own exit then does not count.
     """
     if len(others) == 1:
         return list(others)
@@ -111,7 +111,7 @@ def _tell_of_failure() -> None:
 
 
 def _forget_failure() -> None:
-    """Remove this rank's note of an earlier attempt from the store, which may be the same."""
+    """Remove this rank's record of an earlier attempt from the store, because restarts may reuse the store."""
     with contextlib.suppress(RuntimeError, ValueError):
         _get_default_store().delete_key(f"weft/failed/{dist.get_rank()}")
 
@@ -124,7 +124,10 @@ def _has_told(rank: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class CommunicatedGroup:
-    """An `AxisGroup` of ranks. If a member is lost, operations raise a `ChannelError` that names axis and rank."""
+    """An `AxisGroup` of the job's ranks.
+
+    If a member is lost, operations raise a `ChannelError` that names the axis and the rank.
+    """
 
     axis: str
     communicator: Communicator
@@ -138,7 +141,7 @@ class CommunicatedGroup:
 
     @property
     def index(self) -> int:
-        """Return this rank's index in the group."""
+        """Index of this rank in the group."""
         return self.communicator.group.ranks.index(dist.get_rank())
 
     def all_gather(self, shard: Tensor) -> Handle:
@@ -180,7 +183,8 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
     """Open this rank's groups along the axes that share the work of a layer. Collective call over the world.
 
     Args:
-        groups: ranks of every group, by axis. Groups of one rank may be omitted.
+        groups: ranks of every group, by axis. If it is empty, no group is opened. An axis that it contains must have a
+            group for every rank.
     """
     if not groups:
         return AxisGroups()
@@ -204,11 +208,11 @@ def open_axes(groups: Mapping[str, Sequence[tuple[int, ...]]], device: torch.dev
 
 
 def close_axes(axes: AxisGroups) -> None:
-    """Stop the threads of the groups. Their process groups end with the engine's."""
+    """Stop the groups' threads. The engine's end releases their process groups."""
     for communicator in communicators_of(axes):
         communicator.close()
 
 
 def communicators_of(axes: AxisGroups) -> list[Communicator]:
-    """Return the communicators of the opened groups."""
+    """Return the communicators of the groups that `open_axes` opened."""
     return [group.communicator for group in axes.by_axis.values() if isinstance(group, CommunicatedGroup)]

@@ -11,11 +11,11 @@ from weft.conf.schema import ContextExchange
 from weft.engine.parallel.unshareable import UnshareableError
 
 MASKED = ("sdpa", "eager")
-"""Attention implementations that support any mask, as gathered keys and values require."""
+"""Attention implementations that support arbitrary masks. Gathered keys and values need them."""
 BACKWARD_TIMES = 2.5
-"""Ratio of attention's backward to its forward, which have five and two matrix products."""
+"""Ratio of the time of attention's backward to its forward. They have five and two matrix products."""
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""Names in configs of the dropout probability of attention weights."""
+"""Config fields with the dropout probability of attention weights."""
 
 
 def choose_exchange(
@@ -28,15 +28,18 @@ def choose_exchange(
     attention_s: float = 0.0,
     fits: Callable[[ContextExchange], bool] = lambda _: True,
 ) -> tuple[ContextExchange, str]:
-    """Return an exchange that is not auto, with the reason: the fastest that fits into memory, or the least traffic.
+    """Return the exchange to use, which is never auto, and the reason.
+
+    For ``auto`` it is the fastest exchange that fits into memory. Without ``seconds`` it is the one with the least
+    traffic. If none fits, gather is the last choice.
 
     Args:
-        config: of the model, with its attention implementation.
+        config: config of the model, with its attention implementation.
         context, tensor: sizes of the groups. Members of a tensor group share the heads.
-        seconds: returns the time of a collective with a number of elements per position of the whole sequence. Without
-            it, the exchange with the least traffic is chosen.
-        attention_s: time of a member in a layer's forward, which hides the ring's shifts. 0 means unknown.
-        fits: returns whether a rank's memory suffices.
+        seconds: returns the time of a collective for a number of elements per position of the whole sequence.
+        attention_s: a member's time in the attention of a layer's forward, which hides the ring's shifts. 0 means
+            unknown.
+        fits: returns whether a rank's memory suffices for an exchange.
 
     Raises:
         UnshareableError: the model does not support the ``wanted`` exchange.
@@ -79,10 +82,10 @@ def choose_exchange(
 
 
 def ring_obstacle(config: PreTrainedConfig, attention: str) -> str:
-    """Return why attention cannot be computed block by block, with a remedy, or empty if it can.
+    """Return why attention cannot be computed block by block, with a remedy, or an empty string if it can.
 
     Args:
-        attention: name of the implementation.
+        attention: name of the attention implementation.
     """
     if attention != "sdpa":
         return (
@@ -100,11 +103,11 @@ def ring_obstacle(config: PreTrainedConfig, attention: str) -> str:
 
 
 def _moved(heads: int, of_keys: int, members: int) -> dict[ContextExchange, float]:
-    """Return the traffic of a member in heads of whole sequences, as the average of forward and backward.
+    """Return a member's traffic for each exchange, in heads of a whole sequence, averaged over forward and backward.
 
     A gather receives keys and values of all S positions. An exchange of heads transfers queries, keys, values and
-    outputs of S / members positions. Both ignore that a member's own part stays. The ring passes keys and values on
-    in forward and backward, and in the backward also their gradients, which return to their owner.
+    outputs of S / members positions. Both include a member's own part, although it is not sent. The ring passes on keys
+    and values in forward and backward. In the backward it also passes on their gradients, which return to their owner.
     """
     return {
         ContextExchange.gather: 2 * of_keys,
@@ -116,9 +119,10 @@ def _moved(heads: int, of_keys: int, members: int) -> dict[ContextExchange, floa
 def _seconds(
     seconds: Callable[[str, float], float], query: float, key_value: float, members: int, attention_s: float
 ) -> dict[ContextExchange, float]:
-    """Return the seconds that a member waits in a layer per micro-batch, forward and backward.
+    """Return the seconds per layer and micro-batch in which a member waits for each exchange, forward and backward.
 
     Args:
+        seconds: see `choose_exchange`.
         query, key_value: elements of a position's queries, and of its keys and values.
     """
     there, back = (query + key_value) / members, query / members
@@ -142,7 +146,7 @@ def _listed(of: dict[ContextExchange, str], unit: str) -> str:
 
 
 def key_value_size(config: PreTrainedConfig) -> int:
-    """Return the elements of a position's keys and values in a layer, or 0 if unknown."""
+    """Return the number of elements of a position's keys and values in a layer, or 0 if it is unknown."""
     text = config.get_text_config()
     heads = _count(text, "num_attention_heads")
     if of_value := _count(text, "v_head_dim"):  # multi-head latent attention, after decompression
@@ -152,7 +156,7 @@ def key_value_size(config: PreTrainedConfig) -> int:
 
 
 def _count(config: PreTrainedConfig, name: str) -> int:
-    """Return a count of the config, or 0 if it is missing or differs between layers."""
+    """Return an integer field of the config, or 0 if it is missing or differs between layers."""
     count = None
     with suppress(AttributeError, RuntimeError):  # RuntimeError if layers differ, since transformers 5.18
         count = getattr(config, name)
@@ -160,7 +164,7 @@ def _count(config: PreTrainedConfig, name: str) -> int:
 
 
 def _heads_obstacle(attention: str, heads: int, of_keys: int, members: int) -> str:
-    """Return why heads cannot be exchanged, or empty if they can."""
+    """Return why members cannot exchange heads, or an empty string if they can."""
     if attention == "eager":
         return "model.attn_implementation=eager has parameters of all heads"
     for what, count in (("heads", heads), ("key and value heads", of_keys)):

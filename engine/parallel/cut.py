@@ -1,4 +1,4 @@
-"""A cut: which part of a named tensor a rank holds."""
+"""A cut: the part of a named tensor that a rank has."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Cut:
     """Part ``index`` of ``count`` of a tensor, along one dimension.
 
     Attributes:
-        shape: of the complete tensor.
-        dim: dimension that is divided.
+        shape: shape of the complete tensor.
+        dim: the divided dimension.
         index, count: number of this part, and of all parts.
-        blocks: number of equal blocks of the dimension, each of which is divided. It is 2 if gate and up projections
+        blocks: number of equal blocks along the dimension. Each is divided. It is 2 if gate and up projections
             are concatenated in one matrix.
-        axis: of the group that holds the parts: tensor or expert.
+        axis: axis of the group whose members have the parts: tensor or expert.
     """
 
     shape: tuple[int, ...]
@@ -39,33 +39,33 @@ class Cut:
 
     @property
     def length(self) -> int:
-        """Return the length of the cut dimension, in each block."""
+        """Length of the part along the dimension, within each block."""
         return self.shape[self.dim] // (self.count * self.blocks)
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return start and stop of the part along the dimension, in each block."""
+        """Start and stop of the part along the dimension, within each block."""
         block = self.shape[self.dim] // self.blocks
         first = [number * block + self.index * self.length for number in range(self.blocks)]
         return tuple((start, start + self.length) for start in first)
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """Return the shape of the part."""
+        """Shape of the part."""
         return (*self.shape[: self.dim], self.blocks * self.length, *self.shape[self.dim + 1 :])
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements of the part."""
+        """Number of elements of the part."""
         return prod(self.held_shape)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the part of a complete tensor."""
+        """Return a copy of this part of a complete tensor."""
         assert tuple(tensor.shape) == self.shape
         return torch.cat([tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim)
 
     def put(self, part: Tensor, into: Tensor) -> None:
-        """Write the part into a complete tensor."""
+        """Write this part into a complete tensor."""
         at = 0
         for start, stop in self.ranges:
             into.narrow(self.dim, start, stop - start).copy_(part.narrow(self.dim, at, stop - start))
@@ -76,11 +76,11 @@ _HELD = "_weft_cut"
 
 
 def held_cut(parameter: nn.Parameter) -> Cut | None:
-    """Return the part of a tensor that a parameter holds, or None if that is not known."""
+    """Return the part of a tensor that a parameter contains, or None if none was recorded."""
     return getattr(parameter, _HELD, None)
 
 
 def set_held(parameter: nn.Parameter, cut: Cut) -> None:
-    """Note that a parameter holds this part of a tensor."""
+    """Record on a parameter that it contains this part of a tensor."""
     assert tuple(parameter.shape) == cut.held_shape
     setattr(parameter, _HELD, cut)

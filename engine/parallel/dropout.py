@@ -18,11 +18,11 @@ from weft.engine.parallel.axis import AxisGroup
 from weft.engine.parallel.tensor_styles import Style, TensorPlan
 
 STEP = 4
-"""Offset of a CUDA generator for one number. Its offsets are multiples of this."""
+"""Increase of a CUDA generator's offset for one number. Offsets must be multiples of it."""
 
 
 def drops(model: PreTrainedModel) -> bool:
-    """True if the model has dropout."""
+    """True if the model's modules or config have a dropout probability above 0."""
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     fields = model.config.get_text_config().to_dict().items()
     return modules or any(
@@ -31,14 +31,14 @@ def drops(model: PreTrainedModel) -> bool:
 
 
 class DropoutStreams:
-    """Hooks that switch between the group's random numbers and this member's own."""
+    """Hooks that switch between random numbers that all members share and numbers of this member alone."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._index = group.index
         self._thread = _Saved()  # two strands may run the model at once, each in its thread
 
     def hook_layer(self, layer: nn.Module) -> None:
-        """Switch to own numbers for the layer, because a member has a slice of the sequence between blocks."""
+        """Switch to own numbers for the layer, because a member has only a slice of the sequence between blocks."""
         layer.register_forward_pre_hook(self._enter_layer)
         layer.register_forward_hook(self._to_shared)
 
@@ -82,11 +82,11 @@ class _Saved(threading.local):
 def hook_dropout(
     model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str, blocks: list[nn.Module]
 ) -> None:
-    """Make dropout equal on all members for shared activations, and independent for their parts.
+    """Make dropout equal on all members for shared activations, and different for their own parts.
 
     Args:
         layers: path of the list of decoder layers.
-        blocks: the parts of layers that take the whole sequence.
+        blocks: parts of layers whose input is the whole sequence.
     """
     if not drops(model):
         return
@@ -100,7 +100,10 @@ def hook_dropout(
 
 
 def _generator(module: nn.Module) -> torch.Generator | None:
-    """Return the random number generator of the device on which a module trains."""
+    """Return the random number generator of the device on which a module trains.
+
+    Return None if the module is not in training, has no parameters, or is on the meta device.
+    """
     weight = next(module.parameters(), None)
     if not module.training or weight is None or weight.is_meta:
         return None
@@ -110,7 +113,7 @@ def _generator(module: nn.Module) -> torch.Generator | None:
 
 
 def _draw(generator: torch.Generator) -> int:
-    """Draw a number from a generator, without synchronising its device."""
+    """Draw a number from a generator without synchronising its device."""
     if generator.device.type == "cpu":
         return int(torch.randint(2**62, (), generator=generator))
     offset = generator.get_offset()

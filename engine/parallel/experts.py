@@ -21,11 +21,11 @@ from weft.engine.parallel.cut import Cut, held_cut
 from weft.engine.parallel.unshareable import UnshareableError
 
 GROUPED_BYTES = 16
-"""Alignment of rows in bytes that torch's grouped matrix products require."""
+"""Multiple of bytes to which torch's grouped matrix products require rows to be aligned."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules with the experts of a layer. Their parameters have the experts along dim 0."""
+    """Yield the modules with a layer's experts, and their paths. Dim 0 of their parameters is the expert."""
     for name, module in model.named_modules():
         if hasattr(module, "_is_expert_parallel"):  # set by transformers' `use_experts_implementation`
             yield name, module
@@ -35,7 +35,7 @@ def expert_cuts(model: PreTrainedModel, group: AxisGroup) -> dict[str, Cut]:
     """Return this member's parts of the experts' parameters, by names in the whole model.
 
     Raises:
-        UnshareableError: the experts cannot be divided evenly.
+        UnshareableError: the group cannot divide the experts evenly, or dim 0 of a parameter is not the expert.
     """
     cuts = {}
     for path, module in expert_modules(model) if group.size > 1 else ():
@@ -59,7 +59,7 @@ def expert_cuts(model: PreTrainedModel, group: AxisGroup) -> dict[str, Cut]:
 
 
 def require_experts(model: PreTrainedModel, size: int) -> None:
-    """Check that a whole model has experts that can be distributed.
+    """Check that a whole model has experts that the members of a group can divide.
 
     Raises:
         UnshareableError: there are none, or the model does not run them through transformers' interface.
@@ -75,9 +75,9 @@ def require_grouped_rows(model: PreTrainedModel, cuts: Mapping[str, Cut], dtype:
     """Check that torch's grouped products support a rank's parts of experts.
 
     Args:
-        model: whole, possibly on the meta device.
+        model: the whole model, possibly on the meta device.
         cuts: a rank's parts of divided parameters, by name.
-        dtype: that experts compute in.
+        dtype: type in which experts compute.
         tensor: size of the tensor group.
 
     Raises:
@@ -107,7 +107,7 @@ def require_grouped_rows(model: PreTrainedModel, cuts: Mapping[str, Cut], dtype:
 
 
 def hold_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Replace parameters by this rank's parts of them."""
+    """Replace parameters by new ones with this rank's parts of them."""
     for name, cut in cuts.items():
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
@@ -118,7 +118,7 @@ def hold_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 
 def dispatch_over(axes: AxisGroups, model: PreTrainedModel, *, summed: bool = False) -> None:
-    """Let a model with this member's experts send tokens to the experts of other members.
+    """Make a model with this member's experts send tokens to the experts of other members.
 
     Args:
         summed: whether the outputs of a tensor group's members are summed after the block.
@@ -134,9 +134,9 @@ def dispatch_over(axes: AxisGroups, model: PreTrainedModel, *, summed: bool = Fa
 
 
 class ExpertDispatch:
-    """One member's implementation of experts.
+    """One member's implementation of experts, which exchanges tokens with the other members.
 
-    Members of a tensor group have the same tokens, and each sends its part of them.
+    Members of a tensor group have the same tokens. Each of them sends its part of them.
     """
 
     def __init__(self, axes: AxisGroups, base: str, summed: bool) -> None:
@@ -148,13 +148,14 @@ class ExpertDispatch:
         """Return the weighted outputs of the chosen experts for each token.
 
         Args:
-            module: with this member's experts.
-            hidden: [T, H].
-            experts: [T, K], each token's choice among the experts of all members.
-            weights: [T, K].
+            module: the module with this member's experts.
+            hidden: the tokens' hidden states, [T, H].
+            experts: each token's choice among the experts of all members, [T, K].
+            weights: weights of the chosen experts, [T, K].
 
         Returns:
-            [T, H]. If the outputs of the tensor group's members are summed, all but this member's tokens are zero.
+            The outputs [T, H]. If a tensor group sums its members' outputs, they are zero except for this member's
+        tokens.
         """
         size, index = self._tensor.size, self._tensor.index
         if size == 1:
@@ -177,9 +178,13 @@ class ExpertDispatch:
         return (each * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _counted(self, chosen: Tensor, held: int) -> tuple[list[int], list[int], Tensor]:
-        """Exchange counts: return rows to each member, rows from each, and the local expert of each received row.
+        """Exchange the numbers of tokens per expert.
 
-        This synchronises the host with the device, because the sizes of transfers must be known.
+        This synchronises the host with the device, because the sizes of the transfers must be known.
+
+        Returns:
+            The number of hidden states to send to each member, the number to receive from each, and the local expert of
+            each received one.
         """
         size = self._group.size
         counts = chosen.new_zeros(size * held).scatter_add_(0, chosen, torch.ones_like(chosen)).view(size, held)
@@ -192,10 +197,10 @@ class ExpertDispatch:
         return send, receive, own.repeat_interleave(theirs.reshape(-1), output_size=sum(receive))
 
     def _run_own(self, module: nn.Module, rows: Tensor, numbers: Tensor, like: Tensor) -> Tensor:
-        """Apply this member's experts to rows [N, H], row n to expert ``numbers[n]``.
+        """Apply this member's experts to hidden states [N, H], expert ``numbers[n]`` to the n-th.
 
-        Without rows the first expert gets a dummy row, so that its gradients are zero instead of missing, and every
-        member's backward has the same transfers.
+        Without hidden states, the first expert gets a dummy one. So its gradients are zero instead of missing, and
+        every member's backward has the same transfers.
         """
         count = len(rows)
         if not count:

@@ -18,37 +18,46 @@ from weft.engine.parallel.axis import AxisGroup
 
 
 def gather(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
-    """Concatenate all members' shards along ``dim``. The gradient is summed over members and scattered."""
+    """Concatenate all members' shards along ``dim``. The backward sums the gradient over members and scatters it."""
     return shard if group.size == 1 else _Gather.apply(shard, group, dim)
 
 
 def scatter_sum(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """Return this member's part along ``dim`` of the sum over members. The gradient is gathered."""
+    """Sum over members, and return this member's part along ``dim``. The backward gathers the gradient."""
     return tensor if group.size == 1 else _ScatterSum.apply(tensor, group, dim)
 
 
 def all_sum(group: AxisGroup, tensor: Tensor) -> Tensor:
-    """Return the sum over members. The gradient, of which each member has a part, is summed as well."""
+    """Sum over members. Each member has a part of the gradient, so the backward sums it over members as well."""
     return tensor if group.size == 1 else _AllSum.apply(tensor, group)
 
 
 def take_slice(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """Return this member's slice along ``dim`` of a tensor that all members hold. The gradient is zero elsewhere."""
+    """Return this member's slice along ``dim`` of a tensor that all members have. The gradient is zero elsewhere."""
     return tensor if group.size == 1 else tensor.chunk(group.size, dim)[group.index]
 
 
 def collect(group: AxisGroup, shard: Tensor, dim: int) -> Tensor:
-    """Concatenate all members' shards along ``dim`` for a common computation. Each takes its part of the gradient."""
+    """Concatenate all members' shards along ``dim`` for a computation that all members repeat.
+
+    The backward takes this member's part of the gradient, which is the same on all members.
+    """
     return shard if group.size == 1 else _Collect.apply(shard, group, dim)
 
 
 def count_once(group: AxisGroup, tensor: Tensor) -> Tensor:
-    """Return a tensor that all members hold and use in a common computation. The gradient is divided by ``size``."""
+    """Return a tensor that all members have and use in a computation that all repeat.
+
+    The backward divides the gradient by the number of members.
+    """
     return tensor if group.size == 1 else _CountOnce.apply(tensor, group)
 
 
 def exchange(group: AxisGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    """Exchange rows with all members (see `AxisGroup.all_to_all`). Gradients are sent back."""
+    """Exchange slices of ``rows`` with all members, as `AxisGroup.all_to_all` does.
+
+    The backward sends gradients back.
+    """
     return rows if group.size == 1 else _Exchange.apply(rows, group, send, receive)
 
 

@@ -16,13 +16,16 @@ from weft.engine.parallel import functions, zigzag
 from weft.engine.parallel.axis import AxisGroup
 
 _OF_POSITIONS = ("position_ids",)
-"""Arguments about this member's part of the sequence. Flash attention receives packed rows in another way."""
+"""Arguments about this member's positions.
+
+They are not passed on, because flash attention receives documents' bounds.
+"""
 _OF_HEADS = ("position_bias", "s_aux")
-"""Arguments with an entry for each head."""
+"""Arguments with one entry for each head."""
 
 
 class HeadAttention:
-    """One member's attention and masks."""
+    """One member's attention and masks, for whole sequences and a part of the heads."""
 
     def __init__(self, group: AxisGroup, base: str) -> None:
         self._group, self._base = group, base
@@ -37,18 +40,18 @@ class HeadAttention:
         attention_mask: Tensor | None,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
-        """Compute attention of this member's positions, by all heads, to the whole sequence.
+        """Compute attention of this member's positions to the whole sequence, for all heads.
 
         Args:
-            query: [B, heads, S / members, D].
+            query: this member's queries, [B, heads, S / members, D].
             key, value: [B, key and value heads, S / members, D].
             attention_mask: from `mask`, for whole sequences.
 
         Returns:
-            [B, S / members, heads, D], and no weights.
+            The output [B, S / members, heads, D], and None instead of attention weights.
 
         Raises:
-            ValueError: the attention has an argument for each head.
+            ValueError: the attention has an argument with one entry for each head.
         """
         if any(arguments.get(name) is not None for name in _OF_HEADS):
             raise ValueError(
@@ -61,12 +64,12 @@ class HeadAttention:
         return self._to_positions(output), None
 
     def mask(self, *, q_length: int, kv_length: int, **arguments: Any) -> Tensor | None:
-        """Return the mask of whole sequences in the configured attention's form."""
+        """Return the mask of whole sequences in the form of the configured attention."""
         length = q_length * self._group.size
         return AttentionMaskInterface()[self._base](q_length=length, kv_length=length, **arguments)
 
     def _to_heads(self, *parts: Tensor) -> list[Tensor]:
-        """Return [B, heads / members, S, D] of each [B, heads, S / members, D], by one exchange."""
+        """Exchange tensors [B, heads, S / members, D] for [B, heads / members, S, D], in one all-to-all."""
         size = self._group.size
         rows = [part.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for part in parts]
         widths = [row.shape[-2:] for row in rows]
@@ -75,7 +78,7 @@ class HeadAttention:
         return [part.unflatten(-1, width).permute(1, 2, 0, 3) for part, width in zip(whole, widths, strict=True)]
 
     def _to_positions(self, output: Tensor) -> Tensor:
-        """Return [B, S / members, heads, D] of [B, S, heads / members, D]."""
+        """Exchange [B, S, heads / members, D] for [B, S / members, heads, D], in one all-to-all."""
         size, width = self._group.size, output.shape[2:]
         rows = zigzag.by_member(size, output.transpose(0, 1).flatten(2), 0)
         of_heads = self._exchange(rows).unflatten(0, (size, -1)).unflatten(-1, width)

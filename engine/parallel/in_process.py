@@ -1,4 +1,4 @@
-"""Axis groups whose members are threads of one process: for checks on small models, and tests."""
+"""Axis groups whose members are threads of one process, for checks on small models and for tests."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Result = TypeVar("Result")
 
 
 class _Meeting:
-    """Exchange of tensors between the members of one group."""
+    """Barrier at which the members of one group exchange values."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size)
         self._brought: list[Any] = [None] * size
 
     def exchange(self, index: int, value: Any, what: str) -> list[Any]:
-        """Return the contributions of all members to the same operation, in order.
+        """Return all members' values of the same operation, in the order of members.
 
         Raises:
             RuntimeError: a member started another operation.
@@ -41,13 +41,13 @@ class _Meeting:
         return [value for _, value in brought]
 
     def abort(self) -> None:
-        """Release waiting members with an error."""
+        """Release waiting members with a `threading.BrokenBarrierError`."""
         self._barrier.abort()
 
 
 @dataclass(frozen=True)
 class InProcessGroup:
-    """One thread's view of its group. Sums are in the order of members."""
+    """One thread's view of its group. Sums are computed in the order of members."""
 
     axis: str
     size: int
@@ -86,17 +86,17 @@ class InProcessGroup:
 
 
 def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]) -> list[Result]:
-    """Run ``member`` once per position along the axes, each in a thread of its own.
+    """Run ``member`` in one thread for each position along the axes.
 
     Args:
-        sizes: members along each axis of `AxisGroups`, the slowest first; missing axes have one. Members of a
-            tensor group are in one expert group, whose size is a multiple of theirs.
+        sizes: number of members of each axis of `AxisGroups`, the slowest first. Missing axes have one member. If a
+            tensor group has several members, they belong to one expert group, whose size is a multiple of theirs.
 
     Returns:
         The members' results, in the order of positions.
 
     Raises:
-        Exception: the first error of a member. The others are released.
+        Exception: the first error of a member. The other members are released.
     """
     tensor = sizes.get("tensor", 1)
     apart = sizes | {"expert": max(1, sizes.get("expert", 1) // tensor)}

@@ -23,12 +23,12 @@ from weft.engine.parallel.blocks import Block
 
 @dataclass(frozen=True)
 class Seen:
-    """A mask that is not just causal.
+    """A mask that is not plain causal.
 
     Attributes:
-        of: returns the mask [B or 1, 1, Q, K] of rows [Q] and columns [K], which are positions in the whole sequence.
+        of: returns the mask [B or 1, 1, Q, K] for query positions [Q] and key positions [K] in the whole sequence.
         only_earlier: whether no query attends to later positions, so that later chunks can be skipped.
-        reach: number of positions back that a query attends to, including itself. None means all.
+        reach: number of positions that a query attends to, counted back from itself. None means all.
     """
 
     of: Callable[[Tensor, Tensor], Tensor]
@@ -40,7 +40,8 @@ class Part(NamedTuple):
     """Some queries of a member, and the keys of a block that they attend to.
 
     Attributes:
-        rows, columns: indices of queries and keys in the member's and in the block's part of the sequence.
+        rows: indices of the queries in the member's part of the sequence.
+        columns: indices of the keys in the block.
         causal: whether a query attends to keys up to its own index. Otherwise it attends to all ``columns``.
     """
 
@@ -55,8 +56,8 @@ class Ring:
 
     Attributes:
         group: a context group, whose members' parts of the sequence are zigzag.
-        scale: of scores.
-        seen: the mask. None is just causal.
+        scale: factor of the scores.
+        seen: the mask. None means plain causal.
     """
 
     group: AxisGroup
@@ -67,12 +68,12 @@ class Ring:
         """Compute attention of this member's queries to the keys of all members.
 
         Args:
-            query: [B, heads, S / members, D].
+            query: this member's queries, [B, heads, S / members, D].
             key: [B, key and value heads, S / members, D].
             value: [B, key and value heads, S / members, Dv].
 
         Returns:
-            [B, heads, S / members, Dv].
+            The output, [B, heads, S / members, Dv].
         """
         return _Attention.apply(query, key, value, self)
 
@@ -80,7 +81,7 @@ class Ring:
         """Return the parts of a member's block that this member's queries attend to, in whole chunks.
 
         Args:
-            owner: index of the member whose block it is.
+            owner: index of the member whose keys the block has.
             length: number of a member's positions.
         """
         chunk, size = length // 2, self.group.size
@@ -95,7 +96,7 @@ class Ring:
         return [Part(half, columns) for half, columns in zip(rows, halves, strict=True) if columns is not None]
 
     def _sees(self, query: int, key: int, chunk: int) -> bool:
-        """True if any query of one chunk may attend to a key of another or the same chunk."""
+        """True if any query of one chunk may attend to a key of another chunk, or of the same chunk."""
         seen = self.seen or Seen(lambda *_: NotImplemented, only_earlier=True, reach=None)
         if seen.only_earlier and key > query:
             return False
@@ -103,7 +104,7 @@ class Ring:
         return seen.reach is None or nearest < seen.reach
 
     def block(self, query: Tensor, key: Tensor, value: Tensor, part: Part, owner: int) -> Block:
-        """Return a part's queries, keys and values, with its mask as bias."""
+        """Return a part's queries, keys and values, and its mask as a bias of the scores."""
         bias = None
         if self.seen is not None:
             length, device = query.shape[2], query.device
@@ -115,7 +116,7 @@ class Ring:
         return Block(query[:, :, part.rows], keys, values, self.scale, part.causal, bias)
 
     def owners(self) -> Iterator[int]:
-        """Return the owners of the blocks in the order of arrival, this member first."""
+        """Yield the owners of the blocks in the order of arrival, starting with this member."""
         return ((self.group.index - step) % self.group.size for step in range(self.group.size))
 
     def _positions(self, index: int, length: int, device: torch.device) -> Tensor:
@@ -124,7 +125,7 @@ class Ring:
 
 
 class _Pair(NamedTuple):
-    """Keys and values, or their gradients, as one message."""
+    """Format of a message with keys and values, or with their gradients."""
 
     shapes: tuple[torch.Size, torch.Size]
 
@@ -187,14 +188,14 @@ class _Attention(torch.autograd.Function):
 
 
 class _Merged:
-    """Attention to the blocks so far, in fp32 or better."""
+    """Attention merged over the blocks so far, in fp32 or better."""
 
     def __init__(self) -> None:
         self._output: Tensor | None = None
         self._sums: Tensor | None = None
 
     def add(self, partial: blocks.Partial, rows: slice, length: int) -> None:
-        """Merge another block, weighted by the log-sum-exps."""
+        """Merge the result for another block, weighted by the log-sum-exps."""
         output, sums = partial.output.to(partial.sums.dtype), partial.sums
         if self._output is None or self._sums is None:
             if rows == slice(0, length):
@@ -209,7 +210,10 @@ class _Merged:
         before.copy_(total)
 
     def settled(self, dtype: torch.dtype, *, masked: bool) -> tuple[Tensor, Tensor]:
-        """Return output and log-sum-exps for the backward. A fully masked query has output and gradients of zero."""
+        """Return the output, and the log-sum-exps for the backward.
+
+        The output and the gradients of a fully masked query are zero.
+        """
         output, sums = self._output, self._sums
         assert output is not None and sums is not None, "a query sees its own block"
         if masked:
@@ -220,7 +224,7 @@ class _Merged:
 
 
 def _covered(visible: list[bool], chunk: int) -> slice | None:
-    """Return the slice of a block's visible chunks, or None if there are none."""
+    """Return the slice of a block that covers its visible chunks, or None if no chunk is visible."""
     if not any(visible):
         return None
     return slice(0 if visible[0] else chunk, 2 * chunk if visible[1] else chunk)

@@ -25,11 +25,11 @@ from weft.engine.parallel.ring import Ring, Seen
 from weft.engine.parallel.unshareable import UnshareableError
 
 _OF_SCORES = ("position_bias", "s_aux")
-"""Arguments that change scores or their normalisation."""
+"""Arguments that change scores or their normalisation, which ring attention does not support."""
 
 
 class RingAttention:
-    """One member's attention and masks."""
+    """One member's attention and masks, for keys and values that are passed round the ring."""
 
     def __init__(self, group: AxisGroup, base: str) -> None:
         self._group, self._base = group, base
@@ -51,15 +51,15 @@ class RingAttention:
         """Compute attention of this member's positions to all positions.
 
         Args:
-            query: [B, heads, S / members, D].
+            query: this member's queries, [B, heads, S / members, D].
             key, value: [B, key and value heads, S / members, D].
             attention_mask: from `mask`.
 
         Returns:
-            [B, S / members, heads, D], and no weights.
+            The output [B, S / members, heads, D], and None instead of attention weights.
 
         Raises:
-            UnshareableError: an argument of the module is not supported block by block.
+            UnshareableError: attention block by block does not support an argument of the module.
         """
         self._require(dropout == 0.0, module, "drops weights of its attention (set its attention_dropout to 0)")
         given = [name for name in _OF_SCORES if arguments.get(name) is not None]
@@ -85,12 +85,12 @@ class RingAttention:
         device: torch.device | str = "cpu",
         **arguments: Any,
     ) -> Seen | None:
-        """Return the mask, or None if it is just causal.
+        """Return the mask, or None if it is plain causal.
 
         Args:
             mask_function: takes the indices of batch, head, query and key in the whole sequence.
             attention_mask: [B, S] of the whole sequence, false where a token is padding.
-            local_size: how far back a window reaches.
+            local_size: number of positions in an attention window. None means no window.
         """
         length = q_length * self._group.size
         reaches = local_size is None or length < local_size
@@ -119,9 +119,10 @@ class RingAttention:
 
 
 def only_earlier(function: Callable[..., Tensor]) -> bool:
-    """True if a mask of transformers hides all later positions: it is their causal mask, combined with others by "and".
+    """True if a transformers mask function hides all later positions.
 
-    If this is unknown, the result is False, and later chunks are computed and masked.
+    It does if it is the causal mask, or combines the causal mask with others by "and". For any other function the
+    result is False, and later chunks are computed and masked.
     """
     if function is causal_mask_function:
         return True

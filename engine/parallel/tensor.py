@@ -27,21 +27,21 @@ from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.parallel.vocabulary import VocabularyLoss, cut_embedding
 
 SEQUENCE = 1
-"""Dimension of a hidden state [B, S, H]."""
+"""Dimension of the sequence in a hidden state [B, S, H]."""
 
 
 def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[str, Cut]:
     """Reduce a model to this member's part of it, in place, and hook its forward to the group's collectives.
 
     Args:
-        model: of a stage, or whole. It may have peft's layers.
+        model: a stage's model or the whole model. It may have peft's layers.
         layers: path of the list of decoder layers.
 
     Returns:
         This member's parts of divided parameters, by name.
 
     Raises:
-        UnshareableError: the model cannot be divided.
+        UnshareableError: the group cannot divide the model.
     """
     if group.size == 1:
         return {}
@@ -63,7 +63,7 @@ def require_shareable(model: PreTrainedModel, size: int, layers: str) -> None:
     """Check that a tensor group can divide a whole model, which may be on the meta device.
 
     Raises:
-        UnshareableError: it cannot. The message names the part and the remedy.
+        UnshareableError: it cannot divide it. The message names the part and the remedy.
     """
     plan = TensorPlan(model)
     require_divisible(model, plan, size, layers)
@@ -97,7 +97,9 @@ def _hook_vocabulary(model: PreTrainedModel, group: AxisGroup) -> None:
 
 
 def _in_use(module: nn.Module | None) -> nn.Module | None:
-    """Return the trained copy of a module in peft's ``modules_to_save``, or the module itself."""
+    """Return the module that is used: peft's trained copy if it is in ``modules_to_save``, otherwise the module
+    itself.
+    """
     if isinstance(module, ModulesToSaveWrapper):
         return module.modules_to_save[module.active_adapters[0]]
     return module
@@ -114,7 +116,7 @@ def _hook_matrices(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, l
 
 
 def _blocks(model: PreTrainedModel, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks of decoder layers with their paths."""
+    """Yield the blocks of decoder layers, and their paths."""
     for number, layer in model.get_submodule(layers).named_children():
         yield from _parts(layer, f"{layers}.{number}")
 
@@ -128,7 +130,10 @@ def _parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _hook_block(path: str, module: nn.Module, plan: TensorPlan, group: AxisGroup) -> bool:
-    """Gather before a block and take slices after it. Return False if the block works on slices."""
+    """Hook a block, so that the hidden state is gathered before it, and summed or sliced after it.
+
+    Return False without hooks if the block works on slices.
+    """
     parts = [path, *(f"{path}.{name}" for name, _ in (*module.named_modules(), *module.named_parameters()))]
     styles = {style for part in parts if (style := plan.style(part.rstrip("."))) is not None}
     own = plan.style(path)
@@ -144,7 +149,7 @@ def _hook_block(path: str, module: nn.Module, plan: TensorPlan, group: AxisGroup
 
 
 class _OnInput:
-    """A forward pre-hook that replaces the hidden state among the arguments."""
+    """A forward pre-hook that replaces the hidden state in the arguments."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
@@ -152,7 +157,7 @@ class _OnInput:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace ``hidden_states``, or the first tensor among the arguments."""
+        """Replace ``hidden_states``, or else the first tensor among the arguments."""
         if isinstance(kwargs.get("hidden_states"), Tensor):
             return args, kwargs | {"hidden_states": self._replaced(kwargs["hidden_states"])}
         for number, value in enumerate(args):
@@ -183,7 +188,7 @@ class _Slice(_OnInput):
 
 
 class _OnOutput:
-    """A forward hook that replaces the output, or the first element of a tuple."""
+    """A forward hook that replaces the output, or the first element of an output tuple."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
@@ -222,7 +227,10 @@ class _SliceFeatures:
 
 
 class _BiasOnce:
-    """Subtracts from each member's output its share of a bias that all members add, so that the sum has it once."""
+    """A forward hook that makes a sum of outputs include a bias once.
+
+    All members add the bias, so each output is reduced by the bias times (1 - 1 / members).
+    """
 
     def __init__(self, group: AxisGroup) -> None:
         self._share = 1 - 1 / group.size

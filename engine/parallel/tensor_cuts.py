@@ -1,4 +1,4 @@
-"""The parts of parameters that a member of a tensor group holds."""
+"""The parts of parameters that a member of a tensor group has."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ _FACTOR = re.compile(r"lora_[AB]\.[^.]+\.weight")
 
 
 def tensor_cuts(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str) -> dict[str, Cut]:
-    """Return the parts of matrices in decoder layers by the model's plan, and of embedding and head by vocabulary.
+    """Return this member's parts of the parameters that a tensor group divides.
+
+    The model's plan divides matrices in decoder layers. Embedding and head are divided by vocabulary.
 
     Args:
-        model: with undivided parameters. Some of its modules may be placeholders.
+        model: a model whose parameters are undivided, except those that `set_held` marked. Some of its modules may be
+            placeholders.
         layers: path of the list of decoder layers.
 
     Returns:
         Parts by parameter names in ``model``.
 
     Raises:
-        UnshareableError: a parameter cannot be divided evenly.
+        UnshareableError: a parameter cannot be divided evenly, or has an adapter that cannot be divided.
     """
     _require_factors(model, plan, group.size, layers)
     cuts: dict[str, Cut] = {}
@@ -59,7 +62,7 @@ def require_divisible(model: PreTrainedModel, plan: TensorPlan, size: int, layer
     """Check that a tensor group can divide the matrices and attention heads of a whole model.
 
     Raises:
-        UnshareableError: it cannot. The message names the part and the remedy.
+        UnshareableError: it cannot divide them. The message names the part and the remedy.
     """
     if not any(True for _ in _divided(model, plan, layers)):
         raise UnshareableError(
@@ -89,7 +92,11 @@ def _divided(model: PreTrainedModel, plan: TensorPlan, layers: str) -> Iterator[
 
 
 def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers: str) -> None:
-    """Check that adapters of divided matrices are just the two factors of LoRA."""
+    """Check that adapters of divided matrices are plain LoRA with two factors.
+
+    Raises:
+        UnshareableError: an adapter has other parameters, or adapts a divided parameter directly.
+    """
     for path, module in model.get_submodule(layers).named_modules(prefix=layers):
         if not isinstance(module, BaseTunerLayer):
             continue
@@ -110,7 +117,7 @@ def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers
 
 
 def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tuple[int, int] | None:
-    """Return the dimension along which a parameter is divided, and the number of blocks, or None if undivided."""
+    """Return the dimension along which a parameter is divided, and the number of blocks, or None if it is undivided."""
     if ".lora_" in full:
         return _place_of_factor(plan, full)
     style = plan.style(full) or plan.style(path)
@@ -124,7 +131,10 @@ def _place(plan: TensorPlan, full: str, name: str, dims: int, path: str) -> tupl
 
 
 def _place_of_factor(plan: TensorPlan, full: str) -> tuple[int, int] | None:
-    """Return the division of an adapter's factor: B follows a column-wise base, A a row-wise one."""
+    """Return how an adapter's factor is divided, or None if it is not.
+
+    Factor B is divided if its matrix is divided by columns, and factor A if its matrix is divided by rows.
+    """
     base, _, factor = full.partition(".lora_")
     style = plan.style(base)
     if style is None or not full.endswith(".weight"):
@@ -135,7 +145,7 @@ def _place_of_factor(plan: TensorPlan, full: str) -> tuple[int, int] | None:
 
 
 def _by_vocabulary(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters of embedding and head, by all of their names."""
+    """Yield the parameters of embedding and head, under all of their names."""
     wanted = set()
     for unit in (model.get_input_embeddings(), model.get_output_embeddings()):
         if unit is not None:
@@ -156,7 +166,7 @@ def _cut(name: str, shape: tuple[int, ...], dim: int, group: AxisGroup, blocks: 
 
 
 def hold_in_place(model: nn.Module, cuts: dict[str, Cut]) -> None:
-    """Replace the data of each parameter by its part. The parameter objects stay the same, wherever they are shared."""
+    """Replace the data of each parameter by its part. The parameter objects stay the same, so they remain shared."""
     for name, cut in cuts.items():
         parameter = model.get_parameter(name)
         if held_cut(parameter) is not cut:

@@ -1,4 +1,4 @@
-"""Styles of transformers' plan for a model: how its matrices are divided over the tensor axis."""
+"""Styles of transformers' tensor-parallel plans: how a tensor group divides a matrix."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from weft.engine.parallel.unshareable import UnshareableError
 
 
 class Style(Enum):
-    """The members' parts of a matrix, and the collectives around its product."""
+    """How a matrix is divided over the members, and the collectives around its product."""
 
     columns = auto()
-    """Output features. The output stays divided."""
+    """Divides output features. The output stays divided."""
     rows = auto()
-    """Input features of a divided input. Outputs are parts of a sum."""
+    """Divides input features. The input is divided already. Outputs are parts of a sum."""
     gathered_columns = auto()
-    """Output features. The output is gathered."""
+    """Divides output features. The output is gathered."""
     sliced_rows = auto()
-    """Input features, of which each member takes a slice. Outputs are parts of a sum."""
+    """Divides input features. Each member takes its slice of the input. Outputs are parts of a sum."""
     packed_columns = auto()
-    """Output features of two concatenated matrices."""
+    """Divides output features of two concatenated matrices."""
     packed_last = auto()
-    """The same, with output features as the last dimension."""
+    """Divides output features of two concatenated matrices, whose last dimension is the output features."""
 
     @property
     def sums(self) -> bool:
-        """True if outputs are parts of a sum."""
+        """True if the members' outputs are parts of a sum."""
         return self in (Style.rows, Style.sliced_rows)
 
 
@@ -55,15 +55,18 @@ HELD_IN_FULL = frozenset(
         "moe_identity_expert",
     }
 )
-"""Styles that do not divide parameters. In Weft, gradients of undivided parameters are always parts of a sum."""
+"""Styles that do not divide parameters.
+
+In Weft, each member's gradients of undivided parameters are parts of a sum.
+"""
 
 
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
-"""Names under which peft's wrappers have the wrapped module or its copy."""
+"""Names under which peft's wrappers store the wrapped module or its copy."""
 
 
 class TensorPlan:
-    """transformers' own plan for a class of models, by names in a whole model."""
+    """transformers' tensor-parallel plan for a class of models, by names in a whole model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Read the plan of a model's class.
@@ -81,11 +84,11 @@ class TensorPlan:
         self._styles = {key: STYLES[style] for key, style in plan.items() if style in STYLES}
 
     def style(self, name: str) -> Style | None:
-        """Return the style of a module or a parameter, by its name, or None if it is held in full."""
+        """Return the style of a module or a parameter, by its name, or None if it is not divided."""
         return self._styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", _WRAPPED.sub("", name)))
 
     def modules(self, model: nn.Module, below: str) -> Iterator[tuple[str, nn.Module, Style]]:
-        """Yield modules with a style inside of the module ``below``."""
+        """Yield the modules inside of the module ``below`` that have a style, with their paths and styles."""
         for name, module in model.get_submodule(below).named_modules(prefix=below):
             style = self.style(name)
             if style is not None and not _WRAPPED.search(name):

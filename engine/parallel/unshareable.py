@@ -2,4 +2,4 @@
 
 
 class UnshareableError(ValueError):
-    """A model or an input cannot be divided. The message has the field, its value and the remedy."""
+    """Error for a model or an input that a group cannot divide. The message has the field, its value and the remedy."""

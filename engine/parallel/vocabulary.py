@@ -14,13 +14,13 @@ _ABSENT = "_weft_absent"
 
 
 class EnterEmbedding:
-    """A forward pre-hook of an embedding: maps token ids to rows of this member's part."""
+    """Forward pre-hook of an embedding that maps token ids to indices in this member's part of the vocabulary."""
 
     def __init__(self, group: AxisGroup, held: int) -> None:
         self._first, self._held = group.index * held, held
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Return local ids, with 0 for other members' tokens."""
+        """Return local ids. Tokens of other members get id 0 and are marked for `LeaveEmbedding`."""
         local = args[0] - self._first
         absent = (local < 0) | (local >= self._held)
         local = local.masked_fill(absent, 0)
@@ -29,19 +29,19 @@ class EnterEmbedding:
 
 
 class LeaveEmbedding:
-    """A forward hook of an embedding: adds the rows of other members' tokens."""
+    """Forward hook of an embedding that adds the other members' vectors for their tokens."""
 
     def __init__(self, group: AxisGroup) -> None:
         self._group = group
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Return embeddings [B, S, H] of all tokens."""
+        """Return the embedding vectors [B, S, H] of all tokens."""
         absent = getattr(args[0], _ABSENT)
         return functions.all_sum(self._group, output.masked_fill(absent.unsqueeze(-1), 0.0))
 
 
 def cut_embedding(group: AxisGroup, module: nn.Embedding) -> None:
-    """Hook an embedding that has this member's rows."""
+    """Hook an embedding that has only this member's part of the vocabulary."""
     held = module.weight.shape[0]
     if module.padding_idx is not None:
         local = module.padding_idx - group.index * held
@@ -52,9 +52,9 @@ def cut_embedding(group: AxisGroup, module: nn.Embedding) -> None:
 
 
 class VocabularyLoss:
-    """Hugging Face's loss of a causal model, from logits of this member's part of the vocabulary.
+    """Hugging Face's loss of a causal model, from logits over this member's part of the vocabulary.
 
-    Only two numbers for each token are summed over members. Logits of the whole vocabulary are never gathered.
+    Only two numbers per token are summed over members. Logits over the whole vocabulary are never gathered.
     """
 
     def __init__(self, group: AxisGroup) -> None:
@@ -70,12 +70,12 @@ class VocabularyLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute `transformers.loss.loss_utils.ForCausalLMLoss`.
+        """Compute the same loss as `transformers.loss.loss_utils.ForCausalLMLoss`.
 
         Args:
-            logits: [B, S, V / members].
+            logits: this member's logits, [B, S, V / members].
             labels: [B, S], not shifted.
-            num_items_in_batch: divisor of the sum over tokens. None means the number of tokens that count here.
+            num_items_in_batch: divisor of the sum over tokens. None divides by the number of tokens with a label.
             shift_labels: [B, S], shifted, instead of ``labels``.
         """
         if shift_labels is None:
@@ -91,7 +91,7 @@ class VocabularyLoss:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of each row. The incoming gradient is the same on all members."""
+    """Cross-entropy of each token. The incoming gradient must be the same on all members."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, wanted: Tensor, group: AxisGroup) -> Tensor:

@@ -14,15 +14,15 @@ from weft.engine.parallel.unshareable import UnshareableError
 
 
 def chunks_of(size: int, index: int) -> tuple[int, int]:
-    """Return the indices of a member's two chunks among ``2 size``."""
+    """Return the indices of a member's two chunks among the ``2 * size`` chunks of a sequence."""
     return index, 2 * size - 1 - index
 
 
 def take(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
-    """Return this member's positions along ``dim`` of a whole sequence.
+    """Return this member's part along ``dim`` of a whole sequence.
 
     Raises:
-        UnshareableError: the sequence cannot be cut into chunks of the same length.
+        UnshareableError: the group cannot divide the length into equal chunks.
     """
     if group.size == 1:
         return tensor
@@ -32,7 +32,7 @@ def take(group: AxisGroup, tensor: Tensor, dim: int) -> Tensor:
 
 
 def in_order(size: int, gathered: Tensor, dim: int) -> Tensor:
-    """Return the whole sequence from the members' concatenated parts along ``dim``."""
+    """Reorder the members' parts, concatenated along ``dim``, into the whole sequence."""
     if size == 1:
         return gathered
     numbers = [number for index in range(size) for number in chunks_of(size, index)]
@@ -41,13 +41,16 @@ def in_order(size: int, gathered: Tensor, dim: int) -> Tensor:
 
 
 def by_member(size: int, whole: Tensor, dim: int) -> Tensor:
-    """Return the members' concatenated parts along ``dim`` of a whole sequence: the inverse of `in_order`."""
+    """Reorder a whole sequence along ``dim`` into the members' parts, concatenated.
+
+    This is the inverse of `in_order`.
+    """
     chunks = whole.chunk(2 * size, dim)
     return torch.cat([chunks[number] for index in range(size) for number in chunks_of(size, index)], dim)
 
 
 def positions(group: AxisGroup, length: int, device: torch.device | str) -> Tensor:
-    """Return this member's positions in a sequence of ``length``, in its order."""
+    """Return this member's positions in a sequence of ``length``, in the order of its part."""
     return take(group, torch.arange(length, device=device), 0)
 
 
@@ -55,7 +58,7 @@ def require_divisible(length: int, size: int) -> None:
     """Check that members can share a sequence.
 
     Raises:
-        UnshareableError: ``2 size`` does not divide the length.
+        UnshareableError: ``2 * size`` does not divide the length.
     """
     if length % (2 * size):
         raise UnshareableError(
