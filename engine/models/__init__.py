@@ -1,1 +1,1 @@
-"""Whole models, before any cut: skeletons, initialisation, adapters, sizes, losses."""
+"""Whole models before they are cut: skeletons, initialisation, adapters, sizes, losses."""

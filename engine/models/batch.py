@@ -1,4 +1,4 @@
-"""Packed rows of a micro-batch with several sequences: found on the host, so that forwards need no synchronisation."""
+"""Documents in a micro-batch with packed rows. The host finds them, so that forwards need no synchronisation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from torch import Tensor
 from transformers import masking_utils
 
 Batch = Mapping[str, Tensor]
-"""``input_ids``, ``labels`` (-100 = ignored, not shifted) and ``position_ids``, each int64 [B, S], and optionally
-``attention_mask`` [B, S]. A member of a context group has its part of these tensors and of ``shift_labels``, the
-labels that its positions predict, but the whole mask."""
+"""Tensors of a micro-batch: int64 [B, S] ``input_ids``, ``labels`` and ``position_ids``.
+
+Labels are not shifted, and -100 is ignored. ``attention_mask`` [B, S] is optional. A member of a context group has its
+part of these tensors, but the whole mask. It also has its part of ``shift_labels``, the labels that its positions
+predict.
+"""
 
 
 def count_label_tokens(batch: Batch) -> int:
@@ -21,7 +24,7 @@ def count_label_tokens(batch: Batch) -> int:
 
 
 def label_tokens(batch: Batch) -> Tensor:
-    """Return the same number as a tensor on the labels' device, without synchronisation."""
+    """Return the number of `count_label_tokens` as a tensor on the labels' device, without synchronisation."""
     predicted = batch["shift_labels"] if "shift_labels" in batch else batch["labels"][:, 1:]
     return (predicted != -100).sum()
 
@@ -31,18 +34,18 @@ _SEQUENCES = "_weft_sequences"
 
 
 def sequence_indices(position_ids: Tensor) -> Tensor:
-    """Return the index of each token's sequence in its row, [B, S]. Positions are consecutive inside a sequence."""
+    """Return the index of each token's document in its row, [B, S]. Positions are consecutive within a document."""
     starts = position_ids[:, 1:] - position_ids[:, :-1] != 1
     return torch.nn.functional.pad(starts.cumsum(-1), (1, 0))
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The sequences in the concatenated rows of a micro-batch.
+    """Bounds of the documents in the concatenated rows of a micro-batch.
 
     Attributes:
-        bounds: int32 [N + 1], the first token of each of the N sequences, then the number of tokens.
-        longest: length of the longest sequence.
+        bounds: int32 [N + 1], the index of the first token of each of the N documents, then the number of tokens.
+        longest: length of the longest document.
     """
 
     bounds: Tensor
@@ -50,7 +53,7 @@ class PackedRows:
 
     @classmethod
     def of(cls, position_ids: Tensor) -> PackedRows | None:
-        """Return the packed rows of ``position_ids`` [B, S] in host memory, or None if every row is one sequence."""
+        """Find the documents by ``position_ids`` [B, S] in host memory. Return None if every row is one document."""
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids[:, 1:] - position_ids[:, :-1] != 1
         if not starts[:, 1:].any():
@@ -60,22 +63,26 @@ class PackedRows:
         return cls(bounds, int(bounds.diff().max()))
 
     def to(self, device: torch.device) -> PackedRows:
-        """Copy to ``device``."""
+        """Return a copy on ``device``."""
         return PackedRows(self.bounds.to(device, non_blocking=True), self.longest)
 
 
 def attach_packed_rows(position_ids: Tensor, rows: PackedRows | None, sequences: Tensor | None = None) -> None:
-    """Attach packed rows to a tensor of positions, for forwards that receive this tensor object.
+    """Attach documents' bounds to a tensor of positions, for forwards that receive this tensor object.
 
     Args:
-        sequences: [B, S], the `sequence_indices` of whole rows, if the positions are of a part of them.
+        rows: the bounds, or None if every row is one document.
+        sequences: `sequence_indices` of the whole rows, [B, S], if the positions are only a part of them.
     """
     setattr(position_ids, _KNOWN, rows or False)
     setattr(position_ids, _SEQUENCES, sequences)
 
 
 def attach_rows_of(position_ids: Tensor, whole: Tensor) -> None:
-    """Attach to positions the packed rows of the whole rows [B, S], which are in host memory."""
+    """Attach to a tensor of positions the bounds of the documents in ``whole``, the whole rows' positions.
+
+    ``whole`` [B, S] is in host memory.
+    """
     rows = PackedRows.of(whole)
     if rows is None:
         attach_packed_rows(position_ids, None)
@@ -86,11 +93,10 @@ def attach_rows_of(position_ids: Tensor, whole: Tensor) -> None:
 
 
 def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
-    """Return the bounds that keep packed sequences apart in flash attention, for any number of rows, or empty without
-    packing.
+    """Return arguments that separate packed documents in flash attention, for any number of rows.
 
-    Hugging Face itself detects packing only in a single row, and synchronises the device for it
-    (`modeling_flash_attention_utils._is_packed_sequence`).
+    Return an empty dictionary if nothing is packed. Hugging Face itself detects packing only in a single row, and
+    synchronises the device for it (`modeling_flash_attention_utils._is_packed_sequence`).
     """
     rows: PackedRows | None = getattr(position_ids, _KNOWN, None) or None
     if rows is None:
@@ -100,11 +106,11 @@ def flash_arguments(position_ids: Tensor) -> dict[str, Tensor | int]:
 
 
 def _install() -> None:
-    """Replace transformers' detection of packed rows by the attached packed rows.
+    """Make transformers use the attached bounds instead of detecting packed rows itself.
 
     Its causal mask detects packing in every forward, and synchronises the device for it
-    (`masking_utils.find_packed_sequence_indices` of 5.17 to 5.19). Tensors without attached rows are examined as
-    before. On the meta device, which has no values, a row counts as one sequence.
+    (`masking_utils.find_packed_sequence_indices` of 5.17 to 5.19). Tensors without attached bounds are examined as
+    before. On the meta device, which has no values, a row counts as one document.
     """
     look: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
 

@@ -1,4 +1,4 @@
-"""Flash attention over packed rows: its arguments, and a stand-in to check that architectures pass them on."""
+"""Arguments of flash attention for packed rows, and a stand-in that checks that architectures pass them on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers.masking_utils import flash_attention_mask
 from weft.engine.models.batch import flash_arguments
 
 ON_CPU = "weft_packed_rows"
-"""Name of an attention with flash attention's arguments and without masks, for checks on small copies."""
+"""Name of an attention that takes flash attention's arguments and no masks, for checks on small copies."""
 
 
 def wanted_arguments(config: PreTrainedConfig, position_ids: Tensor) -> dict[str, Any]:
-    """Return the additional arguments of a model's forward if its attention is flash attention."""
+    """Return the additional arguments of a model's forward that flash attention needs, or none for other attention."""
     name = str(config.get_text_config()._attn_implementation)
     return flash_arguments(position_ids) if name.startswith((ON_CPU, "flash_attention")) else {}
 
@@ -32,15 +32,15 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention inside each of the given sequences, or over whole rows without them.
+    """Compute causal attention within each document, or within each row if no documents are given.
 
     Args:
         query: [B, heads, S, D].
         key, value: [B, key and value heads, S, D].
-        cu_seq_lens_q: see `flash_arguments`.
+        cu_seq_lens_q: documents' bounds, see `flash_arguments`.
 
     Returns:
-        [B, S, heads, D], and no weights.
+        The output [B, S, heads, D], and None instead of attention weights.
     """
     rows, heads, length, _ = query.shape
     if cu_seq_lens_q is None:

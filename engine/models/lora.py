@@ -1,4 +1,4 @@
-"""Adapters: low-rank updates through peft, the same for every split."""
+"""Adapters: low-rank updates through peft, which are the same for every split of the model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ADAPTER = "default"
 PREFIX = "base_model.model."
 """The prefix that peft adds to a parameter's name."""
 ALL_LINEAR = "all-linear"
-"""Name for every linear layer but the output embedding, as in peft. Experts and routers are not included."""
+"""Name for every linear layer except the output embedding, as in peft. Experts and routers are not included."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn.Module:
     """Freeze a model and add adapters.
 
     Returns:
-        peft's model, or the frozen model itself if none of its modules is a target.
+        peft's wrapper of the model, or the frozen model itself if none of its modules is a target.
     """
     model.requires_grad_(False)
     settings = peft_config(config, model)
@@ -51,7 +51,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> nn
 
 
 def _wrap_weights(placeholder: Placeholder) -> None:
-    """Rename weights in placeholders as they are named below an adapter on other stages."""
+    """Rename a placeholder's weights to the names that other stages have for weights below an adapter."""
     if placeholder._parameters:
         inner = Placeholder(placeholder)
         inner._parameters.update(placeholder._parameters)
@@ -60,10 +60,10 @@ def _wrap_weights(placeholder: Placeholder) -> None:
 
 
 def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: PreTrainedConfig) -> None:
-    """Check that each of ``target_modules`` names a module of the whole model, because peft ignores unknown ones.
+    """Check that each of ``target_modules`` names a module of the whole model, because peft ignores unknown names.
 
     Raises:
-        ValueError: one does not, or the model cannot be built.
+        ValueError: a target is not a module, or the model cannot be built.
     """
     if not config.target_modules or config.target_modules == [ALL_LINEAR]:
         return
@@ -78,14 +78,14 @@ def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: P
 
 
 def _matrices(model: PreTrainedModel, *, output: bool = True) -> list[str]:
-    """Return the last parts of the names of a model's matrices, with or without the output embedding."""
+    """Return the last parts of the names of a model's linear layers. ``output`` includes the output embedding."""
     head = None if output else model.get_output_embeddings()
     matrices = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
     return sorted({name.rpartition(".")[2] for name in matrices})
 
 
 def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:
-    """Return peft's config of the settings.
+    """Convert the settings to peft's config.
 
     Raises:
         ValueError: no target modules are set, and peft has no default for the architecture.

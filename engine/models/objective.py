@@ -1,4 +1,4 @@
-"""The objective: a loss that the last stage minimises instead of the model's own."""
+"""The objective: a loss that the last stage minimises instead of the model's own loss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from weft.engine.models.batch import Batch, count_label_tokens
 
 _ITEMS = "_weft_items"
 Forward = Callable[..., Any]
-"""The last stage's forward on the current micro-batch. It takes further arguments of the model (such as ``labels``)
-and returns the output of the model's own forward, with ``logits`` [B, S, V]. It must be called once."""
+"""The last stage's forward on the current micro-batch. A loss must call it once.
+
+It takes further arguments of the model, such as ``labels``. It returns the output of the model's own forward, with
+``logits`` [B, S, V].
+"""
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,12 @@ class Objective:
     """A custom loss. It runs only on the last stage's ranks, so it must not wait for other ranks.
 
     Attributes:
-        loss: ``(forward, batch, num_items) -> scalar``: the *sum* over this micro-batch's items
-            divided by ``num_items``, the number of items of the whole step: all micro-batches of all
-            replicas (a scalar tensor). Losses and gradients are then added up, never averaged, and
-            equal those of one process whatever the split. ``batch`` holds every tensor that the
-            loader yielded, on the device; labels are not shifted.
-        items: returns the number of items of a micro-batch as the loader yielded it. In host memory this
-            needs no synchronisation. The loss of a micro-batch without items counts as 0.
+        loss: ``(forward, batch, num_items) -> scalar``. It returns the *sum* over this micro-batch's items, divided by
+            ``num_items``. ``num_items`` is the number of items of the whole step, over all micro-batches and replicas
+            (a scalar tensor). Losses and gradients are then added up, never averaged, and equal those of one process
+            for any split. ``batch`` has every tensor that the loader yielded, on the device. Labels are not shifted.
+        items: returns the number of items of a micro-batch as the loader yielded it. In host memory this needs no
+            synchronisation. The loss of a micro-batch without items counts as 0.
     """
 
     loss: Callable[[Forward, Batch, Tensor], Tensor]
@@ -36,17 +38,23 @@ class Objective:
 
     @classmethod
     def of(cls, function: Callable[[Any, Batch, Tensor], Tensor]) -> Objective:
-        """A function of the outputs, the batch and the number of label tokens of the step."""
+        """Make an objective from a function of the outputs, the batch and the step's number of label tokens.
+
+        The function returns a sum divided by that number.
+        """
         return cls(lambda forward, batch, num_items: function(forward(), batch, num_items))
 
     @classmethod
     def mean(cls, function: Callable[[Any, Batch], Tensor]) -> Objective:
-        """A function of the outputs and the batch that computes a mean. Micro-batches then have equal weights."""
+        """Make an objective from a function of the outputs and the batch that returns a mean.
+
+        All micro-batches have equal weights.
+        """
         return cls(lambda forward, batch, num_items: function(forward(), batch) / num_items, one_item)
 
 
 def next_token_loss(outputs: Any, batch: Batch, num_items: Tensor) -> Tensor:
-    """Cross-entropy of each next token as in Hugging Face's causal models, for models without it."""
+    """Return the cross-entropy of each next token as Hugging Face's causal models do, for models without a loss."""
     logits, labels = outputs.logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
     return nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / num_items
 
@@ -57,17 +65,17 @@ def one_item(batch: Batch) -> int:
 
 
 def tell_items(batch: Batch, items: int) -> None:
-    """Attach the number of items to a micro-batch on the device."""
+    """Attach the number of items to a micro-batch on the device, for `told_items`."""
     setattr(batch["labels"], _ITEMS, items)
 
 
 def told_items(batch: Batch) -> int:
-    """Return the numbers of items that the objective has received."""
+    """Return the number of items that `tell_items` attached to a micro-batch."""
     return getattr(batch["labels"], _ITEMS)
 
 
 class Minimised:
-    """An objective in use, which checks once that the loss is divided by ``num_items``."""
+    """Wrapper of an objective that checks once that the loss is divided by ``num_items``."""
 
     def __init__(self, objective: Objective) -> None:
         self.items = objective.items
@@ -76,10 +84,10 @@ class Minimised:
         self._looked = False
 
     def __call__(self, forward: Forward, batch: Batch, num_items: Tensor) -> Tensor:
-        """Return the loss of a micro-batch.
+        """Return the loss of a micro-batch. The first call with gradients also computes it for twice as many items.
 
         Raises:
-            ValueError: it is not a scalar, or the forward was called more than once.
+            ValueError: the loss is not a scalar tensor, or called the forward more than once.
         """
         once = _Once(forward)
         loss = self._loss(once, batch, num_items)
@@ -93,10 +101,10 @@ class Minimised:
         return loss
 
     def require_sums(self) -> None:
-        """Check that the loss is divided by ``num_items``. Synchronises the device, once.
+        """Check once that the loss is divided by ``num_items``. This synchronises the device.
 
         Raises:
-            ValueError: twice as many items did not halve it.
+            ValueError: twice as many items did not halve the loss.
         """
         if self._pair is None:
             return
@@ -111,7 +119,7 @@ class Minimised:
 
 
 class _Once:
-    """A forward that runs once, with outputs that can be reused."""
+    """A forward that may be called once, and whose outputs `again` returns a second time."""
 
     def __init__(self, forward: Forward) -> None:
         self._forward = forward
@@ -124,7 +132,7 @@ class _Once:
         return self._outputs
 
     def again(self, **more: Any) -> Any:
-        """Return the same outputs, with the model's own loss halved for twice the number of items."""
+        """Return the same outputs again, with the model's own loss halved for twice the number of items."""
         outputs = type(self._outputs)(**self._outputs)
         if outputs.get("loss") is not None and "num_items_in_batch" in more:
             outputs["loss"] = outputs["loss"] / 2

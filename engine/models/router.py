@@ -1,8 +1,8 @@
 """The router's auxiliary loss of a mixture of experts, over layers on several stages.
 
-Hugging Face's loss (Switch Transformer, equations 4 to 6) is a product of two means over all layers and tokens of a
-micro-batch: the frequency of each expert's choice, and its probability. Stages accumulate both sums and send them
-with the hidden state. Their gradient is sent back with the hidden state's gradient.
+Hugging Face's loss (Switch Transformer, equations 4 to 6) is the product of two means over all layers and tokens of a
+micro-batch: how often each expert is chosen, and its probability. Stages accumulate both sums and send them with the
+hidden state. The gradient of the sums is sent back with the hidden state's gradient.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from weft.engine.parallel.axis import Alone, AxisGroup
 from weft.engine.parallel.functions import count_once
 
 FIELDS = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
-"""The fields of Hugging Face's outputs that the loss uses."""
+"""Fields of Hugging Face's models that the loss uses."""
 
 
 def wants_router_loss(config: PreTrainedConfig) -> bool:
-    """True if a config enables the loss."""
+    """True if a config enables the router's loss."""
     return bool(getattr(config.get_text_config(), "output_router_logits", False))
 
 
 class RouterLoss:
-    """One stage's part of the loss."""
+    """One stage's contribution to the router's loss."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Hook the routers of the stage's layers.
 
         Raises:
-            ValueError: the model does not compute this loss.
+            ValueError: the model does not have the fields of this loss.
         """
         if not all(isinstance(getattr(model, name, None), int | float) for name in FIELDS):
             raise ValueError(
@@ -45,7 +45,7 @@ class RouterLoss:
             )
         self._num_experts, self._chosen, self._share = (getattr(model, name) for name in FIELDS)
         self.shared_by: AxisGroup = Alone("tensor")
-        """Number of members with the same routers' outputs."""
+        """Tensor group whose members all have the same routers' outputs."""
         self._noted: list[Tensor] = []
         self._listener: int | None = None
         for router, index in _routers(model):
@@ -53,12 +53,12 @@ class RouterLoss:
 
     @property
     def num_sums(self) -> int:
-        """Number of elements that stages exchange."""
+        """Number of elements of the sums that stages exchange."""
         return 2 * self._num_experts + 1
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context in which routers' outputs of this thread are recorded, except in recomputed layers."""
+        """Context in which outputs of routers in this thread are recorded. Recomputed layers are not."""
         self._noted, self._listener = [], threading.get_ident()
         try:
             yield
@@ -66,17 +66,20 @@ class RouterLoss:
             self._listener = None
 
     def note(self, logits: Tensor) -> None:
-        """Record one layer's router logits, [tokens, experts]."""
+        """Record one layer's router logits, [tokens, experts], within `listening`."""
         if self._listener == threading.get_ident():
             self._noted.append(count_once(self.shared_by, logits))
 
     def sums(self, before: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor:
-        """Return the sums over all layers so far: choices and probabilities of each expert, and tokens, fp32 [2 E + 1].
+        """Add this stage's layers to the sums of earlier stages, and clear the recorded outputs.
 
         Args:
-            before: sums of the previous stages, or None on the first.
+            before: sums of the previous stages, or None on the first stage.
             mask: [B, S], 0 where a token is padding.
             like: a tensor on the device.
+
+        Returns:
+            fp32 [2 E + 1]: choices of each expert, probabilities of each expert, and the number of tokens.
         """
         noted, self._noted = self._noted, []
         experts = self._num_experts
@@ -93,21 +96,23 @@ class RouterLoss:
         return total
 
     def loss(self, sums: Tensor) -> Tensor:
-        """Return the unweighted loss of a micro-batch, from the sums over all layers."""
+        """Return a micro-batch's loss without its coefficient, from the sums over all layers."""
         chosen, likely, rows = sums.split([self._num_experts, self._num_experts, 1])
         return (chosen / rows * (likely / rows)).sum() * self._num_experts
 
     def weighted(self, loss: Tensor, batch: Batch, num_items: Tensor | None) -> Tensor:
-        """Return its part of the step's loss, by the micro-batch's share of the step's label tokens.
+        """Return a micro-batch's router loss as a part of the step's loss.
 
-        Members of a context group with the same loss each take the share of their own labels.
+        It is multiplied by its coefficient and by the micro-batch's share of the step's label tokens. Without
+        ``num_items`` it has no share. Members of a context group with the same loss each take the share of their own
+        labels.
         """
         share = self._share * loss
         return share if num_items is None else share * label_tokens(batch) / num_items
 
 
 class _Note:
-    """A forward hook. It is a class, because stages are copied and pickled."""
+    """Forward hook of a router. It is a class, because stages are copied and pickled."""
 
     def __init__(self, owner: RouterLoss, index: int) -> None:
         self._owner, self._index = owner, index
@@ -117,7 +122,7 @@ class _Note:
 
 
 def _routers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Yield the modules whose router logits Hugging Face records, with the index of the logits in their output."""
+    """Return the modules whose router logits Hugging Face records, each with the index of the logits in its output."""
     found = {}
     for part in model.modules():
         spec = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits")

@@ -19,12 +19,15 @@ from weft.engine.models.slices import reading_parts
 from weft.engine.parallel.axis import AxisGroups
 
 MAX_CONSTRUCTED = 200_000_000
-"""Largest number of weights of a model that every rank may construct as a whole if necessary."""
+"""Largest number of weights for which every rank may construct a whole model."""
 
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Context with random numbers for ``name`` on the CPU and a GPU. Restores the caller's generators."""
+    """Context in which random numbers depend only on ``seed`` and ``name``, on the CPU and a GPU ``device``.
+
+    The generators' states are restored afterwards.
+    """
     number = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
     gpus = [device.index] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
@@ -41,10 +44,10 @@ def new_model(
     seed: int,
     prune: Callable[[PreTrainedModel], Any] = lambda model: None,
 ) -> PreTrainedModel:
-    """Return a model with new weights, initialised by Hugging Face's rules, in training mode.
+    """Return a model in training mode with new weights, initialised by Hugging Face's rules.
 
-    Numbers are drawn in fp32 for one module at a time. So a pruned model has the same weights as the whole one, and
-    a bf16 model those of the fp32 one, rounded.
+    Numbers are drawn in fp32 for one module at a time. So a pruned model has the same weights as the whole model. A
+    bf16 model has the rounded weights of the fp32 model.
 
     Args:
         prune: called on the model before memory is allocated.
@@ -74,7 +77,10 @@ def load(
     """Call ``cls.from_pretrained(source)`` for a model that is pruned before memory is allocated.
 
     Args:
-        axes: groups that divide each layer. Only this rank's part is read from the files if possible.
+        source: folder or hub name. None initialises all weights.
+        prune: called on the model before memory is allocated.
+        axes: groups that divide each layer. If possible, only this rank's part is read from the files.
+        options: further arguments of ``from_pretrained``, whose result is returned.
     """
 
     def __init__(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +115,11 @@ def load(
 def _construct(
     model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int, names: list[str]
 ) -> None:
-    """Take weights that Hugging Face's rules do not cover from the model's constructor, which makes the whole model."""
+    """Set the named weights, which Hugging Face's rules do not cover, by constructing the whole model.
+
+    Raises:
+        ValueError: the model has more than `MAX_CONSTRUCTED` weights.
+    """
     count = sum(parameter.numel() for parameter in skeleton(cls, config).parameters())
     if count > MAX_CONSTRUCTED:
         raise ValueError(
@@ -126,13 +136,13 @@ def _construct(
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return parameters and buffers by all their names."""
+    """Yield parameters and buffers under all of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def _blank(tensor: Tensor) -> None:
-    """Fill with a value that marks unwritten elements."""
+    """Fill a tensor with the value that `_unwritten` detects. Booleans are left unchanged."""
     if tensor.dtype is not torch.bool:
         tensor.data.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
 
@@ -145,7 +155,9 @@ def _unwritten(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _own_layers_only(model: nn.Module) -> Iterator[None]:
-    """Context without placeholders, because some models initialise layers by iterating over all of them."""
+    """Context in which lists of layers have no placeholders, because some models iterate over layers to initialise
+    them.
+    """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     whole = [dict(layers._modules) for layers in lists]
     for layers in lists:
@@ -163,7 +175,7 @@ def _own_layers_only(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 @guard_torch_init_functions()
 def _initialize(model: PreTrainedModel, seed: int) -> None:
-    """Initialise as ``PreTrainedModel.initialize_weights`` does, with a seed per module."""
+    """Initialise as ``PreTrainedModel.initialize_weights`` does, with a separate seed for each module."""
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         for key, child in module.named_children():

@@ -1,4 +1,4 @@
-"""A small model of the same architecture: the same flags and kinds of layers, small dimensions."""
+"""A small model of the same architecture, with the same flags and kinds of layers."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from weft.engine.models.skeleton import LAYER_COUNTS, decoder_layers, num_layers
 
 VOCABULARY = 96
 WIDTHS = re.compile("intermediate_size|n_inner|ffn_dim|ffn_hidden_size|d_ff")
-"""Fields with the width of a feed-forward block. Many configs have several."""
+"""Fields with the width of a feed-forward block. Many configs have several of them."""
 HEADS = re.compile("head_dim$|_per_layer_input$")
 """Fields with the size of a head, or of a per-layer input."""
 PROPORTIONAL = ("mamba_n_heads", "mamba_d_ssm", "n_mamba_heads")
-"""Fields that grow with the hidden size."""
+"""Fields that are proportional to the hidden size."""
 LAST_LAYERS = ("num_kv_shared_layers",)
 """Fields that count layers from the last one backwards."""
 MAX_PARAMETERS = 100_000_000
-"""Limit of weights of a small copy, so that it runs quickly."""
+"""Largest number of weights of a small copy, so that it runs quickly."""
 
 
 def shrunken_model(cls: type[PreTrainedModel], config: PreTrainedConfig, *, min_layers: int) -> PreTrainedModel:
     """Return a small model with random weights, in fp32 on the CPU, in evaluation mode, without dropout.
 
-    It has enough of the architecture's first layers to include every kind. Dimensions are as small as Hugging Face's
+    It has as many of the architecture's first layers as include every kind. Dimensions are as small as Hugging Face's
     own forward supports.
 
     Raises:
-        ValueError: its own forward does not run on any of the small copies.
+        ValueError: Hugging Face's forward does not run on any of the small copies.
     """
     count = _layers_of_every_kind(skeleton(cls, config), min_layers)
     error: Exception | None = None
@@ -68,7 +68,7 @@ def _require_small(model: PreTrainedModel) -> None:
 
 
 def _layers_of_every_kind(model: PreTrainedModel, at_least: int) -> int:
-    """Return the number of first layers that include every kind of layer."""
+    """Return how many of the first layers include every kind of layer, but at least ``at_least``."""
     layers = model.get_submodule(decoder_layers(model))
     assert isinstance(layers, nn.ModuleList)
     traits = [_traits(layer) for layer in layers]
@@ -80,7 +80,9 @@ def _layers_of_every_kind(model: PreTrainedModel, at_least: int) -> int:
 
 
 def _traits(layer: nn.Module) -> dict[tuple[str, ...], Any]:
-    """Return the traits that distinguish kinds of layers: their modules' classes, shapes and plain attributes."""
+    """Return what distinguishes kinds of layers: the classes, parameter shapes and plain attributes of their
+    modules.
+    """
     found: dict[tuple[str, ...], Any] = {}
     for path, module in layer.named_modules():
         found[path, "class"] = type(module).__qualname__
@@ -116,7 +118,7 @@ def _first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 
 
 def _narrow(config: PreTrainedConfig) -> None:
-    """Four heads of the same size, grouped if they were."""
+    """Reduce attention to four heads of the same size, grouped if they were grouped."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 0
     if heads <= 4:
@@ -140,7 +142,7 @@ def _few_experts(config: PreTrainedConfig) -> None:
 
 
 def _thin(config: PreTrainedConfig) -> None:
-    """Narrow feed-forward blocks."""
+    """Narrow the feed-forward blocks."""
     _set_integers(config.get_text_config(), WIDTHS, 64)
 
 
@@ -153,7 +155,7 @@ def _few_words(config: PreTrainedConfig) -> None:
 
 
 def _dull_senses(config: PreTrainedConfig) -> None:
-    """One layer for each part that does not read text."""
+    """Reduce each part of the model that does not read text to one layer."""
     for name in config.sub_configs:
         part = getattr(config, name)
         if isinstance(part, PreTrainedConfig) and part is not config.get_text_config():
@@ -161,7 +163,7 @@ def _dull_senses(config: PreTrainedConfig) -> None:
 
 
 def _short_heads(config: PreTrainedConfig) -> None:
-    """Small heads, where their size does not follow from the others; layers may have their own."""
+    """Reduce the head size where the config sets it separately, also for single layers."""
     text = config.get_text_config()
     _set_integers(text, HEADS, 32)
     layers = getattr(text, "per_layer_config", None) or {}
@@ -186,4 +188,7 @@ LADDER = (
     (),
     (_dull_senses, _narrow, _short_heads, _few_experts, _thin, _few_words),
 )
-"""Ways to shrink, in the order in which they are tried. The last one is for models that are still too large."""
+"""Combinations of reductions, in the order in which they are tried.
+
+The last one is for models that are still too large.
+"""

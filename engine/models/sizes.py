@@ -1,4 +1,4 @@
-"""Numbers of weights of each part of a model, and of those that a token uses."""
+"""Number of weights of each part of a model, and how many of them a token uses."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ class PartSize:
     """Numbers of weights of a part of the model."""
 
     parameters: int
-    """All weights."""
+    """Number of all weights."""
     active: int
-    """Weights that one token is multiplied with: the chosen experts in a mixture, none of an
-    embedding. A forward takes twice as many floating-point operations per token."""
+    """Number of weights that one token is multiplied with.
+
+    In a mixture these are the weights of the chosen experts; in an embedding there are none. A forward takes twice as
+    many floating-point operations per token.
+    """
     held: int = -1
-    """Weights that one rank holds, if several share a layer. All by default."""
+    """Number of weights that one rank has, if several ranks share a layer. By default all of `parameters`."""
     largest: int = 0
-    """Weights that one rank holds of the largest trained parameter."""
+    """Number of elements that one rank has of the largest trained parameter."""
     trained: int = -1
-    """Trained weights among `parameters`. All by default."""
+    """Number of trained weights among `parameters`. All by default."""
     held_trained: int = -1
-    """Trained weights among `held`. All by default."""
+    """Number of trained weights among `held`. All by default."""
     active_trained: int = -1
-    """Trained weights among `active`. All by default."""
+    """Number of trained weights among `active`. All by default."""
 
     def __post_init__(self) -> None:
-        """Set defaults: a rank holds and trains all weights."""
+        """Set defaults: a rank has all weights, and all are trained."""
         if self.held < 0:
             object.__setattr__(self, "held", self.parameters)
         if self.trained < 0:
@@ -65,7 +68,7 @@ class PartSize:
         )
 
     def without(self, other: PartSize) -> PartSize:
-        """Return this part without weights that were counted twice."""
+        """Return this part's size without the weights of ``other``, which were counted twice. Active weights stay."""
         return PartSize(
             self.parameters - other.parameters,
             self.active,
@@ -82,28 +85,28 @@ NOTHING = PartSize(0, 0)
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Weights of the embedding, of each decoder layer, and of the final norm and head."""
+    """Sizes of the embedding, of each decoder layer, and of the final norm and head."""
 
     before: PartSize
     layers: tuple[PartSize, ...]
     after: PartSize
     hidden_size: int
-    """Elements of a token's hidden state."""
+    """Number of elements of a token's hidden state."""
     vocab_size: int
-    """Logits of a token."""
+    """Number of logits of a token."""
     key_value_size: int = 0
-    """Elements of a token's keys and values in a layer, or 0 if unknown."""
+    """Number of elements of a token's keys and values in a layer, or 0 if unknown."""
     tied: PartSize = NOTHING
-    """Weights that the embedding and the head share, counted in both."""
+    """Weights that the embedding and the head share, which are counted in both."""
 
     @property
     def largest_layer(self) -> int:
-        """Weights that a rank holds of the largest decoder layer."""
+        """Largest number of weights that a rank has of a decoder layer."""
         return max(layer.held for layer in self.layers)
 
     @property
     def largest_trained_layer(self) -> int:
-        """Largest number of trained weights that a rank holds of a decoder layer."""
+        """Largest number of trained weights that a rank has of a decoder layer."""
         return max(layer.held_trained for layer in self.layers)
 
 
@@ -115,16 +118,16 @@ def model_sizes(
     expert: int = 1,
     dtype: torch.dtype | None = None,
 ) -> ModelSizes:
-    """Count a model's weights, and those that are trained, without allocating them.
+    """Count a model's weights, and the trained ones among them, without allocating them.
 
     Args:
-        given: config of a model that will be made, or a model (or peft's around one).
+        given: config of a model that will be made, or a model, which may have peft's wrapper.
         lora: adapters of a model that will be made.
         tensor, expert: sizes of the groups that share matrices and experts.
-        dtype: of computations, to check that a rank's parts of experts support it.
+        dtype: type of the computations. If given, check that a rank's parts of experts support it.
 
     Raises:
-        UnshareableError: the model cannot be divided.
+        UnshareableError: the groups cannot divide the model.
     """
     model = hf_model(meta_model(given, lora))
     path = decoder_layers(model)
@@ -156,7 +159,7 @@ def _identities(part: nn.Module | None) -> set[int]:
 
 
 def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict[str, Cut]:
-    """Return a rank's parts of divided parameters, by their names."""
+    """Return a rank's parts of divided parameters, by the parameters' names."""
     cuts: dict[str, Cut] = {}
     if tensor > 1:
         require_shareable(model, tensor, layers)
@@ -168,7 +171,7 @@ def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict
 
 
 def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
-    """Return the size of the parameters with these identities."""
+    """Return the size of the parameters whose ``id`` is in ``wanted``."""
     chosen, experts = chosen_experts(model.config.get_text_config())
     total = active = held = largest = trained = held_trained = active_trained = 0
     for name, parameter in model.named_parameters():
@@ -187,7 +190,7 @@ def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> 
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the number of experts per token, and of all experts, or (0, 0) for a dense model."""
+    """Return the number of experts per token and of all experts, or (0, 0) for a dense model."""
     experts = next((getattr(config, name) for name in EXPERT_COUNTS if getattr(config, name, None)), 0)
     chosen = next((getattr(config, name) for name in CHOSEN_COUNTS if getattr(config, name, None)), experts)
     return (chosen, experts) if experts else (0, 0)
@@ -200,14 +203,14 @@ CHOSEN_COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_t
 
 
 def meta_model(trained: PreTrainedConfig | nn.Module, lora: LoraConfig | None = None) -> nn.Module:
-    """Return the whole model in its trained form, with adapters.
+    """Return the whole model on the meta device as it will be trained, with adapters.
 
     Args:
-        trained: config of a model that will be made, or a model (or peft's around one), which is not changed.
+        trained: config of a model that will be made, or a model, which may have peft's wrapper and is not changed.
         lora: adapters of a model that will be made.
 
     Raises:
-        ValueError: transformers cannot build it, or its adapters have no targets.
+        ValueError: transformers cannot build the model, or its adapters have no targets.
     """
     if isinstance(trained, nn.Module):
         return _copy(trained)
@@ -216,7 +219,7 @@ def meta_model(trained: PreTrainedConfig | nn.Module, lora: LoraConfig | None = 
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Copy a model without its weights."""
+    """Return a copy of a model on the meta device."""
     tensors: dict[int, Tensor] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }

@@ -1,4 +1,4 @@
-"""The skeleton of a model: its modules and names without memory for weights."""
+"""The skeleton of a model: its modules and names, on the meta device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the causal language model's class for a config.
+    """Return the class of the causal language model for a config.
 
     Raises:
         ValueError: neither transformers nor the model's own code has one.
@@ -40,7 +40,10 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _class_of_text_part(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class for a text config that transformers lists under the config that contains it."""
+    """Return the causal language model's class for a text config that is a part of the config in transformers' list.
+
+    Return None if there is no such class.
+    """
     family = type(config).__module__.rpartition(".")[0]
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if family == f"transformers.models.{model_type_to_module_name(model_type)}" and isinstance(name, str):
@@ -51,7 +54,10 @@ def _class_of_text_part(config: PreTrainedConfig) -> type[PreTrainedModel] | Non
 
 
 def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the part of a config that the causal language model takes, as `AutoModelForCausalLM` does."""
+    """Return the text part of a config if the causal language model takes only that part, or else the config.
+
+    `AutoModelForCausalLM` does the same.
+    """
     text = config.sub_configs.get("text_config")
     return config.get_text_config() if text is not None and model_class(config).config_class is text else config
 
@@ -60,7 +66,7 @@ def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
     """Return the whole model on the meta device.
 
     Raises:
-        ValueError: transformers cannot build it.
+        ValueError: transformers cannot build the model.
     """
     try:
         with quiet(), torch.device("meta"):
@@ -73,8 +79,11 @@ def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
 
 
 LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
-"""Fields of Hugging Face configs with the number of decoder layers. The first existing one is used. If a config has
-both of the last two, the last one counts attention blocks, of which a layer may have several."""
+"""Fields of Hugging Face configs with the number of decoder layers.
+
+The first existing one is used. If a config has both of the last two, the last one counts attention blocks, of which a
+layer may have several.
+"""
 
 
 def num_layers(config: PreTrainedConfig) -> int:
@@ -97,7 +106,7 @@ def decoder_layers(model: PreTrainedModel) -> str:
     """Return the path of the list of decoder layers, such as ``model.layers``.
 
     Raises:
-        ValueError: there is no such list.
+        ValueError: the model has no such list.
     """
     count = num_layers(model.config)
     lists = {
@@ -120,7 +129,7 @@ def cuttable_layers(model: PreTrainedModel) -> str:
     """Return `decoder_layers` of a model that will be cut.
 
     Raises:
-        ValueError: also if several lists have a part of each layer, or layers share weights.
+        ValueError: there is no list of layers, several lists have a part of each layer, or layers share weights.
     """
     path = decoder_layers(model)
     parent = path.rpartition(".")[0]
@@ -145,7 +154,7 @@ def cuttable_layers(model: PreTrainedModel) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from reporting weights that other stages hold as unexpected or missing."""
+    """Context in which transformers does not log or show progress, such as warnings about weights of other stages."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -158,10 +167,10 @@ def quiet() -> Iterator[None]:
 
 
 def hf_model(model: nn.Module) -> PreTrainedModel:
-    """Return the Hugging Face model itself, without peft's wrapper.
+    """Return the Hugging Face model inside of peft's wrapper, or the model itself without one.
 
     Raises:
-        ValueError: it is another module.
+        ValueError: the model is not Hugging Face's.
     """
     whole = model if isinstance(model, PreTrainedModel) else getattr(model, "get_base_model", lambda: None)()
     if not isinstance(whole, PreTrainedModel):
@@ -173,7 +182,7 @@ def hf_model(model: nn.Module) -> PreTrainedModel:
 
 
 def set_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast weights to the types in which transformers loads them."""
+    """Cast floating-point weights to ``dtype``, except those that transformers keeps in fp32."""
     plan = model._get_dtype_plan(dtype)
     kept = build_glob_alternation(list(plan))[0] if plan else None
     for name, parameter in model.named_parameters():
@@ -182,7 +191,8 @@ def set_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 class Placeholder(nn.Module):
-    """Has the attributes of the module that it replaces, such as a layer's attention type, and weights without memory.
+    """Stand-in for a module, with its plain attributes, such as a layer's attention type, and with weights on the meta
+    device.
 
     Some models iterate over all of their layers to initialise or rescale them. On the meta device this has no effect.
     """
@@ -197,7 +207,7 @@ class Placeholder(nn.Module):
                 setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of the module that this placeholder replaces."""
+        """Return the attribute of this placeholder, or else of the module that it replaces."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -207,7 +217,7 @@ class Placeholder(nn.Module):
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device, or the module itself if it is there already."""
+    """Return a copy of a module on the meta device, or the module itself if it is on the meta device already."""
     tensors = [*module.parameters(), *module.buffers()]
     if all(tensor.is_meta for tensor in tensors):
         return module

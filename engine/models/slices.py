@@ -1,4 +1,4 @@
-"""Slices: a rank reads from a model's files only its part of each weight."""
+"""Slices: a rank reads only its part of each weight from a model's files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from weft.engine.parallel.tensor_cuts import tensor_cuts
 from weft.engine.parallel.tensor_styles import TensorPlan
 
 Load = Callable[..., Any]
-"""`PreTrainedModel._load_pretrained_model`, which loads files, or tensors by their names, into a model."""
+"""Type of `PreTrainedModel._load_pretrained_model`, which loads files, or tensors by name, into a model."""
 NOTHING = object()
-"""The slice of a tensor of other ranks, of which nothing is read."""
+"""Stands for a tensor that only other ranks need, so that it is not read."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Slice:
 
     Attributes:
         source: safetensors' slice of the whole tensor.
-        cut: the part.
+        cut: the part to read.
     """
 
     source: Any
@@ -62,7 +62,7 @@ class Slice:
 
 
 def reading_parts(load: Load, axes: AxisGroups) -> Load:
-    """Replacement of a model's ``load`` that reads only this rank's parts of divided weights, if possible.
+    """Wrap a model's ``load``, so that it reads only this rank's parts of divided weights if possible.
 
     If transformers stacks or concatenates a weight from several tensors, each tensor is read in part, too. Weights that
     it composes in other ways are read completely, and `take_part` cuts them.
@@ -109,7 +109,7 @@ def _cuts(model: PreTrainedModel, axes: AxisGroups) -> Mapping[str, Cut]:
 def _targets(
     model: PreTrainedModel, keys: Mapping[str, Any], load_config: Any
 ) -> dict[str, dict[str, WeightConverter | None]]:
-    """Return for each weight the tensors in the files that compose it, each with the operation that combines them."""
+    """Return the file's tensors that compose each weight, each with the operation that combines them, or None."""
     mapping = load_config.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -125,11 +125,15 @@ def _targets(
 
 
 def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) -> Any:
-    """Return the slice of a file's tensor that a part of a weight needs, or None if unknown.
+    """Return what to read of a file's tensor for a part of a weight.
 
     Args:
         source: safetensors' slice of the tensor.
-        cut: of the weight that consists of the tensor, or of several.
+        cut: the part of the weight that consists of this tensor, or of several.
+        converter: the operation that combines several tensors, or None.
+
+    Returns:
+        A slice, `NOTHING` if other ranks need the tensor, or None if the part of the tensor is unknown.
     """
     shape = tuple(source.get_shape())
     if converter is None:
@@ -144,7 +148,7 @@ def _part(key: str, source: Any, cut: Cut, converter: WeightConverter | None) ->
 
 
 def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter) -> Cut | None:
-    """Return the cut of one of the tensors of a stacked or concatenated weight, or None for other compositions."""
+    """Return the part of one of the tensors of a stacked or concatenated weight, or None for other compositions."""
     operations = list(converter.operations)
     stacked = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
     joins = operations[1:] if stacked else operations
@@ -164,7 +168,7 @@ def _cut_of_source(shape: tuple[int, ...], cut: Cut, converter: WeightConverter)
 
 
 def _expert(key: str, converter: WeightConverter) -> int | None:
-    """Return the expert of a tensor, if a layer's experts are stacked, or None if unknown."""
+    """Return the number of the expert that a tensor belongs to, or None if a layer's experts are not stacked."""
     if not (isinstance(converter.operations[0], MergeModulelist) and converter.operations[0].dim == 0):
         return None
     match = re.search(r"experts\.(\d+)\.", key)
@@ -172,7 +176,7 @@ def _expert(key: str, converter: WeightConverter) -> int | None:
 
 
 def _shrink(model: PreTrainedModel, held: Mapping[str, Cut]) -> None:
-    """Give weights without memory the shapes of their parts."""
+    """Replace the weights of parts, which are on the meta device, by weights with the parts' shapes."""
     for name, cut in held.items():
         path, _, own = name.rpartition(".")
         whole = model.get_parameter(name)

@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of each layer, from the model's own forward traced on the meta device."""
+"""Floating-point operations and bytes of each layer, traced in the model's own forward on the meta device."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def trace_model(
 ) -> ModelWork:
     """Count weights, operations and bytes of every layer without allocating weights.
 
-    The forward is the model's own, on the meta device. Products are counted by torch's `FlopCounterMode` (those of
-    experts, which it does not support, here), and saved activations by autograd's hooks. Attention is assumed to
-    store no scores (as flash attention), and experts to compute only the tokens that are sent to them.
+    The model's own forward runs on the meta device. Torch's `FlopCounterMode` counts products, except those of experts,
+    which it does not support; they are counted here. Autograd's hooks count saved activations. Attention is assumed to
+    store no scores (as flash attention). Experts are assumed to compute only the tokens that are sent to them.
 
     Args:
-        given: config of a model that will be made, or a model (or peft's around one).
+        given: config of a model that will be made, or a model, which may have peft's wrapper.
         sequence_length: tokens of the one sequence that is traced.
-        dtype: of weights and activations.
+        name: name in the result. By default the model type.
+        dtype: type of weights and activations.
         lora: adapters of a model that will be made.
 
     Raises:
@@ -65,7 +66,7 @@ def _trace(
     *,
     repeat: bool,
 ) -> ModelWork:
-    """Trace one layer of each kind, or all of them."""
+    """Trace every layer. ``repeat`` traces one layer of each kind instead, and repeats its counts."""
     model = hf_model(meta_model(given, lora))
     cls = type(model)
     tracer = _Tracer()
@@ -94,7 +95,7 @@ def _trace(
 
 @dataclass
 class _Part:
-    """Counts of a part of the model."""
+    """Operations and bytes of one part of the model."""
 
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
@@ -104,7 +105,7 @@ class _Part:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that saves the same tensors as flash attention: queries, keys, values and output."""
+    """Attention without values, which saves the same tensors as flash attention: queries, keys, values and output."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -119,7 +120,10 @@ class _Attention(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """The product of rows [T, K] with one expert's weights each, of [E, K, N]. torch's own supports bf16 only."""
+    """Product of rows [T, K], each with one expert's weights of [E, K, N], without values.
+
+    torch's own grouped product supports only bf16.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
@@ -132,7 +136,9 @@ class _Grouped(torch.autograd.Function):
 
 
 class _Tracer:
-    """Counts by part: index 0 before the layers, then each layer, and the last one after them."""
+    """Counts of each part: the modules before the layers at index 0, then each layer, then the modules after the
+    layers.
+    """
 
     def __init__(self) -> None:
         self.parts: list[_Part] = [_Part()]
@@ -142,7 +148,7 @@ class _Tracer:
         self._flops = FlopCounterMode(display=False)
 
     def watch(self, model: PreTrainedModel, layers: list[nn.Module], kinds: list[int]) -> None:
-        """Record where each layer begins and the last ends, and skip layers that an earlier one represents."""
+        """Hook the model to assign counts to parts. Skip layers whose kind an earlier layer represents."""
         storages = (weight.untyped_storage() for weight in model.parameters())
         self._known = {storage._cdata: storage for storage in storages}
         for number, layer in enumerate(layers):
@@ -157,7 +163,7 @@ class _Tracer:
                 part.warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def run(self, model: PreTrainedModel, tokens: int) -> None:
-        """Run one forward of one sequence."""
+        """Run one forward of one sequence of ``tokens`` tokens, and count."""
         ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
         saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         grouped = patch.object(torch.nn.functional, "grouped_mm", self._multiply)
@@ -171,7 +177,7 @@ class _Tracer:
 
     @contextmanager
     def as_attention(self) -> Iterator[None]:
-        """Context in which models with attention `_TRACED` report to this tracer."""
+        """Context in which the attention implementation `_TRACED` reports to this tracer."""
         AttentionInterface.register(_TRACED, self._attend)
         AttentionMaskInterface.register(_TRACED, lambda *_, **__: None)
         try:
@@ -210,8 +216,11 @@ class _Tracer:
 
 
 def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
-    """Return for each layer the first with the same class, shapes, trained weights in and before it, and type of
-    attention."""
+    """Return for each layer the index of the first layer of the same kind.
+
+    Layers of a kind have the same class, shapes, trained weights and attention type. Also either some or no weights
+    before them are trained.
+    """
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     firsts: dict[Any, int] = {}
     found, reached = [], any(weight.requires_grad for weight in model.get_input_embeddings().parameters())
@@ -223,7 +232,7 @@ def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
 
 
 def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens: int, dtype: torch.dtype) -> ModelWork:
-    """Return the counts, with the weights of each part."""
+    """Combine the counts with the numbers of weights of each part."""
     layers = model.get_submodule(path)
     head = model.get_output_embeddings()
     tied = bool(head is not None and model.all_tied_weights_keys)
