@@ -1,1 +1,1 @@
-"""Transformers' Trainer over Weft's engine."""
+"""transformers' Trainer, run on Weft's engine."""

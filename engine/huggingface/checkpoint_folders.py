@@ -1,4 +1,4 @@
-"""The Trainer's folders of checkpoints: search for one to resume from, and insertion of an export."""
+"""Checkpoint folders of the Trainer: the search for one to resume from, and the move of an export into one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from transformers.trainer_callback import TrainerState
 from weft.engine.checkpoint import newest
 
 ENGINE_STATE = "weft"
-"""Folder of the engine's state in each of the Trainer's checkpoints."""
+"""Subfolder with the engine's state in each of the Trainer's checkpoints."""
 TRAINER_STATE = "trainer_state.json"
 
 log = logging.getLogger(__name__)
 
 
 def last_whole(output_dir: str) -> str:
-    """Return the last of the Trainer's checkpoints in ``output_dir`` that can be resumed.
+    """Return the newest of the Trainer's checkpoints in ``output_dir`` that is complete.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no checkpoint is complete.
     """
     for folder in sorted(Path(output_dir).glob("checkpoint-*"), key=lambda f: f.stat().st_mtime, reverse=True):
         if newest(folder / ENGINE_STATE) is None:
@@ -38,7 +38,7 @@ def last_whole(output_dir: str) -> str:
 
 
 def move_into(part: Path, folder: Path) -> None:
-    """Move everything from ``part`` into ``folder``, replacing existing files, and remove ``part``."""
+    """Move everything from ``part`` into ``folder``, replacing existing entries, and remove ``part``."""
     for path in part.iterdir():
         target = folder / path.name
         if target.is_dir():

@@ -1,4 +1,4 @@
-"""The layout of a job by `TrainingArguments`: its stages, replicas and the engine's configuration."""
+"""The layout of a job that `TrainingArguments` configure: its stages, replicas and the engine's configuration."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from weft.engine.deepspeed.keys import split_deepspeed_config
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """The layout of a job in ``args.deepspeed`` and the other arguments."""
+    """Layout of the job, from ``args.deepspeed`` and the other arguments."""
 
     args: TrainingArguments
 
     def deepspeed(self) -> dict[str, Any]:
-        """The DeepSpeed configuration with what the Trainer has filled in.
+        """Return the DeepSpeed configuration, with the values that the Trainer has filled in.
 
         Raises:
-            ValueError: it has no section ``weft`` that is enabled.
+            ValueError: it has no enabled section ``weft``.
         """
         given = getattr(self.args, "hf_deepspeed_config", None)
         if given is None or not isinstance(given.config.get("weft"), dict) or not given.config["weft"].get("enabled"):
@@ -34,12 +34,12 @@ class TrainerLayout:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return int(self._section("pipeline").get("stages", WeftConfig().pipeline.stages))
 
     @property
     def lines_per_replica(self) -> int:
-        """Ranks of a stage that share the work of one micro-batch."""
+        """Number of ranks of a stage that share the work of one micro-batch."""
         given = self._section("parallel")
         return int(given.get("context", 1)) * int(given.get("tensor", 1))
 
@@ -50,11 +50,11 @@ class TrainerLayout:
 
     @property
     def replica(self) -> int:
-        """The replica that this rank is part of."""
+        """Index of the replica that this rank is part of."""
         return self.args.process_index // self.lines_per_replica % self.num_replicas
 
     def engine_config(self, num_steps: int) -> dict[str, Any]:
-        """The DeepSpeed configuration of an engine that trains ``num_steps`` steps.
+        """Return the DeepSpeed configuration of an engine that trains ``num_steps`` steps.
 
         Raises:
             ValueError: it contradicts the arguments, or has an invalid field.

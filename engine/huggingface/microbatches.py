@@ -1,4 +1,4 @@
-"""Micro-batches of a Trainer's data: those of each replica, in the number of the schedule."""
+"""Micro-batches of a Trainer's data: each replica's share, and as many as a schedule needs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 IGNORED = -100
-"""Label of tokens that do not count in the loss."""
+"""Label of tokens that are ignored in the loss."""
 
 
 class EveryNthBatch(IterableDataset):
-    """One replica's items of a stream: one of every ``num_replicas`` batches, without repetition."""
+    """One replica's share of a stream: one of every ``num_replicas`` batches, with no item repeated."""
 
     def __init__(self, dataset: IterableDataset, batch_size: int, replica: int, num_replicas: int) -> None:
         self.dataset = dataset
@@ -27,14 +27,17 @@ class EveryNthBatch(IterableDataset):
 
 
 def filled(batches: list[dict[str, Tensor]], spare: dict[str, Tensor], count: int) -> Iterator[dict[str, Tensor]]:
-    """Return ``count`` micro-batches for a schedule. An epoch's last step is filled with ones without labels."""
+    """Yield ``count`` micro-batches for a schedule.
+
+    If there are fewer ``batches``, as in an epoch's last step, copies of ``spare`` without labels follow.
+    """
     yield from batches
     for _ in range(count - len(batches)):
         yield {**spare, "labels": torch.full_like(spare["labels"], IGNORED)}
 
 
 def any_batch(dataloader: DataLoader) -> dict[str, Tensor]:
-    """A row of the data, to fill a schedule on a replica that has no rows."""
+    """Return a batch with the first row of the data, to fill the schedule of a replica without rows."""
     dataset: Any = dataloader.dataset
     if isinstance(dataset, EveryNthBatch):
         dataset = dataset.dataset
@@ -44,13 +47,13 @@ def any_batch(dataloader: DataLoader) -> dict[str, Tensor]:
 
 
 def check_inputs(batch: Mapping[str, Any], rows: int) -> None:
-    """Check a micro-batch of the Trainer, as far as it is in host memory.
+    """Check a micro-batch of the Trainer. Only tensors in host memory are examined.
 
     Args:
-        rows: of the model's embedding.
+        rows: size of the model's vocabulary.
 
     Raises:
-        ValueError: it has no labels, or a token without a row.
+        ValueError: it has no labels, or a token outside of the vocabulary.
     """
     if "labels" not in batch:
         raise ValueError(

@@ -14,16 +14,16 @@ from weft.engine.models.objective import Forward, Objective, one_item
 from weft.engine.models.skeleton import hf_model
 
 SAME = ("input_ids", "attention_mask", "position_ids")
-"""Inputs on which the pipeline has already run the layers when the loss is computed."""
+"""Inputs that the pipeline's layers have already used when the loss is computed."""
 
 
 def trainer_objective(trainer: Trainer) -> Objective | None:
-    """The objective that the Trainer minimises, or None if it is the model's own loss.
+    """Return an objective that runs the Trainer's `compute_loss`, or None if the Trainer uses the model's own loss.
 
-    ``compute_loss`` is called as on a single process: what it returns for ``num_items_in_batch``
-    is summed over micro-batches and replicas. If the Trainer would divide it by the accumulation
-    steps (``loss_is_scaled_for_ga``, or a model that takes no count), it is a mean, and micro-batches
-    have equal weight.
+    The result of ``compute_loss`` for ``num_items_in_batch`` is summed over micro-batches and replicas, as on a single
+    process. If the Trainer would divide the result by the accumulation steps, it is treated as a mean, and
+    micro-batches have equal weights. ``loss_is_scaled_for_ga`` decides this. If it is None, the result is a mean unless
+    the model takes ``num_items_in_batch`` or ``compute_loss_func`` is set.
     """
     own = type(trainer).compute_loss is not Trainer.compute_loss
     if not own and trainer.compute_loss_func is None and trainer.label_smoother is None:
@@ -43,7 +43,10 @@ def trainer_objective(trainer: Trainer) -> Objective | None:
 
 
 class LastStage(nn.Module):
-    """The model for `compute_loss`, which returns the outputs of the micro-batch that ran through the pipeline."""
+    """The model that `compute_loss` receives.
+
+    It returns the outputs of the micro-batch that ran through the pipeline.
+    """
 
     def __init__(self, model: nn.Module, forward: Forward, batch: Batch) -> None:
         super().__init__()
@@ -53,14 +56,14 @@ class LastStage(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The model's config."""
+        """Config of the Hugging Face model."""
         return self._whole[0].config
 
     def forward(self, **inputs: Any) -> Any:
-        """The model's outputs.
+        """Return the outputs of the micro-batch.
 
         Raises:
-            ValueError: the inputs are not those of the micro-batch.
+            ValueError: the inputs are not the micro-batch's own tensors.
         """
         for name in SAME:
             if inputs.get(name) is not None and inputs[name] is not self._batch.get(name):
@@ -76,7 +79,10 @@ class LastStage(nn.Module):
 
 @contextmanager
 def _on_one_process(trainer: Trainer) -> Iterator[None]:
-    """Context in which the loss neither waits for other ranks nor is scaled for them, as only the last stage has it."""
+    """Context in which `compute_loss` neither gathers from other ranks nor scales for them.
+
+    Only the last stage's ranks call it.
+    """
     accelerator, args = trainer.accelerator, trainer.args
     alone = ("gather", "gather_for_metrics", "reduce")
     args.average_tokens_across_devices, scaled = False, args.average_tokens_across_devices

@@ -1,4 +1,4 @@
-"""Checks for the Trainer's features that a pipeline does not support, before any work is done."""
+"""Checks for features of the Trainer that a pipeline does not support, before any work is done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NO_LOGITS = "logits exist on the last stage only; save_model(), then use transfo
 LEAVE_OUT = "leave it out"
 
 TRL = "trl"
-"""Package whose trainers run the model themselves, and whose settings only they read."""
+"""Package whose trainers run the model themselves, and read settings that other trainers ignore."""
 
 _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
     (
@@ -112,11 +112,11 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
         "every rank reads its own batches; " + LEAVE_OUT,
     ),
 )
-"""(name, whether the trainer uses it, remedy)."""
+"""Unsupported features: (name, function that returns a true value if the trainer uses it, remedy)."""
 
 
 def _own_parameters(trainer: Trainer) -> bool:
-    """True if the optimiser needs the whole model instead of parameter groups."""
+    """True if the optimiser is created from the whole model instead of parameter groups."""
     kind, arguments = trainer.optimizer_cls_and_kwargs or Trainer.get_optimizer_cls_and_kwargs(
         trainer.args, trainer.model
     )
@@ -124,7 +124,7 @@ def _own_parameters(trainer: Trainer) -> bool:
 
 
 def refuse_kind(kind: type[Trainer]) -> None:
-    """Check that a trainer does not also inherit from one that runs the model itself.
+    """Check that a trainer class does not also inherit from one of TRL's trainers, which run the model themselves.
 
     Raises:
         ValueError: it does. The message names the other class and the remedy.
@@ -150,7 +150,7 @@ def refuse(trainer: Trainer) -> None:
     """Check that the trainer uses no unsupported feature.
 
     Raises:
-        ValueError: it does. The message names each such argument and the remedy.
+        ValueError: it uses some. The message names each of them and the remedy.
     """
     asked = [f"{name}: {remedy}" for name, asks, remedy in _REFUSED if asks(trainer)]
     if asked:

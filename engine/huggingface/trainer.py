@@ -39,35 +39,36 @@ from weft.engine.stop_signals import Stopped, StopSignals
 
 
 class _SaveWhenStopped(TrainerCallback):
-    """Makes the Trainer save and end after the step in which all ranks agree to stop."""
+    """Callback that makes the Trainer save and end after the step in which all ranks agree to stop."""
 
     def __init__(self, trainer: WeftTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """Request a checkpoint and the end."""
+        """Request a checkpoint and the end of training if the engine must stop."""
         engine = self._trainer.engine
         if engine is not None and engine.must_stop:
             control.should_save = control.should_training_stop = True
 
 
 OF_THE_START = ("deepspeed", "output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint")
-"""Arguments that may differ between starts, or that the engine handles itself."""
+"""Arguments that may differ between starts of a run, or that the engine handles itself."""
 
 
 class WeftTrainer(Trainer):
     """`transformers.Trainer` whose model is a pipeline.
 
-    Configured by ``TrainingArguments(deepspeed={..., "weft": {"enabled": True, "pipeline":
-    {"stages": 4, ...}}})``. ``per_device_train_batch_size`` is the size of a micro-batch and
-    ``gradient_accumulation_steps`` their number per step; a step takes their product from each
-    replica (world size / stages). Data, learning-rate schedule, callbacks, logs, evaluation and
-    checkpoints are the Trainer's and behave as there. Differences:
+    It is configured by ``TrainingArguments(deepspeed={..., "weft": {"enabled": True, "pipeline": {"stages": 4,
+    ...}}})``. ``per_device_train_batch_size`` is the size of a micro-batch, and ``gradient_accumulation_steps`` is the
+    number of micro-batches per step. A step takes that many from each replica (world size / stages). Data,
+    learning-rate schedule, callbacks, logs, evaluation and checkpoints are the Trainer's and behave as in transformers.
+    Differences:
 
-    - ``eval_loss`` is the mean over all tokens, not over batches of unequal size;
-    - a checkpoint's optimiser state fits any number of stages and replicas;
-    - a custom loss (``compute_loss_func``, label smoothing, an overridden ``compute_loss``) runs on
-      the last stage as on a single process: `weft.engine.huggingface.objective`;
+    - ``eval_loss`` is the mean over all tokens, not over batches of unequal size.
+    - A checkpoint's optimiser state fits any number of stages and replicas.
+    - A custom loss (``compute_loss_func``, label smoothing, an overridden ``compute_loss``) runs on the last stage as
+    on
+      a single process, see `weft.engine.huggingface.objective`.
     - ``on_pre_optimizer_step`` is called after the step, when gradients are no longer available.
     """
 
@@ -75,10 +76,10 @@ class WeftTrainer(Trainer):
     optimizer: Optimizer | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As `transformers.Trainer`.
+        """Take the arguments of `transformers.Trainer`.
 
         Raises:
-            ValueError: no `weft` section, a bad one, or an argument that a pipeline cannot honour.
+            ValueError: the section ``weft`` is missing or invalid, or an argument is not supported in a pipeline.
         """
         refuse_kind(type(self))
         super().__init__(*args, **kwargs)
@@ -104,7 +105,7 @@ class WeftTrainer(Trainer):
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks."""
+        """Number of pipeline ranks."""
         return self._layout.num_stages
 
     @property
@@ -113,16 +114,16 @@ class WeftTrainer(Trainer):
         return self._layout.num_replicas
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Do as the Trainer does, but prepare only data loaders, for replicas instead of ranks."""
+        """Create the accelerator. Only data loaders are prepared, and divided over replicas instead of ranks."""
         init_distributed(self._layout.deepspeed(), timeout_s=self.args.ddp_timeout)
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare = self._share_loader
 
     def _share_loader(self, loader: DataLoader, even: bool | None = None) -> DataLoader:
-        """Return this replica's share of a data loader, which all ranks of its pipeline read.
+        """Return this replica's share of a data loader. All ranks of the replica read the same share.
 
         Args:
-            even: repeat rows until all replicas have the same number. None takes it from the arguments.
+            even: repeat rows until all replicas have equally many. None takes it from the arguments.
         """
         accelerator = self.accelerator
         return prepare_data_loader(
@@ -140,9 +141,9 @@ class WeftTrainer(Trainer):
     # -- the engine ----------------------------------------------------------------------------
 
     def _make_engine(self, num_steps: int) -> WeftEngine:
-        """Split the model into stages. From now on a rank holds only its own."""
+        """Cut the model into stages, and make the engine. Afterwards a rank has only its own stages."""
         if self.args.gradient_checkpointing and not self.model.is_gradient_checkpointing:
-            # An evaluation before the training; later `train` would reach the first stage only.
+            # The model is evaluated before training. Later, `train` would enable checkpointing on the first stage only.
             kwargs = dict(self.args.gradient_checkpointing_kwargs or {})
             own = {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs or None, **own)
@@ -203,11 +204,11 @@ class WeftTrainer(Trainer):
         return engine, train_dataloader
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. ``resume_from_checkpoint=True`` takes the newest complete checkpoint.
+        """Train as the Trainer does. ``resume_from_checkpoint=True`` resumes the newest complete checkpoint.
 
         Raises:
             ValueError: this trainer has trained before, or there is no checkpoint to resume from.
-        Stopped: on every rank, after the checkpoint at a signal (``checkpoint.on_signal``).
+            Stopped: a signal has ended training (``checkpoint.on_signal``). Raised on every rank after the checkpoint.
         """
         if self.engine is not None and self.engine.global_steps:
             raise ValueError("train(): this trainer has trained already; make a new WeftTrainer")
@@ -224,7 +225,7 @@ class WeftTrainer(Trainer):
         return output
 
     def _end_if_stopped(self) -> None:
-        """End this process if a signal has ended training, because code after `train` in a script expects all steps."""
+        """Raise `Stopped` if a signal has ended training, because code after `train` in a script expects all steps."""
         engine, signals = self.engine, self._signals
         if engine is None or signals is None or not engine.must_stop:
             return
@@ -238,10 +239,10 @@ class WeftTrainer(Trainer):
     # -- the step ------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Collect a micro-batch. With the last one of a step, train on all of them.
+        """Store a micro-batch. With the last one of a step, train on all of them.
 
         Returns:
-            The step's loss, averaged over the tokens of all replicas, or 0 for all but the last.
+            For the last micro-batch the step's loss, averaged over the tokens of all replicas. Otherwise 0.
         """
         engine = self.engine
         assert engine is not None
@@ -255,10 +256,10 @@ class WeftTrainer(Trainer):
         return loss.detach().to(self.args.device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
-        """Return no count, because the engine counts tokens itself."""
+        """Return None, because the engine counts tokens itself."""
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
-        """Return the gradient norm of the last step, before clipping."""
+        """Return the gradient norm of the last step, before clipping, or 0 if there is none."""
         assert self.engine is not None
         return self.engine.get_global_grad_norm() or 0.0
 
@@ -266,17 +267,17 @@ class WeftTrainer(Trainer):
         return self._clip_grad_norm(model)
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate of the last step."""
+        """Return the learning rate that the last step used."""
         return self._rate
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the sequences per step over all replicas."""
+        """Return the number of sequences per step over all replicas."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.num_replicas
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Return this rank's share of the whole model's FLOPs, because the Trainer sums over ranks.
+        """Return this rank's share of the model's FLOPs for a batch. The Trainer sums the shares over ranks.
 
-        All ranks of a replica read the same data, and a rank's model is only a part.
+        All ranks of a replica read the same batch, so its FLOPs are divided by the number of these ranks.
         """
         name = getattr(self.model, "main_input_name", "input_ids")
         if name not in inputs or not self._num_parameters:
@@ -293,7 +294,10 @@ class WeftTrainer(Trainer):
     # -- evaluation ----------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Evaluate as the Trainer does, but read every row exactly once, so that replicas may have unequal shares."""
+        """Return the Trainer's loader for evaluation, but without repeated rows.
+
+        So replicas may have unequal shares.
+        """
         prepare, self.accelerator.prepare = self.accelerator.prepare, self._share_evaluation
         try:
             return super().get_eval_dataloader(eval_dataset)
@@ -319,7 +323,7 @@ class WeftTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss over all tokens, with as many batches at a time as a training step has."""
+        """Compute the mean loss over all tokens. As many batches run at a time as in a training step."""
         engine = self._ready(self._planned_steps())
         self.callback_handler.eval_dataloader = dataloader
         total = torch.zeros(2, dtype=torch.float64)
@@ -347,23 +351,25 @@ class WeftTrainer(Trainer):
         return EvalLoopOutput(None, None, metrics, num_rows)
 
     def _planned_steps(self) -> int:
-        """Steps of the learning-rate schedule, for an evaluation before training."""
+        """Return the steps of the learning-rate schedule, for an evaluation before training, or 1 without training
+        data.
+        """
         if self.engine is not None or self.train_dataset is None:
             return 1
         return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise a `ValueError`, because logits exist only on the last stage."""
         raise ValueError(f"predict: {NO_LOGITS}")
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
+        """Raise a `ValueError`, because a pipeline runs one trial."""
         raise ValueError("hyperparameter_search: start one run per trial")
 
     # -- checkpoints ---------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model as a Hugging Face folder, from the stages of all ranks. Collective call."""
+        """Write the model as a Hugging Face folder, from the stages of all ranks. All ranks must call it."""
         folder = Path(output_dir or self.args.output_dir)
         if self.engine is None:
             if self.args.should_save:
@@ -387,7 +393,7 @@ class WeftTrainer(Trainer):
         self.engine.save_checkpoint(os.path.join(output_dir, ENGINE_STATE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Do nothing: the engine is restored after it has been created."""
+        """Do nothing, because the engine is restored after it has been created."""
 
     def _load_best_model(self) -> None:
         self._restore(self.state.best_model_checkpoint)
