@@ -1,4 +1,4 @@
-"""Micro-batches: rows of token ids, labels and positions, as Hugging Face models take them."""
+"""Micro-batches: sequences of token ids, labels and positions, in the form that Hugging Face models take."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from weft.engine.data.documents import IGNORED, Document
 
 Batch = dict[str, Tensor]
-"""One micro-batch of B sequences of S tokens on the CPU.
+"""A micro-batch of B sequences of S tokens on the CPU.
 
-``input_ids``, ``labels`` (-100 is ignored, not shifted, because the model shifts them) and
-``position_ids`` are int64 of shape [B, S]. ``attention_mask`` (1 for tokens, 0 for padding) is
-present only without packing, if rows are padded.
+``input_ids``, ``labels`` and ``position_ids`` are int64 [B, S]. A label of -100 is ignored. Labels are not shifted,
+because the model shifts them. ``attention_mask`` (1 for tokens, 0 for padding) is present only if a sequence is padded
+without packing.
 """
 
 
 def collate(rows: Sequence[Sequence[Document]], sequence_length: int, pad: int, *, packing: bool) -> Batch:
-    """Concatenate the pieces of each row into tensors.
+    """Concatenate the pieces of documents in each sequence, and return them as a micro-batch.
 
-    The positions of each piece start at 0 and its first label is ignored, so that no loss and (with
-    Hugging Face's packed attention) no attention crosses into another document. With packing, the
-    rest of a row is one more document of padding. Without packing, it is masked.
+    The positions of each piece start at 0, and its first label is ignored. So no loss and (with Hugging Face's packed
+    attention) no attention crosses into another document. With packing, the rest of a sequence is a further document of
+    padding. Without packing, the rest is masked.
     """
     shape = (len(rows), sequence_length)
     ids = np.full(shape, pad, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Chat encoding: conversations with labels on the assistant's tokens only."""
+"""Chat encoding: conversations as tokens, with labels only on the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from weft.engine.data.tokens import WINDOW, Tokens, tokens_of
 
 T = TypeVar("T")
 TEMPLATES = ("default", "tool_use")
-"""Names of a tokenizer's templates without and with tools, where it has several."""
+"""Names of the templates without and with tools, in a tokenizer with several templates."""
 
 
 class ChatEncoder:
-    """Renders conversations with the chat template, and labels the assistant's turns and their closing tokens."""
+    """Encoder that renders conversations with a chat template, and labels the assistant's turns and their end
+    tokens.
+    """
 
     unit = "conversations"
 
@@ -37,16 +39,16 @@ class ChatEncoder:
         limit: int,
         now: datetime | None = None,
     ) -> None:
-        """Encode the conversation of each row.
+        """Load the chat templates.
 
         Args:
-            fields: what hold it, as of `chat_columns`.
-            template: Jinja text or a file with it. Empty uses the tokenizer's.
+            fields: columns that contain the conversation, from `chat_columns`.
+            template: Jinja text, or a file with it. An empty string uses the tokenizer's template.
             limit: truncate conversations to this many tokens.
-            now: the time that a template may show.
+            now: the time that a template may show. None means the current time.
 
         Raises:
-            ValueError: there is no template, it is no Jinja, or the tokenizer does not map tokens to characters.
+            ValueError: there is no template, it is not valid Jinja, or the tokenizer does not map tokens to characters.
         """
         if not tokenizer.is_fast:
             raise ValueError(
@@ -63,7 +65,7 @@ class ChatEncoder:
             whose = template or f"'': that of the tokenizer {tokenizer.name_or_path}"
             raise ValueError(f"data.chat_template={whose}: not a Jinja template ({error}); correct it") from error
         self._templates = {False: plain, True: tool_use}
-        """Key: whether a conversation has tools."""
+        """Templates, by whether a conversation has tools."""
         self._limit = limit
         texts = sorted({plain.template, tool_use.template})
         shown = now if any("strftime_now" in text for text in texts) else None
@@ -71,11 +73,13 @@ class ChatEncoder:
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def value_of(self, row: Mapping[str, Any]) -> Conversation:
-        """The conversation of a row, whatever its form."""
+        """Return the conversation of a row, in any of the supported forms."""
         return Conversation.of(row, self.fields)
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode conversations, or lists of messages. One without assistant tokens before the limit gets no tokens.
+        """Encode conversations, or lists of messages.
+
+        A conversation without assistant tokens before the limit gets no tokens.
 
         Raises:
             ValueError: a row is not a conversation, or has no assistant token. The message names the row.
@@ -95,10 +99,10 @@ class ChatEncoder:
         return columns
 
     def text(self, talk: Conversation) -> str:
-        """A conversation as the template renders it.
+        """Render a conversation with the template.
 
         Raises:
-            ValueError: it is not a conversation, or the template refuses it or hides calls of tools.
+            ValueError: the conversation is malformed, or the template rejects it or does not show its tool calls.
         """
         if fault := conversation_fault(talk):
             raise ValueError(fault)
@@ -112,15 +116,15 @@ class ChatEncoder:
         return text
 
     def rendered(self, talk: Conversation) -> str:
-        """Render a conversation without the check that calls of tools appear.
+        """Render a conversation, without checking that its tool calls appear.
 
         Raises:
-            ValueError: the template refuses the conversation.
+            ValueError: the template rejects the conversation.
         """
         return self._templates[talk.tools is not None].text(talk.messages, talk.tools)
 
     def _without_calls(self, talk: Conversation) -> str | None:
-        """The text without calls of tools, or None if the template refuses what is left."""
+        """Render a conversation without its tool calls. Return None if the template rejects it in this form."""
         bare = [{key: value for key, value in message.items() if key not in CALLS} for message in talk.messages]
         try:
             return self.rendered(Conversation(bare, talk.tools))
@@ -128,7 +132,11 @@ class ChatEncoder:
             return None
 
     def _labels(self, talk: Conversation, text: str, tokens: Tokens) -> list[int]:
-        """The labels of the tokens before the limit."""
+        """Return the labels of the tokens before the limit.
+
+        Raises:
+            ValueError: the conversation is complete, and no token is the assistant's.
+        """
         ids, places = tokens.ids[: self._limit], tokens.spans[: self._limit]
         labels = label(ids, places, self._templates[talk.tools is not None].spans(*talk, text, places))
         if len(ids) == len(tokens.ids) and not any(token != IGNORED for token in labels[1:]):
@@ -136,7 +144,7 @@ class ChatEncoder:
         return labels
 
     def _named(self, number: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Return the function's result, or raise its error with the row."""
+        """Call ``function``. Add the row's number to a `ValueError` that it raises."""
         try:
             return function(*arguments)
         except ValueError as error:
@@ -147,7 +155,7 @@ class ChatEncoder:
 
 
 def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """The labels of tokens: the id if the token overlaps a span, otherwise -100.
+    """Return the labels of tokens: the id if the token overlaps a span, otherwise -100.
 
     Args:
         offsets: character range of each token, in ascending order.
@@ -167,10 +175,10 @@ def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) ->
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that a model was trained with: what its export has to have.
+    """Return the tokenizer with the chat template of the training data, for the model's export.
 
     Args:
-        given: ``data.chat_template``. Empty leaves the tokenizer's own.
+        given: ``data.chat_template``. An empty string returns the tokenizer itself.
     """
     if not given:
         return tokenizer
@@ -180,10 +188,14 @@ def with_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedT
 
 
 def find_template(tokenizer: PreTrainedTokenizerBase, given: str, name: str = TEMPLATES[0]) -> str:
-    """The chat template: ``data.chat_template`` (a file or Jinja text), or else the tokenizer's of that name.
+    """Return the chat template: ``data.chat_template``, or else the tokenizer's template called ``name``.
+
+    Args:
+        given: ``data.chat_template``, a file or Jinja text, or an empty string.
+        name: of a tokenizer with several templates. If it has none of that name, its default template is returned.
 
     Raises:
-        ValueError: there is no template, or the given one is neither a file nor Jinja.
+        ValueError: there is no template, or ``given`` is neither a file nor Jinja.
     """
     if not given:
         own = tokenizer.chat_template

@@ -1,4 +1,4 @@
-"""Check a data source before any rank starts: every line of local files, the columns of tables."""
+"""Check of a data source before any rank starts: every line of local text and JSON files, the columns of tables."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from weft.engine.data.rows import RowFault, parquet_features, read_rows
 
 _LEAST = {"sequence_length": 2, "shuffle_buffer": 1}
 SAMPLES = 8
-"""Conversations to keep of those that have a key."""
+"""Number of conversations to store for each key."""
 _TEXTS = (Value("string"), Value("large_string"), Value("string_view"))
 
 
 @dataclass
 class Seen:
-    """Contents of a source's rows besides the text that is learnt from.
+    """Contents of a source's rows besides the text to learn.
 
     Attributes:
-        unread: columns that nothing reads.
-        keys: by each key of a message or column that only a chat template can show, some conversations with it.
+        unread: columns that are not read.
+        keys: some conversations for each key of messages, or column, that only a chat template can show.
     """
 
     unread: dict[str, None] = field(default_factory=dict)
     keys: dict[str, list[Conversation]] = field(default_factory=dict)
 
     def add(self, talk: Conversation) -> None:
-        """Remember a conversation for the keys that it has."""
+        """Store a conversation under each of its keys, up to `SAMPLES` per key."""
         more = [TOOLS] if talk.tools else []
         for key in {key for message in talk.messages for key in message if key not in ("role", "content")} | {*more}:
             samples = self.keys.setdefault(key, [])
@@ -45,10 +45,15 @@ class Seen:
 
 
 def check_source(data: DataConfig) -> Seen:
-    """Read local files once and report rows that training cannot use. Hub names are not checked.
+    """Read local files once, and require that training can use their rows. Hub names and saved data sets are not read.
+
+    Returns:
+        What the rows contain besides the text to learn.
 
     Raises:
-        ValueError: the message has ``data.path``, the file and line if known, and the remedy.
+        ValueError: training cannot use a row, or a setting is invalid. The message has the setting, the file and line
+        if
+            known, and the remedy.
     """
     for name, least in _LEAST.items():
         if getattr(data, name) < least:
@@ -72,12 +77,12 @@ def check_source(data: DataConfig) -> Seen:
 
 @dataclass
 class _Check:
-    """Checks the files of a source against the configuration, and against each other."""
+    """Check of a source's files against the configuration, and against each other."""
 
     root: Path
     data: DataConfig
     form: str = ""
-    """The first column that the row before was read from."""
+    """First column that the previous row was read from."""
     seen: Seen = field(default_factory=Seen)
 
     @property
@@ -86,7 +91,7 @@ class _Check:
 
     @property
     def option(self) -> str:
-        """The configuration field that names the field of the rows."""
+        """Name of the setting that names the column to read."""
         return "messages_field" if self.is_chat else "text_field"
 
     @property
@@ -94,7 +99,7 @@ class _Check:
         return getattr(self.data, self.option)
 
     def rows(self, file: Path) -> int:
-        """Check a file, and return its number of rows, 0 if they are blank."""
+        """Check a file, and return its number of rows. A blank text file has none."""
         try:
             if file.suffix == ".parquet":
                 return self._table(file)
@@ -125,10 +130,10 @@ class _Check:
         return not is_text or (not row["text"].isspace() and bool(row["text"]))
 
     def _fields(self, part: str, found: list[str], where: str = "") -> tuple[str, ...]:
-        """The columns to read of those that were found.
+        """Return the columns to read, and record the other ones as unread.
 
         Raises:
-            RowFault: there are none, or rows before have their conversation in others.
+            RowFault: there are none, or earlier rows have their conversation in other columns.
         """
         fields = chat_columns(found, self.field) if self.is_chat else (self.field,) if self.field in found else ()
         if not fields:

@@ -1,4 +1,4 @@
-"""The embedded corpus: the standard library's sources and help topics, for training offline."""
+"""The embedded corpus: the standard library's sources and help topics, for training without a network."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MACHINE_FILES = ("config-", "_sysconfigdata")
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents in a fixed order: modules by path, then help topics by name.
+    """Documents in a fixed order: modules by path, then help topics by name.
 
-    Contents vary with the Python version. ``sha256`` identifies the text of a run.
+    Their contents vary with the Python version. ``sha256`` identifies them.
     """
 
     texts: tuple[str, ...]
@@ -43,7 +43,7 @@ class Corpus:
 
     @property
     def description(self) -> str:
-        """Size and hash, as text."""
+        """Size and hash of the corpus, as text."""
         return f"embedded corpus ({self.num_bytes / 1e6:.1f} MB, sha256 {self.sha256[:8]})"
 
 
@@ -51,10 +51,10 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
     """Read the embedded corpus, about 700 documents and 11 MB in half a second.
 
     Args:
-        stdlib: folder with the modules, by default this interpreter's.
+        stdlib: folder with the modules. None means this interpreter's.
 
     Raises:
-        ValueError: the folder holds no sources (a stripped or zipped Python).
+        ValueError: the folder has no sources, as in a stripped or zipped Python.
     """
     from pydoc_data.topics import topics
 
@@ -68,7 +68,10 @@ def load_corpus(stdlib: Path | None = None) -> Corpus:
 
 
 def _modules(root: Path) -> Iterator[Path]:
-    """Yield the modules below a folder. Skipped folders are not searched, because they may hold thousands of files."""
+    """Yield the modules below a folder.
+
+    Skipped folders are not searched, because they may contain thousands of files.
+    """
     for folder, folders, names in os.walk(root):
         passed_over = _MACHINE_FILES if Path(folder) == root else ()
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(passed_over)]

@@ -1,4 +1,4 @@
-"""Tokenised documents, which are packed into sequences."""
+"""Tokenised documents, before they are packed into sequences."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ IGNORED = -100
 
 
 class Document(NamedTuple):
-    """One tokenised text or conversation.
+    """A tokenised text or conversation.
 
     Attributes:
         ids: token ids, shape [tokens].
-        labels: the ids of tokens that count in the loss, -100 elsewhere, shape [tokens].
+        labels: the id for tokens that count in the loss, otherwise -100, shape [tokens].
     """
 
     ids: np.ndarray
@@ -31,7 +31,7 @@ class Documents(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, shape [documents]."""
+        """Number of tokens of each document, shape [documents]."""
         ...
 
     def __getitem__(self, index: int) -> Document: ...
@@ -45,7 +45,7 @@ class InMemory:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, shape [documents]."""
+        """Number of tokens of each document, shape [documents]."""
         return np.array([len(item.ids) for item in self.items], dtype=np.int64)
 
     def __getitem__(self, index: int) -> Document:
@@ -53,10 +53,10 @@ class InMemory:
 
 
 class OnDisk:
-    """Rows of a tokenised dataset, read through its memory map without a copy."""
+    """Documents of a tokenised data set, read through its memory map without a copy."""
 
     def __init__(self, dataset: Dataset, rows: np.ndarray) -> None:
-        """Take ``rows`` of ``dataset``, whose columns are input_ids, labels (optional) and length."""
+        """Select ``rows`` of ``dataset``, whose columns are input_ids, labels (optional) and length."""
         self._dataset = dataset.with_format("arrow")
         self._columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
         self._rows = rows
@@ -69,17 +69,17 @@ class OnDisk:
 
 
 def column(dataset: Dataset, name: str) -> np.ndarray:
-    """A column of numbers as one array, shape [rows]."""
+    """Return a column of numbers as one array, shape [rows]."""
     return dataset.data.column(name).to_numpy()
 
 
 def document_key(ids: Sequence[int]) -> int:
-    """A number below 2^32 that depends only on a document's tokens."""
+    """Return a number below 2^32 that depends only on a document's tokens."""
     return zlib.crc32(np.asarray(ids, dtype="<i4").tobytes())
 
 
 def text_key(text: str) -> int:
-    """Return a number below 2^32 for a document with incomplete tokens, from its text alone."""
+    """Return a number below 2^32 that depends only on a text, for documents whose tokens are incomplete."""
     return zlib.crc32(text.encode())
 
 
@@ -87,19 +87,19 @@ def text_key(text: str) -> int:
 class Part:
     """One part of a split of documents into training and held-out evaluation data.
 
-    The split depends only on contents: equal documents are in the same part, and a document stays in
+    The split depends only on contents. Equal documents are in the same part, and a document stays in
     its part when others are added, except for those at the boundary.
 
     Attributes:
         fraction: fraction of documents held out for evaluation.
-        evaluation: whether this is the held-out part or the rest.
+        evaluation: whether this is the held-out part. Otherwise it is the rest.
     """
 
     fraction: float
     evaluation: bool
 
     def of_all(self, keys: np.ndarray) -> np.ndarray:
-        """Return a mask of a complete source's documents in this part, bool of shape [documents].
+        """Return a mask of the documents in this part, for a source of known size: bool, shape [documents].
 
         At least one document is held out if ``fraction`` is above 0.
         """
@@ -110,5 +110,5 @@ class Part:
         return held == self.evaluation
 
     def of_stream(self, key: int) -> bool:
-        """True if a document of a stream of unknown size is in this part."""
+        """True if a document is in this part, for a stream of unknown size."""
         return (key < self.fraction * 2**32) == self.evaluation

@@ -13,28 +13,30 @@ from weft.engine.data.tokenizer import tokenizer_sha256
 from weft.engine.data.tokens import WINDOW, Tokens, tokens_of
 
 Columns = dict[str, list[Any]]
-"""``input_ids`` and, if they differ, ``labels``; ``length``, ``key`` and ``truncated`` of each row."""
+"""Columns of encoded rows: ``input_ids``, ``labels`` if they differ, ``length``, ``key`` and ``truncated``."""
 
 
 class Encoder(Protocol):
-    """Turns the fields of a row into tokens, as a pure function of the row."""
+    """Converts rows into tokens. The result depends only on the row."""
 
     fields: tuple[str, ...]
-    """Fields of the row to read."""
+    """Names of the columns to read."""
     unit: str
-    """Name of a row in messages."""
+    """Plural name of rows in messages."""
     sha256: str
-    """Hex hash of everything that affects the result, which names the cache."""
+    """Hex hash of everything that affects the result, and that names its cache file."""
 
     def value_of(self, row: Mapping[str, Any]) -> Any:
-        """Return the value of a row that is to be encoded."""
+        """Return the value of a row to encode."""
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode the ``values`` of rows ``numbers`` of the source (from 0)."""
+        """Encode the ``values`` of the rows with these ``numbers``, which count the source's rows from 0."""
 
 
 class TextEncoder:
-    """Encodes plain documents: the tokenizer's ids, plus its end-of-text token if it has one."""
+    """Encodes plain documents with the tokenizer's special tokens, and an end-of-text token if the tokenizer has
+    one.
+    """
 
     unit = "documents"
 
@@ -46,11 +48,11 @@ class TextEncoder:
         self._around = _around(tokenizer)
 
     def value_of(self, row: Mapping[str, Any]) -> Any:
-        """The text of a row."""
+        """Return the text of a row, or None if it has none."""
         return row.get(self.fields[0])
 
     def __call__(self, values: Sequence[Any], numbers: Sequence[int]) -> Columns:
-        """Encode texts. An empty one gets no tokens.
+        """Encode texts. An empty text gets no tokens.
 
         Raises:
             ValueError: a value is not a string.
@@ -71,14 +73,17 @@ class TextEncoder:
         return columns
 
     def _closed(self, tokens: Tokens) -> list[int]:
-        """The tokens of a text with the tokenizer's around them, each once where the text has them itself."""
+        """Return a text's tokens with the tokenizer's special tokens around them.
+
+        Tokens that the text has itself are not repeated. Truncated texts get none at the end.
+        """
         before, after = self._around
         ids = tokens.ids if tokens.ids[: len(before)] == before else before + tokens.ids
         return ids if not tokens.complete or (after and ids[-len(after) :] == after) else ids + after
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Tokens that a document has before and after those of its text: the tokenizer's own, and an end-of-text token."""
+    """Return the special tokens before and after a document: the tokenizer's own, and an end-of-text token."""
     bare, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     at = next((n for n in range(len(whole)) if bare and whole[n : n + len(bare)] == bare), None)
     if at is None:

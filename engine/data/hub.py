@@ -1,4 +1,4 @@
-"""JSON files of data sets on the hub, which `weft.engine.data.rows` reads as it reads local ones."""
+"""JSON files of data sets on the hub, which `weft.engine.data.rows` reads like local files."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ _PREFIX = "hf://datasets/"
 
 
 def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ...] | None:
-    """Return the JSON files of a split: URLs of one revision for a stream, else paths to which they were fetched.
+    """Return the JSON files of a split, all of one revision.
 
-    Where the hub cannot be reached, they are those of the run before.
+    For a stream they are URLs. Otherwise they are downloaded, and their local paths are returned. If the hub cannot be
+    reached, the list of files is that of the previous run.
 
     Args:
-        cache: folder for their names.
+        split: name of the split.
+        cache: folder that stores the list of files.
 
     Returns:
-        None for data sets of other files, and for what only `datasets` makes of JSON files: a part of a split, or
-        the rows that lie in a field.
+        None if `datasets` must read the data set itself: its files are not JSON, the split is a slice or a sum of
+        splits,
+        or the rows are in a field of the JSON object. Also None if the hub cannot be reached and no list is stored.
 
     Raises:
-        ValueError: there is no such split.
-        OSError: a file cannot be fetched.
+        ValueError: the data set has no such split.
+        OSError: a file cannot be downloaded.
     """
     known, key = JsonCache(cache / "hub.json"), f"{data.path}, {data.name}"
     try:
@@ -51,7 +54,7 @@ def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ..
 
 
 def _fetched(url: str) -> Path | str:
-    """The path of a file that was fetched from the hub, which keeps its name."""
+    """Download a file from the hub, and return its path, which has the same name. Return other URLs unchanged."""
     if not url.startswith(_PREFIX):
         return url
     repository, _, rest = url.removeprefix(_PREFIX).partition("@")

@@ -1,4 +1,4 @@
-"""The loader: the micro-batches that one replica takes from the global order."""
+"""The loader: one replica's micro-batches from the global order."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from weft.engine.data.source import Source, StreamedSource
 from weft.engine.data.tokenizer import padding_id
 
 BATCHES_AHEAD = 4
-"""Micro-batches to prepare in advance."""
+"""Number of micro-batches to prepare in advance."""
 BLOCKS_AHEAD = 1
-"""Blocks to read and lay out while the previous one is in use."""
+"""Number of blocks to read and lay out while the previous block is in use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One replica's share of the global order, and how its sequences become tensors."""
+    """One replica's share of the global order, and the conversion of its sequences into tensors."""
 
     order: Order
     microbatch_size: int
@@ -37,12 +37,12 @@ class Share:
     pad: int
 
     def microbatches(self, cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Batch, Cursor, int]]:
-        """This replica's micro-batches from ``cursor`` on, each with the cursor after it and its number of tokens.
+        """Yield this replica's micro-batches from ``cursor`` on, each with the next cursor and its number of tokens.
 
-        Rows that the end of a pass cannot fill hold only padding.
+        At the end of a pass, a replica may have too few sequences. Sequences of padding then fill its micro-batch.
 
         Args:
-            left_out: sequences of the global order to go past.
+            left_out: sequences of the global order to skip.
         """
         blocks = Prefetch(self.order.blocks(cursor), BLOCKS_AHEAD)
         upcoming = sequences(blocks, cursor, left_out)
@@ -59,32 +59,32 @@ class Share:
 
 
 class MicrobatchLoader(Iterator[Batch]):
-    """Iterates over the micro-batches of one replica. Every rank of its pipeline builds an equal loader.
+    """Iterator over the micro-batches of one replica. Every rank of the replica builds an equal loader.
 
-    The k-th micro-batch after the start, or after resuming at sequence n, holds the global sequences
-    n + (k R + r) B to n + (k R + r + 1) B for replica r of R, counted without those that are `left_out`.
-    Training data is endless. For evaluation, ``iter`` starts one pass over the data, filled up with
-    rows without labels so that every replica gets the same number of micro-batches.
+    The k-th micro-batch after the start, or after resuming at sequence n, has the global sequences n + (k R + r) B to n
+    + (k R + r + 1) B for replica r of R. Sequences that are `left_out` do not count. Training data is endless. For
+    evaluation, ``iter`` starts one pass over the data. Sequences without labels fill it up, so that every replica has
+    the same number of micro-batches.
     """
 
     def __init__(self, share: Share) -> None:
-        """Start at the first sequence. Reading starts with the first ``next``."""
+        """Start at the first sequence. The first ``next`` starts reading."""
         self._share = share
         self._cursor = Cursor()
         self._left_out: list[tuple[int, int]] = []
         self._lengths: dict[int, int] = {}
         self._ahead: Prefetch[tuple[Batch, Cursor, int]] | None = None
         self.tokens = 0
-        """Number of tokens read by this replica, without padding."""
+        """Number of tokens that this replica has read, without padding."""
 
     @property
     def description(self) -> str:
-        """One line of text about the data."""
+        """One line of text about the data source."""
         return self._share.order.source.description
 
     @property
     def consumed(self) -> int:
-        """Sequences of the global order before the next micro-batch, over all replicas and passes."""
+        """Number of sequences of the global order before the next micro-batch, over all replicas and passes."""
         consumed = self._cursor.consumed
         for first, after in self._left_out:
             if first <= consumed < after:
@@ -93,7 +93,7 @@ class MicrobatchLoader(Iterator[Batch]):
 
     @property
     def epoch(self) -> float:
-        """Number of passes over the data so far, fractional if the data is loaded and not streamed."""
+        """Number of passes over the data so far, as a fraction. For streams, only completed passes count."""
         epoch = self._cursor.epoch
         if isinstance(self._share.order.source, StreamedSource):
             return float(epoch)
@@ -102,10 +102,12 @@ class MicrobatchLoader(Iterator[Batch]):
         return epoch + self._cursor.sequence / max(1, self._lengths[epoch])
 
     def sequences(self, epochs: float) -> int:
-        """Return the number of sequences in the first ``epochs`` passes over loaded data. ``epochs`` may be fractional.
+        """Return the number of sequences in the first ``epochs`` passes over the data. ``epochs`` may be a fraction.
+
+        A stream is read for this.
 
         Raises:
-            ValueError: the data has no document.
+            ValueError: a pass has no document.
         """
         whole = int(epochs)
         counts = [self._share.order.num_sequences(epoch) for epoch in range(ceil(epochs))]
@@ -119,7 +121,7 @@ class MicrobatchLoader(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """The next micro-batch.
+        """Return the next micro-batch.
 
         Raises:
             StopIteration: the pass has ended (evaluation only).
@@ -133,25 +135,25 @@ class MicrobatchLoader(Iterator[Batch]):
 
     @property
     def left_out(self) -> Ranges:
-        """Ranges of the global order that are gone past, by the number of their first sequence and the one after."""
+        """Skipped ranges of the global order: the number of the first sequence, and the number after the last one."""
         return tuple(self._left_out)
 
     def leave_out(self, first: int, after: int) -> None:
-        """From the next micro-batch on, go past the sequences from ``first`` to before ``after``.
+        """Skip the sequences from ``first`` to ``after - 1``, beginning with the next micro-batch.
 
-        They are numbered in the global order over all passes, as `consumed` counts; what has been read
-        stays read.
+        They are numbered in the global order over all passes, as in `consumed`. Micro-batches that were already read
+        are not affected.
         """
         self._seek(self._cursor)
         self._left_out = sorted({*self._left_out, (first, after)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last micro-batch, as JSON values, the same on all replicas."""
+        """Return the position after the last micro-batch, as JSON values, which are the same on all replicas."""
         left_out = [list(each) for each in self._left_out]
         return {"order": self._share.order.identity, "left_out": left_out, **asdict(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. The number of replicas and the micro-batch size may have changed.
+        """Continue at a saved position. The number of replicas and the micro-batch size may have changed.
 
         Raises:
             ValueError: the state is of other data, another seed or another sequence length.
@@ -166,7 +168,7 @@ class MicrobatchLoader(Iterator[Batch]):
         self._left_out = [(first, after) for first, after in state.get("left_out", ())]
 
     def close(self) -> None:
-        """Stop reading ahead. A later ``next`` resumes at the same position."""
+        """Stop reading in advance. A later ``next`` continues at the same position."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -187,17 +189,19 @@ def build_loader(
     evaluation: bool = False,
     source: Source | None = None,
 ) -> MicrobatchLoader:
-    """Open the data, tokenise it unless it is cached, and start at its first sequence.
+    """Return a loader that starts at the first sequence. Data is tokenised unless the result is cached.
 
     Args:
-        source: what `open_source` returned for the same, where it is open already.
         microbatch_size: sequences per micro-batch.
-        replica: index of the replica. All ranks of its pipeline get equal loaders.
-        evaluation: make one pass over ``data.eval_split`` or the held-out documents in a fixed
-            order, instead of endless training data.
+        replica: index of the replica. All ranks of a replica get equal loaders.
+        seed: seed of the global order.
+        evaluation: make one pass in a fixed order over ``data.eval_split`` or the held-out documents, instead of
+        endless
+            passes over the training data.
+        source: result of `open_source` for the same data. None opens the data.
 
     Raises:
-        ValueError: the data cannot be read or encoded. The message names the field and the row.
+        ValueError: the data cannot be read or encoded, or an argument is out of range. The message names the setting.
     """
     if not 0 <= replica < num_replicas:
         raise ValueError(f"replica={replica}: there are {num_replicas} replicas, numbered from 0")

@@ -1,4 +1,4 @@
-"""Resolve `data.path`: a file, a folder of files, or a hub name."""
+"""Location of `data.path`: a file, a folder of files, or a hub name."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "t
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Location of the rows.
+    """Location of a data set's rows.
 
     Attributes:
-        name: ``data.path`` as given.
+        name: ``data.path`` as configured.
         path: the file or folder, or None for a hub name.
-        files: data files, sorted, or empty for a hub name and for a folder of `Dataset.save_to_disk`.
-        saved: whether the folder was written by `Dataset.save_to_disk`.
+        files: sorted data files. Empty for a hub name, and for a folder that `Dataset.save_to_disk` wrote.
+        saved: whether `Dataset.save_to_disk` wrote the folder.
     """
 
     name: str
@@ -29,10 +29,11 @@ class Location:
 
 
 def locate(data: DataConfig) -> Location:
-    """Resolve ``data.path``.
+    """Find out what ``data.path`` is.
 
     Raises:
-        ValueError: the path does not exist, has an unsupported suffix, or mixes kinds of files.
+        ValueError: the path does not exist, has an unsupported suffix, or is a folder without data files or with
+            several kinds of them.
     """
     path = Path(data.path).expanduser()
     if path.is_dir():

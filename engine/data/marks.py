@@ -9,28 +9,28 @@ from functools import cached_property, partial
 from typing import Any
 
 Message = Mapping[str, Any]
-"""``role``, ``content``, and whatever else the data set has: ``tool_calls``, ``name``, ``reasoning_content``."""
+"""A message with ``role``, ``content`` and other keys such as ``tool_calls``, ``name`` and ``reasoning_content``."""
 Path = tuple[str | int, ...]
-"""Keys and indices that lead to a text of a message."""
+"""Keys and indices that lead to a text inside of a message."""
 
 _NEVER = frozenset({"role", "type", "id", "tool_call_id", "name"})
-"""Keys whose values templates compare, look up or restrict in length."""
+"""Keys that are not marked, because templates compare their values, look them up or limit their length."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks around texts of the messages of one conversation, that leave the rest of its rendering as it is."""
+    """Marks around texts in the messages of one conversation. They leave the rest of the rendering unchanged."""
 
     tag: str
     places: tuple[tuple[int, Path], ...]
-    """The message and the path of each marked text."""
+    """Index of the message, and path in the message, of each marked text."""
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         return re.compile(rf"{self.tag}(\d+)([ae])")
 
     def put(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with marks, which may be fewer than were marked."""
+        """Return the messages with marks in them. ``messages`` may be only the first of those that have marks."""
         marked = list(messages)
         for number, (message, path) in enumerate(self.places):
             if message < len(marked):
@@ -38,17 +38,19 @@ class Marks:
         return marked
 
     def _around(self, number: int, text: str) -> str:
-        """Put marks inside the white space around ``text``, which templates may trim."""
+        """Add marks around ``text``, but inside of its leading and trailing white space, which templates may trim."""
         body = text.strip()
         at = text.find(body)
         return f"{text[:at]}{self.tag}{number}a{body}{self.tag}{number}e{text[at + len(body) :]}"
 
     def removed(self, rendered: str) -> str:
-        """A rendering without its marks."""
+        """Return a rendering without its marks."""
         return self._pattern.sub("", rendered)
 
     def positions(self, rendered: str) -> dict[tuple[int, str], int]:
-        """Return the first position of each mark in `removed`, by its number and ``a`` (start) or ``e`` (end)."""
+        """Return the first position of each mark in `removed`, by the mark's number and ``a`` (start) or ``e``
+        (end).
+        """
         found: dict[tuple[int, str], int] = {}
         length = 0
         for match in self._pattern.finditer(rendered):
@@ -57,20 +59,22 @@ class Marks:
         return found
 
     def after(self, rendered: str, number: int) -> str | None:
-        """Return the text behind the end of a marked text in a rendering, without marks, or None if it is absent."""
+        """Return the text after the end of a marked text in a rendering, without marks, or None if the mark is
+        absent.
+        """
         _, found, rest = rendered.partition(f"{self.tag}{number}e")
         return self.removed(rest) if found else None
 
 
 def place_marks(messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]) -> Marks:
-    """Mark all texts of the messages that can be marked without changing what the template writes otherwise.
+    """Mark all texts of the messages whose marks do not change the rest of the rendering.
 
     Args:
-        text: the conversation without marks, as rendered.
+        text: the rendering of the conversation without marks.
         render: renders the same conversation with other messages.
 
     Returns:
-        marks with a place for each text whose position in ``text`` is known.
+        Marks for each text whose position in ``text`` is known.
     """
     tag = "qzM"
     while tag in text:
@@ -93,7 +97,11 @@ def place_marks(messages: Sequence[Message], text: str, render: Callable[[Sequen
 
 
 def _texts(message: Message) -> list[Path]:
-    """Return the texts to mark: of each key the text itself, or the last one inside, or a name or the empty content."""
+    """Return the paths of the texts to mark in a message.
+
+    These are each key's last text. If there are none, names count as texts too. If there are still none, it is the
+    content, even if it is empty.
+    """
     for silent in (_NEVER, _NEVER - {"name"}):
         inside = (path for key, value in message.items() if key not in _NEVER for path in _last(value, silent, (key,)))
         if paths := list(inside):
@@ -102,7 +110,7 @@ def _texts(message: Message) -> list[Path]:
 
 
 def _last(value: Any, silent: frozenset[str], path: Path) -> Iterator[Path]:
-    """The path of the last text inside ``value``, if there is one."""
+    """Yield the path of the last text inside ``value``, if there is one."""
     if isinstance(value, str):
         yield from [path] if value.strip() else []
         return
@@ -118,7 +126,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _replaced(value: Any, path: Path, change: Callable[[str], str]) -> Any:
-    """A copy of ``value`` in which the text at ``path`` is changed."""
+    """Return a copy of ``value`` with ``change`` applied to the text at ``path``."""
     if not path:
         return change(value)
     first, *rest = path

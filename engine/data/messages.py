@@ -1,4 +1,4 @@
-"""Conversations as data sets write them, as one list of messages with role and content."""
+"""Conversations in the forms that data sets use, converted to one list of messages with role and content."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ from weft.conf.schema import DataConfig
 _NEEDED = ("role", "content")
 _SHAREGPT = ("from", "value")
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(("gpt", "bot", "model", "chatbot"), "assistant")
-"""ShareGPT's names of roles (``from``). Other names stay."""
+"""Roles for ShareGPT's names of roles (``from``). Other names are kept."""
 CALLER = "function_call"
-"""ShareGPT's ``from`` of an assistant's turn whose ``value`` is a call, or a list of them, as JSON."""
+"""ShareGPT's ``from`` of an assistant's turn whose ``value`` is JSON text with a tool call, or a list of them."""
 PROMPTED = ("prompt", "completion")
 INSTRUCTED = ("instruction", "output")
 FORMS = "messages; conversations; prompt and completion; or instruction, input and output"
-"""The columns that a chat data set may have, for messages to people."""
+"""The forms of chat data sets, as text for error messages."""
 TOOLS = "tools"
-"""The column with the schemas of functions that an assistant may call."""
+"""Name of the column with the schemas of functions that an assistant may call."""
 CALLS = ("tool_calls", "function_call")
-"""Keys of an assistant's message that may take the place of its content."""
+"""Keys of an assistant's message that may replace its content."""
 
 
 class Conversation(NamedTuple):
-    """Parts of a row that a chat template renders."""
+    """The parts of a row that a chat template renders."""
 
     messages: Any
     tools: Any = None
 
     @classmethod
     def of(cls, row: Mapping[str, Any], columns: tuple[str, ...]) -> Conversation:
-        """The conversation in the ``columns`` of a row, and its tools."""
+        """Return the conversation in the ``columns`` of a row, and its tools."""
         return cls(messages_of(row, columns), tools_of(row))
 
 
 def chat_columns(names: Collection[str], field: str) -> tuple[str, ...]:
-    """The columns of a row that hold its conversation: ``field``, or unless it was set another known form's.
+    """Return the columns that contain a row's conversation.
+
+    If the data set has the column ``field``, it is that one. If it does not, and ``field`` is the default, the columns
+    of the first other known form are returned.
 
     Args:
         names: columns that the data set has.
         field: ``data.messages_field``.
 
     Returns:
-        an empty tuple if there is no conversation.
+        An empty tuple if there is no conversation.
     """
     if field in names:
         return (field,)
@@ -59,15 +62,15 @@ def chat_columns(names: Collection[str], field: str) -> tuple[str, ...]:
 
 
 def read_columns(field: str) -> tuple[str, ...]:
-    """All columns that a row of any form may be read from, by ``data.messages_field``."""
+    """Return all columns from which a row of any form may be read, for ``data.messages_field=field``."""
     return (field, "conversations", *PROMPTED, *INSTRUCTED, "input", TOOLS)
 
 
 def messages_of(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
-    """Return the ``columns`` of a row, as a list of messages where they can be read as one.
+    """Return the ``columns`` of a row as a list of messages, if they can be read as one.
 
-    Prompt and completion are texts, or lists of messages. An instruction is followed by its input, if it
-    has one. What is malformed is returned as it is, for `message_fault` to name.
+    Prompt and completion are texts, or lists of messages. An instruction is followed by its input, if it has one.
+    Malformed values are returned unchanged, and `message_fault` describes them.
     """
     if len(columns) == 1:
         return _with_roles(row.get(columns[0]))
@@ -80,7 +83,10 @@ def messages_of(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
 
 
 def tools_of(row: Mapping[str, Any]) -> Any:
-    """The tools of a row: a list of schemas, also where it is written as JSON text, or None if it has none."""
+    """Return the tools of a row, or None if it has none.
+
+    They are a list of schemas, which may be written as JSON text. Text that is not JSON is returned unchanged.
+    """
     tools = row.get(TOOLS)
     if not isinstance(tools, str):
         return tools
@@ -91,7 +97,7 @@ def tools_of(row: Mapping[str, Any]) -> Any:
 
 
 def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a typed table without the keys that only other rows have, which the table fills with nulls.
+    """Return a row of a typed table without the null values of keys that only other rows have.
 
     The content of a message stays, because a message that calls tools has a content of null.
     """
@@ -110,7 +116,7 @@ def _compact(value: Any, *, messages: bool = False) -> Any:
 
 
 def _with_roles(messages: Any) -> Any:
-    """Messages of ``from`` and ``value`` as ones of role and content."""
+    """Convert messages with ``from`` and ``value`` to messages with role and content. Return other values unchanged."""
     if not isinstance(messages, list) or not all(isinstance(each, Mapping) for each in messages):
         return messages
     return [_with_role(each) for each in messages]
@@ -126,7 +132,7 @@ def _with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
-    """The calls of tools in JSON text, or empty if it has none."""
+    """Return the tool calls in JSON text, or an empty list if it has none."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -137,7 +143,7 @@ def _calls(text: str) -> list[dict[str, Any]]:
 
 
 def message_fault(messages: Any) -> str | None:
-    """Return why ``messages`` is not a conversation to train on, with the remedy, or None if it is one."""
+    """Return why ``messages`` are not a conversation to train on, with the remedy, or None if they are one."""
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else _kind(messages)
         return f"it holds {found}; give a list of messages such as {{'role': 'user', 'content': '...'}}"
@@ -161,7 +167,10 @@ def message_fault(messages: Any) -> str | None:
 
 
 def tools_fault(tools: Any) -> str | None:
-    """Return why ``tools`` are no schemas of functions, with the remedy, or None if they are, or if there are none."""
+    """Return why ``tools`` are not schemas of functions, with the remedy.
+
+    Return None if they are schemas, or if there are no tools.
+    """
     if tools is None or (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         return None
     odd = tools if not isinstance(tools, list) else next(each for each in tools if not isinstance(each, dict))
@@ -174,7 +183,7 @@ def conversation_fault(conversation: Conversation) -> str | None:
 
 
 def is_call(message: Mapping[str, Any]) -> bool:
-    """True for an assistant's message that calls a tool."""
+    """True for an assistant's message with tool calls."""
     return message.get("role") == "assistant" and any(message.get(name) for name in CALLS)
 
 

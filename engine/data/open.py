@@ -1,4 +1,4 @@
-"""Open the source that a data configuration names, with Hugging Face `datasets`."""
+"""Opening of the source that a data configuration describes, with Hugging Face `datasets`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from weft.engine.data.rows import FileRows
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 
 UNSHUFFLED_BLOCK = 1024
-"""Documents to pack together if a stream is not shuffled."""
+"""Documents per block of a stream that is not shuffled."""
 MOST_TOKENS = 1 << 20
-"""Tokens of a conversation in which its first answer is searched."""
+"""Number of tokens of a conversation within which its first answer is searched."""
 
 Rows: TypeAlias = FileRows | Dataset | IterableDataset
 
@@ -43,12 +43,13 @@ Rows: TypeAlias = FileRows | Dataset | IterableDataset
 def open_source(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluation: bool, now: datetime | None = None
 ) -> Source:
-    """Open the training documents, or for evaluation ``data.eval_split`` or the held-out documents.
+    """Open the training documents, or for evaluation the documents of ``data.eval_split`` or the held-out ones.
 
-    Loaded data is tokenised here unless ``data.cache_dir`` already has the result.
+    Data that is not streamed is tokenised here unless ``data.cache_dir`` has the result already.
 
     Args:
-        now: the time that a chat template may show.
+        evaluation: open the data for evaluation.
+        now: the time that a chat template may show. None means the current time.
 
     Raises:
         ValueError: the data cannot be read or encoded, or nothing is held out.
@@ -87,12 +88,12 @@ def open_source(
 
 
 def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None) -> Document:
-    """The first row of local data that is learnt from, to find early what tokenizer and template refuse.
+    """Encode the first row of local data that has something to learn, so that errors are found early.
 
-    It ends with the sequence, also where training packs what follows into others.
+    The document is truncated to the sequence length, even if training would pack the rest into other sequences.
 
     Raises:
-        ValueError: a row cannot be read or encoded, or there is nothing to learn in any row.
+        ValueError: a row cannot be read or encoded, or no row has anything to learn.
     """
     _, fields, rows = open_rows(replace(data, streaming=True), Path(data.cache_dir).expanduser())
     encoder = _encoder(replace(data, packing=False), tokenizer, fields, now)
@@ -115,7 +116,7 @@ def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: d
 
 
 def open_rows(data: DataConfig, cache: Path) -> tuple[list[str], tuple[str, ...], Iterable[Mapping[str, Any]]]:
-    """The columns of ``data.path``, those to read, and the rows.
+    """Return the column names of ``data.path``, the columns to read, and the rows.
 
     Raises:
         ValueError: the data cannot be read.
@@ -126,21 +127,21 @@ def open_rows(data: DataConfig, cache: Path) -> tuple[list[str], tuple[str, ...]
 
 
 def _plain(rows: Rows, fields: tuple[str, ...]) -> Iterable[Mapping[str, Any]]:
-    """The rows as their authors wrote them."""
+    """Return the rows without values that a table's types have added."""
     return rows if isinstance(rows, FileRows) else map(without_nulls, _selected(rows, fields))
 
 
 def _selected(rows: Dataset | IterableDataset, fields: tuple[str, ...]) -> Dataset | IterableDataset:
-    """The columns of a table that are read."""
+    """Return a table with only the columns to read."""
     names = rows.column_names
     return rows if names is None else rows.select_columns([name for name in names if name in (*fields, TOOLS)])
 
 
 def _fields(data: DataConfig, rows: Rows) -> tuple[str, ...]:
-    """The columns of ``rows`` to read.
+    """Return the columns of ``rows`` to read.
 
     Raises:
-        ValueError: there are none such.
+        ValueError: ``rows`` do not have the configured column.
     """
     chat = data.kind is DataKind.chat
     option = "messages_field" if chat else "text_field"
@@ -162,7 +163,7 @@ def _encoder(
 
 
 def _read(data: DataConfig, option: str, cache: Path) -> Rows:
-    """Open one split of ``data.path``, loaded or streamed. ``option`` is the field that names the split."""
+    """Open one split of ``data.path``. ``option`` is the setting that names the split."""
     location = locate(data)
     split = getattr(data, option)
     try:
@@ -186,7 +187,10 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
 
 
 def _files(data: DataConfig, location: Location, split: str) -> tuple[Path, ...]:
-    """The local files of a split, which names of files and folders show, and a README's configuration."""
+    """Return the local files of a split.
+
+    Names of files and folders, or a README's configuration, assign them to splits.
+    """
     if location.path is None or location.path.is_file():
         found = {"train": location.files}
     else:

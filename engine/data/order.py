@@ -1,4 +1,4 @@
-"""The global order of sequences, which depends only on the data and the seed."""
+"""The global order of sequences. It depends only on the data, its settings and the seed."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from weft.engine.data.packing import Layout
 from weft.engine.data.source import Block, Source
 
 LayOut = Callable[[np.ndarray, int, "np.random.Generator | None"], Layout]
-"""Maps document lengths, sequence length and a random generator for shuffling to the layout of a block."""
+"""Function from document lengths, sequence length and a random generator (or None) to the layout of a block."""
 
 
 Ranges = Sequence[tuple[int, int]]
-"""Sequences by their numbers in the global order: the first of each range, and the one after its last."""
+"""Ranges of sequences: their first number in the global order, and the number after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """A position in the global order: the next sequence. All fields are JSON values."""
+    """A position in the global order, before the next sequence. All fields are JSON values."""
 
     epoch: int = 0
-    """Completed passes over the data."""
+    """Number of completed passes over the data."""
     block: int = 0
-    """Index of the block in its epoch."""
+    """Index of the block in its pass."""
     sequence: int = 0
     """Index of the sequence in its block."""
     consumed: int = 0
-    """Sequences before this position, over all replicas and epochs."""
+    """Number of sequences before this position, over all replicas and passes."""
     start: dict[str, Any] = field(default_factory=dict)
     """State of the source at the start of the block."""
 
@@ -45,11 +45,14 @@ class Placed(NamedTuple):
     cursor: Cursor
 
     def at(self, sequence: int) -> Cursor:
-        """Return the cursor of a sequence of the block. The index past the end gives the start of the next block."""
+        """Return the cursor of a sequence of the block.
+
+        The number of its sequences gives the start of the next block.
+        """
         return replace(self.cursor, sequence=sequence, consumed=self.cursor.consumed + sequence)
 
     def documents(self, sequence: int) -> list[Document]:
-        """The pieces of documents that fill a sequence."""
+        """Return the pieces of documents that fill a sequence."""
         pieces = []
         for number, start, stop in self.layout[sequence]:
             ids, labels = self.block.documents[number]
@@ -62,6 +65,7 @@ class Order:
     """Everything that determines the global order.
 
     Attributes:
+        source: the documents.
         lay_out: packs the documents of a block into sequences.
         sequence_length: tokens per sequence.
         shuffle: permute documents and sequences within a block, differently in each epoch.
@@ -77,15 +81,15 @@ class Order:
 
     @property
     def identity(self) -> str:
-        """Hash that a checkpoint stores, to check that its cursor is of the same order."""
+        """Hash that a checkpoint stores, to check that its cursor belongs to the same order."""
         parts = (self.source.identity, self.lay_out.__name__, self.sequence_length, self.shuffle, self.seed)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def blocks(self, cursor: Cursor) -> Iterator[Placed]:
-        """The blocks from that of ``cursor`` on.
+        """Yield the blocks, beginning with the block of ``cursor``.
 
         Raises:
-            ValueError: an epoch has no document, or a document that cannot be encoded.
+            ValueError: a pass has no document, or a document cannot be encoded.
         """
         epoch, number, start = cursor.epoch, cursor.block, cursor.start
         consumed = cursor.consumed - cursor.sequence
@@ -103,7 +107,7 @@ class Order:
             epoch, number, start = epoch + 1, 0, {}
 
     def num_sequences(self, epoch: int) -> int:
-        """Return the number of sequences in one epoch. Reads the whole epoch of a streamed source."""
+        """Return the number of sequences in one pass. A streamed source is read completely for this."""
         blocks = self.source.blocks({}, self._file_seed(epoch))
         return sum(len(self._layout(block, epoch, number)) for number, block in enumerate(blocks))
 
@@ -116,7 +120,7 @@ class Order:
 
 
 def sequences(blocks: Iterator[Placed], cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Placed, int]]:
-    """Each sequence from ``cursor`` on that is not ``left_out``, as its block and its index in the block."""
+    """Yield each sequence from ``cursor`` on that is not ``left_out``, as its block and its index in the block."""
     first = cursor.sequence
     for placed in blocks:
         for sequence in range(first, len(placed.layout)):

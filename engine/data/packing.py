@@ -1,4 +1,4 @@
-"""Packing: lay out the documents of a block in sequences."""
+"""Packing: the layout of a block's documents in sequences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 OPEN_SEQUENCES = 64
-"""Most unfilled sequences that whole-document packing keeps open."""
+"""Largest number of unfilled sequences in packing of whole documents."""
 
 
 class Piece(NamedTuple):
-    """Tokens ``start`` to ``stop`` of document ``document``."""
+    """Tokens ``start`` to ``stop`` (exclusive) of document ``document``."""
 
     document: int
     start: int
@@ -30,10 +30,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True)
 class ContiguousLayout:
-    """Documents joined end to end and cut every ``sequence_length`` tokens, so that every token appears once.
+    """Documents concatenated and cut every ``sequence_length`` tokens, so that every token appears once.
 
     Attributes:
-        order: documents in joining order, shape [documents].
+        order: documents in the order of concatenation, shape [documents].
         ends: cumulative tokens up to the end of each document, shape [documents].
         sequences: sequences in training order, shape [sequences].
     """
@@ -62,12 +62,12 @@ class ContiguousLayout:
 
 @dataclass(frozen=True)
 class WholeLayout:
-    """Sequences of whole documents.
+    """Sequences that contain whole documents.
 
     Attributes:
-        order: documents, sequence after sequence, shape [documents].
-        ends: cumulative documents up to the end of each sequence, shape [sequences].
-        lengths: tokens of each document, by document index, shape [documents].
+        order: documents in the order of the sequences, shape [documents].
+        ends: cumulative number of documents up to the end of each sequence, shape [sequences].
+        lengths: number of tokens of each document, shape [documents].
     """
 
     order: np.ndarray
@@ -83,9 +83,10 @@ class WholeLayout:
 
 
 def lay_out_contiguous(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """Join all documents and cut them, for text, where a document may continue in another sequence.
+    """Concatenate all documents and cut them into sequences, for text, whose documents may continue in another
+    sequence.
 
-    Documents are shuffled before joining and sequences after cutting, so that the parts of a long
+    Documents are shuffled before they are concatenated, and sequences after they are cut. So the parts of a long
     document do not follow each other.
     """
     order = _order(len(lengths), shuffle)
@@ -95,7 +96,7 @@ def lay_out_contiguous(lengths: np.ndarray, sequence_length: int, shuffle: np.ra
 
 
 def lay_out_single(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """One document per sequence, without packing."""
+    """Lay out one document per sequence, without packing. Empty documents are left out."""
     assert lengths.max(initial=0) <= sequence_length, "the encoder cuts"
     order = _order(len(lengths), shuffle)
     order = order[lengths[order] > 0]
@@ -103,10 +104,10 @@ def lay_out_single(lengths: np.ndarray, sequence_length: int, shuffle: np.random
 
 
 def lay_out_whole(lengths: np.ndarray, sequence_length: int, shuffle: np.random.Generator | None) -> Layout:
-    """Several whole documents per sequence, for conversations, which must not be cut.
+    """Lay out several whole documents per sequence, for conversations, which must not be cut.
 
-    Online best fit: each document goes to the fullest open sequence with enough space. A sequence is
-    closed when it is full, or when too many are open and it is the fullest.
+    Online best fit: each document goes into the fullest unfinished sequence with enough space. A sequence is finished
+    when it is full. If more than `OPEN_SEQUENCES` are unfinished, the fullest is finished.
     """
     assert lengths.max(initial=0) <= sequence_length, "the encoder cuts"
     closed: list[list[int]] = []

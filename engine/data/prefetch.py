@@ -1,4 +1,4 @@
-"""Prefetch: a thread that draws items from an iterator in advance."""
+"""Prefetch: a thread that takes items from an iterator in advance."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _POLL_S = 0.1
-"""Seconds between checks of a thread with a full queue whether it should stop."""
+"""Seconds between checks of a thread with a full queue for a request to stop."""
 _PATIENCE_S = 30.0
-"""Seconds that `close` waits for the current item."""
+"""Longest time in seconds for which `close` waits for the thread."""
 
 
 @dataclass(frozen=True)
 class _End:
-    """Marks the end of the queue."""
+    """The queue's last entry, with the error to raise."""
 
     error: BaseException
 
 
 class Prefetch(Iterator[T], Generic[T]):
-    """Iterates over items that a thread prepares, up to ``depth`` in advance.
+    """Iterator over items that a thread prepares, up to ``depth`` in advance.
 
-    An error of the source is raised in place of its item. The thread starts with the first ``next``,
-    and ends with `close` or when this object is garbage-collected.
+    An error of the source is raised in place of its item. The first ``next`` starts the thread. `close` or the garbage
+    collection of this object stops it.
     """
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
-        """Take over ``items``, which nothing else may use from now on."""
+        """Take over ``items``, which must not be used elsewhere from now on."""
         assert depth > 0, depth
         self._queue: Queue[T | _End] = Queue(depth)
         self._stop = threading.Event()
-        # The thread must not refer to this object, or it would never be collected.
+        # The thread must not refer to this object. Otherwise it would never be collected.
         self._thread = threading.Thread(
             target=_fill, args=(items, self._queue, self._stop), name="weft-prefetch", daemon=True
         )
@@ -60,7 +60,7 @@ class Prefetch(Iterator[T], Generic[T]):
 
 
 def _shut(queue: Queue, stop: threading.Event, thread: threading.Thread) -> None:
-    """Stop a thread, also at interpreter exit, where a thread inside native code could crash the process."""
+    """Stop a thread. Also called at interpreter exit, when a thread inside native code could crash the process."""
     stop.set()
     with suppress(Empty):
         while True:

@@ -1,4 +1,4 @@
-"""Rows of files, here or on the hub, as the files have them: nothing guesses a type, so that text stays text."""
+"""Rows of local files or files on the hub, as they are written: types are not guessed, so text stays text."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from datasets import Features, IterableDataset
 from weft.engine.data.messages import without_nulls
 
 PARQUET_ROWS = 32
-"""Rows of a Parquet file to hold in memory."""
+"""Number of rows of a Parquet file to read at once."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-"""Escape of half a character. JSON writes characters beyond the first 65,536 as two of them."""
+"""Escape of half a surrogate pair. JSON writes characters beyond the first 65,536 as two of these escapes."""
 
 
 class RowFault(ValueError):
-    """A file that cannot be read.
+    """Error of a file that cannot be read.
 
     Attributes:
-        where: the line or the entry.
-        what: what is wrong with it, and the remedy.
+        where: the line or the entry, or an empty string.
+        what: the problem and the remedy.
     """
 
     def __init__(self, where: str, what: str) -> None:
@@ -39,11 +39,11 @@ class RowFault(ValueError):
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of files, one after the other.
+    """The rows of files, one file after the other.
 
     Attributes:
         files: paths, or URLs of files that never change.
-        columns: what to read of tables.
+        columns: the columns to read of tables.
     """
 
     files: tuple[Path | str, ...]
@@ -54,14 +54,14 @@ class FileRows:
 
     @property
     def column_names(self) -> list[str]:
-        """The columns of a first table, or the keys of the first row."""
+        """Columns of the first file if it is a table, otherwise the keys of the first row."""
         if isinstance(first := self.files[0], Path) and first.suffix == ".parquet":
             return list(parquet_features(first))
         return list(next(iter(self), {}))
 
     @property
     def fingerprint(self) -> str:
-        """A name that changes with the files."""
+        """Hash that changes when a file's path, size or time of modification changes."""
         facts = [
             (str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns) if isinstance(file, Path) else file
             for file in self.files
@@ -83,11 +83,11 @@ def _rows_of(files: list[str], columns: tuple[str, ...]) -> Iterator[dict[str, A
 
 
 def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its line or entry.
+    """Yield the rows of a file, each with its line or entry.
 
     Args:
         file: a path, or the URL of a JSON file, which may be compressed.
-        columns: which columns of a table to read.
+        columns: the columns to read of a table.
 
     Raises:
         RowFault: a row cannot be read.
@@ -104,10 +104,10 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
 
 
 def parquet_features(file: Path) -> Features:
-    """The columns of a Parquet file.
+    """Return the columns of a Parquet file and their types.
 
     Raises:
-        RowFault: it is none.
+        RowFault: the file is not a Parquet file.
     """
     try:
         return Features.from_arrow_schema(pq.read_schema(file))
@@ -116,7 +116,9 @@ def parquet_features(file: Path) -> Features:
 
 
 def broken_text(value: Any, path: str = "") -> str | None:
-    """The path to a text inside ``value`` that no file can hold, because it has half of a surrogate pair."""
+    """Return the path to a text inside ``value`` that has half of a surrogate pair, which no file can store, or
+    None.
+    """
     if isinstance(value, str):
         return path if any("\ud800" <= character <= "\udfff" for character in value) else None
     if isinstance(value, Mapping):
@@ -132,7 +134,7 @@ def _is_url(file: str) -> bool:
 
 
 def _opened(file: Path | str) -> AbstractContextManager[BinaryIO]:
-    """Open a file, decompressed as its name says."""
+    """Open a file. Its suffix determines how it is decompressed."""
     local = isinstance(file, Path)
     opened: AbstractContextManager[BinaryIO] = (fsspec.filesystem("file").open if local else fsspec.open)(
         str(file), "rb", compression="infer"
@@ -141,7 +143,11 @@ def _opened(file: Path | str) -> AbstractContextManager[BinaryIO]:
 
 
 def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers, from 1. Only a line feed ends one."""
+    """Yield lines with their numbers, from 1. Only line feeds separate lines.
+
+    Raises:
+        RowFault: a line is not UTF-8.
+    """
     with _opened(file) as opened:
         for number, line in enumerate(opened, start=1):
             try:
@@ -168,7 +174,11 @@ def _json_list(file: Path | str) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(text: str, line: int, remedy: str) -> Any:
-    """The value of a text that begins in a line of a file."""
+    """Parse JSON text that begins in line ``line`` of a file.
+
+    Raises:
+        RowFault: it is not JSON, has a key twice, or has half of a surrogate pair.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)
@@ -197,7 +207,7 @@ def _parsed(text: str, line: int, remedy: str) -> Any:
 
 
 class _Repeated(Exception):
-    """An object has a key twice."""
+    """Raised for an object that has a key twice."""
 
 
 def _parquet(file: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:

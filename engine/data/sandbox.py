@@ -19,16 +19,16 @@ from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
 MOST_STEPS = 1_000_000
-"""Passes of loops in one rendering, besides one for each character of its conversation: a second or two."""
+"""Limit of loop passes in one rendering, plus one for each character of the conversation: a second or two."""
 _CALL_STEPS = 10
 MOST_CHARACTERS = 1 << 26
-"""Limit for one rendering, besides `PER_CHARACTER` for each character of its conversation."""
+"""Limit of characters in one rendering, plus `PER_CHARACTER` for each character of the conversation."""
 PER_CHARACTER = 64
 _MOST_NUMBER = 100_000
-"""Largest number that a filter or a method of a text takes, such as a width."""
+"""Largest number that a filter or a text's method accepts, such as a width."""
 _MOST_BITS = 100_000
 _PART_CHARACTERS = 16
-"""Assumed of a part that is no text: quotes, commas, numbers."""
+"""Assumed length of a part that is not text, with its quotes and commas."""
 _OF_LISTS = frozenset(
     (
         *("default", "d", "min", "max", "sum", "range", "list", "map", "select", "reject", "selectattr", "rejectattr"),
@@ -36,11 +36,11 @@ _OF_LISTS = frozenset(
         *("items", "random", "attr"),
     )
 )
-"""Filters that do not turn what they get into text."""
+"""Filters that do not convert their argument into text."""
 
 
 class _Budget(threading.local):
-    """Budget that is left to this thread's rendering, or None outside of `limited`."""
+    """Remaining steps and characters of this thread's rendering. ``steps`` is None outside of `limited`."""
 
     steps: int | None = None
     characters = 0
@@ -51,7 +51,11 @@ _LEFT = _Budget()
 
 @contextmanager
 def limited(characters: int) -> Iterator[None]:
-    """Limit the output of the block, by the length of its input. More raises jinja2's `SecurityError`."""
+    """Context that limits a rendering's steps and output by ``characters``, the length of its input.
+
+    Raises:
+        SecurityError: jinja2's error, if the block exceeds a limit.
+    """
     _LEFT.steps, _LEFT.characters = MOST_STEPS + characters, MOST_CHARACTERS + PER_CHARACTER * characters
     try:
         yield
@@ -75,7 +79,10 @@ def _length(value: Any) -> int:
 
 
 def _text_length(value: Any) -> int:
-    """About the length of ``str(value)``, which has each part of a list as often as the list does."""
+    """Estimate the length of ``str(value)``. An object that a list has several times counts as often.
+
+    The count stops when it exceeds the characters that are left.
+    """
     most, length, parts = max(_LEFT.characters, 0), 0, [value]
     while parts and length <= most:
         part = parts.pop()
@@ -88,13 +95,13 @@ def _text_length(value: Any) -> int:
 
 
 def _made(value: Any) -> Any:
-    """Count a text or list that the template made or searches."""
+    """Count a text or list that the template made or searches, and return it."""
     _spend(1, _length(value))
     return value
 
 
 def _written(value: Any) -> Any:
-    """Count what a template writes."""
+    """Count what a template writes, and return it."""
     _spend(0, _text_length(value))
     return value
 
@@ -105,7 +112,9 @@ def _concatenated(values: list[Any]) -> str:
 
 
 def _looped(values: Any, characters: int) -> Any:
-    """Count the passes of a loop, which writes ``characters`` of the template's own text in each."""
+    """Count the passes of a loop, which writes ``characters`` of the template's own text in each, and return its
+    values.
+    """
     sized = values if hasattr(values, "__len__") else _listed(values)
     _spend(len(sized), len(sized) * characters)
     return sized
@@ -120,7 +129,11 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _check_call(name: str, text: Any, arguments: list[Any]) -> None:
-    """Count what a filter or a method makes of ``text``, before it does."""
+    """Count the output of a filter or a text's method before it runs.
+
+    Raises:
+        SecurityError: a number is too large, or a limit is exceeded.
+    """
     numbers = [abs(each) for each in arguments if type(each) is int]
     if name not in _OF_LISTS and max(numbers, default=0) > _MOST_NUMBER:
         raise SecurityError(f"{name} of a number above {_MOST_NUMBER:,}")
@@ -141,7 +154,11 @@ def _check_call(name: str, text: Any, arguments: list[Any]) -> None:
 
 
 def _check_format(text: str, arguments: list[Any]) -> None:
-    """Count the characters that a format string makes, which may contain a width."""
+    """Count the characters that a format string can produce, including its widths, before it runs.
+
+    Raises:
+        SecurityError: a width is too large, or a limit is exceeded.
+    """
     digits = "".join(letter if letter.isdigit() else " " for letter in text).split()
     if any(len(each) > 6 or int(each) > _MOST_NUMBER for each in digits):
         raise SecurityError(f"a width above {_MOST_NUMBER:,}")
@@ -150,13 +167,13 @@ def _check_format(text: str, arguments: list[Any]) -> None:
 
 
 class _Filters(dict):
-    """Filters that count what they make."""
+    """Filters that count their output."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return _counting(name, super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value as a dictionary does."""
+        """Return the filter, or ``default`` if it does not exist."""
         try:
             return self[name]
         except KeyError:
@@ -180,7 +197,7 @@ def _counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Limits(NodeTransformer):
-    """Put counting filters where a template loops, joins, cuts and compares."""
+    """Inserts counting filters where a template loops, concatenates, slices and compares."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -207,7 +224,7 @@ def _filtered(value: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, in which what a template does is counted inside of `limited`."""
+    """jinja2's sandbox, which counts a template's work within `limited`."""
 
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
@@ -222,7 +239,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _Limits().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute, if what comes of it is not too large."""
+        """Compute a binary operation.
+
+        Raises:
+            SecurityError: the result would be too large.
+        """
         sides = (left, right)
         if operator == "%" and isinstance(left, str):
             _check_format(left, list(right) if isinstance(right, tuple) else [right])
@@ -237,7 +258,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # as jinja2 has it
-        """Call what a template calls, and count it."""
+        """Call a function or method for a template, and count it and its result."""
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps methods that format
         text = getattr(method, "__self__", None)
         if isinstance(text, str):
@@ -249,7 +270,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def install() -> None:
-    """Make transformers render templates in a `LimitedEnvironment`. Idempotent."""
+    """Make transformers render templates in a `LimitedEnvironment`. Repeated calls have no effect."""
     if chat_template_utils.ImmutableSandboxedEnvironment is not LimitedEnvironment:
         chat_template_utils.ImmutableSandboxedEnvironment = LimitedEnvironment
         chat_template_utils._compile_jinja_template.cache_clear()

@@ -1,4 +1,4 @@
-"""Sources: the tokenised documents of an epoch, in blocks that are shuffled and packed together."""
+"""Sources: the tokenised documents of one pass over the data, in blocks that are shuffled and packed together."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from weft.engine.data.messages import without_nulls
 from weft.engine.data.tokens import AT_ONCE
 
 ENCODED_AT_ONCE = 256
-"""Rows per call of the tokenizer."""
+"""Largest number of rows per call of the tokenizer."""
 BLOCK_TOKENS = 2**25
-"""Number of tokens that closes a block of a stream, however few its documents."""
+"""Number of tokens at which a block of a stream ends, even if it has few documents."""
 
 
 class Block(NamedTuple):
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
     Attributes:
         documents: the tokenised documents.
-        start: state (JSON values) with which `Source.blocks` starts at this block again.
+        start: state (JSON values) for `Source.blocks` to start with this block again.
     """
 
     documents: Documents
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 class Source(Protocol):
-    """A source of documents."""
+    """A source of tokenised documents."""
 
     @property
     def description(self) -> str:
@@ -48,23 +48,23 @@ class Source(Protocol):
 
     @property
     def identity(self) -> str:
-        """Hex hash of the data. A cursor is valid only for the same identity."""
+        """Hex hash of the data. A cursor is valid only for a source with the same identity."""
         ...
 
     def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
-        """The blocks of one epoch, from its beginning (``{}``) or from a block's ``start``.
+        """Yield the blocks of one pass.
 
         Args:
-            shuffle: seed of the order of files. 0 keeps their order. The caller shuffles documents
-                within a block.
+            start: ``Block.start`` of the first block to yield. ``{}`` means the beginning.
+            shuffle: seed of the order of files. 0 keeps their order. The caller shuffles documents within a block.
         """
 
 
 class LoadedSource:
-    """A tokenised data set on disk, whose epoch is one block."""
+    """A tokenised data set on disk. A pass over it is one block."""
 
     def __init__(self, dataset: Dataset, encoder: Encoder, *, name: str, part: Part) -> None:
-        """Take a part of a tokenised ``dataset``.
+        """Select a part of a tokenised ``dataset``.
 
         Raises:
             ValueError: the part is empty.
@@ -83,15 +83,16 @@ class LoadedSource:
         self.description = f"{name}: {size}{_losses(int(truncated[rows].sum()), int((chosen & (lengths == 0)).sum()))}"
 
     def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
-        """One block."""
+        """Yield the only block."""
         yield Block(self.documents, {})
 
 
 class StreamedSource:
-    """A data set that is read during training. A block holds the next ``block_documents`` documents.
+    """A data set that is tokenised during training.
 
-    The saved state is the data set's state at the start of the block, so that a resumed run reads at
-    most one block again and no documents need to be saved.
+    A block has the next ``block_documents`` documents, or fewer if they reach `BLOCK_TOKENS` tokens. The saved state is
+    the data set's state at the start of the block. So a resumed run reads at most one block again, and no documents are
+    saved.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class StreamedSource:
         """Read a part of a streamed ``dataset``.
 
         Args:
-            typed: its rows come from a table, which fills them with nulls.
+            name: name in messages.
+            block_documents: documents per block.
+            typed: whether rows come from a typed table, whose null values are removed.
         """
         self._dataset = dataset
         self._typed = typed
@@ -121,12 +124,12 @@ class StreamedSource:
 
     @property
     def description(self) -> str:
-        """One line of text about the source, with the rows truncated or skipped so far."""
+        """One line of text about the source, with the number of rows that were truncated or left out so far."""
         losses = _losses(self._truncated, self._left_out)
         return f"{self._name}: {self._encoder.unit}, streamed in blocks of {self._block_documents}{losses}"
 
     def blocks(self, start: dict[str, Any], shuffle: int) -> Iterator[Block]:
-        """Read from ``start`` on. The last block may be smaller. Only one reader at a time."""
+        """Yield the blocks from ``start`` on. The last block may be smaller. Only one iteration may run at a time."""
         number = start.get("row", 0)
         dataset = self._dataset.with_format(None)  # a new iteration over the same files
         dataset.set_epoch(shuffle)
@@ -149,7 +152,7 @@ class StreamedSource:
             start = {"row": number, "dataset": dataset.state_dict()}
 
     def _room(self, items: list[Document]) -> int:
-        """Number of rows to encode next, or 0 if the block is complete."""
+        """Return the number of rows to encode next, or 0 if the block is complete."""
         full = sum(len(item.ids) for item in items) >= BLOCK_TOKENS
         return 0 if full else min(ENCODED_AT_ONCE, self._block_documents - len(items))
 
@@ -168,18 +171,18 @@ class StreamedSource:
 
 
 def _losses(truncated: int, left_out: int) -> str:
-    """Text about rows that are truncated or left out."""
+    """Return text about rows that were truncated or left out."""
     parts = ((truncated, "truncated"), (left_out, "left out (nothing to learn in them)"))
     return "".join(f", {count} {what}" for count, what in parts if count)
 
 
 def tokenised(rows: Iterable[Mapping[str, Any]], encoder: Encoder, *, name: str, cache: Path) -> Dataset:
-    """Tokenise ``rows`` once. Every rank memory-maps the result from ``cache``.
+    """Tokenise ``rows`` once, into a file in ``cache`` that every rank memory-maps.
 
-    A file there that another user could have written is made anew.
+    A file that another user could have written is replaced.
 
     Args:
-        name: hash of the rows' contents, which together with the encoder's hash names the file.
+        name: hash of the rows' contents. The file's name is made from it and from the encoder's hash.
     """
     own_folder(cache, "data.cache_dir")
     key = hashlib.sha256(f"{name} {encoder.sha256}".encode()).hexdigest()
@@ -210,7 +213,7 @@ def _write(rows: Iterable[Mapping[str, Any]], encoder: Encoder, file: Path) -> N
 
 
 def _some(rows: Iterator[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """The next ``count`` rows, or fewer if they are long."""
+    """Return the next ``count`` rows, or fewer if they are long."""
     taken = []
     characters = 0
     for row in islice(rows, count):
@@ -222,7 +225,7 @@ def _some(rows: Iterator[Mapping[str, Any]], count: int) -> list[Mapping[str, An
 
 
 def _characters(value: Any) -> int:
-    """Length of all texts in a row."""
+    """Return the length of all texts in a row."""
     if isinstance(value, str):
         return len(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

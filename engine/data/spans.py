@@ -1,4 +1,4 @@
-"""Assistant spans: the characters of a rendered conversation that the assistant wrote."""
+"""Assistant spans: the character ranges of a rendered conversation that the assistant wrote."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from weft.engine.data.marks import Marks, Message, place_marks
 from weft.engine.data.sandbox import install, limited
 
 Span = tuple[int, int]
-"""Start and end (exclusive) character."""
+"""Start and end (exclusive) of a range of characters."""
 Tools = Sequence[Any] | None
-"""Schemas of the functions that a conversation may call."""
+"""Schemas of the functions that a conversation may call, or None."""
 
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ONE_AT_A_TIME = Lock()
-"""transformers shares compiled templates between threads, but their recording of spans is not thread-safe."""
+"""Lock for rendering: transformers shares compiled templates between threads, but records spans in them."""
 
 
 class NotJinja(Exception):
-    """A text is no Jinja template."""
+    """Error of a text that is not a Jinja template."""
 
 
 class ChatTemplate:
-    """A Jinja chat template, with the special tokens that it may use."""
+    """A Jinja chat template with a tokenizer's special tokens."""
 
     def __init__(self, template: str, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None) -> None:
-        """Render ``template`` as ``tokenizer.apply_chat_template`` would.
+        """Prepare to render ``template`` as ``tokenizer.apply_chat_template`` would.
 
         Args:
-            now: the time that a template's ``strftime_now`` shows. None is the time of each call.
+            now: the time that a template's ``strftime_now`` shows. None means the time of each call.
 
         Raises:
             NotJinja: the template cannot be compiled.
@@ -60,31 +60,31 @@ class ChatTemplate:
         return _TAG.search(self.template) is not None
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
-        """Render a conversation, and return the text and the assistant's spans in order.
+        """Render a conversation. Return the text and the assistant's spans in order.
 
         Raises:
-            ValueError: as `text` and `spans`.
+            ValueError: see `text` and `spans`.
         """
         text = self.text(messages, tools)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return text, self.spans(messages, tools, text, encoded["offset_mapping"])
 
     def text(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
-        """Render a conversation as text.
+        """Render a conversation as text. ``add_generation_prompt`` appends the beginning of an assistant's turn.
 
         Raises:
-            ValueError: the template refuses the messages.
+            ValueError: the template rejects the messages.
         """
         return self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)[0][0]
 
     def spans(self, messages: Sequence[Message], tools: Tools, text: str, tokens: Sequence[Span]) -> list[Span]:
-        """Find the assistant's spans in ``text``, which `text` returned for the same conversation.
+        """Find the assistant's spans in ``text``, the result of `text` for the same conversation.
 
-        Each span starts where generation would start, and includes the end of the turn. It ends where a
-        token ends, unless the template has generation tags.
+        Each span starts where generation would start, and includes the end of the turn. It ends at the end of a token,
+        unless the template has generation tags.
 
         Args:
-            tokens: the characters of each token. Text after the last one is not searched.
+            tokens: character range of each token. Text after the last token is not searched.
 
         Raises:
             ValueError: the template does not show where a turn begins or ends.
@@ -110,9 +110,9 @@ class ChatTemplate:
 class _Turns:
     """Finds the assistant's turns of one conversation by comparing renderings.
 
-    Marks in the messages show where the template puts each of them. Texts are compared after a mark, because
-    templates may render what is before it differently in another conversation: they drop the reasoning of earlier
-    turns, or move the system's message and the tools to the last question.
+    Marks in the messages show where the template puts each of them. Only the text after a mark is compared, because
+    templates may render the text before it differently in another conversation. For example, they drop the reasoning of
+    earlier turns, or move the system's message and the tools to the last question.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class _Turns:
         self._marks: Marks = place_marks(messages, text, lambda marked: template.text(marked, tools))
         positions = self._marks.positions(template.text(self._marks.put(messages), tools))
         self._first: dict[int, int] = {}
-        """Return where the first marked text of each message starts."""
+        """Position at which the first marked text of each message starts."""
         self._last: dict[int, tuple[int, int]] = {}
-        """Position in each message where its last marked text ends, and the number of that mark."""
+        """Position at which the last marked text of each message ends, and the number of its mark."""
         for (number, side), at in positions.items():
             message, _ = self._marks.places[number]
             if side == "a":
@@ -136,7 +136,11 @@ class _Turns:
                 self._last[message] = max((at, number), self._last.get(message, (at, number)))
 
     def spans(self) -> Iterator[Span]:
-        """The span of each assistant turn that begins among the tokens."""
+        """Yield the span of each assistant turn that begins among the tokens.
+
+        Raises:
+            ValueError: the template does not show where a turn begins or ends.
+        """
         until = self._ends[-1] if self._ends else 0
         for turn, message in enumerate(self._messages):
             if message["role"] == "assistant":
@@ -153,10 +157,10 @@ class _Turns:
                 yield start, end
 
     def _start(self, turn: int) -> int | None:
-        """Return the position at which generation of a turn would start, or None if unknown.
+        """Return the position at which generation of a turn would start, or None if it is unknown.
 
-        That is where the generation prompt stops matching the text, because templates may open reasoning in a
-        prompt and drop it from history, but not behind the beginning of the turn's own text.
+        This is where the generation prompt stops matching the text, because a template may begin reasoning in the
+        prompt and drop it from history. It is not after the beginning of the turn's own text.
         """
         first = self._first.get(turn)
         base, number = self._before(turn)
@@ -173,7 +177,7 @@ class _Turns:
         return start if first is None else min(first, start)
 
     def _word_start(self, least: int, at: int) -> int:
-        """The last position up to ``at`` behind white space or an added token.
+        """Return the last position up to ``at`` that follows white space or an added token, or ``least``.
 
         A prompt's <think> and a text's <tool_call> differ from their beginning, not from their third character.
         """
@@ -186,10 +190,11 @@ class _Turns:
         return least
 
     def _end(self, turn: int, start: int) -> int | None:
-        """Return the end of a turn that begins at ``start``, or None if unknown.
+        """Return the end of a turn that begins at ``start``, or None if it is unknown.
 
-        It goes on after its own text for as long as the same conversation would that ends with this turn, or that
-        goes on with another prompt: templates may close the last turn unlike the others.
+        After its own text, the turn continues as long as one of two other renderings agrees: the conversation that ends
+        with this turn, or that continues with another prompt. Both are needed, because templates may close the last
+        turn differently.
         """
         if turn not in self._last and any(_is_shown(v) for key, v in self._messages[turn].items() if key != "role"):
             return None
@@ -210,18 +215,24 @@ class _Turns:
         return straddling if max(base, start) <= straddling < end else end
 
     def _prompt(self, turn: int) -> str:
-        """Return the text that the template adds to request a turn, or empty if that is not known."""
+        """Return the text that the template adds to request a turn, or an empty string if it is unknown."""
         _, number = self._before(turn)
         prompt, plain = self._after(turn, number, add_generation_prompt=True), self._after(turn, number)
         return "" if prompt is None or plain is None else prompt[_agreement(prompt, plain) :]
 
     def _before(self, turn: int) -> tuple[int, int | None]:
-        """Return the end of the last marked text before a turn, and its mark's number, or None at the beginning."""
+        """Return the end of the last marked text before a turn, and its mark's number.
+
+        Return (0, None) if no text before the turn is marked.
+        """
         earlier = [message for message in self._last if message < turn]
         return self._last[max(earlier)] if earlier else (0, None)
 
     def _after(self, count: int, number: int | None, *, add_generation_prompt: bool = False) -> str | None:
-        """Return the text after a mark with ``count`` messages, or None if the template rejects or hides it."""
+        """Render the first ``count`` messages, and return the text after mark ``number``, or all of it for None.
+
+        Return None if the template rejects the messages or does not show the mark.
+        """
         key = (count, add_generation_prompt)
         if key not in self._rendered:
             marked = self._marks.put(self._messages[:count])
@@ -236,10 +247,10 @@ class _Turns:
 
 
 def _is_shown(value: Any) -> bool:
-    """True for what a template would write something for."""
+    """True if a template would write something for a value."""
     return bool(value.strip() if isinstance(value, str) else value)
 
 
 def _agreement(one: str, other: str) -> int:
-    """Length of the common prefix of two texts."""
+    """Return the length of the common prefix of two texts."""
     return bisect_left(range(min(len(one), len(other))), True, key=lambda at: one[: at + 1] != other[: at + 1])

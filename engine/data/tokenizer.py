@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the model's, or a BPE trained on the embedded corpus."""
+"""The tokenizer of a run: the model's own, or a BPE trained on the embedded corpus."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``model.tokenizer``, else of ``model.path``, else train one on the corpus.
+    """Load the tokenizer of ``model.tokenizer``, or else of ``model.path``, or else train one on the corpus.
 
     Training takes seconds, and its result is cached in ``data.cache_dir``.
 
@@ -60,7 +60,7 @@ def load_tokenizer(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerB
 
 
 def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
-    """Return the cached BPE of this Python's embedded corpus. It is trained if this user's cache has none."""
+    """Return the BPE of this Python's embedded corpus from the cache. Train it if the cache has none of this user."""
     corpus = load_corpus()
     own_folder(cache, "data.cache_dir")
     folder = cache / f"tokenizer-{corpus.sha256[:12]}-{VOCABULARY}"
@@ -74,17 +74,17 @@ def corpus_tokenizer(cache: Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary_for(words: int, members: int) -> int:
-    """Vocabulary size of a new model: that of its tokenizer, raised so that ranks can divide it evenly.
+    """Return a new model's vocabulary size: the number of tokens, rounded up so that the tensor group can divide it.
 
     Args:
-        words: tokens of the tokenizer.
-        members: ranks of ``parallel.tensor``.
+        words: number of tokens of the tokenizer.
+        members: size of the tensor group (``parallel.tensor``).
     """
     return -(-words // members) * members
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on ``texts``, with padding, document and turn tokens. Deterministic."""
+    """Train a byte-level BPE on ``texts``, with special tokens for padding, documents and turns. Deterministic."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -110,7 +110,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedT
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hex hash of everything that affects the ids of a text, equal on every machine."""
+    """Return a hex hash of everything that affects the ids of a text. It is equal on every machine."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
     if backend is not None:  # earlier calls set it, and every later call overrides it
@@ -120,10 +120,10 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def require_rows(tokenizer: PreTrainedTokenizerBase, rows: int, model: ModelConfig) -> None:
-    """Check that every token of a tokenizer has a row in the model's embedding.
+    """Check that the model's embedding has a vector for every token of a tokenizer.
 
     Raises:
-        ValueError: a token has none.
+        ValueError: a token's id is not below ``rows``, the size of the model's vocabulary.
     """
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= rows)
     if not beyond:
@@ -143,7 +143,10 @@ def require_rows(tokenizer: PreTrainedTokenizerBase, rows: int, model: ModelConf
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id for padding. Documents never attend to it, and it never counts in the loss."""
+    """Return the id for padding: the padding token, or else the end-of-text token, or else 0.
+
+    Documents never attend to padding, and it never counts in the loss.
+    """
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in known if token is not None)
 

@@ -1,4 +1,4 @@
-"""Token ids of texts of any length, in memory that does not grow with the length of a text."""
+"""Token ids of texts of any length, computed with an amount of memory that does not depend on the length of a text."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-"""Start and end (exclusive) character."""
+"""Start and end (exclusive) of a range of characters."""
 
 WINDOW = 1 << 18
-"""Characters of a long text to tokenise at once: tokenizers hold about 170 bytes for each."""
+"""Number of characters of a long text to tokenise at once. Tokenizers need about 170 bytes for each."""
 AT_ONCE = 1 << 22
-"""Characters of several texts to tokenise at once."""
+"""Number of characters of several texts to tokenise at once."""
 OVERLAP = 1 << 12
-"""Characters that two windows have in common, in which their tokens have to agree."""
+"""Number of characters that two consecutive windows share, in which their tokens must agree."""
 AGREEING = 16
-"""Tokens in a row that two windows have to share where they are joined."""
+"""Number of consecutive tokens that must agree where two windows are joined."""
 DIFFERENT = 4
-"""Different ones among these: tokens of one repeated character agree by accident."""
+"""Least number of different ones among these tokens, because repetitions of one character agree by accident."""
 
 
 class Tokens(NamedTuple):
     """Token ids of a text.
 
     Attributes:
-        ids: token ids. If they are not complete, more than the limit.
-        spans: the characters of each token, or empty if they were not asked for.
+        ids: token ids. If they are incomplete, there are more than the limit.
+        spans: character range of each token, or empty if they were not requested.
         complete: True if the text was read to its end.
     """
 
@@ -43,8 +43,8 @@ def tokens_of(
     """Tokenise texts, without special tokens around them.
 
     Args:
-        limit: read long texts until there are more tokens than this.
-        spans: return the characters of each token as well.
+        limit: read a long text only until it has more tokens than this. None reads all of it.
+        spans: also return the character range of each token.
     """
     found: list[Tokens] = []
     batch: list[str] = []
@@ -84,10 +84,10 @@ def _of_long(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None, s
 
 
 def windows(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[tuple[list[int], list[Span]]]:
-    """The tokens of a long text, a window of it at a time.
+    """Yield the tokens of a long text, one window of it at a time.
 
-    A window is joined to the one before where both have the same tokens, so that words are not cut where a
-    window begins. If they agree nowhere, the window begins earlier, at last with the one before.
+    A window is joined to the previous one at tokens that both have, so that words are not cut at the start of a window.
+    If they do not agree anywhere, the window begins earlier, if necessary at the beginning of the previous one.
     """
     ids, spans = _encode(tokenizer, text, 0, WINDOW)
     begin, end, size, overlap = 0, WINDOW, WINDOW, OVERLAP
@@ -116,7 +116,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int)
 def _joint(
     ids: Sequence[int], spans: Sequence[Span], more: Sequence[int], places: Sequence[Span], least: int
 ) -> tuple[int, int] | None:
-    """Return the indices in two windows from which their tokens agree, after character ``least``."""
+    """Return the indices in two windows from which their tokens agree, after character ``least``, or None."""
     starts = {place[0]: number for number, place in reversed(list(enumerate(places)))}
     for at in range(bisect_left(spans, least, key=lambda span: span[0]), len(spans) - AGREEING):
         behind = starts.get(spans[at][0])

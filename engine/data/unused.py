@@ -1,4 +1,4 @@
-"""Columns and keys of a data set that nothing reads, so that a misspelt or unsupported one is noticed."""
+"""Columns and keys of a data set that are not used, so that misspelt or unsupported ones are noticed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from weft.engine.data.open import open_rows
 
 
 def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen) -> list[str]:
-    """Return lines that name unused parts of a run's rows, or none if it reads everything.
+    """Return lines of text that name unused columns and keys of a run's rows. Empty if all are used.
 
     Args:
-        seen: results of `check_source` for local files. A table's columns are read here.
+        seen: results of `check_source` for local files. For other data sets, the columns and first rows are read here.
 
     Raises:
         ValueError: the data cannot be read.
@@ -41,7 +41,7 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
 
 
 def _seen_in_table(data: DataConfig) -> Seen:
-    """The columns of a hub's or a saved data set, and its first conversations."""
+    """Return the unread columns and the first conversations of a hub's or a saved data set."""
     seen = Seen()
     cache = Path(data.cache_dir).expanduser()
     names, fields, rows = open_rows(replace(data, streaming=True), cache)
@@ -55,7 +55,7 @@ def _seen_in_table(data: DataConfig) -> Seen:
 
 
 def _is_shown(encoder: ChatEncoder, key: str, talks: Collection[Conversation]) -> bool:
-    """True if the text of one of the conversations is another without a key."""
+    """True if the text of one of the conversations changes when the key is removed."""
     for talk in talks:
         bare = [{name: value for name, value in message.items() if name != key} for message in talk.messages]
         try:
