@@ -15,10 +15,10 @@ def load(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> We
 
     Args:
         overrides: Hydra overrides such as ``recipe=quickstart`` or ``train.steps=10``.
-        recipe_file: a YAML file in place of ``recipe=NAME``; ``recipe=FILE.yaml`` means the same.
+        recipe_file: a YAML file instead of ``recipe=NAME``. ``recipe=FILE.yaml`` means the same.
 
     Raises:
-        ValueError: an unknown key, a wrong type, or a value that fails a check; the message names
+        ValueError: an unknown key, a wrong type, or a value that fails a check. The message names
             the field, the value and the remedy.
     """
     # Composing needs Hydra, which the engine never imports: it only reads the schema.

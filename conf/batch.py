@@ -1,4 +1,4 @@
-"""Batch sizes: derive the numbers that are left open from the others, as DeepSpeed does."""
+"""Batch sizes: derives the numbers that are not set from the others, as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ def fit_batch(config: WeftConfig, world_size: int) -> WeftConfig:
 
 
 def check_world(config: WeftConfig, world_size: int) -> WeftConfig:
-    """Check that the pipeline and the batch fit the number of processes and return what `fit_batch` does.
+    """Return the configuration of `fit_batch`, and check that pipeline and batch fit the number of processes.
 
     Raises:
-        ValueError: `world_size` is not a multiple of the ranks of a replica, the replicas do not share out
-            experts evenly, or the batch sizes do not multiply out.
+        ValueError: ``world_size`` is not a multiple of the ranks of a replica, the replicas cannot be divided over the
+            routes, they cannot divide the experts evenly, they are fewer than a DP-cell, or the batch sizes contradict
+            each other.
     """
     replicas = num_replicas(config, world_size)
     config = fit_batch(config, world_size)
@@ -84,12 +85,12 @@ def check_world(config: WeftConfig, world_size: int) -> WeftConfig:
 
 
 def lines_of_replica(config: WeftConfig) -> int:
-    """Ranks of a stage that share the work of one micro-batch."""
+    """Return the number of ranks of a stage that share the work of one micro-batch."""
     return config.parallel.context * config.parallel.tensor
 
 
 def num_replicas(config: WeftConfig, world_size: int) -> int:
-    """Number of replicas of the model among ``world_size`` processes.
+    """Return the number of replicas of the model that ``world_size`` processes make.
 
     Raises:
         ValueError: ``world_size`` is not a multiple of the ranks of a replica.

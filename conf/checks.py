@@ -22,10 +22,10 @@ def check(config: WeftConfig, *, complete: bool = True) -> None:
     """Check a configuration, independently of the machine and the number of processes.
 
     Args:
-        complete: also refuse a configuration with fields that are still `missing`.
+        complete: also reject a configuration with fields that are still `missing`.
 
     Raises:
-        ValueError: one line per problem, with the field, its value and the remedy.
+        ValueError: the configuration has problems. The message has a line for each, with field, value and remedy.
     """
     problems = list(out_of_range(config)) or [line for find in CHECKS for line in find(config)]
     problems += missing(config) if complete else []
@@ -45,7 +45,7 @@ def missing(config: WeftConfig) -> Iterator[str]:
 
 
 def per_replica(config: WeftConfig) -> tuple[int, list[str]]:
-    """Known factor of the sequences per step and replica, and the names of the fields that it is made of."""
+    """Return the product of the fields that are set and divide a replica's batch, and their names and values."""
     given = {
         "train.microbatch_size": config.train.microbatch_size,
         "pipeline.microbatches": config.pipeline.microbatches,
@@ -55,7 +55,7 @@ def per_replica(config: WeftConfig) -> tuple[int, list[str]]:
 
 
 def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:
-    """The placement that is configured, or that the schedule needs, or None if `auto` chooses it."""
+    """Return the placement that is configured or that the schedule needs, or None if schedule=auto chooses it."""
     rules: ScheduleRules = pipeline.schedule.value
     if rules.goes_in_rounds:
         return PlacementKind.interleaved
@@ -67,13 +67,16 @@ def settled_placement(pipeline: PipelineConfig) -> PlacementKind | None:
 
 
 def virtual_stages(config: WeftConfig) -> int:
-    """Number of virtual stages over all pipeline ranks; the least number if `auto` chooses the placement."""
+    """Return the number of virtual stages over all pipeline ranks.
+
+    If schedule=auto chooses the placement, it is the least.
+    """
     pipeline = config.pipeline
     return pipeline.stages * chunks_of(settled_placement(pipeline) or PlacementKind.straight, pipeline)
 
 
 def chunks_of(placement: PlacementKind, pipeline: PipelineConfig) -> int:
-    """Virtual stages per rank of a placement."""
+    """Return the number of virtual stages per rank of a placement."""
     if placement is PlacementKind.straight:
         return 1
     return 2 if placement in FOLDS else pipeline.chunks_per_rank
@@ -153,7 +156,10 @@ def _interleaved(config: WeftConfig) -> Iterator[str]:
 
 
 def _comparable(config: WeftConfig) -> Iterator[str]:
-    """Comparing placements over several sites needs bandwidths, because no link has been probed yet."""
+    """Yield a line for each missing bandwidth that the comparison of placements over sites needs.
+
+    No link has been probed at this time.
+    """
     names = [site.name for site in config.cluster.sites]
     known = {frozenset(link.sites) for link in config.cluster.links if link.bandwidth_mbps}
     for pair in pairwise(names):

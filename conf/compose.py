@@ -1,4 +1,4 @@
-"""Composition with Hydra: turns overrides and a recipe into a `WeftConfig`, or raises one clear `ValueError`."""
+"""Composition with Hydra: converts overrides and a recipe to a `WeftConfig`, or raises one clear `ValueError`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FROM_FILE = "_file"
 
 
 def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> WeftConfig:
-    """The configuration that ``overrides`` describe, converted to dataclasses but not checked.
+    """Return the configuration that ``overrides`` describe, converted to dataclasses but not checked.
 
     Raises:
         ValueError: an unknown key, a wrong type, an unknown choice, a sweep, or two recipes.
@@ -54,7 +54,10 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
 
 
 def _left_open(settings: Sequence[Override]) -> list[str]:
-    """Overrides that let micro-batches follow from a batch size given here, instead of the recipe's number."""
+    """Return an override that derives ``pipeline.microbatches`` if only ``train.batch_size`` is overridden.
+
+    Otherwise the recipe's number of micro-batches would contradict it. For other overrides, return an empty list.
+    """
     given = {setting.key_or_group: setting.value() for setting in settings}
     open_ = given.get("train.batch_size") and "pipeline.microbatches" not in given
     return ["pipeline.microbatches=0"] if open_ else []
@@ -67,7 +70,11 @@ def _register(store: ConfigStore) -> None:
 
 
 def _parse(text: str) -> Override:
-    """Parse one override with Hydra's grammar; refuse options and sweeps."""
+    """Parse one override with Hydra's grammar.
+
+    Raises:
+        ValueError: it is malformed, an option, a sweep, or the removal of a field.
+    """
     if text in ("-m", "--multirun"):
         raise ValueError(f"{text}: a sweep would run once per rank; run `weft launch` once for each setting")
     if text.startswith("-"):
@@ -87,7 +94,11 @@ def _parse(text: str) -> Override:
 
 
 def _line(override: Override) -> str:
-    """The override as Hydra expects it; refuses an unknown name and suggests the nearest known one."""
+    """Return the override in the form that Hydra expects.
+
+    Raises:
+        ValueError: its name is unknown. The message suggests the nearest known name.
+    """
     name, text, known = override.key_or_group, str(override.input_line), field_types()
     if name in groups():
         _require_choice(name, str(override.value()))
@@ -103,7 +114,7 @@ def _line(override: Override) -> str:
 
 
 def _recipe(store: ConfigStore, recipe: str, *, is_file: bool) -> str:
-    """The name by which Hydra finds a recipe: a built-in one, or the user's file."""
+    """Return the name by which Hydra finds a recipe, which is built in or the user's file."""
     if not is_file and not recipe.endswith((".yaml", ".yml")):
         _require_choice("recipe", recipe)
         return recipe
@@ -122,7 +133,7 @@ def _require_choice(group: str, choice: str) -> None:
 
 
 def _explain(error: BaseException) -> str:
-    """Extract a readable line from Hydra's nested exception."""
+    """Return a line of text from Hydra's nested exception."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return (

@@ -1,4 +1,4 @@
-"""Emit the DeepSpeed JSON of a configuration."""
+"""Conversion of a configuration to DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, WeftConf
 
 
 def deepspeed_config(config: WeftConfig, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run with ``world_size`` processes. See `deepspeed_sections`.
+    """Return the DeepSpeed configuration of a run with ``world_size`` processes. See `deepspeed_sections`.
 
     Raises:
-        ValueError: `world_size` does not fit the pipeline (see `check_world`).
+        ValueError: ``world_size`` does not fit the pipeline (see `check_world`).
     """
     return deepspeed_sections(check_world(config, world_size), num_replicas(config, world_size))
 
 
 def deepspeed_sections(config: WeftConfig, replicas: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run whose batch sizes are known.
+    """Return the DeepSpeed configuration of a run whose batch sizes are known.
 
-    It has no `scheduler` and no monitor, because the engine has its own learning-rate schedules and
-    checkpoints and the recipe its own logs. DeepSpeed prints nothing between steps.
+    It has no `scheduler` and no monitor, because the engine has its own learning-rate schedules and checkpoints, and
+    recipes have their own logs. DeepSpeed prints nothing between steps.
     """
     emitted: dict[str, Any] = {
         "train_batch_size": config.train.microbatch_size * config.pipeline.microbatches * replicas,
@@ -43,7 +43,7 @@ def deepspeed_sections(config: WeftConfig, replicas: int) -> dict[str, Any]:
 
 
 def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
-    """The optimizer section, with torch's Adam, since DeepSpeed's compiles C++ at its first use."""
+    """Return the optimizer section. It uses torch's Adam, because DeepSpeed's compiles C++ at its first use."""
     shared = {"lr": config.lr, "weight_decay": config.weight_decay}
     moments = {"betas": list(config.betas), "eps": config.eps}
     table: dict[OptimizerKind, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Features that plug into the core: it asks for each by name, and trains without those that are not there."""
+"""Optional features. The core imports each by name, and trains without those that are not installed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from weft.conf.schema import ClusterManager, PairChoice, WeftConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """The commands and settings that belong to a feature, and the module through which the core enters it.
+    """Commands and settings of a feature, and the module that the core calls.
 
     Attributes:
-        entry: the module that the core calls, which nothing outside the feature imports by a statement.
-        commands: module and summary of each of its commands.
-        checks: module of each of its checks of `weft doctor`.
-        settings: fields or sections that need it unless they have their defaults, or one of these values.
+        entry: the module that the core calls. No import statement outside of the feature names it.
+        commands: module and summary of each command.
+        checks: module of each check of `weft doctor`.
+        settings: fields or sections that need the feature. They do not need it while they have their defaults or one of
+            the given values.
     """
 
     entry: str
@@ -80,12 +81,12 @@ FEATURES = {
         },
     ),
 }
-"""Each feature by name. `setup.cfg` lists its folders, which the core does not import."""
+"""Features by name. `setup.cfg` lists their folders, which the core does not import."""
 
 
 @cache
 def is_installed(name: str) -> bool:
-    """True if a feature's folders are there."""
+    """True if the entry module of a feature exists."""
     try:
         return find_spec(FEATURES[name].entry) is not None
     except ModuleNotFoundError:
@@ -93,7 +94,7 @@ def is_installed(name: str) -> bool:
 
 
 def entry(name: str) -> Any:
-    """Import a feature's entry module.
+    """Import and return a feature's entry module.
 
     Raises:
         ValueError: the feature is not installed.
@@ -103,10 +104,10 @@ def entry(name: str) -> Any:
 
 
 def require(name: str, asker: str) -> None:
-    """Refuse what needs a feature that is not installed.
+    """Check that a feature is installed.
 
     Args:
-        asker: the command or setting, as the user knows it.
+        asker: the command or setting that needs it, as the user knows it.
 
     Raises:
         ValueError: the feature is not installed.

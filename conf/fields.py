@@ -66,12 +66,12 @@ ELSEWHERE = {
     "lora_alpha": "model.lora.alpha",
     "lora_dropout": "model.lora.dropout",
 }
-"""Fields by the names that Hugging Face, DeepSpeed and Megatron have for them."""
+"""Fields by the names that they have in Hugging Face, DeepSpeed and Megatron."""
 
 
 @cache
 def field_types(kind: type = WeftConfig, prefix: str = "") -> dict[str, Any]:
-    """The type of every field under ``kind`` by its dotted name, including groups."""
+    """Return the type of every field and group under ``kind``, by its dotted name."""
     hints = get_type_hints(kind)
     found: dict[str, Any] = {}
     for field in fields(kind):
@@ -82,21 +82,21 @@ def field_types(kind: type = WeftConfig, prefix: str = "") -> dict[str, Any]:
 
 
 def groups() -> dict[str, type]:
-    """The schema class of each YAML group, by group name."""
+    """Return the schema class of each YAML group, by the group's name."""
     return {
         name: kind for name, kind in get_type_hints(WeftConfig).items() if isinstance(kind, type) and is_dataclass(kind)
     }
 
 
 def choices(group: str) -> list[str]:
-    """The options of a YAML group, or of ``recipe``, as in ``model=NAME``."""
+    """Return the options of a YAML group, or of ``recipe``, as in ``model=NAME``."""
     named = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
     return named if group == "recipe" else ["schema", *named]
 
 
 @cache
 def docstrings() -> dict[str, dict[str, str]]:
-    """The docstring of every field, by class name and field name.
+    """Return the docstring of every field, by class name and field name.
 
     Python drops the docstrings under fields, so they are parsed from the sources of `weft.conf.schema`.
     """
@@ -115,7 +115,7 @@ def _field_docs(node: ast.ClassDef) -> dict[str, str]:
 
 
 def item_class(kind: Any) -> type | None:
-    """The dataclass of a ``list[...]`` field's items, or None."""
+    """Return the dataclass of a ``list[...]`` field's items, or None if they are not dataclasses."""
     if get_origin(kind) is not list:
         return None
     (items,) = get_args(kind)
@@ -123,7 +123,7 @@ def item_class(kind: Any) -> type | None:
 
 
 def expectation(kind: Any) -> str:
-    """Return the description of a field's type, for messages."""
+    """Return a description of a field's type, for messages."""
     if NoneType in get_args(kind):
         return f"{expectation(get_args(kind)[0])}, or null"
     if isinstance(kind, type) and issubclass(kind, Enum):
@@ -142,7 +142,7 @@ _EXAMPLES = {int: "1", float: "0.5", str: "a"}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Message for an unknown field ``name``, with the nearest of the ``known`` dotted names."""
+    """Return a message for an unknown field ``name``, with the nearest of the ``known`` dotted names."""
     known = list(known)
     leaf = name.rpartition(".")[2]
     same = [full for full in known if full.rpartition(".")[2] == leaf]

@@ -11,7 +11,7 @@ LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
-    """Ranks by host, in the file's order, from lines such as ``worker-0 slots=8``.
+    """Return the number of ranks of each host, in the file's order, from lines such as ``worker-0 slots=8``.
 
     Raises:
         ValueError: a line is malformed, a host is listed twice, or there is no host.
@@ -33,10 +33,10 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
 
 
 def working_hosts(cluster: ClusterConfig) -> dict[str, int]:
-    """Ranks by host of those that the run begins on, in the hostfile's order: all but the spares.
+    """Return the number of ranks of each host on which the run begins: those of the hostfile, except the spares.
 
     Raises:
-        ValueError: the hostfile is malformed, lacks a spare, or names nothing but spares.
+        ValueError: the hostfile is malformed, lacks a spare, or has nothing but spares.
     """
     hosts = read_hostfile(cluster.hostfile)
     if unknown := [host for host in cluster.spares if host not in hosts]:
@@ -52,14 +52,14 @@ def asks_for_nodes(cluster: ClusterConfig) -> bool:
 
 
 def world_size(cluster: ClusterConfig) -> int:
-    """Number of processes of the run."""
+    """Return the number of processes of the run."""
     if asks_for_nodes(cluster):
         return cluster.ranks * sum(site.nodes for site in cluster.sites)
     return sum(working_hosts(cluster).values()) if cluster.hostfile else cluster.ranks
 
 
 def most_ranks_of_a_host(cluster: ClusterConfig) -> int:
-    """Largest number of processes on one host."""
+    """Return the largest number of processes on one host."""
     return max(working_hosts(cluster).values()) if cluster.hostfile else cluster.ranks
 
 

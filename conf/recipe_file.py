@@ -1,4 +1,4 @@
-"""A recipe file, which is untrusted: bounded in size, and without secrets of the user who runs it."""
+"""Recipe files, which are untrusted: their size is limited, and they cannot read secrets of the user who runs them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ ENVIRONMENT = frozenset(
         *("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_TMPDIR"),
     )
 )
-"""Variables that a recipe file may read: settings appear in names, logs and W&B, so no other variable may."""
+"""Environment variables that a recipe file may read. Others may not, because settings appear in names, logs and W&B."""
 MOST_BYTES = 2**20
 MOST_CHARACTERS = 1_000_000
-"""Length of all values with references filled in."""
+"""Largest length of all values together, with their references resolved."""
 _RESOLVERS = ("oc.env", "now")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _NESTED = re.compile(r"\$\{[^{}]*\$\{")
 _ELSEWHERE = 100
-"""Assumed length of a value that the file does not set itself."""
+"""Assumed length of a value that a reference takes from elsewhere."""
 
 
 def read_recipe(path: str) -> dict[str, Any]:
     """Read the settings in a recipe file.
 
     Raises:
-        ValueError: it cannot be read, is no YAML with fields, reads a variable that may be secret, or its references
-            stand for too much.
+        ValueError: it cannot be read, is not YAML with fields, reads a variable that may be secret, or its resolved
+            references are too long.
     """
     try:
         tree = read_yaml(Path(path).expanduser(), most_bytes=MOST_BYTES)
@@ -44,17 +44,17 @@ def read_recipe(path: str) -> dict[str, Any]:
 
 
 class _References:
-    """References, ``${...}``, in a recipe's values."""
+    """The references, ``${...}``, in a recipe's values."""
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self._values = dict(_nodes(tree, ""))
         self._sizes: dict[str, int] = {}
 
     def check(self) -> None:
-        """Check each reference, and the length of all values with references filled in.
+        """Check each reference, and the length of all values with references resolved.
 
         Raises:
-            ValueError: names the field.
+            ValueError: a reference is not allowed, or the values are too long. The message names the field.
         """
         for place, value in self._values.items():
             if isinstance(value, str) and "${" in value:
@@ -79,7 +79,11 @@ class _References:
                 )
 
     def _size(self, place: str) -> int:
-        """The length of the value at ``place``, with references filled in."""
+        """Return the length of the value at ``place``, with references resolved.
+
+        Raises:
+            ValueError: a reference leads to itself.
+        """
         if place not in self._values:
             return _ELSEWHERE
         if place in self._sizes:
@@ -112,7 +116,7 @@ def _below(place: str, key: object) -> str:
 
 
 def _target(place: str, reference: str) -> str:
-    """The place that a reference names, which may be relative to the one where it stands."""
+    """Return the dotted name that a reference at ``place`` leads to. The reference may be relative to ``place``."""
     name = reference.strip().replace("[", ".").replace("]", "")
     dots = len(name) - len(name.lstrip("."))
     if not dots:

@@ -1,4 +1,4 @@
-"""The kinds of schedules, each with the rules that configuration, generators and tests share."""
+"""Kinds of schedules, and their rules for the configuration, the generators and the tests."""
 
 from __future__ import annotations
 
@@ -18,29 +18,35 @@ class PlacementKind(Enum):
 
 
 FOLDS = (PlacementKind.fold, PlacementKind.site_fold)
-"""Placements with two virtual stages per rank, down and back up."""
+"""Placements with two virtual stages per rank: one on the way down, and one on the way up."""
 
 EVERY_PLACEMENT = tuple(kind for kind in PlacementKind if kind is not PlacementKind.any)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRules:
-    """The generator of a kind of schedule, and the features that it supports."""
+    """Rules of a kind of schedule: its generator, and the features that it supports."""
 
     generator: str
-    """`module.function` under `weft.pipeline.generators`, imported on use, or empty if a file holds the rows."""
+    """`module.function` under `weft.pipeline.generators`, imported when it is used.
+
+    Empty if a file has the schedule.
+    """
     placements: tuple[PlacementKind, ...]
-    """Supported placements; the first is the default."""
+    """Supported placements. The first is the default."""
     microbatches_per_rank: int = 0
     """Minimum number of micro-batches per step, as a multiple of the pipeline ranks."""
     looks_at_costs: bool = False
     """True if the generator takes costs, a memory cap and a search time."""
     goes_in_rounds: bool = False
-    """True if ranks visit several chunks in rounds: the generator takes the number of micro-batches to
-    launch together, and a straight placement becomes an interleaved one."""
+    """True if ranks run several chunks in rounds.
+
+    The generator then takes the number of micro-batches to launch together, and a straight placement becomes an
+    interleaved one.
+    """
 
 
-# Functional form: members are matched by name, and `1f1b` is not an identifier.
+# This is the functional form, because members are matched by name and `1f1b` is not an identifier.
 ScheduleKind = Enum(
     "ScheduleKind",
     {

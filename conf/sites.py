@@ -1,4 +1,4 @@
-"""Sites: how many pipeline ranks each holds, and checks of the mapping from hosts to sites."""
+"""Sites: the pipeline ranks of each site, and checks of the mapping from hosts to sites."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
 
 
 def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
-    """Pipeline ranks of each site, in pipeline order, route after route, or empty for one site.
+    """Return the number of pipeline ranks of each site, in pipeline order, route by route. Empty for one site.
 
-    A site holds consecutive stages, with all of their replicas (Atlas section 4.2), or, where there are several
-    routes, with the replicas of one.
+    A site has consecutive stages with all of their replicas (Atlas section 4.2). If there are several routes, it has
+    only the replicas of its route.
 
     Args:
         config: a configuration without `site_problems`.
@@ -33,12 +33,12 @@ def ranks_per_site(config: WeftConfig) -> tuple[int, ...]:
 
 
 def num_routes(cluster: ClusterConfig) -> int:
-    """Sets of replicas that go through sites of their own."""
+    """Return the number of sets of replicas that go through different sites, which is at least 1."""
     return max(1, len(cluster.routes))
 
 
 def routes_of(cluster: ClusterConfig) -> list[list[str]]:
-    """The names of the sites of each route."""
+    """Return the names of the sites of each route."""
     return cluster.routes or [[site.name for site in cluster.sites]]
 
 
@@ -65,7 +65,7 @@ def site_problems(config: WeftConfig) -> Iterator[str]:
 
 
 def _side_by_side(config: WeftConfig) -> Iterator[str]:
-    """Yield the settings that replicas on several routes do not support."""
+    """Yield a line for each setting that replicas on several routes do not support."""
     if config.comm.cell == 1 or len(config.cluster.routes) < 2:
         return
     hostfile = config.cluster.hostfile
@@ -122,13 +122,15 @@ def _by_ranks(config: WeftConfig) -> Iterator[str]:
 
 
 def _on_routes(cluster: ClusterConfig) -> list[list[SiteConfig]]:
-    """The sites of each route."""
+    """Return the sites of each route."""
     named = {site.name: site for site in cluster.sites}
     return [[named[name] for name in route] for route in routes_of(cluster)]
 
 
 def _shared_out(config: WeftConfig, held: Mapping[str, int], where: str) -> Iterator[str]:
-    """Problems with the ranks of each site: equally many of each stage, and as many stages on each route.
+    """Yield a line for each problem with the ranks of the sites.
+
+    A site must have equally many ranks of each of its stages, and each route must have all stages.
 
     Args:
         held: ranks of each site.

@@ -1,4 +1,4 @@
-"""Convert configurations to plain trees (dictionaries and lists) and back, with errors that name the field."""
+"""Conversion of configurations to plain trees (dictionaries and lists) and back. Errors name the field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.conf.schema import WeftConfig
 
 
 def from_tree(tree: Mapping[str, Any], *, source: str) -> WeftConfig:
-    """The default configuration with the values of ``tree``; not checked.
+    """Return the default configuration with the values of ``tree``, without checking it.
 
     Args:
         tree: fields by group, with enum members by name.
@@ -54,7 +54,7 @@ def to_yaml(config: WeftConfig) -> str:
 
 
 def explain(error: OmegaConfBaseException) -> str:
-    """Return a line that names the field of OmegaConf's error."""
+    """Return a line of text that names the field of OmegaConf's error."""
     known = field_types()
     name = str(error.full_key or error.key or "")
     value = getattr(error, "value", None)
@@ -73,5 +73,5 @@ def explain(error: OmegaConfBaseException) -> str:
 
 
 def _list_of(kind: type) -> str:
-    """The field whose list items are of this class, or an empty string."""
+    """Return the field whose list items are of class ``kind``, or an empty string."""
     return next((name for name, listed in field_types().items() if item_class(listed) is kind), "")

@@ -1,1 +1,1 @@
-"""The host under a run: files, processes, ports, locks and measurements. Imports nothing else of Weft."""
+"""Functions of the host: files, processes, ports, locks and measurements. They import nothing else of Weft."""

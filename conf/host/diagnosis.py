@@ -1,4 +1,4 @@
-"""Results of a host's checks, and how the supervisor runs `weft doctor node`."""
+"""Results of a host's checks, and the supervisor's call of `weft doctor node`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 DOCTOR = "weft.tools.doctor:main"
-"""The module that checks a host. It loads torch and must run in its own process."""
+"""Function that checks a host. It loads torch and must run in its own process."""
 
 
 class Verdict(Enum):
-    """The result of a check of a host."""
+    """The outcome of a check of a host."""
 
     passed = "passed"
     failed = "failed"
@@ -23,14 +23,14 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check of a host.
 
     Attributes:
         check: name of the check.
-        says: one line, for output and for the deny-list.
+        says: one line of text, for output and for the deny-list.
         figure: measured value, or None if the check measures nothing.
-        unit: of ``figure``.
-        least: the least ``figure`` that passes, or None if there is no threshold.
+        unit: unit of ``figure``.
+        least: the lowest ``figure`` that passes, or None if there is no threshold.
     """
 
     check: str
@@ -41,17 +41,17 @@ class Finding:
     least: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the result as plain data for JSON."""
+        """Convert the result to plain data for JSON."""
         return {**asdict(self), "verdict": self.verdict.value}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Finding:
-        """Return the result that `as_dict` converted."""
+        """Restore a result from the data of `as_dict`."""
         return cls(**{**fields, "verdict": Verdict(fields["verdict"])})
 
 
 def failures(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the results that evict a host."""
+    """Return the failed results, which exclude a host from runs."""
     return [finding for finding in findings if finding.verdict is Verdict.failed]
 
 
@@ -59,20 +59,21 @@ def doctor_arguments(folder: Path, *, ranks: int, driver: str = "", cache: Path 
     """Return the arguments with which `DOCTOR` checks this host and prints the results as JSON.
 
     Args:
-        folder: the run's, whose disk is checked.
+        folder: the run's folder, whose disk is checked.
         ranks: number of ranks of this host.
-        driver: ``HOST:PORT`` or a Unix socket's path, to compare clocks with. Empty leaves that out.
-        cache: earlier measurements of this host. None takes the default folder.
+        driver: ``HOST:PORT`` or a Unix socket's path, to compare clocks. An empty string skips this.
+        cache: folder with earlier measurements of this host. None uses the default folder.
     """
     arguments = ["node", "--json", "--folder", str(folder), "--ranks", str(ranks)]
     return [*arguments, *(["--driver", driver] if driver else []), *(["--cache", str(cache)] if cache else [])]
 
 
 def read_findings(output: str, code: int | None) -> list[Finding]:
-    """Return the results that `DOCTOR` has printed. A failure of the doctor itself is one more result.
+    """Return the results that `DOCTOR` has printed. If it has failed, return a failed result with the reason.
 
     Args:
-        code: exit status, or None after a timeout.
+        output: standard output of the process.
+        code: its exit code, or None after a timeout.
     """
     try:
         return [Finding.from_dict(fields) for fields in json.loads(output)]

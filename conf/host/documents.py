@@ -1,4 +1,4 @@
-"""Read untrusted text, JSON and YAML, which may be damaged or made to exhaust time or memory."""
+"""Reading of untrusted text, JSON and YAML, which may be damaged, or written to exhaust time or memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import yaml
 
 MOST_FILE_BYTES = 256 * 2**20
 MOST_NESTING = 32
-"""Containers inside each other; PyYAML's time grows with the square."""
+"""Largest depth of nested containers. PyYAML's time is quadratic in it."""
 MOST_VALUES = 10_000
-"""Values that the aliases of a small YAML file may stand for; a larger file may have one for each character."""
+"""Largest number of values of a small YAML file after its aliases are expanded.
+
+A larger file may have one per character.
+"""
 _MOST_DIGITS = 1000
 
 
@@ -21,7 +24,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
     """Read a UTF-8 text file of at most ``most_bytes``.
 
     Raises:
-        ValueError: the file cannot be read, or is larger.
+        ValueError: the file cannot be read, is larger, or is not UTF-8.
     """
     try:
         with path.open("rb") as file:
@@ -41,7 +44,7 @@ def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], An
         pairs: see ``object_pairs_hook`` of `json.loads`.
 
     Raises:
-        ValueError: it is no JSON, or is nested too deep.
+        ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=pairs)
@@ -53,7 +56,7 @@ def read_yaml(path: Path, *, most_bytes: int) -> Any:
     """Load a YAML file of at most ``most_bytes``, with plain values only.
 
     Raises:
-        ValueError: the file cannot be read, is larger, is no YAML, is nested too deep, or its aliases make it large.
+        ValueError: the file cannot be read, is too large, not YAML or nested too deeply, or its aliases make it large.
     """
     text = read_text(path, most_bytes=most_bytes)
     try:
@@ -69,14 +72,18 @@ def read_yaml(path: Path, *, most_bytes: int) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader of plain values, with limits."""
+    """PyYAML's loader of plain values, with limits on nesting, aliases and numbers."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth, self._most_values = 0, max(MOST_VALUES, len(text))
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a value, unless it is nested too deeply."""
+        """Compose a value.
+
+        Raises:
+            ValueError: it is nested too deeply.
+        """
         self._depth += 1
         if self._depth > MOST_NESTING + 1:  # values inside of the innermost container
             raise ValueError(f"nested more than {MOST_NESTING} deep; write it flatter")
@@ -86,20 +93,32 @@ class _Loader(yaml.SafeLoader):
             self._depth -= 1
 
     def get_single_node(self) -> yaml.Node | None:
-        """Compose the document, unless its aliases stand for too many values."""
+        """Compose the document.
+
+        Raises:
+            ValueError: its expanded aliases have too many values.
+        """
         node = super().get_single_node()
         if node is not None and self._size(node, {}) > self._most_values:
             raise ValueError(f"its aliases stand for more than {self._most_values:,} values; write them out")
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Convert a number of limited length: the time for a long one grows with its square."""
+        """Convert a number of limited length, because the conversion time of a long one is quadratic.
+
+        Raises:
+            ValueError: it is too long.
+        """
         if len(node.value) > _MOST_DIGITS:
             raise ValueError(f"a number of {len(node.value)} characters; shorten it")
         return super().construct_yaml_int(node)
 
     def _size(self, node: yaml.Node, known: dict[int, int]) -> int:
-        """Count the values below a node, each as often as aliases name it."""
+        """Count the values below a node. A value with aliases counts once for each of them.
+
+        Raises:
+            ValueError: an alias contains itself.
+        """
         if id(node) in known:
             if not (size := known[id(node)]):
                 raise ValueError("an alias inside of what it stands for; write it out")

@@ -1,4 +1,4 @@
-"""Files that readers find whole or not at all, whatever becomes of their writer."""
+"""Files that readers find complete or not at all, even if their writer fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a UTF-8 file, line ends as they are."""
+    """Atomically write a UTF-8 file, without conversion of line ends."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="")
 
@@ -43,18 +43,19 @@ def _finite(text: str) -> float:
 
 @dataclass(frozen=True)
 class JsonCache:
-    """Entries by name in a JSON file that several processes may write; the last writer of an entry wins.
+    """Entries by name in a JSON file that several processes may write. The last writer of an entry wins.
 
     Attributes:
-        path: the file.
+        path: path of the file.
     """
 
     path: Path
 
     def read(self) -> dict[str, Any]:
-        """All entries; none where there is no file, or one that is not readable or that others could have written.
+        """Return all entries.
 
-        A number that is not finite makes it unreadable, because plans are based on the cached values.
+        There are none if the file does not exist, cannot be read, or could have been written by others. A number that
+        is not finite counts as unreadable, because plans are based on the cached values.
         """
         if not is_trusted(self.path):
             return {}
@@ -65,18 +66,18 @@ class JsonCache:
         return found if isinstance(found, dict) else {}
 
     def add(self, entries: Mapping[str, Any]) -> None:
-        """Add ``entries``, which replace existing ones of the same names."""
+        """Add ``entries``. They replace existing entries with the same names."""
         self.replace({**self.read(), **entries})
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove entries; the file, if none is left."""
+        """Remove the entries with these names. If none is left, remove the file."""
         if left := {name: value for name, value in self.read().items() if name not in names}:
             self.replace(left)
         else:
             self.path.unlink(missing_ok=True)
 
     def replace(self, entries: Mapping[str, Any]) -> None:
-        """Replace all entries by ``entries``."""
+        """Replace the file's contents by ``entries``."""
         text = json.dumps(entries, indent=1)
         with replacing(self.path) as draft:
             draft.touch(mode=0o600)

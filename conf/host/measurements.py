@@ -14,15 +14,15 @@ from typing import Any
 from weft.conf.host.files import JsonCache
 
 MOST_DAYS = 30.0
-"""Age at which a value is measured anew."""
+"""Age in days at which a value must be measured again."""
 DOUBTFUL_DAYS = 1.0
-"""Age at which a doubtful value is measured anew, however busy the machine is."""
+"""Age in days at which a doubtful value must be measured again, even if the machine is busy."""
 BUSY = 1.0
-"""Processes ready to run for each processor; a measurement under more is doubtful."""
+"""Number of processes ready to run per processor above which a measurement is doubtful."""
 WIDE = 0.25
-"""Spread beyond which a measurement is doubtful."""
+"""Spread above which a measurement is doubtful."""
 CONTRADICTION = 0.25
-"""Minimum share by which a run differs from a value that it contradicts."""
+"""Smallest relative difference by which a run contradicts a measured value."""
 MEASURED = (
     "collectives.json",
     "overlap.json",
@@ -33,7 +33,7 @@ MEASURED = (
 )
 """Files of measurements in a cache folder."""
 TRACED = ("work.json", "models.json")
-"""Files of what models were traced to do, which no machine changes."""
+"""Files with the traced work of models, which does not depend on the machine."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Measurement:
     """A value, and how it was measured.
 
     Attributes:
-        value: anything that JSON has.
-        at: seconds since 1970.
-        load: processes ready to run for each processor, over the minute before.
-        spread: median share of the value by which repeated measurements differ from it; None if it was measured once.
+        value: any JSON value.
+        at: time of the measurement in seconds since 1970.
+        load: number of processes ready to run per processor, over the minute before.
+        spread: median relative difference of repeated measurements from the value, or None after a single one.
     """
 
     value: Any
@@ -54,41 +54,48 @@ class Measurement:
 
     @classmethod
     def now(cls, value: Any, spread: float | None = None, *, load: float = 0.0) -> Measurement:
-        """Return a measurement that was taken now.
+        """Return a measurement that was made now.
 
         Args:
-            load: processes per processor of the measurement itself; the host's load counts if it is higher.
+            load: load of the measurement itself, in processes per processor. The host's load is used if it is higher.
         """
         return cls(value, time(), max(load, _load()), spread)
 
     @property
     def doubt(self) -> float:
-        """Load or spread as a multiple of what makes a measurement doubtful."""
+        """Load or spread, whichever is larger, relative to the limit above which a measurement is doubtful."""
         return max(self.load / BUSY, (self.spread or 0.0) / WIDE)
 
     @property
     def is_old(self) -> bool:
-        """True if plans should no longer use it."""
+        """True if plans should no longer use the value."""
         return time() - self.at > MOST_DAYS * 86_400
 
     @property
     def is_due(self) -> bool:
-        """True if it should be measured anew: it is old, or doubtful and the machine is half as busy now."""
+        """True if the value should be measured again.
+
+        That is so if it is old. It is also so if it is doubtful, and the machine is at most half as busy now or
+        `DOUBTFUL_DAYS` have passed.
+        """
         doubtful = self.doubt > 1 and (_load() <= self.load / 2 or time() - self.at > DOUBTFUL_DAYS * 86_400)
         return doubtful or self.is_old
 
     def supersedes(self, known: Measurement | None) -> bool:
-        """True if it may take the place of another one: a doubtful one never takes that of a better one."""
+        """True if this measurement may replace another one.
+
+        A doubtful one may not replace a better one, unless that is old.
+        """
         return known is None or known.is_old or self.doubt <= max(1.0, known.doubt)
 
     def refutes(self, known: Measurement, faster: float) -> bool:
-        """True if it contradicts another one beyond their spreads.
+        """True if this measurement contradicts another one beyond their spreads.
 
-        Other work slows a measurement down, so that a slower one counts only if it is not doubtful, or
-        not more so than the other.
+        Other processes slow a measurement down. So a slower one counts only if its load is not doubtful, or not above
+        the other's.
 
         Args:
-            faster: ratio of the speeds of this one and of the other.
+            faster: ratio of this measurement's speed to the other's.
         """
         least = 1 + max(CONTRADICTION, known.spread or 0.0, self.spread or 0.0)
         return faster > least or (faster < 1 / least and self.load <= max(BUSY, known.load))
@@ -105,7 +112,10 @@ class Measurements:
     path: Path
 
     def read(self) -> dict[str, Measurement]:
-        """Return all measurements; none where the file is unreadable, see `JsonCache`."""
+        """Return all measurements, or none if the file is unreadable, see `JsonCache`.
+
+        Malformed entries are left out.
+        """
         found = {}
         for name, entry in JsonCache(self.path).read().items():
             try:
@@ -115,16 +125,16 @@ class Measurements:
         return found
 
     def values(self) -> dict[str, Any]:
-        """Return the values to plan with: those that are not old."""
+        """Return the values for plans: all that are not old."""
         return {name: found.value for name, found in self.read().items() if not found.is_old}
 
     def is_due(self, name: str) -> bool:
-        """True if a value is missing, or should be measured anew."""
+        """True if a value is missing, or should be measured again."""
         known = self.read().get(name)
         return known is None or known.is_due
 
     def keep(self, values: Mapping[str, Any], spread: float | None = None) -> None:
-        """Write values that were measured now, but none in the place of a better one.
+        """Write values that were measured now, except those that `supersedes` excludes.
 
         Raises:
             OSError: the file cannot be written.
@@ -133,7 +143,7 @@ class Measurements:
         self.put({name: each for name, each in found.items() if each.supersedes(known.get(name))})
 
     def put(self, found: Mapping[str, Measurement]) -> None:
-        """Write measurements in the place of earlier ones.
+        """Write measurements. They replace earlier ones with the same names.
 
         Raises:
             OSError: the file cannot be written.
@@ -143,12 +153,12 @@ class Measurements:
 
 
 def spread_of(values: Sequence[float], value: float) -> float:
-    """Return the median share of ``value`` by which ``values`` differ from it."""
+    """Return the median relative difference of ``values`` from ``value``."""
     return median(abs(each / value - 1) for each in values)
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return the files of `MEASURED` and `TRACED` in a cache folder."""
+    """Return the existing files of `MEASURED` and `TRACED` in a cache folder."""
     return [path for pattern in (*MEASURED, *TRACED) for path in sorted(folder.glob(pattern))]
 
 

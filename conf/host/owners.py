@@ -1,4 +1,4 @@
-"""Files and folders that no other user of the host can have changed: what Weft executes or trusts is read from such."""
+"""Checks that no other user of the host can have changed a file or folder that Weft executes or trusts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ log = logging.getLogger(__name__)
 
 
 def why_untrusted(path: Path) -> str:
-    """Return why another user could have changed ``path``, or "" if none can but root.
+    """Return why another user could have changed ``path``, or an empty string if only this user and root could.
 
-    All folders above count, with links followed; a path that does not exist is as safe as the folders above it.
+    All folders above it are checked too, with links followed. A path that does not exist is as safe as the folders
+    above it.
     """
     path = path.absolute()
     chain = dict.fromkeys((*reversed(path.parents), path, *reversed(path.resolve().parents), path.resolve()))
@@ -35,10 +36,10 @@ def why_untrusted(path: Path) -> str:
 
 
 def own_folder(path: Path, setting: str) -> Path:
-    """Make a folder for files that are trusted later, private to this user; it may exist already.
+    """Create a folder that is private to this user, for files that are trusted later. It may exist already.
 
     Args:
-        setting: names the folder, for the error.
+        setting: the setting that names the folder, for the error.
 
     Raises:
         ValueError: another user can change the folder's contents, or it cannot be created.
@@ -53,7 +54,7 @@ def own_folder(path: Path, setting: str) -> Path:
 
 
 def is_trusted(path: Path) -> bool:
-    """True if no other user can have changed the file ``path``; otherwise a warning says why, once."""
+    """True if no other user can have changed the file ``path``. Otherwise log the reason once."""
     if reason := why_untrusted(path):
         _warn(path, reason)
     return not reason

@@ -1,4 +1,4 @@
-"""A port that is free, and stays so until a process listens on it a little later."""
+"""Choice of a free port that stays free until a process listens on it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import socket
 from pathlib import Path
 
 _LOWEST, _HIGHEST = 10_000, 65_535
-"""Below are those of well-known services."""
+"""Ports below the lowest are used by well-known services."""
 _TRIES = 100
 
 
 def free_port() -> int:
-    """A TCP port on which nothing listens on this host.
+    """Return a TCP port on which no process listens on this host.
 
-    The kernel hands out its ephemeral ports to connections all the time, so one of them may be taken
-    before it is listened on. This is one of the others, drawn at random.
+    The kernel assigns its ephemeral ports to connections all the time, so one of them could be used before a process
+    listens on it. Therefore this is one of the other ports, chosen at random.
 
     Raises:
-        OSError: none was found.
+        OSError: no free port was found.
     """
     ephemeral = _ephemeral()
     ours = [port for port in range(_LOWEST, _HIGHEST + 1) if port not in ephemeral]

@@ -1,4 +1,4 @@
-"""Folders and files that no other user of the host can read or write."""
+"""Folders and files that are private to this user, and a run's folder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from time import time_ns
 from weft.conf.host.files import replacing
 
 SECRETS = "WEFT_SECRETS"
-"""Environment variable that names a file of secret variables, which keeps them out of process lists."""
+"""Environment variable with the path of a file of secret variables, which keeps them out of process lists."""
 _WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder that only this user can access, and its missing parents; it may exist already.
+    """Create a folder that only this user can access, with its missing parents. It may exist already.
 
     In a world-writable folder such as /dev/shm, another user may have created it first.
 
@@ -49,10 +49,10 @@ def private_folder(path: Path) -> Path:
 
 
 def shared_memory_folder(user: int, *, within: Path = Path("/dev/shm")) -> Path:
-    """Return the folder of ``user`` in shared memory; all processes of this user on the host get the same one.
+    """Return the folder of ``user`` in shared memory. All processes of this user on the host get the same one.
 
-    It is ``weft-UID``, and need not exist. If another user has taken that name, it is the oldest folder of ours whose
-    name begins so, which is created if missing.
+    Its name is ``weft-UID``, and it need not exist. If another user has created a folder with this name, it is the
+    oldest folder of this user whose name begins with ``weft-UID-``. It is created if it is missing.
     """
     usual = within / f"weft-{user}"
     if user != os.geteuid() or not os.path.lexists(usual) or _is_own_folder(usual):
@@ -71,7 +71,7 @@ def _is_own_folder(path: Path) -> bool:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Atomically write a file that only its owner can read; a new folder is private too."""
+    """Atomically write a file that only its owner can read. If its folder is new, it is private too."""
     make_run_folder(path.parent)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with replacing(path) as draft, open(os.open(draft, flags, 0o600), "w") as out:
@@ -79,19 +79,19 @@ def write_private(path: Path, text: str) -> None:
 
 
 def append_private(path: Path, text: str) -> None:
-    """Add to a file that only its owner can read, in one write; it may be new."""
+    """Append to a file that only its owner can read, in one write. The file is created if it is missing."""
     make_run_folder(path.parent)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600), "a") as out:
         out.write(text)
 
 
 def make_run_folder(path: Path) -> None:
-    """Create a run's folder, private to this user, if it is missing; use chmod to let others read it."""
+    """Create a run's folder if it is missing. It is private to this user, who can use chmod to let others read it."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def make_shared_folder(path: Path) -> None:
-    """Create a run's folder, or open it, for the users that the umask lets read."""
+    """Create a run's folder, or change an existing one, so that users may read it as the umask allows."""
     path.mkdir(parents=True, exist_ok=True)
     mask = os.umask(0o077)
     os.umask(mask)
@@ -99,13 +99,13 @@ def make_shared_folder(path: Path) -> None:
 
 
 def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split variables into those that may appear in a process list and those for the file of secrets."""
+    """Split variables into those that may appear in a process list, and secret ones."""
     secret = {name: value for name, value in variables.items() if any(word in name.upper() for word in _WORDS)}
     return {name: value for name, value in variables.items() if name not in secret}, secret
 
 
 def take_secrets(environment: MutableMapping[str, str]) -> None:
-    """Add the variables of the file that ``WEFT_SECRETS`` names, if any, without overriding set ones.
+    """Set the variables in the file that ``WEFT_SECRETS`` names, if any. Variables that are set already stay unchanged.
 
     Raises:
         ValueError: the file cannot be read, or other users can read or write it.

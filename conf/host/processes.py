@@ -1,4 +1,4 @@
-"""Processes of this host: their state, their timer slack, the terminal behind them, and a quick end of this one."""
+"""Processes of this host: state, timer slack, terminal, and a quick end of this process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STOPPED = frozenset("Tt")
 """States of a process that a signal or a debugger has stopped."""
 USUAL_S = 5e-5
-"""Linux's default timer slack of a process."""
+"""Default timer slack of a process in Linux, in seconds."""
 _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
 COLUMNS = "WEFT_COLUMNS"
-"""Environment variable of ranks: width of the terminal that shows their output."""
+"""Environment variable of ranks with the width of the terminal that displays their output."""
 _USUAL_COLUMNS = 80
 
 
 class ProcessState(NamedTuple):
-    """A process, as /proc has it.
+    """State of a process, from /proc.
 
     Attributes:
-        state: the kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
+        state: the kernel's letter. R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
         cpu_s: processor time of all its threads, in seconds.
-        started: when it began, in clock ticks since boot.
-        resident_bytes: memory that it holds.
+        started: its start time, in clock ticks since boot.
+        resident_bytes: its resident memory in bytes.
     """
 
     state: str
@@ -54,7 +54,7 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def host_identity() -> tuple[object, ...]:
-    """Equal for two processes that share memory and a network namespace."""
+    """Return a value that is equal for two processes that share memory and a network namespace."""
     network = os.stat("/proc/self/ns/net").st_ino
     return (Path("/proc/sys/kernel/random/boot_id").read_text(), os.getuid(), network)
 
@@ -67,9 +67,9 @@ def own_start() -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process as the interpreter does, without taking modules apart, which takes seconds after many imports.
+    """End this process as the interpreter does, but without the destruction of modules.
 
-    `multiprocessing` ends the processes that it forks by the same two functions.
+    That takes seconds after many imports. `multiprocessing` ends the processes that it forks by the same two functions.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -80,15 +80,18 @@ def end_process(code: int) -> NoReturn:
 
 
 def set_timer_slack(seconds: float) -> None:
-    """Set the timer slack, by which Linux may delay wake-ups, of this thread and what it starts later; at least 1 ns.
+    """Set the timer slack of this thread and of what it starts later. Linux may delay wake-ups by it.
 
-    Only timed waits change: a wait that an event ends stays as prompt as before.
+    The least is 1 ns. Only timed waits change. A wait that an event ends is as prompt as before.
     """
     _LIBC.prctl(_PR_SET_TIMERSLACK, max(1, round(seconds * 1e9)))
 
 
 def columns_of(stream: TextIO) -> int:
-    """Return the width of a terminal, or 0 if ``stream`` is none, or has no size, as under `ssh -tt` and `script`."""
+    """Return the width of a terminal in columns.
+
+    Return 0 if ``stream`` is not a terminal, or has no size, as under `ssh -tt` and `script`.
+    """
     if not stream.isatty():
         return 0
     try:
@@ -99,7 +102,7 @@ def columns_of(stream: TextIO) -> int:
 
 
 def columns_behind(stream: TextIO, environment: Mapping[str, str]) -> int:
-    """Return `columns_of` the stream, or the width in ``environment`` if that is 0."""
+    """Return `columns_of` the stream. If that is 0, return the width in ``environment``, or 0."""
     text = environment.get(COLUMNS, "")
     return columns_of(stream) or (int(text) if text.isdecimal() else 0)
 
@@ -114,5 +117,5 @@ def start_ticks(pid: int) -> int | None:
 
 
 def own_identity() -> tuple[int, int]:
-    """This process's id and start time in ticks."""
+    """Return this process's id, and its start time in clock ticks since boot."""
     return os.getpid(), own_start()

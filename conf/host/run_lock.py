@@ -1,4 +1,4 @@
-"""The run lock: only one run may write to a folder; a second one gets an error that names the run."""
+"""The run lock: only one run may write to a folder. A second run gets an error that names the first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NAME = "lock"
 
 
 class RunLock:
-    """Locks a run's folder until this process ends; the kernel releases the lock however it ends."""
+    """Lock of a run's folder until this process ends. The kernel releases it, however the process ends."""
 
     def __init__(self, folder: Path) -> None:
         """Lock the folder, and create it if it is missing.
 
         Raises:
-            ValueError: another run holds the lock; the message names it.
+            ValueError: another run has the lock. The message names it.
             OSError: the folder cannot be written.
         """
         make_run_folder(folder)
@@ -45,7 +45,10 @@ class RunLock:
 
     @staticmethod
     def holder(folder: Path) -> int | None:
-        """The process that locked the folder last, if it did so on this host; it may have ended since."""
+        """Return the id of the process that locked the folder last. It may have ended since.
+
+        Return None if that process ran on another host, or the folder was never locked.
+        """
         try:
             words = (folder / NAME).read_text(errors="replace")[:200].split()
         except OSError:
@@ -55,6 +58,10 @@ class RunLock:
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Check whether the folder could be locked now; raises as the constructor does."""
+        """Check that the folder could be locked now.
+
+        Raises:
+            ValueError: another run has the lock.
+        """
         if (folder / NAME).exists():
             cls(folder).release()

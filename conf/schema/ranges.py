@@ -1,4 +1,4 @@
-"""The allowed range of a number, which stands with its field: ``steps: Annotated[int, COUNT] = 100``."""
+"""Allowed ranges of numbers, written at their fields: ``steps: Annotated[int, COUNT] = 100``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 LARGEST = 2**63 - 1
-"""The largest number of any field."""
+"""The largest allowed number of any field."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``low`` to ``high``, without the ends that are open, and without what 64 bits cannot hold."""
+    """Numbers from ``low`` to ``high``, except open ends and numbers above `LARGEST`, which 64 bits cannot store."""
 
     low: float
     high: float = inf
@@ -36,7 +36,7 @@ class Range:
         return low if self.high == inf else f"{low} and {high}"
 
     def remedy(self, number: float) -> str:
-        """Return the remedy for ``number``, which is outside the range."""
+        """Return the remedy for ``number``, which is outside of the range."""
         return f"at most {LARGEST:.2g}" if number > LARGEST and self.high == inf else str(self)
 
 
@@ -48,7 +48,7 @@ SHARE = Range(0, 1, high_open=True)
 
 @cache
 def ranges(kind: type) -> dict[str, Range]:
-    """The range of every number under a configuration's class, by its dotted name."""
+    """Return the range of every number with a range in a configuration class, by its dotted name."""
     found: dict[str, Range] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if is_dataclass(hint) and isinstance(hint, type):
@@ -59,7 +59,7 @@ def ranges(kind: type) -> dict[str, Range]:
 
 
 def out_of_range(config: DataclassInstance) -> Iterator[str]:
-    """Yield a line for each number outside its range; null is not checked."""
+    """Yield a line for each number outside of its range. Null is not checked."""
     for name, allowed in ranges(type(config)).items():
         value = attrgetter(name)(config)
         if value is not None and value not in allowed:
