@@ -1,1 +1,1 @@
-"""Entry points: train and fine-tune, serve prefill."""
+"""Entry points: training and fine-tuning, prefill serving, emulation."""

@@ -1,4 +1,4 @@
-"""The clock of a run: the time that chat templates show, the same on all ranks and after a resume."""
+"""The clock of a run: the time that chat templates show. It is the same on all ranks and after a resume."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from weft.conf.host.private import write_private
 
 
 def read_clock(folder: Path) -> datetime:
-    """The time at which the run in ``folder`` started first; now, if it has not started.
+    """Return the time at which the run in ``folder`` first started, or the current time if it has not started.
 
     Raises:
-        ValueError: the file with it is damaged.
+        ValueError: the file with the time is damaged.
     """
     file = folder / "clock.json"
     try:
@@ -25,10 +25,10 @@ def read_clock(folder: Path) -> datetime:
 
 
 def start_clock(folder: Path, *, anew: bool = False) -> str:
-    """The same as text, for other ranks; the first call writes it down.
+    """Return the time of `read_clock` as text, for other ranks. The first call writes it into a file.
 
     Args:
-        anew: the run in ``folder`` begins again.
+        anew: replace the time by the current one, because the run in ``folder`` begins again.
     """
     if anew:
         (folder / "clock.json").unlink(missing_ok=True)

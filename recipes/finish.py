@@ -1,4 +1,4 @@
-"""The outputs of a finished run: an exported Hugging Face folder, a text sample, a plot of the timeline."""
+"""Outputs of a finished run: an exported Hugging Face folder, a text sample, a plot of the timeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.pipeline.timeline import Timeline
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the outputs that ``config.train`` enables. A collective call."""
+    """Write the outputs that ``config.train`` enables. Collective call."""
     if config.train.export:
         target = folder / "export"
         export(engine, target, **_export_options(config, tokenizer))
@@ -46,10 +46,10 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
 
 
 def check_finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Check before training that `finish` can write its outputs. A collective call.
+    """Check before training that `finish` can write the export. Collective call.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the export cannot be written.
     """
     if config.train.export:
         check_export(engine, folder / "export", **_export_options(config, tokenizer))
@@ -63,13 +63,13 @@ def _export_options(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def print_once(text: str) -> None:
-    """Print on rank 0."""
+    """Print a text on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
-    """Sample a continuation of ``prompt`` from an exported folder with plain transformers."""
+    """Sample a continuation of ``prompt`` with plain transformers, from the model in an exported folder."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -80,9 +80,9 @@ def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
 
 
 def draw_timeline(engine: WeftEngine, timelines: list[Timeline], folder: Path) -> None:
-    """Plot the median of the last steps and the simulator's prediction, which is based on all of them.
+    """Plot the median one of the last steps, and the simulator's prediction from the costs of all of them.
 
-    Also writes the measured costs, for `weft simulate --costs` and ``pipeline.costs_file``.
+    Also write the measured costs, for `weft simulate --costs` and ``pipeline.costs_file``.
     """
     costs = fit_costs(timelines, engine.plan.costs)
     write_atomic(folder / "costs.yaml", costs_to_yaml(costs))
@@ -107,7 +107,7 @@ def push(folder: Path, model_id: str, *, private: bool) -> str:
         The URL of the commit.
 
     Raises:
-        ValueError: the hub cannot be reached or refuses; the folder is unchanged.
+        ValueError: the hub cannot be reached or rejects the upload. The folder is unchanged.
     """
     from huggingface_hub import HfApi
 

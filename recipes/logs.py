@@ -1,4 +1,4 @@
-"""Metrics logs: JSON lines, TensorBoard and Weights & Biases, all with the same step axis."""
+"""Logs of metrics: JSON lines, TensorBoard and Weights & Biases, all with the same step axis."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from weft.engine.distributed import is_supervised
 log = logging.getLogger(__name__)
 
 STEP = "train/global_step"
-"""The step axis at Weights & Biases, named as in transformers' Trainer."""
+"""Name of the step axis at Weights & Biases, as in transformers' Trainer."""
 PATIENCE_S = 1.0
-"""Seconds of a write that belong to a step."""
+"""Seconds after which a write counts as waiting for storage instead of as part of a step."""
 
 
 class Log(Protocol):
     """A destination for metrics."""
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics after ``step`` steps; ``kind`` is train or eval."""
+        """Record metrics after ``step`` steps. ``kind`` is train or eval."""
 
     def go_back(self, step: int) -> None:
-        """Remove records after ``step`` steps, if the destination supports it."""
+        """Remove the records after step ``step``, if the destination supports it."""
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close the destination."""
 
 
 def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
-    """Open the logs that ``config.logging`` enables, on the one rank that writes them.
+    """Open the logs that ``config.logging`` enables. Only the rank that writes them may call this.
 
     Args:
         folder: the run's folder.
-        start: steps already done in a resumed run.
+        start: number of steps that a resumed run has already done.
 
     Raises:
         ValueError: Weights & Biases cannot be used.
@@ -62,24 +62,24 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
 
 
 class LogWriter:
-    """Writes to logs on a thread, so that a rank whose storage hangs is not taken for a rank that hangs."""
+    """Writer of logs in a thread, so that the supervisor can tell a rank with slow storage from a rank that hangs."""
 
     def __init__(self, logs: Sequence[Log], waiting: Callable[[], AbstractContextManager[None]]) -> None:
         """Write to ``logs``.
 
         Args:
             logs: destinations.
-            waiting: context to enter where a write takes longer than `PATIENCE_S`.
+            waiting: context to enter if a write takes longer than `PATIENCE_S`.
         """
         self._logs, self._waiting = logs, waiting
         self._thread = ThreadPoolExecutor(1, "weft-logs")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics after ``step`` steps, and wait for storage."""
+        """Record metrics after ``step`` steps, and wait until they are written."""
         self._await(lambda log: log.write(kind, step, metrics))
 
     def go_back(self, step: int) -> None:
-        """Remove records after ``step`` steps."""
+        """Remove the records after step ``step``."""
         self._await(lambda log: log.go_back(step))
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class LogWriter:
 
 
 class JsonLines:
-    """A log of one JSON object per line, flushed after every line; a number that is not finite becomes null.
+    """A log with one JSON object per line, flushed after every line. Numbers that are not finite become null.
 
     On a full disk, lines are queued until there is space.
     """
@@ -112,15 +112,16 @@ class JsonLines:
         """Append to ``path``.
 
         Args:
-            start: steps that were done when the run was resumed: lines of later steps go, because they are
-                trained again. None keeps all lines.
+            start: number of steps that were done when the run was resumed. Lines of later steps are removed, because
+            these
+                steps are repeated. None keeps all lines.
         """
         self._path, self._waiting, self._is_full = path, b"", False
         if start is not None:
             self.go_back(start)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line."""
+        """Append a line, after the queued lines. If the disk is full, queue it."""
         values = {name: value if isfinite(value) else None for name, value in metrics.items()}
         self._waiting += json.dumps({"step": step, "kind": kind, **values}).encode() + b"\n"
         mode = self._path.parent.stat().st_mode & 0o666  # as open as the run's folder
@@ -143,24 +144,24 @@ class JsonLines:
         self._waiting, self._is_full = b"", False
 
     def go_back(self, step: int) -> None:
-        """Cut the file off where later steps begin, which takes no space on a full disk."""
+        """Truncate the file where later steps begin, which needs no space on a full disk."""
         self._waiting = _until(step, self._waiting)
         if not self._path.exists():
             return
         os.truncate(self._path, len(_until(step, self._path.read_bytes())))
 
     def close(self) -> None:
-        """Do nothing: every line is flushed, or there is no space for it."""
+        """Do nothing, because every line is flushed, or is queued for want of space."""
 
 
 def _until(step: int, lines: bytes) -> bytes:
-    """The lines before the first of a later step."""
+    """Return the lines before the first line of a later step."""
     kept: list[bytes] = list(takewhile(lambda line: _step_of(line) <= step, lines.splitlines(keepends=True)))
     return b"".join(kept)
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line of metrics; infinite if a crash has cut it."""
+    """Return the step of a line of metrics, or infinity if a crash has truncated the line."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else inf
     except (ValueError, KeyError, TypeError):
@@ -171,7 +172,7 @@ class TensorBoard:
     """TensorBoard event files in the run's folder."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        """Open a writer that hides events after ``start`` from an earlier attempt."""
+        """Open a writer that hides events after step ``start`` from an earlier attempt."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         self._folder = folder
@@ -184,7 +185,7 @@ class TensorBoard:
         self._writer.flush()
 
     def go_back(self, step: int) -> None:
-        """Hide later events."""
+        """Hide events after step ``step``."""
         self.close()
         self._writer = type(self._writer)(log_dir=str(self._folder), purge_step=step + 1)
 
@@ -196,12 +197,14 @@ class TensorBoard:
 class WeightsAndBiases:
     """A Weights & Biases run.
 
-    W&B's own step can only increase, and it drops records for an earlier step. The step is therefore
-    a metric of its own and the axis of the others, so that a resumed run can repeat steps.
+    W&B's own step can only increase, and records for an earlier step are dropped. Therefore the step is a metric of its
+    own and the axis of the other metrics, so that a resumed run can repeat steps.
     """
 
     def __init__(self, config: WeftConfig, folder: Path, *, resumed: bool) -> None:
-        """Start a run, or resume the one that WANDB_RUN_ID names or, if ``resumed``, the folder's previous one.
+        """Start a run, or resume one.
+
+        The run that WANDB_RUN_ID names is resumed. Without it, and if ``resumed``, it is the folder's previous run.
 
         Raises:
             ValueError: the run cannot be started.
@@ -235,7 +238,7 @@ class WeightsAndBiases:
         self._run.log({STEP: step, **{f"{kind}/{name}": value for name, value in metrics.items()}})
 
     def go_back(self, step: int) -> None:
-        """Do nothing: the step is an axis of ours, so that later records take the place of earlier ones."""
+        """Do nothing, because the step axis is a metric, so that later records replace earlier ones."""
 
     def close(self) -> None:
         """Finish the run."""

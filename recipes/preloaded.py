@@ -1,4 +1,4 @@
-"""The imports of a recipe, Hydra among them, done once by the process from which `weft launch` forks ranks."""
+"""Imports of a recipe, including Hydra, for the process from which `weft launch` forks ranks."""
 
 import weft.engine.preloaded
 import weft.recipes.train  # noqa: F401

@@ -1,4 +1,4 @@
-"""The inputs of a run before it trains: tokenizer, model and data, and the settings that follow from them."""
+"""Preparation of a run before it trains: tokenizer, model check and data, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -45,23 +45,22 @@ from weft.recipes.clock import start_clock
 from weft.recipes.finish import print_once
 
 SKIPS = 3
-"""``supervise.max_skips`` of a supervised run that does not set it."""
+"""``supervise.max_skips`` of a supervised run that leaves it at null."""
 
 
 def prepare(
     config: WeftConfig, folder: Path, attempt: Attempt
 ) -> tuple[WeftConfig, PreTrainedTokenizerBase, MicrobatchLoader, MicrobatchLoader | None]:
-    """Return the inputs of a run on a rank that has joined: its settled configuration, tokenizer, data and evaluation
-    data.
+    """Return a run's final configuration, tokenizer, training data and evaluation data (or None).
 
-    A collective call.
+    The rank must have joined the job. Collective call.
 
     Args:
         folder: the run's folder, which records that a model's self-check has passed.
-        attempt: keeps results of earlier attempts.
+        attempt: stores results of earlier attempts.
 
     Raises:
-        ValueError: bad input, with the same message on every rank.
+        ValueError: the input is invalid. The message is the same on every rank.
     """
     kept = attempt.kept
     seen = together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
@@ -80,7 +79,7 @@ def prepare(
 
 
 def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return fingerprints of a run's inputs except the model, for its checkpoints."""
+    """Return fingerprints of a run's inputs except the model, to store in its checkpoints."""
     template = json.dumps(with_template(tokenizer, config.data.chat_template).chat_template)
     found = {
         "the tokenizer": tokenizer_sha256(tokenizer),
@@ -93,7 +92,7 @@ def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def _check_model(config: WeftConfig, passed: Path) -> None:
-    """Run the self-check, unless an earlier attempt has passed it with the same settings.
+    """Run the model's self-check, unless an earlier attempt has passed it with the same settings.
 
     Args:
         passed: file in the run's folder that records a passed check.
@@ -112,7 +111,14 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
 
 
 def _fit_vocabulary(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set a new model's vocabulary size from the tokenizer; refuse a model that has too few rows."""
+    """Check that a model's vocabulary covers the tokenizer's tokens.
+
+    A new model without ``model.overrides.vocab_size`` gets the size of the tokenizer, rounded up for the tensor group.
+    The configuration is changed in place.
+
+    Raises:
+        ValueError: the vocabulary is too small.
+    """
     if config.model.path:
         rows = load_hf_config(config.model).get_text_config().vocab_size
     else:
@@ -164,7 +170,10 @@ def _loaders(
 
 
 def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
-    """The configuration with ``train.epochs`` converted to ``train.steps``."""
+    """Return the configuration with ``train.epochs`` converted to ``train.steps``, if epochs are set.
+
+    Collective call.
+    """
     if not config.train.epochs:
         return config
     sequences = together(lambda: loader.sequences(config.train.epochs))
@@ -177,7 +186,10 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
 
 
 def _with_skips(config: WeftConfig) -> WeftConfig:
-    """Return the configuration with ``supervise.max_skips`` resolved: supervised runs skip bad steps."""
+    """Return the configuration with ``supervise.max_skips`` set, because null depends on the run.
+
+    It is `SKIPS` if the run is supervised or looks for spikes, and otherwise 0.
+    """
     if config.supervise.max_skips is not None:
         return config
     most = SKIPS if is_supervised(config) or config.supervise.spike else 0

@@ -1,4 +1,4 @@
-"""Progress reporting: what rank 0 shows, and metrics in every log."""
+"""Progress of a run: what rank 0 displays, and metrics in every log."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from weft.recipes.shown import Shown
 
 @dataclass
 class _Interval:
-    """The training since the last record.
+    """The steps since the last record.
 
     Attributes:
         steps: number of steps.
-        seconds: seconds of these steps.
+        seconds: duration of these steps.
         tokens: number of tokens that this rank has read for them, without padding.
-        last: the last step, its loss and its learning rate.
+        last: number of the last step, its loss and its learning rate.
     """
 
     steps: int = 0
@@ -40,17 +40,17 @@ class _Interval:
 
 
 class Progress:
-    """Counts steps and writes metrics to the configured logs."""
+    """Display and logs of a run's steps."""
 
     def __init__(
         self, config: WeftConfig, engine: WeftEngine, folder: Path, loader: MicrobatchLoader, start: int
     ) -> None:
-        """Open the logs. A collective call.
+        """Open the logs. Collective call.
 
         Args:
-            folder: the run's folder; rank 0 creates it.
+            folder: the run's folder. Rank 0 creates it.
             loader: loader of the training data.
-            start: steps already done in a resumed run.
+            start: number of steps that a resumed run has already done.
 
         Raises:
             ValueError: a log cannot be opened.
@@ -69,23 +69,23 @@ class Progress:
         self._logs = LogWriter(logs, lambda: engine.watcher.within(Phase.checkpoint))
 
     def __enter__(self) -> Progress:
-        """Begin to show steps."""
+        """Start the display."""
         shows = self._is_writer and self._config.logging.progress
         self._shown = Shown(total=self._config.train.steps, start=self._start, is_on=shows)
         self.note(f"{self._loader.description}; {self._engine.describe()}")
         return self
 
     def begin_step(self) -> None:
-        """Start the clock of a step; time since the last step does not count."""
+        """Start the clock of a step. The time since the end of the last step does not count."""
         self._since, self._read = perf_counter(), self._loader.tokens
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the bar and the logs."""
+        """Close the display and the logs."""
         self._shown.close()
         self._logs.close()
 
     def step(self, step: int, loss: Tensor) -> None:
-        """Record a finished step. A collective call every ``logging.every`` steps."""
+        """Record a finished step. Every ``logging.every`` steps this is a collective call."""
         done = self._interval
         done.steps, done.seconds = done.steps + 1, done.seconds + perf_counter() - self._since
         done.tokens += self._loader.tokens - self._read
@@ -95,19 +95,19 @@ class Progress:
         self._shown.step(step, text)
 
     def end(self) -> None:
-        """Record the last step of a run that ends here, if it has no record. A collective call."""
+        """Write the record of the last steps of a run, if they have none. Collective call."""
         if self._interval.steps:
             self.note(f"step {self._interval.last[0]}: {self._record()}")
 
     def go_back(self, step: int) -> None:
-        """Forget steps after ``step``, which are to be repeated."""
+        """Remove the records of steps after ``step``, which will be repeated."""
         self._logs.go_back(step)
         self._shown.go_back(step)
         self._rate = self._engine.get_lr()[0]
         self._interval = _Interval()
 
     def _record(self) -> str:
-        """Write the record of the steps since the last one, and return it as a line. A collective call."""
+        """Write the record of the steps since the last one, and return it as a line of text. Collective call."""
         metrics, step = self._metrics(self._interval), self._interval.last[0]
         self._interval = _Interval()
         if self._is_writer:
@@ -136,13 +136,13 @@ class Progress:
         }
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Record an evaluation."""
+        """Print and log the loss of an evaluation."""
         self.note(f"step {step}: evaluation loss {loss:.4f}")
         if self._is_writer:
             self._logs.write("eval", step, {"loss": loss})
 
     def note(self, text: str) -> None:
-        """Print a line, on rank 0."""
+        """Print a line on rank 0."""
         if self._is_writer:
             self._shown.note(text)
 

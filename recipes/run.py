@@ -1,4 +1,4 @@
-"""The training loop: steps, and the evaluations, checkpoints and early stopping between them."""
+"""The training loop: steps, with evaluations, checkpoints and early stopping between them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from weft.recipes.history import BadData, Evaluations
 from weft.recipes.progress import Progress
 
 BEST = "best"
-"""Tag of the checkpoint that has the lowest evaluation loss."""
+"""Tag of the checkpoint with the lowest evaluation loss."""
 RETRY_S = 10.0
-"""Seconds between tries to save the last steps where storage takes nothing."""
+"""Seconds between attempts to save the last steps while storage is full or read-only."""
 
 
 @dataclass
 class TrainingRun:
-    """The state that a run's checkpoints hold, and its training loop."""
+    """State of a run that its checkpoints contain, and its training loop."""
 
     config: WeftConfig
     engine: WeftEngine
@@ -47,12 +47,12 @@ class TrainingRun:
     bad_data: BadData = field(default_factory=BadData)
 
     def where(self) -> tuple[int, tuple[int, int]]:
-        """The last step that began, and the sequences of the data, over all replicas, that it has read so far."""
+        """Return the last step that began, and the range of sequences that it has read so far, over all replicas."""
         step, first = self.bad_data.last
         return step, (first, self.loader.consumed)
 
     def train(self, start: int, progress: Progress) -> None:
-        """Train from step ``start`` on, with evaluations and checkpoints in between. A collective call."""
+        """Train from step ``start`` on, with evaluations and checkpoints in between. Collective call."""
         train, every, watcher = self.config.train, self.config.checkpoint.every, self.engine.watcher
         began, step = perf_counter(), start
         self.engine.set_up.done("progress")
@@ -100,11 +100,11 @@ class TrainingRun:
                 return
 
     def end(self) -> None:
-        """Check and save the model, or save it and stop after a stop signal. A collective call.
+        """Check and save the model. After a stop signal, save it and stop. Collective call.
 
         Raises:
-            NonFiniteError: on every rank: training has diverged.
-            Stopped: on every rank: a rank has received a stop signal.
+            NonFiniteError: training has diverged. Raised on every rank.
+            Stopped: a rank has received a stop signal. Raised on every rank.
         """
         self.engine.check_finite()
         if self.config.checkpoint.final:
@@ -114,12 +114,10 @@ class TrainingRun:
             self.stop()
 
     def save_last(self) -> None:
-        """Save the last steps, and wait for storage that is full or read-only.
-
-        A collective call.
+        """Save the last steps. While storage is full or read-only, try again. Collective call.
 
         Raises:
-            StorageError: on every rank: writing has failed for ``checkpoint.storage_wait_s``.
+            StorageError: writing has failed for ``checkpoint.storage_wait_s``. Raised on every rank.
         """
         begun, limit_s = perf_counter(), self.config.checkpoint.storage_wait_s
         while True:
@@ -137,7 +135,7 @@ class TrainingRun:
             sleep(RETRY_S)
 
     def stop(self) -> NoReturn:
-        """Save after a stop signal, and report where a resume begins. A collective call.
+        """Save after a stop signal, and print where a resume begins. Collective call.
 
         Raises:
             Stopped: always, on every rank.
@@ -159,7 +157,7 @@ class TrainingRun:
         raise Stopped(128 + (number or SIGTERM))
 
     def _save_if_there_is_room(self, step: int, progress: Progress) -> None:
-        """Save between steps; where storage takes nothing training goes on with the checkpoints that there are."""
+        """Save between steps. If storage is full or read-only, training continues with the existing checkpoints."""
         for do in (self.engine.finish_checkpoints, self.save):  # checkpoints that were being written, then due ones
             try:
                 do()
@@ -168,11 +166,11 @@ class TrainingRun:
                 progress.note(f"step {step}: no checkpoint: {error}; {later}")
 
     def _distrust(self, error: ReplicasDiffer) -> None:
-        """Set checkpoints aside that may hold damaged numbers. A collective call.
+        """Set aside checkpoints that may contain damaged numbers. Collective call.
 
-        Memory checkpoints may be from after the fault. A checkpoint in storage was compared among replicas when it
-        was written. ZeRO's shards have one copy, which may have been wrong already, so with shards the run returns
-        to a step before the last comparison that passed.
+        Memory checkpoints may be from after the fault. A checkpoint in storage was compared among replicas when it was
+        written. ZeRO's shards have one copy, which may have been wrong already. So with shards the run returns to a
+        step before the last comparison that passed.
         """
         if self.engine.memory is not None:
             self.engine.memory.forget()
@@ -184,17 +182,17 @@ class TrainingRun:
             print_once(f"set aside, for they may hold damaged numbers: {', '.join(map(str, aside))}")
 
     def _tell_set_up(self, step: int) -> None:
-        """Write the seconds to this rank's first step to a supervised run's folder."""
+        """Write the seconds up to this rank's first step into a supervised run's folder."""
         self.engine.set_up.done("first step")
         if self.engine.watcher.waits is not None:
             where = {"attempt": attempt_number(), "rank": self.engine.global_rank, "step": step}
             self.engine.set_up.write(self.folder / "supervisor" / "set_up.jsonl", **where)
 
     def _go_back(self, error: SkippedTooOften, progress: Progress) -> int:
-        """Return to the newest checkpoint, and skip the data of the skipped steps; return the number of steps done.
+        """Restore the newest checkpoint, skip the data of the skipped steps, and return the number of steps done.
 
         Raises:
-            NonFiniteError: on every rank: there is no checkpoint, or going back has not helped.
+            NonFiniteError: there is no checkpoint, or returning to one has not helped. Raised on every rank.
         """
         first, after = self.bad_data.of(error, self.loader.consumed)
         read = f"they read sequences {first} to {after - 1} of the data"
@@ -235,7 +233,7 @@ class TrainingRun:
             self.save(tag=BEST)
 
     def _has_stopped(self, progress: Progress) -> bool:
-        """True if early stopping ended the run, in this attempt or in the one that it resumes."""
+        """True if early stopping has ended the run, in this attempt or in the one that it resumes."""
         patience, seen = self.config.train.early_stopping_patience, self.evaluations
         if not patience or seen.without_gain < patience:
             return False
@@ -246,7 +244,7 @@ class TrainingRun:
         return True
 
     def save(self, tag: str | None = None) -> None:
-        """Write a checkpoint, including the loader's position and the evaluations. A collective call."""
+        """Write a checkpoint with the loader's position and the evaluations. Collective call."""
         self.engine.save_checkpoint(str(self._checkpoints), tag=tag, client_state=self._state())
 
     def _state(self) -> dict[str, Any]:
@@ -257,9 +255,9 @@ class TrainingRun:
         self.evaluations = Evaluations(**{"last_step": self.engine.global_steps} | state.get("evaluations", {}))
 
     def resume(self) -> int:
-        """Resume from the nearest checkpoint if there is one and return the number of steps done. A collective call.
+        """Resume from the newest checkpoint, if there is one, and return the number of steps done. Collective call.
 
-        Memory of this host or its partner's comes first, unless storage has a later step.
+        The memory of this host or its partner is tried first, unless storage has a later step.
         """
         memory = self.engine.memory
         if memory is not None:
@@ -286,7 +284,10 @@ class TrainingRun:
         return self._went_on(f"resumed after step {engine.global_steps} from {path}")
 
     def _went_on(self, done: str) -> int:
-        """Say from where the run goes on and return the number of steps done."""
+        """Print where the run continues, and return the number of steps done.
+
+        The best checkpoint of another run is ignored.
+        """
         engine = self.engine
         steps = self.config.train.steps
         print_once(f"{done}; train.steps={steps} are done" if engine.global_steps >= steps else done)
@@ -296,18 +297,24 @@ class TrainingRun:
         return engine.global_steps
 
     def _step_in_storage(self) -> int:
-        """Step of the newest checkpoint of the run folder, or 0 if there is none."""
+        """Return the step of the newest checkpoint in the run's folder, or 0 if there is none."""
         return next((manifest.step for _, manifest in to_resume(self._checkpoints)), 0)
 
     def _restore(self, where: Path) -> str | None:
-        """Restore the newest checkpoint at ``where``, if there is one, and return its path. A collective call."""
+        """Restore the newest checkpoint in folder ``where``, and return its path, or None without one.
+
+        Collective call.
+        """
         path, state = together(lambda: self.engine.load_checkpoint(str(where)))
         if path is not None:
             self._set_state(state)
         return path
 
     def load_best(self) -> None:
-        """Load the weights of the lowest evaluation loss. A collective call."""
+        """Load the weights with the lowest evaluation loss.
+
+        Without an evaluation, keep the last weights. Collective call.
+        """
         if self.evaluations.best_loss is None:
             print_once("checkpoint.load_best_model_at_end: no evaluation yet, so the last weights are exported")
             return
@@ -318,7 +325,7 @@ class TrainingRun:
         )
 
     def _step_of_best(self) -> int:
-        """Step of the tagged checkpoint, or 0 if there is none. A collective call."""
+        """Return the step of the checkpoint with the tag `BEST`, or 0 if there is none. Collective call."""
 
         def step() -> int:
             try:
@@ -334,14 +341,14 @@ class TrainingRun:
 
 
 def _from_rank_0(stop: bool, device: torch.device) -> bool:
-    """Rank 0's decision on every rank: clocks differ, but all ranks must stop at the same step."""
+    """Return rank 0's value on every rank. Clocks differ, but all ranks must stop at the same step."""
     word = torch.tensor(int(stop), device=device)
     dist.broadcast(word, src=0)
     return bool(word)
 
 
 def evaluate(engine: WeftEngine, loader: MicrobatchLoader, batches: int) -> float:
-    """Mean loss per token over the first ``batches`` batches of held-out data, or over all if there are fewer."""
+    """Return the mean loss per token over the first ``batches`` batches of held-out data, or all if there are fewer."""
     microbatches = list(islice(iter(loader), batches * engine.micro_batches))
     loss = engine.eval_batch(iter(microbatches), num_micro_batches=len(microbatches))
     assert isinstance(loss, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Display of a run: a bar of steps on a terminal, lines of steps in a file, and each warning once."""
+"""Display of a run: a bar on a terminal or lines in a file, and each warning once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.conf.host.processes import columns_behind, columns_of
 from weft.engine.distributed import first_to_print
 
 LINE_S = 10.0
-"""Seconds between the lines of a file."""
+"""Least number of seconds between the lines in a file."""
 
 
 class Shown:
-    """A bar of steps, redrawn at every one, where ``stream`` is a terminal; otherwise lines `LINE_S` apart."""
+    """Display of steps: a bar if ``stream`` is a terminal, otherwise lines that are `LINE_S` apart."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class Shown:
         stream: TextIO | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """Begin to show.
+        """Start the display.
 
         Args:
             total: steps of the run.
-            start: steps already done.
-            is_on: True if steps are shown at all; notes are in any case.
-            stream: stderr, unless given.
-            clock: the time in seconds.
+            start: steps that are already done.
+            is_on: whether to display steps. Notes are printed in any case.
+            stream: output stream. None means stderr.
+            clock: returns the time in seconds.
         """
         columns = columns_behind(stream or sys.stderr, os.environ)
         own = columns_of(stream or sys.stderr) > 0
@@ -57,7 +57,7 @@ class Shown:
         self._last = -LINE_S
 
     def step(self, step: int, text: str | None) -> None:
-        """Show that ``step`` steps are done, with ``text`` about the last one; None leaves what stands there."""
+        """Display that ``step`` steps are done, and ``text`` about the last one. None keeps the previous text."""
         if text is not None:
             self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(1)
@@ -68,22 +68,22 @@ class Shown:
             self.note(f"step {step}/{self._total}: {text}, {timedelta(seconds=round(left))} left")
 
     def go_back(self, step: int) -> None:
-        """Show that only ``step`` steps are done after all."""
+        """Display that only ``step`` steps are done, because the others will be repeated."""
         self._bar.n = step
         self._bar.refresh()
         self._start, self._began = step, self._clock()
 
     def note(self, text: str) -> None:
-        """Print a line, on a terminal above the bar."""
+        """Print a line. On a terminal it is above the bar."""
         self._bar.write(text)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the display. The bar remains visible."""
         self._bar.close()
 
 
 def warn_once(stream: TextIO) -> None:
-    """Print Weft's warnings to a stream, each on the first rank that has it."""
+    """Print Weft's warnings to a stream. A warning that several ranks log is printed by the first one only."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(lambda record: first_to_print(record.getMessage()))
     logging.getLogger("weft").addHandler(handler)

@@ -1,4 +1,4 @@
-"""Train or fine-tune a model: the entry point that the launcher starts on every rank."""
+"""Training or fine-tuning of a model: the entry point that the launcher starts on every rank."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ if _COLLECTS:
     gc.enable()
 
 PATIENCE_S = 5.0
-"""Seconds that a rank waits for the first rank of its host to report an error that both found."""
+"""Seconds that a rank waits for the first rank of its host to report an error that both have."""
 
 
 def main(argv: Sequence[str], attempt: Attempt | None = None) -> int:
-    """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank and return the exit code.
+    """Run ``[--config-file FILE] [recipe=NAME] [key=value ...]`` on this rank. Return the exit code.
 
     Args:
         attempt: see `train`.
@@ -91,7 +91,12 @@ def main(argv: Sequence[str], attempt: Attempt | None = None) -> int:
 
 
 def _take_signals(config: WeftConfig) -> StopSignals | None:
-    """Handle stop signals; during the set-up they end this process, unless that could lose steps."""
+    """Install the handler of stop signals. Return None without ``checkpoint.on_signal``, which leaves signals
+    unhandled.
+
+    During the set-up, a signal ends this process. With memory checkpoints of a supervised run it does not, because they
+    may have more steps than storage.
+    """
     if not config.checkpoint.on_signal:
         return None
     signals = StopSignals(config.checkpoint.signal_deadline_s).open()
@@ -123,17 +128,17 @@ def train(
     attempt: Attempt | None = None,
     signals: StopSignals | None = None,
 ) -> WeftEngine:
-    """Run the training that ``config`` describes on this rank, to its end. A collective call.
+    """Run the training that ``config`` describes on this rank until its end, and return the engine. Collective call.
 
     Args:
-        watcher: publishes progress to the supervisor.
+        watcher: publishes progress to the supervisor. None publishes nothing.
         attempt: receives callbacks that release this rank's resources without collective calls, if an error
             may end the attempt but not the process.
-        signals: the open handler of stop signals; None leaves signals unhandled.
+        signals: the installed handler of stop signals. None leaves signals unhandled.
 
     Raises:
-        ValueError: bad input, with the same message on every rank.
-        Stopped: on every rank: a signal has ended training early (``checkpoint.on_signal``).
+        ValueError: the input is invalid. The message is the same on every rank.
+        Stopped: a signal has ended training early (``checkpoint.on_signal``). Raised on every rank.
     """
     watcher, attempt = watcher or Watcher(), attempt or Attempt()
     watcher.enter(Phase.setup)
@@ -180,12 +185,10 @@ def train(
 
 
 def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable[[], None]:
-    """Lock the run's folder for this run, and write the configuration into it and return what unlocks it.
-
-    A collective call.
+    """Lock the run's folder, write the configuration into it, and return a function that unlocks it. Collective call.
 
     Raises:
-        ValueError: on every rank: another run writes there, or the run cannot resume there.
+        ValueError: another run writes there, or the run cannot resume there. Raised on every rank.
     """
 
     def lock() -> RunLock:
@@ -206,10 +209,10 @@ def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable
 
 
 def _check_outputs(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the plan, and check that checkpoints and exports can be written. A collective call.
+    """Write the plan, and check that checkpoints and exports can be written. Collective call.
 
     Raises:
-        ValueError: on every rank: they cannot.
+        ValueError: they cannot. Raised on every rank.
     """
 
     def write_plan() -> None:
@@ -223,11 +226,11 @@ def _check_outputs(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrained
 
 
 def reports_error(error: ValueError) -> bool:
-    """True if this rank reports an input error, so that it is printed once.
+    """True if this rank must report an input error, so that it is printed once.
 
-    Rank 0 reports an error that all ranks share. Before the rendezvous every rank finds the same error,
-    and the first of each host reports it; the others wait for it to do so, because the launcher ends all
-    ranks once one has ended. A later error on a single rank is reported by that rank.
+    Rank 0 reports an error that all ranks share. Before the rendezvous every rank has the same error, and the first
+    rank of each host reports it. The other ranks wait for that, because the launcher ends all ranks once one has ended.
+    A later error on a single rank is reported by that rank.
     """
     if isinstance(error, SharedError):
         return dist.get_rank() == 0
@@ -238,7 +241,7 @@ def reports_error(error: ValueError) -> bool:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run `main` as a process, once or for each attempt of a supervised run; return the exit code.
+    """Run `main` as a process, once or for each attempt of a supervised run, and return the exit code.
 
     Errors are printed once per job.
     """

@@ -1,1 +1,1 @@
-"""`weft emulate`: one machine stands for all ranks of a job."""
+"""`weft emulate`: a few real ranks on one machine stand for all ranks of a job."""

@@ -1,4 +1,4 @@
-"""Classes of ranks: what one rank of a class does, all of them do at the same times."""
+"""Classes of ranks. All ranks of a class run the same actions at the same times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weft.engine.planning.run_plan import RunPlan
 
 @dataclass(frozen=True)
 class RankClass:
-    """Ranks with the same stages, row, links, groups and device.
+    """Ranks with the same stages, links, groups and device, at the same position in their groups.
 
     Attributes:
-        kind: the properties that determine its durations: layers of its stages, links, groups, device.
-        stages: virtual stages that they hold.
-        pipeline_rank: the pipeline rank of its ranks.
-        ranks: their global numbers.
+        kind: properties that determine the ranks' durations: layers of their stages, links, groups, device.
+        stages: virtual stages of each of the ranks.
+        pipeline_rank: pipeline rank of the ranks.
+        ranks: global ranks.
     """
 
     kind: tuple[Any, ...]
@@ -31,10 +31,10 @@ class RankClass:
 def classes_of(
     plan: RunPlan, hosts: Callable[[int], int], device_of: Callable[[int], Any] = lambda stage: None
 ) -> list[RankClass]:
-    """The classes of a run's ranks, by pipeline rank.
+    """Return the classes of a run's ranks, by pipeline rank.
 
     Args:
-        hosts: number of each rank's host.
+        hosts: returns the number of a rank's host.
         device_of: returns a key that distinguishes the devices of a pipeline rank.
     """
     layout, placement = plan.layout, plan.placement
@@ -61,7 +61,7 @@ def classes_of(
 
 
 def representatives(classes: list[RankClass], most: int) -> list[RankClass]:
-    """Select at most ``most`` classes: one of every kind, the others spread evenly over the pipeline.
+    """Select at most ``most`` classes: one of every kind, and others spread evenly over the pipeline.
 
     Raises:
         EmulationError: there are more kinds than ``most``.
@@ -83,7 +83,7 @@ def representatives(classes: list[RankClass], most: int) -> list[RankClass]:
 
 
 def _link(plan: RunPlan, here: int, there: int) -> str:
-    """Return the kind of link between two pipeline ranks."""
+    """Return the kind of link between two pipeline ranks: none, site or wan."""
     sites = plan.placement.rank_sites
     if here == there:
         return "none"
@@ -91,5 +91,5 @@ def _link(plan: RunPlan, here: int, there: int) -> str:
 
 
 def _spread(hosts: list[int]) -> tuple[int, ...]:
-    """Ranks per host, the fewest first."""
+    """Return the number of ranks on each host, the smallest first."""
     return tuple(sorted(Counter(hosts).values()))

@@ -1,4 +1,4 @@
-"""`weft emulate`: the step of a job of any size, from a few real ranks; all others are emulated where ranks meet."""
+"""`weft emulate`: measures the step of a large job with a few real ranks, and emulates all others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from weft.recipes.emulation.what_if import WhatIf
 from weft.tools import parsers
 
 _STEPS = 1
-"""Measured steps that a rank is compared over, after those that warm up."""
+"""Number of measured steps over which `check_rank` compares a rank, after those that warm up."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``[options] [recipe=NAME] [key=value ...]`` and return the exit code.
 
     Raises:
-        ValueError: bad input, or the delay model or a rank does not go on.
+        ValueError: the input is invalid, or the delay model or a rank fails.
     """
     args, overrides = parsers.emulate().parse_known_args(argv)
     for option, least in (("most", 1), ("steps", 1), ("at_once", 1), ("per_host", 1)):
@@ -73,15 +73,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_rank(job: EmulatedJob, other: EmulatedJob, rank: int, size: int, setting: Setting, settings: str) -> None:
-    """Run ``rank`` as all others are set up, then with other settings among others that expect the first.
+    """Run ``rank`` with the settings of all others, then with its own settings against the first run.
 
     Args:
-        other: the job as this rank takes it to be.
+        other: the job with the rank's own settings.
         settings: the differing settings, for the message.
 
     Raises:
-        Mismatch: it does something that another rank does not expect; names both.
-        ValueError: it refuses its settings itself.
+        Mismatch: the rank does something that another rank does not expect. The message names both.
+        ValueError: the rank itself rejects its settings.
     """
     with closing(RealRank(job, rank, size, setting)) as right:
         costs = right.ask("collectives", right.prepared.plan.costs)

@@ -1,4 +1,4 @@
-"""Delay models: durations of emulated ranks' operations. Users can supply their own class."""
+"""Delay models: durations of emulated ranks' operations. Users can provide their own class."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from weft.comm.emulated.conversation import EmulationError
 from weft.comm.emulated.meeting import Call
 
 ENTRY_POINTS = "weft.delay_models"
-"""Group of entry points under which packages offer delay models by name."""
+"""Group of entry points with which packages provide delay models by name."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one pipeline rank to the next.
+    """A message between neighbouring pipeline ranks.
 
     Attributes:
-        tag: the send, such as ``2SEND_F7``.
+        tag: name of the send, such as ``2SEND_F7``.
         sender, receiver: pipeline ranks.
         crosses: whether they are at different sites.
-        num_bytes: its size.
+        num_bytes: size of the message in bytes.
     """
 
     tag: str
@@ -44,13 +44,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Job:
-    """The facts of a job that a delay model may use.
+    """Facts about a job that a delay model may use.
 
     Attributes:
-        num_ranks: of the job.
+        num_ranks: number of the job's ranks.
         collectives: measured costs of collectives over each class of link, or None without measurements.
-        links: inside a node (``intra``) and between nodes of a site (``inter``).
-        wan: between two sites, or None where there is one.
+        links: costs of links inside a node (``intra``) and between nodes of a site (``inter``).
+        wan: cost of the link between two sites, or None if there is one site.
     """
 
     num_ranks: int
@@ -62,7 +62,7 @@ class Job:
 class DelayModel:
     """Default delays: collectives by alpha and beta, computations as planned, messages by their links.
 
-    Subclasses override single methods. All seconds are at least 0.
+    Subclasses may override single methods. All durations are at least 0 seconds.
     """
 
     def __init__(self, job: Job) -> None:
@@ -71,7 +71,7 @@ class DelayModel:
         self._costs = job.collectives or CollectiveCosts.of_links(job.links)
 
     def collective_s(self, call: Call) -> float:
-        """Return the seconds from the last member's arrival to the end of a collective on this rank."""
+        """Return the seconds from the start of a collective's last member to its end on this rank."""
         size = len(call.ranks)
         if size == 1:
             return 0.0
@@ -86,16 +86,16 @@ class DelayModel:
         return self._costs.step_s(primitive, link, size, call.num_bytes)
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Return the seconds of an emulated pipeline rank's action, which takes ``seconds`` in the plan."""
+        """Return the seconds of an emulated pipeline rank's action. The plan has ``seconds`` for it."""
         return seconds
 
     def late_s(self, message: Message) -> float:
-        """Return the seconds of a message in addition to its link's latency and bandwidth."""
+        """Return the seconds that a message takes in addition to its link's latency and bandwidth."""
         return 0.0
 
 
 class AlphaBetaDelays(DelayModel):
-    """Links and collectives take time, but computations of emulated ranks take none, so that they are always ready."""
+    """Delays of links and collectives only. Computations of emulated ranks take no time, so they are always ready."""
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
         """Return 0."""
@@ -109,10 +109,14 @@ def link_of(call: Call) -> LinkClass:
 
 
 class TraceDelays(DelayModel):
-    """Computations of emulated ranks take as long as recorded in an earlier emulation, action by action."""
+    """Delays in which emulated ranks' actions take as long as an earlier emulation has recorded."""
 
     def __init__(self, job: Job, file: str = "") -> None:
-        """Read what ``weft emulate --record FILE`` wrote."""
+        """Read a file that ``weft emulate --record FILE`` has written.
+
+        Raises:
+            EmulationError: the file cannot be read.
+        """
         super().__init__(job)
         try:
             self._seconds: dict[str, dict[str, float]] = json.loads(Path(file).expanduser().read_text())["compute"]
@@ -122,7 +126,7 @@ class TraceDelays(DelayModel):
             ) from error
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Return the recorded seconds, or the planned ones if there is no record."""
+        """Return the recorded seconds, or the planned seconds for an action without a record."""
         return self._seconds.get(str(rank), {}).get(action, seconds)
 
 
@@ -143,20 +147,20 @@ class CheckedDelays:
     """A delay model whose errors and invalid results are raised as `EmulationError`."""
 
     def __init__(self, name: str, make: Callable[[Job], Any], job: Job) -> None:
-        """Make the model called ``name``."""
+        """Create the model with ``make``. ``name`` is its name in messages."""
         self._name = name
         self._model = self._ask("it", lambda: make(job))
 
     def collective_s(self, call: Call) -> float:
-        """Return the checked result of `DelayModel`."""
+        """Return the checked result of `DelayModel.collective_s`."""
         return self._seconds("collective_s", call)
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Return the checked result of `DelayModel`."""
+        """Return the checked result of `DelayModel.compute_s`."""
         return self._seconds("compute_s", rank, action, seconds)
 
     def late_s(self, message: Message) -> float:
-        """Return the checked result of `DelayModel`."""
+        """Return the checked result of `DelayModel.late_s`."""
         return self._seconds("late_s", message)
 
     def _seconds(self, method: str, *args: Any) -> float:
@@ -175,10 +179,14 @@ class CheckedDelays:
 
 
 def delay_model(given: str, known: Mapping[str, Callable[[Job], Any]] = BUILT_IN) -> tuple[str, Callable[[Job], Any]]:
-    """The delay model of ``NAME``, ``trace:FILE``, ``FILE.py:CLASS`` or ``package.module:CLASS``: what makes it.
+    """Return the name of a delay model, and the function that creates it.
+
+    Args:
+        given: ``NAME``, ``trace:FILE``, ``FILE.py:CLASS`` or ``package.module:CLASS``.
+        known: functions that create the built-in models, by name.
 
     Raises:
-        EmulationError: there is none.
+        EmulationError: there is no such model, or it cannot be loaded.
     """
     name, _, option = given.partition(":")
     if name in known:

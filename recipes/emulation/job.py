@@ -1,4 +1,4 @@
-"""The job that real ranks run among emulated ones, such as that of a recipe; where its ranks are."""
+"""The job whose real ranks run among emulated ones, such as a recipe's job, and the hosts and sites of its ranks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from weft.recipes.preparation import prepare
 
 
 class EmulatedJob(Protocol):
-    """The inputs of an emulated job's ranks."""
+    """A job to emulate."""
 
     @property
     def config(self) -> WeftConfig:
-        """Return the run's configuration."""
+        """Configuration of the run."""
         ...
 
     def engine(self) -> WeftEngine:
-        """The engine of this process's rank, with its data. A collective call."""
+        """Return the engine of this process's rank, with its data. Collective call."""
         ...
 
 
 def hosts_of(config: WeftConfig, per_host: int) -> Callable[[int], int]:
-    """The number of each rank's host: by the hostfile, or of ``per_host`` ranks each."""
+    """Return a function from a rank to the number of its host.
+
+    Hosts come from the hostfile. Without one, each host has ``per_host`` ranks.
+    """
     if not config.cluster.hostfile:
         return lambda rank: rank // per_host
     numbers = [host for host, slots in enumerate(working_hosts(config.cluster).values()) for _ in range(slots)]
@@ -43,7 +46,7 @@ def hosts_of(config: WeftConfig, per_host: int) -> Callable[[int], int]:
 
 
 def sites_of(layout: RankLayout) -> Callable[[int], int]:
-    """The number of each rank's site."""
+    """Return a function from a rank to the number of its site."""
     return lambda rank: layout.rank_sites[rank // layout.lines]
 
 
@@ -52,14 +55,14 @@ class RecipeJob:
     """The job of a recipe, with its model, data and settings, without checkpoints, evaluations and logs.
 
     Attributes:
-        folder: receives the files of a run, such as the result of the model's self-check.
+        folder: folder for the run's files, such as the result of the model's self-check.
     """
 
     config: WeftConfig
     folder: Path
 
     def engine(self) -> WeftEngine:
-        """Create the engine, as `weft train` does."""
+        """Create the engine as `weft train` does."""
         config, device = join_job(self.config)
         config, _, loader, _ = prepare(config, self.folder, Attempt())
         engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device)
@@ -68,13 +71,13 @@ class RecipeJob:
 
 
 def recipe_job(config: WeftConfig, folder: Path, replicas: int = 0) -> RecipeJob:
-    """The job of a configuration.
+    """Return the emulated job of a configuration.
 
     Args:
-        replicas: number of replicas; 0 takes as many as the cluster has ranks for.
+        replicas: number of replicas. 0 takes as many as the cluster's ranks make.
 
     Raises:
-        EmulationError: the configuration lacks the rates of its sites' links, or its hosts.
+        EmulationError: the hosts or a link's bandwidth are unknown, or the configuration has several routes.
         ValueError: the cluster does not fit the recipe.
     """
     cluster = config.cluster

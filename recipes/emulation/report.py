@@ -1,4 +1,4 @@
-"""The results of an emulation, as text."""
+"""Text report of an emulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.recipes.emulation.turns import AGREED, Emulation
 
 
 def report(found: Emulation, setting: Setting) -> str:
-    """Return the step, each real rank's part of it, and the simulator's step with the same costs."""
+    """Return a table of the real ranks' measurements, and the emulated and the simulated step."""
     layout, schedule = found.plan.layout, found.plan.schedule()
     lines = [
         f"{layout.world_size:,} ranks: {layout.stages} pipeline ranks x {layout.lines} lines at {len(layout.sites)} "
@@ -41,7 +41,7 @@ def report(found: Emulation, setting: Setting) -> str:
 
 
 def _disagreement(found: Emulation) -> str:
-    """Return advice about rounds that differ."""
+    """Return a warning about rounds whose steps differ, with advice."""
     turns = [median(turn.step_s) for turn in found.turns]
     return (
         f"the rounds do not agree to within {AGREED:.0%} (real ranks of the last: {1e3 * min(turns):.1f} to "
@@ -51,7 +51,7 @@ def _disagreement(found: Emulation) -> str:
 
 
 def _beside_simulation(found: Emulation, setting: Setting) -> str:
-    """Return the simulator's step with the measured costs, and its difference from the emulated one."""
+    """Return a line with the simulator's step for the measured costs, and its difference from the emulated step."""
     costs = setting.what_if.costs(found.costs)
     simulated_s = cell_step_s(found.plan.schedule(), costs)
     between_s = found.step_s - simulated_s

@@ -1,4 +1,4 @@
-"""A real rank of an emulated job, in its own process: set up once, then runs steps on command."""
+"""A real rank of an emulated job in its own process. It is set up once, and then runs steps on command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ from weft.recipes.emulation.step import TwinStep
 from weft.recipes.emulation.what_if import WhatIf
 
 WARM_UP = 2
-"""Steps that the first turn does not measure: they make connections, caches and buffers. Later turns leave out one."""
+"""Steps of the first turn that are not measured, because they create connections, caches and buffers.
+
+Later turns leave out one step.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +46,12 @@ class Setting:
     Attributes:
         delays: name of the delay model.
         per_host: ranks per host, if there is no hostfile.
-        inside: a link inside a host.
-        between: a link between hosts of a site.
-        told: the values that all ranks receive from rank 0, in order, as recorded from an earlier rank.
-        expected: the conversation of a rank with the settings of all others, to compare with.
+        inside: cost of a link inside a host.
+        between: cost of a link between hosts of a site.
+        what_if: what-if conditions.
+        told: values that all ranks receive from rank 0, in order, as recorded from another real rank. None for the
+        first.
+        expected: recorded messages of a rank with the settings of all others, to compare with. None does not compare.
     """
 
     delays: str
@@ -60,12 +65,12 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A real rank that is set up.
+    """Result of the set-up of a real rank.
 
     Attributes:
         plan: the run's plan.
-        set_up_s: seconds of the set-up.
-        heard: the recorded conversation of the set-up.
+        set_up_s: seconds that the set-up took.
+        heard: recorded messages of the set-up.
     """
 
     plan: RunPlan
@@ -75,17 +80,17 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Some steps of a real rank.
+    """Measurements of a few steps of a real rank.
 
     Attributes:
         rank: its global rank.
         step_s: seconds of each step.
-        stages: costs of its virtual stages, as measured.
-        actions: seconds of each computation of a step.
-        busy_s: seconds of a step in which it computed.
+        stages: measured costs of its virtual stages.
+        actions: median seconds of each computation in a step.
+        busy_s: seconds per step in which the rank computed.
         twin_s: seconds per step that the twin took, which the clock excludes.
         memory_bytes: peak memory of the process.
-        heard: the recorded conversation.
+        heard: recorded messages of the rank.
     """
 
     rank: int
@@ -99,10 +104,10 @@ class Turn:
 
 
 class Session:
-    """A real rank."""
+    """A real rank with its engine, in an emulated world."""
 
     def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
-        """Set it up, as it would set itself up among the others."""
+        """Set up the rank as it would set itself up among the other ranks."""
         begun = perf_counter()
         self._job, self._setting = job, setting
         layout = RankLayout.of(job.config, size)
@@ -125,10 +130,12 @@ class Session:
         self.prepared = Prepared(plan=self.plan, set_up_s=perf_counter() - begun, heard=self.world.recorder.heard)
 
     def run(self, steps: int, costs: CostModel, what_if: WhatIf, seed: int = 0) -> Turn:
-        """Train ``steps`` steps, and some before that are not measured.
+        """Train and measure ``steps`` steps, after some steps that are not measured.
 
         Args:
-            costs: costs of the virtual stages of one pipeline, before ``what_if``.
+            costs: costs of the virtual stages of one pipeline, without the changes of ``what_if``.
+            what_if: what-if conditions of the emulated ranks.
+            seed: random seed of jitter and losses.
         """
         world, engine = self.world, self.engine
         step = TwinStep(world, self.plan, what_if.costs(costs), self._delays, what_if, seed)
@@ -168,7 +175,7 @@ class Session:
         )
 
     def collectives(self, costs: CostModel) -> CostModel:
-        """Return the costs with the delay model's seconds of each stage's reductions and gathers."""
+        """Return the costs with reductions and gathers of each stage replaced by the delay model's seconds."""
         layout, sizes = self.plan.layout, stage_sizes(self.plan.facts.model, self.plan.split)
         ranks = layout.data_groups(0)[0]
         if len(ranks) == 1:
@@ -202,7 +209,10 @@ class Session:
         return CheckedDelays(name, make, job)
 
     def _tied_of(self, rank: int, mine: dict[str, bool]) -> dict[str, bool]:
-        """Return the tied parameters of another rank: those of this one at both ends of the model, otherwise none."""
+        """Return the tied parameters of another rank.
+
+        A rank with the first or the last stage has the same ones as this rank. Others have none.
+        """
         plan = next(
             value for value in reversed(self.world.recorder.heard.answers[VALUES]) if isinstance(value, RunPlan)
         )
@@ -230,7 +240,7 @@ def _line(link: LinkCost) -> AlphaBeta:
 def serve(
     say: Callable, hear: Callable, job: EmulatedJob, rank: int, size: int, setting: Setting, threads: int
 ) -> None:
-    """The process of a real rank: answers orders until it is killed."""
+    """Run the process of a real rank, which answers commands until it is killed."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     try:

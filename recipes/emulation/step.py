@@ -1,4 +1,4 @@
-"""A step of an emulated job: the twin of this rank's pipeline, as groups and channels see it."""
+"""A step of an emulated job: connects the twin of this rank's pipeline to its process groups and channels."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _FROM_ROOT = ("broadcast", "scatter", "recv")
 
 
 class JobPace:
-    """Durations of emulated ranks, from the delay model and the what-if settings. See `Pace` in `twin.py`."""
+    """Durations of emulated ranks' actions and messages, from the delay model and the what-if conditions."""
 
     def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
-        """Create the pace of the twin of ``line``."""
+        """Create the pace for the twin of pipeline replica ``line``."""
         self._plan, self._delays, self._what_if = plan, delays, what_if
         self._first_line = line - plan.members[line].local_rank
         self._stages = plan.placement.num_ranks
         self._random = random.Random(seed)
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Return the seconds of an action of a rank of the cell."""
+        """Return the seconds of an action of a rank, numbered as in the DP-cell."""
         pipeline, stage = divmod(rank, self._stages)
         number = self._plan.layout.lines_of(stage)[self._first_line + pipeline]
         return self._delays.compute_s(stage, action, seconds) / self._what_if.factor(number, stage)
 
     def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
-        """Return the delay of a message between ranks of the cell."""
+        """Return the additional seconds of a message between ranks, numbered as in the DP-cell."""
         sites, here, there = self._plan.placement.rank_sites, sender % self._stages, receiver % self._stages
         crosses = sites[here] != sites[there]
         late_s = self._delays.late_s(Message(str(send), here, there, crosses, num_bytes))
@@ -46,12 +46,12 @@ class JobPace:
 
 
 class TwinStep:
-    """The emulated ranks' part of a step; a `SlotObserver` of this rank, and the `Step` of its world."""
+    """The emulated ranks' part of a step. It is a `SlotObserver` of this rank, and the `Step` of its world."""
 
     def __init__(
         self, world: EmulatedWorld, plan: RunPlan, costs: CostModel, delays: CheckedDelays, what_if: WhatIf, seed: int
     ) -> None:
-        """Emulate all ranks but the world's.
+        """Emulate all ranks except the world's own rank.
 
         Args:
             costs: costs of the virtual stages of one pipeline.
@@ -69,9 +69,9 @@ class TwinStep:
         self._speed = what_if.factor(world.rank, at.stage)
         self._members: dict[Sequence[int], tuple[int, ...]] = {}
         self.spans: list[list[Span]] = []
-        """This rank's spans in each step, on the world's clock, each until it reached the next slot."""
+        """Spans of this rank in each step, on the world's clock. Each span ends when the next slot begins."""
         self.step_s: list[float] = []
-        """Seconds that this rank itself worked in each optimiser's step."""
+        """Seconds of processor time that this rank used in each optimiser step."""
         self._ended_s: float | None = None
         self._ran: Slot = ()
         self._received_s = 0.0
@@ -79,7 +79,7 @@ class TwinStep:
     # -- what this rank does (SlotObserver) --------------------------------------------------------
 
     def step_begins(self, num_microbatches: int) -> None:
-        """All ranks begin."""
+        """Begin a step on all ranks."""
         clock = self._world.clock
         with clock.left_out():
             now = clock.now()
@@ -89,13 +89,13 @@ class TwinStep:
         self._ran, self._received_s = (), 0.0
 
     def slot_begins(self, slot: Slot) -> None:
-        """Record the begin of a slot, which ends the previous one's duration."""
+        """Record the beginning of a slot, which ends the previous slot's duration."""
         clock = self._world.clock
         self._note(clock.now())
         self._begun_s, self._waited_s, self._begun_cpu_s = clock.now(), clock.waited_s, thread_time()
 
     def slot_ends(self, slot: Slot) -> None:
-        """Record the end of a slot, and scale its compute to the speed that this rank would have."""
+        """Record the end of a slot, and scale a computation to the rank's speed in the what-if conditions."""
         op, clock = slot[0].op, self._world.clock
         now = clock.now()
         self._ran = slot
@@ -106,7 +106,7 @@ class TwinStep:
         clock.leave_out(-self._stretched_s)
 
     def _note(self, end_s: float) -> None:
-        """Record the duration of the last slot, until ``end_s``, so that the host's own work between slots counts.
+        """Record the duration of the last slot until ``end_s``, which includes the host's work between slots.
 
         The time of a receive beyond its wait counts for the next computation.
         """
@@ -124,7 +124,7 @@ class TwinStep:
         self.spans[-1].append(Span(self._stage, lane, slot, end_s - took_s, end_s))
 
     def timelines(self, schedule: Schedule, skip: int) -> list[Timeline]:
-        """Return this rank's timelines of all steps but the first ``skip``."""
+        """Return this rank's timelines of all steps except the first ``skip``."""
         none = (0.0,) * schedule.num_ranks
         return [
             Timeline(schedule.name, schedule.num_ranks, tuple(spans), none, (0,) * schedule.num_ranks)
@@ -134,21 +134,24 @@ class TwinStep:
     # -- what the others do (Step) -------------------------------------------------------------------
 
     def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
-        """Send from this rank. See `weft.comm.emulated.meeting.Step`."""
+        """Report a send of this rank to the twin. See `weft.comm.emulated.meeting.Step`."""
         try:
             self.twin.sent(self._send_of(tag), at_s)
         except LookupError as error:
             raise EmulationError(f"rank {self._world.rank} sends {tag} to rank {peer}: {error}") from error
 
     def arrival_s(self, peer: int, tag: str) -> float:
-        """Return when a message arrives. See `weft.comm.emulated.meeting.Step`."""
+        """Return the time at which a message arrives. See `weft.comm.emulated.meeting.Step`."""
         try:
             return self.twin.arrival_s(self._send_of(tag))
         except LookupError as error:
             raise EmulationError(f"rank {self._world.rank} waits for {tag} of rank {peer}: {error}") from error
 
     def ready_s(self, operation: str, ranks: Sequence[int], root: int | None) -> float:
-        """Return when the last member joins, at once for this rank's stage. See `weft.comm.emulated.meeting.Step`."""
+        """Return the time at which the last other member is ready. See `weft.comm.emulated.meeting.Step`.
+
+        Ranks outside of this rank's pipeline are always ready.
+        """
         if operation in _FROM_ROOT and root is not None:
             at = self._plan.layout.position(root)
             other = root != self._world.rank and at.line == self._line
@@ -158,9 +161,9 @@ class TwinStep:
         return max((self.twin.reached_s(rank) for rank in self._others(ranks)), default=0.0)
 
     def ended(self, operation: str, ranks: Sequence[int], at_s: float) -> None:
-        """Delay the other members. See `weft.comm.emulated.meeting.Step`.
+        """Delay the other members until the operation has ended. See `weft.comm.emulated.meeting.Step`.
 
-        Collectives from a root follow a step, others are inside one.
+        Operations from a root and barriers come after a step. Other operations are inside of a step.
         """
         others = self._others(ranks)
         after = operation in (*_FROM_ROOT, "barrier")
@@ -170,7 +173,7 @@ class TwinStep:
             self._ended_s = self._world.clock.now()
 
     def _others(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return other ranks of this one's pipeline among ``ranks``, in the cell's numbering."""
+        """Return the other ranks of this rank's pipeline among ``ranks``, numbered as in the DP-cell."""
         if ranks not in self._members:
             found = (self._plan.layout.position(rank) for rank in ranks if rank != self._world.rank)
             self._members[ranks] = tuple(self._first_rank + at.stage for at in found if at.line == self._line)

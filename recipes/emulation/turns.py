@@ -1,4 +1,4 @@
-"""Real ranks in rotation: each runs against the measurements of the others, until they agree."""
+"""Real ranks in rotation: each runs with the measured costs of the others, until the steps agree."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from weft.recipes.emulation.what_if import WhatIf
 from weft.tools.children import Child
 
 AGREED = 0.02
-"""Real ranks agree when the step changes by no more than this share from one round to the next."""
+"""Largest relative change of the step from one round to the next at which real ranks agree."""
 MOST_ROUNDS = 4
 TRIAL_STEPS = 3
-"""Measured steps of a turn before the last round."""
+"""Number of measured steps of a turn, except in the last round."""
 
 
 class RealRank:
-    """A real rank in its own process, which ends with this one."""
+    """A real rank in its own process, which ends with this process."""
 
     def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
         """Start the process, and wait until it is set up."""
@@ -39,12 +39,17 @@ class RealRank:
         self.prepared: Prepared = self._result()
 
     def ask(self, order: str, *args: Any) -> Any:
-        """Send a command to the `Session`, and wait for its result."""
+        """Send a command to the rank's `Session`, and wait for the result.
+
+        Raises:
+            EmulationError: the rank's process has ended.
+            ValueError: the command has failed.
+        """
         self._child.say((order, args))
         return self._result()
 
     def close(self) -> None:
-        """End it."""
+        """Kill the rank's process."""
         self._child.kill()
 
     def _result(self) -> Any:
@@ -63,10 +68,10 @@ class Emulation:
 
     Attributes:
         plan: the run's plan.
-        classes: the classes of its ranks.
+        classes: the classes of the job's ranks.
         real: the class of each real rank.
         turns: the last turn of each real rank.
-        rounds: seconds of a step, round by round.
+        rounds: seconds of a step in each round.
         costs: measured costs of a pipeline's virtual stages.
         set_up_s: seconds of each real rank's set-up.
     """
@@ -81,12 +86,12 @@ class Emulation:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the median over real ranks, each the median of its steps."""
+        """Seconds of a step: the median over the real ranks' median steps."""
         return median(median(turn.step_s) for turn in self.turns)
 
     @property
     def change(self) -> float:
-        """Relative change of the step in the last round."""
+        """Relative change of the step in the last round, or 0 if there was only one round."""
         return abs(self.rounds[-1] / self.rounds[-2] - 1) if len(self.rounds) > 1 else 0.0
 
     @property
@@ -105,7 +110,7 @@ def emulate(
     real: Sequence[int] = (),
     at_once: int = 1,
 ) -> Emulation:
-    """Emulate a job of ``size`` ranks once; see `emulated` for further arguments and errors.
+    """Emulate a job of ``size`` ranks once. See `emulated` for further arguments and errors.
 
     Args:
         steps: number of steps in the final measurement.
@@ -124,17 +129,17 @@ def emulated(
     real: Sequence[int] = (),
     at_once: int = 1,
 ) -> Iterator[Callable[[int], Emulation]]:
-    """Set up the real ranks of a job of ``size`` ranks; yield a function that measures a number of steps.
+    """Context with the real ranks of a job of ``size`` ranks. It yields a function that measures a number of steps.
 
     Args:
-        most: maximum number of real ranks, if they are chosen.
-        real: global ranks to run for real; if empty, they are chosen.
-        at_once: real ranks that run concurrently, each on its own core or device.
+        most: largest number of real ranks, if they are chosen automatically.
+        real: global ranks to run for real. If it is empty, they are chosen.
+        at_once: number of real ranks that run concurrently, each on its own core or device.
 
     Raises:
-        EmulationError: an operation with an emulated rank, or the delay model, fails; or the ranks would not be
-            on CPUs.
-        ValueError: bad input that the ranks themselves refuse.
+        EmulationError: an operation with an emulated rank or the delay model fails, a rank in ``real`` does not exist,
+            or the ranks would not run on CPUs.
+        ValueError: the ranks themselves reject the input.
     """
     if (device := os.environ.get("DS_ACCELERATOR", "cpu")) != "cpu":
         raise EmulationError(
@@ -190,13 +195,13 @@ def emulated(
 
 
 def _run(ranks: Sequence[RealRank], steps: int, costs: CostModel, what_if: WhatIf, at_once: int) -> list[Turn]:
-    """A turn of every real rank."""
+    """Run one turn of every real rank."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda rank: rank.ask("run", steps, costs, what_if), ranks))
 
 
 def _agree(rounds: Sequence[float], turns: Sequence[Turn]) -> bool:
-    """Return True if the step changed in the last round by no more than `AGREED`, or the spread of ``turns``."""
+    """True if the step changed in the last round by at most `AGREED`, or by at most the spread of ``turns``."""
     spread = median((max(turn.step_s) - min(turn.step_s)) / median(turn.step_s) for turn in turns)
     return len(rounds) > 1 and abs(rounds[-1] / rounds[-2] - 1) <= max(AGREED, spread)
 
@@ -204,7 +209,7 @@ def _agree(rounds: Sequence[float], turns: Sequence[Turn]) -> bool:
 def _chosen(
     classes: list[RankClass], plan: RunPlan, real: Sequence[int], most: int, line: int, first: int
 ) -> list[tuple[int, RankClass]]:
-    """Choose real ranks with their classes, preferably in pipeline replica ``line``."""
+    """Choose the real ranks, and return them with their classes. Ranks of pipeline replica ``line`` are preferred."""
     if real:
         return [(rank, next(each for each in classes if rank in each.ranks)) for rank in real]
     chosen = []
@@ -217,7 +222,7 @@ def _chosen(
 def _with_measured(
     costs: CostModel, turns: Sequence[Turn], real: Sequence[RankClass], classes: Sequence[RankClass]
 ) -> CostModel:
-    """Return the costs with measurements of real ranks for all stages of ranks of the same kind."""
+    """Return the costs, with the real ranks' measurements for all stages of ranks of the same kind."""
     stages = list(costs.stages)
     of_kind: dict[Any, list[dict[int, StageCost]]] = {}
     for turn, each in zip(turns, real, strict=True):

@@ -1,6 +1,6 @@
-"""The online twin: the other ranks of a pipeline, simulated while one of its ranks runs for real.
+"""The online twin: simulates the other ranks of a pipeline while one of its ranks runs for real.
 
-It is notified when the real rank sends, and returns when the other ranks' messages arrive.
+The real rank reports its sends to the twin, which returns when the other ranks' messages arrive.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ class Pace(Protocol):
     """Durations of the emulated ranks."""
 
     def compute_s(self, rank: int, action: str, seconds: float) -> float:
-        """Return the seconds of an action that costs ``seconds``."""
+        """Return the seconds of an action that costs ``seconds`` in the cost model."""
         ...
 
     def late_s(self, send: Action, sender: int, receiver: int, num_bytes: float) -> float:
-        """Return the seconds of a message beyond its link's latency and bandwidth."""
+        """Return the seconds that a message takes in addition to its link's latency and bandwidth."""
         ...
 
 
 class OnlineTwin:
-    """A simulation of all rows of a schedule but one, step by step, on the caller's clock.
+    """Simulation of all ranks of a schedule except one, step by step, on the caller's clock.
 
-    Costs are those of `simulate`. A rank begins a step when it has ended the previous one; `hold` delays a rank that
-    waits for others at its end.
+    Costs are counted as in `simulate`. A rank begins a step when it has ended the previous one. `hold` delays a rank
+    that waits for others at the end of a step.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, real: int, pace: Pace | None = None) -> None:
-        """Simulate all ranks but ``real``.
+        """Simulate all ranks except ``real``.
 
         Args:
-            schedule: lowered and valid, of a pipeline or a DP-cell.
-            costs: costs of all its virtual stages.
-            pace: modifies durations.
+            schedule: the lowered schedule of a pipeline or a DP-cell.
+            costs: costs of all virtual stages of the schedule.
+            pace: replaces durations. None keeps those of ``costs``.
         """
         self.schedule, self.costs, self.real, self._pace = schedule, costs, real, pace
         self._visits = visits_of(schedule)
@@ -54,7 +54,10 @@ class OnlineTwin:
         self.num_visits = 0
 
     def begin(self, at_s: float, pause_s: float = 0.0) -> None:
-        """Begin a step: the real rank at ``at_s``, the others ``pause_s`` after the end of their previous step."""
+        """Begin a step.
+
+        The real rank begins at ``at_s``, and the others ``pause_s`` after the end of their previous step.
+        """
         if self._began_s is None:
             self._began_s = [at_s] * self.schedule.num_ranks
         else:
@@ -67,7 +70,7 @@ class OnlineTwin:
         self._go_on([rank for rank in range(self.schedule.num_ranks) if rank != self.real])
 
     def sent(self, send: Action, at_s: float) -> None:
-        """Send from the real rank; the message leaves when its link is free.
+        """Report a send of the real rank. The message leaves when its link is free.
 
         Raises:
             LookupError: no rank receives it.
@@ -78,10 +81,10 @@ class OnlineTwin:
         self._go_on(self._waiting.pop(send, []))
 
     def arrival_s(self, send: Action) -> float:
-        """Return when the message of another rank's ``send`` arrives.
+        """Return the time at which the message of another rank's ``send`` arrives.
 
         Raises:
-            LookupError: it is never sent; the message names what the sender waits for.
+            LookupError: it is never sent. The message names what the sender waits for.
         """
         if send not in self._senders:
             raise LookupError(f"no rank of schedule {self.schedule.name!r} sends {send}")
@@ -91,15 +94,15 @@ class OnlineTwin:
         return found
 
     def reached_s(self, rank: int) -> float:
-        """Return when a rank reaches its optimiser's step, with its reductions complete."""
+        """Return the time at which a rank can start its optimiser step, after its reductions."""
         return self._reached_s.get(rank, self._running.free_s(rank))
 
     def ended_s(self, rank: int) -> float:
-        """Return when a rank has ended its row."""
+        """Return the time at which a rank has ended its actions so far."""
         return self._running.free_s(rank)
 
     def hold(self, rank: int, until_s: float) -> None:
-        """Delay the end of a rank, which waits for others."""
+        """Delay the end of a rank that waits for others until ``until_s``."""
         self._running.hold(rank, until_s)
 
     def spans(self) -> list[Span]:
@@ -112,7 +115,7 @@ class OnlineTwin:
         return self._step
 
     def _go_on(self, ranks: Sequence[int]) -> None:
-        """Run ``ranks``, and the ranks that wait for them, as far as possible."""
+        """Run ``ranks`` as far as possible, and then the ranks that waited for their actions."""
         ready, step = list(ranks), self._running
         while ready:
             rank = ready.pop()
@@ -148,7 +151,7 @@ def _sends(action: Action) -> bool:
 
 
 class _Peers(SimulatedStep):
-    """A simulated step whose ranks begin at individual times, and one of which is real."""
+    """A simulated step whose ranks begin at different times, and one of whose ranks is real."""
 
     def __init__(self, schedule: Schedule, costs: CostModel, pace: Pace | None, began_s: Sequence[float]) -> None:
         super().__init__(schedule, costs)
@@ -156,21 +159,21 @@ class _Peers(SimulatedStep):
         self._pace = pace
 
     def post(self, rank: int, slot: Slot, at_s: float) -> None:
-        """Post a send of the real rank."""
+        """Record a send of the real rank."""
         end_s = self._send(rank, slot, at_s)
         for action in slot:
             self._fact_s[action] = end_s
 
     def time_of(self, fact: Action) -> float | None:
-        """Return when a fact was established, or None before."""
+        """Return the time at which an action has ended, or None if it has not."""
         return self._fact_s.get(fact)
 
     def free_s(self, rank: int) -> float:
-        """Return when a rank has ended its work so far."""
+        """Return the time at which a rank has ended its actions so far."""
         return self._rank_free_s[rank]
 
     def hold(self, rank: int, until_s: float) -> None:
-        """Delay a rank."""
+        """Delay a rank until ``until_s``."""
         self._rank_free_s[rank] = max(self._rank_free_s[rank], until_s)
 
     def _seconds(self, slot: Slot) -> float:

@@ -1,4 +1,4 @@
-"""What-if conditions of an emulation: what would be different from the job as it is configured."""
+"""What-if conditions of an emulation: differences from the configured job."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weft.comm.emulated.conversation import EmulationError
 from weft.pipeline.costs import CostModel, LinkCost
 
 TIMEOUT_S = 0.2
-"""Seconds until TCP retransmits: the kernel's shortest timeout."""
+"""Seconds until TCP retransmits a lost packet: the kernel's shortest timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The conditions that differ.
+    """Conditions that differ from the configured job.
 
     Attributes:
-        slow: factor on the speed of single global ranks.
-        speed: factor on the speed of all ranks of a pipeline stage, for another kind of GPU.
-        bandwidth: factor on the bandwidth of links between sites.
+        slow: factor of the speed of single global ranks.
+        speed: factor of the speed of all ranks of a pipeline rank's stages, as for another kind of GPU.
+        bandwidth: factor of the bandwidth of links between sites.
         latency_ms: extra one-way latency between sites.
         jitter_ms: maximum extra delay of a message between sites, uniformly distributed.
-        loss: share of messages between sites that are retransmitted.
+        loss: fraction of messages between sites that are retransmitted.
         replicas: number of replicas; 0 keeps the job's.
     """
 
@@ -38,8 +38,7 @@ class WhatIf:
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> WhatIf:
-        """Return the conditions of ``slow-rank=7:0.8``, ``speed=0-3:1.5``, ``bandwidth=2``, ``latency-ms=10`` and
-        others.
+        """Parse conditions such as ``slow-rank=7:0.8``, ``speed=0-3:1.5``, ``bandwidth=2`` and ``latency-ms=10``.
 
         Raises:
             EmulationError: a condition is unknown, or its value is invalid.
@@ -76,18 +75,18 @@ class WhatIf:
         """Check that the job has the named ranks and stages.
 
         Raises:
-            EmulationError: it has no such rank or stage.
+            EmulationError: the job lacks one of them.
         """
         for name, keys, count in (("slow-rank", self.slow, num_ranks), ("speed", self.speed, num_stages)):
             if unknown := [key for key in keys if not 0 <= key < count]:
                 raise EmulationError(f"--what-if {name}={unknown[0]}: the job has 0 to {count - 1}")
 
     def factor(self, rank: int, stage: int) -> float:
-        """Return the factor on the speed of a global rank at a pipeline stage."""
+        """Return the factor of a global rank's speed at a pipeline rank."""
         return self.slow.get(rank, 1.0) * self.speed.get(stage, 1.0)
 
     def costs(self, costs: CostModel) -> CostModel:
-        """Return the costs with changed links."""
+        """Return the costs with the changed latency and bandwidth of links between sites."""
         links = tuple((pair, self._link(link)) for pair, link in costs.wan_links)
         return replace(costs, wan=self._link(costs.wan), wan_links=links)
 
@@ -100,7 +99,7 @@ class WhatIf:
         )
 
     def late_s(self, rng: random.Random) -> float:
-        """Return the seconds by which the next message between sites is late."""
+        """Draw the additional seconds of the next message between sites, from jitter and loss."""
         late_s = rng.uniform(0.0, self.jitter_ms / 1e3) if self.jitter_ms else 0.0
         return late_s + (TIMEOUT_S if self.loss and rng.random() < self.loss else 0.0)
 

@@ -17,14 +17,14 @@ from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.worker.command import workers_of
 
 FIXED_BYTES = 1 << 30
-"""GPU memory of a vLLM worker in addition to weights and KV cache: CUDA context, libraries, one step's activations."""
+"""GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, activations of one step."""
 ENGINE_CHECK_S = 60.0
 MOST_LOG_BYTES = 2**22
 _PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
 """The prefix that vLLM adds to the lines of each process."""
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
 CACHE_BYTES = 2
-"""Bytes per number in the KV cache."""
+"""Bytes of each number in the KV cache."""
 
 
 REMEDIES = {
@@ -49,7 +49,7 @@ REMEDIES = {
     "gpu-memory-utilization": "set inference.prefill.memory_share",
     "kv-transfer-config": "set inference.prefill.connector",
 }
-"""Reason and remedy, by argument name."""
+"""Reason for which an argument of the vLLM server is rejected, and remedy, by the argument's name."""
 SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-tp": "tensor-parallel-size"}
 
 
@@ -57,7 +57,7 @@ def check_serving(config: WeftConfig) -> None:
     """Check the settings that a worker needs to start.
 
     Raises:
-        ValueError: a setting is wrong; the message has the field, its value and the remedy.
+        ValueError: a setting is wrong. The message has the field, its value and the remedy.
     """
     prefill = config.inference.prefill
     if not prefill.model:
@@ -74,7 +74,7 @@ def check_serving(config: WeftConfig) -> None:
 
 
 def problems_of(arguments: Sequence[str]) -> Iterator[str]:
-    """Problems with additional server arguments, each with a remedy."""
+    """Yield the problems with additional server arguments, each with a remedy."""
     for argument in arguments:
         option = argument.partition("=")[0]
         name = SHORT.get(option, option.removeprefix("--").replace("_", "-") if option.startswith("--") else "")
@@ -83,10 +83,10 @@ def problems_of(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def check_engine(config: WeftConfig) -> None:
-    """Check that the interpreter has vLLM, and that a model's folder contains a model.
+    """Check that the interpreter has vLLM, and that the model's folder has a model.
 
     Raises:
-        ValueError: one of them is missing; the message has the field, its value and the remedy.
+        ValueError: one of them is missing. The message has the field, its value and the remedy.
     """
     prefill = config.inference.prefill
     python = str(Path(prefill.python).expanduser()) if prefill.python else sys.executable
@@ -103,14 +103,14 @@ def check_engine(config: WeftConfig) -> None:
     model = Path(prefill.model).expanduser()
     if model.is_dir() and not any((model / name).is_file() for name in ("config.json", "params.json")):
         raise ValueError(f"inference.prefill.model={prefill.model}: the folder has no config.json; name a model's")
-    # A hub's names have one slash, and no dots or slash in front.
+    # Hub names have one slash, and no dot or slash at their beginning.
     is_path = prefill.model.startswith(("/", ".", "~")) or prefill.model.count("/") > 1
     if is_path and not model.exists():
         raise ValueError(f"inference.prefill.model={prefill.model}: no such folder; name a model's folder or hub name")
 
 
 def reason_of(log: Path, begin: int) -> str:
-    """The first error in a worker's log from byte ``begin`` on, or empty if there is none."""
+    """Return the first error in a worker's log after byte ``begin``, or an empty string if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(begin)
@@ -129,7 +129,7 @@ def check_ports(config: WeftConfig) -> None:
     """Check that the ports of all workers are distinct and free.
 
     Raises:
-        ValueError: one is not; the message has the field, its value and the remedy.
+        ValueError: a port is not. The message has the field, its value and the remedy.
     """
     prefill = config.inference.prefill
     taken = {config.inference.controller.port: "inference.controller.port"}
@@ -159,7 +159,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def model_bytes(folder: Path) -> int:
-    """Size of a model's weight files, or 0 if there are none in a known format."""
+    """Return the size of a model's weight files, or 0 if there are none in a known format."""
     try:
         index = parse_json(read_text(folder / "model.safetensors.index.json"))
         return int(index["metadata"]["total_size"])
@@ -168,7 +168,7 @@ def model_bytes(folder: Path) -> int:
 
 
 def cache_bytes(folder: Path, tokens: int) -> int:
-    """Return the bytes of a prompt's KV cache, or 0 if the model's configuration lacks the sizes."""
+    """Return the size of a prompt's KV cache in bytes, or 0 if the model's configuration lacks the dimensions."""
     try:
         config = parse_json(read_text(folder / "config.json"))
         config = config.get("text_config", config)
@@ -181,14 +181,14 @@ def cache_bytes(folder: Path, tokens: int) -> int:
 
 
 def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -> str:
-    """Check that worker and training fit on one GPU.
+    """Check that a worker and a training rank fit into the memory of one GPU.
 
     Args:
-        device_bytes: memory of a GPU.
-        training_bytes: predicted memory of a rank, or 0 if unknown.
+        device_bytes: memory of the GPU.
+        training_bytes: predicted memory of a training rank, or 0 if unknown.
 
     Returns:
-        Both shares in one line of text.
+        A line of text with the memory of both.
 
     Raises:
         ValueError: the worker's share does not fit its model and one prompt, or leaves training too little.
@@ -221,7 +221,7 @@ def _gb(count: float) -> str:
 
 
 def least_gpu_bytes(devices: Sequence[str]) -> int:
-    """Memory of the smallest of these GPUs according to nvidia-smi, or 0 if that is not available."""
+    """Return the memory of the smallest of these GPUs, or 0 if nvidia-smi is not available."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(devices)}"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -231,7 +231,7 @@ def least_gpu_bytes(devices: Sequence[str]) -> int:
 
 
 def warnings_of(environment: Mapping[str, str]) -> Iterator[str]:
-    """Warnings about GPU settings that work but slow training down."""
+    """Yield warnings about GPU settings that work but slow training down."""
     folder = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     if not Path(folder, "control").exists():
         yield (

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from weft.conf import load
 
 NICE = 10
-"""Niceness, so that the ranks of this host have priority."""
+"""Niceness of the controller, so that the ranks of this host have priority."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``[recipe=NAME] [key=value ...]`` until SIGINT or SIGTERM.
 
-    It needs the same settings as `weft serve`, which locate workers and boards. Either command may
+    It needs the same settings as `weft serve`, to locate workers and boards. Either command may
     be started first.
 
     Raises:
-        ValueError: bad input, or the server's packages are not installed.
+        ValueError: the input is invalid, or the server's packages are not installed.
     """
     parser = argparse.ArgumentParser(
         prog="weft controller",

@@ -1,4 +1,4 @@
-"""`weft serve`: starts one vLLM server for each training rank, and restarts servers that end."""
+"""`weft serve`: starts a vLLM server for each training rank or group of ranks, and restarts servers that end."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ from weft.tools.gpus import visible_gpus
 
 POLL_S = 0.5
 STARTING_S = 600.0
-"""Seconds that a worker has until its first answer."""
+"""Longest time in seconds from a worker's start to its first answer."""
 PROBE_S = 5.0
 """Seconds between health probes of a worker, and the timeout of a probe."""
 MISSED = 6
-"""Failed probes in a row after which a worker that had answered is restarted."""
+"""Number of consecutive failed probes after which a worker that had answered is restarted."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds before an ended worker is restarted; doubles as long as it keeps ending."""
+"""Seconds before an ended worker is restarted. They double while it keeps ending."""
 MAX_STARTS = 3
-"""Number of starts of a worker that has never answered, after which the cause does not pass."""
+"""Number of starts after which a worker that has never answered is not restarted."""
 GRACE_S = 10.0
 SLACK_S = 0.05
-"""Timer slack of a worker in seconds. A vLLM server on a CPU has a dozen gloo threads that poll every
-10 ms, which is nearly all that it does while its gate is closed."""
+"""Timer slack of a worker in seconds.
+
+A vLLM server on a CPU has a dozen gloo threads that poll every 10 ms, which is nearly all of its work while its gate is
+closed.
+"""
 NICE = 5
 """Niceness of a worker that competes with ranks for cores, so that the ranks have priority."""
 PR_SET_PDEATHSIG = 1
@@ -57,11 +60,11 @@ _LIBC = ctypes.CDLL(None)  # loaded before the fork, so that the child only call
 def main(argv: Sequence[str]) -> int:
     """Run ``[--trace FOLDER] [recipe=NAME] [key=value ...]`` until SIGINT or SIGTERM.
 
-    It needs the same settings as `weft launch`, which locate the boards. It may be started before,
-    during or after training, and stopped at any time.
+    It needs the same settings as `weft launch`, to locate the boards. It may be started before, during or after
+    training, and stopped at any time.
 
     Raises:
-        ValueError: bad input, before any process starts.
+        ValueError: the input is invalid, which is found before any process starts, or no worker could be started.
     """
     parser = argparse.ArgumentParser(
         prog="weft serve",
@@ -100,10 +103,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_gpus(config: WeftConfig, devices: Sequence[str]) -> None:
-    """Print the GPU memory of worker and training, and warn of what would slow training down.
+    """Print the GPU memory of a worker and of training, and warnings about settings that slow training down.
 
     Raises:
-        ValueError: they do not fit together, or a rank has no GPU here.
+        ValueError: worker and training do not fit into a GPU's memory, or a rank has no GPU on this host.
     """
     for worker in workers_of(config):
         devices_of(config, worker, devices)
@@ -136,10 +139,10 @@ class _WorkerProcess:
         self._missed = self._starts = 0
         self._log, self._log_begin = Path(), 0
         self.failure = ""
-        """Reason for which the worker is not restarted, or empty if it is."""
+        """Reason for which the worker is not restarted, or an empty string if it is."""
 
     def check(self) -> None:
-        """Start the worker, or check its health."""
+        """Start the worker if it is due, or check its health."""
         now_s = time.monotonic()
         if self.failure:
             return
@@ -161,7 +164,7 @@ class _WorkerProcess:
                 os.killpg(self._process.pid, number)
 
     def end(self, deadline_s: float) -> None:
-        """Wait until the deadline for the worker to end, then kill it."""
+        """Wait until the deadline for the worker to end, and then kill it."""
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -232,21 +235,23 @@ class _WorkerProcess:
 
 
 def _become_idle_worker() -> None:
-    """Run only on idle cores (a rank that wakes up preempts at once), wake up rarely, and end when the
-    parent process ends."""
+    """Run only on idle cores, wake up rarely, and end when the parent process ends.
+
+    A rank that wakes up preempts such a process at once.
+    """
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     set_timer_slack(SLACK_S)
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _become_willing_worker() -> None:
-    """Run as soon as a bubble opens, with lower priority than the ranks."""
+    """Run with lower priority than the ranks, but also on busy cores, and end when the parent process ends."""
     os.nice(NICE)
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _package(folder: Path) -> Path:
-    """A folder that contains only a link named `weft` to this package; workers import from it."""
+    """Return a folder that has only a link named `weft` to this package, from which workers import it."""
     link = private_folder(folder / "package") / "weft"
     with replacing(link) as draft:
         draft.symlink_to(Path(weft.__file__).parent.absolute(), target_is_directory=True)
