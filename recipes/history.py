@@ -60,7 +60,7 @@ class Evaluations:
     """Summary of the evaluation losses, for early stopping and the best checkpoint."""
 
     best_loss: float | None = None
-    """Lowest loss, or None before the first evaluation with a finite loss."""
+    """Lowest loss, or None before the first evaluation whose loss is not NaN."""
     best_step: int = 0
     """Step after which the lowest loss was measured."""
     without_gain: int = 0

@@ -104,7 +104,7 @@ class RouterLoss:
         """Return a micro-batch's router loss as a part of the step's loss.
 
         It is multiplied by its coefficient and by the micro-batch's share of the step's label tokens. Without
-        ``num_items`` it has no share. Members of a context group with the same loss each take the share of their own
+        ``num_items`` it counts fully. Members of a context group with the same loss each take the share of their own
         labels.
         """
         share = self._share * loss
