@@ -86,7 +86,7 @@ _RECEIVE_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
 
 
 def receive_of(send: Action) -> Action:
-    """The receive on the neighbouring stage that matches ``send``."""
+    """Return the receive on the neighbouring stage that matches ``send``."""
     op, step = _RECEIVE_OF[send.op]
     return Action(op, send.stage + step, send.microbatch)
 

@@ -19,14 +19,14 @@ _RELAY_OF = {Op.SEND_F: Op.RELAY_F, Op.SEND_B: Op.RELAY_B}
 
 
 def side_by_side(schedule: Schedule, pipelines: int) -> Schedule:
-    """A cell of ``pipelines`` pipelines that all run ``schedule``, each on its own micro-batches."""
+    """Return a cell of ``pipelines`` pipelines. Each of them runs ``schedule`` on its own micro-batches."""
     stages = schedule.placement.num_stages
     rows = [[_moved(slot, number * stages) for slot in row] for number in range(pipelines) for row in schedule.rows]
     return replace(schedule, placement=replace(schedule.placement, pipelines=pipelines)).with_rows(rows)
 
 
 def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
-    """The schedule of one pipeline of a cell, by its LocalDPRank, without relays (the transport's part)."""
+    """Return the schedule of one pipeline of a cell by its LocalDPRank, without relays (the transport's part)."""
     single = cell.placement.single
     first_row, first_stage = local_rank * single.num_ranks, local_rank * single.num_stages
     own = cell.rows[first_row : first_row + single.num_ranks]
@@ -35,12 +35,12 @@ def pipeline_of(cell: Schedule, local_rank: int) -> Schedule:
 
 
 def _moved(slot: Slot, stages: int) -> Slot:
-    """Return the same slot of another pipeline, ``stages`` virtual stages further."""
+    """Return the slot with its stage numbers increased by ``stages``, as in a later pipeline of the cell."""
     return tuple(action._replace(stage=action.stage + stages) for action in slot)
 
 
 def cell_step_s(cell: Schedule, costs: CostModel) -> float:
-    """Seconds of a step of a whole cell: until its last pipeline is done, for which the others wait.
+    """Return the seconds of a cell's step: until the last of its pipelines has finished.
 
     Args:
         cell: lowered, with relays.
@@ -84,7 +84,7 @@ def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
 
 
 def uplink_order(cell: Schedule, rank: int) -> list[Action]:
-    """The transfers that the uplink of ``rank`` carries, its own and its peers', in row order."""
+    """Return the transfers that the uplink of ``rank`` carries, for this rank and for its peers, in row order."""
     return [action for action in cell.actions(rank) if action.op in RELAYS or _crosses(cell.placement, action)]
 
 
@@ -123,7 +123,7 @@ class _Post(NamedTuple):
 
 
 def _timed(cell: Schedule, costs: CostModel) -> tuple[list[list[float]], list[_Post]]:
-    """Return when each slot of each row could start, and the transfers between sites in order."""
+    """Return the earliest start of each slot by row, and the transfers between sites in the order of the uplinks."""
     run = SimulatedStep(cell, costs)
     starts_s: list[list[float]] = [[] for _ in cell.rows]
     posts: list[_Post] = []
@@ -145,7 +145,10 @@ def _timed(cell: Schedule, costs: CostModel) -> tuple[list[list[float]], list[_P
 def _merged(
     row: Sequence[Slot], starts_s: Sequence[float], others: Sequence[_Post], placement: Placement
 ) -> Iterator[Slot]:
-    """A row with the relays of ``others``, each before the slots that start later; transfers stay in order."""
+    """Yield a row with the relays of ``others`` inserted, each before the slots that start later.
+
+    Transfers stay in order.
+    """
     waiting = deque(sorted(others))
     for slot, start_s in zip(row, starts_s, strict=True):
         # Transfers go in posting order; any other slot that starts at the same time goes first.

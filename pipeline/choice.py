@@ -42,7 +42,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The placements that were compared.
+    """The result of comparing placements.
 
     Attributes:
         options: shortest step first.
@@ -59,7 +59,7 @@ class Choice:
 
 
 def placements(num_ranks: int, sites: tuple[int, ...] = (), chunks: int = 2) -> dict[str, Placement]:
-    """The distinct placements to choose from, by name.
+    """Return the distinct placements to choose from, by name.
 
     With several sites, a fold enters and leaves each site by the same rank, so in a middle site
     both directions share that rank's uplink; an interleaved site is entered by its first rank

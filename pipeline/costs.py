@@ -49,31 +49,31 @@ class StageCost:
 
     @classmethod
     def whole(cls, parts: Sequence[StageCost]) -> StageCost:
-        """The cost of running ``parts`` one after the other; the last part's output is sent on."""
+        """Return the cost of running ``parts`` one after the other; only the last part's output is sent on."""
         if len(parts) == 1:
             return parts[0]
         names = [field.name for field in fields(cls)]
         return cls(**{name: sum(getattr(part, name) for part in parts) for name in names} | parts[-1]._sent())
 
     def part(self, count: int) -> StageCost:
-        """Return the cost of one of ``count`` equal parts; each sends as much as the whole."""
+        """Return the cost of one of ``count`` equal parts; each part sends as many bytes as the whole stage."""
         return replace(self, **{field.name: getattr(self, field.name) / count for field in fields(self)} | self._sent())
 
     def _sent(self) -> dict[str, float]:
         return {"output_bytes": self.output_bytes, "send_s": self.send_s}
 
     def seconds(self, op: Op) -> float:
-        """Seconds for which ``op`` occupies its rank; `LinkCost` holds the time on the link."""
+        """Return the seconds for which ``op`` occupies its rank; `LinkCost` has the time on the link."""
         if op is Op.B:
             return self.input_s + self.weight_s
         return getattr(self, SECONDS_OF[op]) if op in SECONDS_OF else 0.0
 
 
 class PairCosts(Protocol):
-    """Durations of strand pairs, by the virtual stages of their halves. See `weft.pipeline.strands`."""
+    """Durations of strand pairs, by the virtual stages of the forward and the backward. See `weft.pipeline.strands`."""
 
     def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
-        """A pair's duration over that of its halves, one after the other.
+        """Return a pair's duration divided by the time of its halves one after the other.
 
         Args:
             forward, backward: numbers of the stages.
@@ -81,7 +81,7 @@ class PairCosts(Protocol):
         """
 
     def held(self, forward: int, backward: int, saved_bytes: float, freed_bytes: float) -> float:
-        """The most bytes that a pair holds beyond what was held before it; its backward is a full one.
+        """Return the peak memory of a pair with a full backward, in bytes beyond what was allocated before the pair.
 
         Args:
             saved_bytes: bytes saved by the whole forward.
@@ -92,7 +92,7 @@ class PairCosts(Protocol):
         """Return the costs of a DP-cell of ``pipelines`` pipelines."""
 
     def joined(self, bounds: list[int]) -> PairCosts:
-        """Return the costs with stages ``bounds[i]`` to ``bounds[i + 1]`` joined to one."""
+        """Return the costs after stages ``bounds[i]`` to ``bounds[i + 1]`` are joined to one stage."""
 
     def divided(self, parts: int) -> PairCosts:
         """Return the costs with each stage divided into ``parts`` stages of equal layers.
@@ -102,7 +102,7 @@ class PairCosts(Protocol):
         """
 
     def timed(self, stages: Sequence[StageCost]) -> tuple[StageCost, ...]:
-        """Return costs of stages with the seconds of the strands, which include collectives inside of layers."""
+        """Return the stages' costs with the seconds of the strands, which include collectives inside of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,11 @@ class LinkCost:
     """Pipelines of the DP-cell whose uplinks carry one transfer together (Atlas 4.4)."""
 
     def occupancy_s(self, num_bytes: float) -> float:
-        """Seconds for which sending ``num_bytes`` occupies the uplink."""
+        """Return the seconds for which sending ``num_bytes`` occupies the uplink."""
         return num_bytes * 8 / (self.bandwidth_bps * self.sharing)
 
     def transit_s(self, num_bytes: float) -> float:
-        """Seconds until the last of ``num_bytes`` has left, at the lower of the two bandwidths."""
+        """Return the seconds until the last of ``num_bytes`` has left, at the lower of the two bandwidths."""
         return num_bytes * 8 / (min(self.bandwidth_bps, self.pair_bps) * self.sharing)
 
 
@@ -144,8 +144,8 @@ class CostModel:
         local: a link between two ranks of one site.
         wan: a link between two sites, unless ``wan_links`` names that pair.
         wan_links: links of particular site pairs, by (from site, to site).
-        pairs: the segments of virtual stages, from which strand pairs are planned, or None if
-            nothing is, so that interleaving gains nothing.
+        pairs: the segments of virtual stages, from which strand pairs are planned. With None no
+            pair is planned, and interleaving gains nothing.
     """
 
     stages: tuple[StageCost, ...]
@@ -161,14 +161,14 @@ class CostModel:
         return cls(stages=(one,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
 
     def for_cell(self, pipelines: int) -> CostModel:
-        """Costs of a DP-cell of ``pipelines`` pipelines, which pool their WAN uplinks."""
+        """Return the costs of a DP-cell of ``pipelines`` pipelines, which pool their WAN uplinks."""
         shared = tuple((pair, replace(link, sharing=pipelines)) for pair, link in self.wan_links)
         pairs = self.pairs and self.pairs.for_cell(pipelines)
         wan = replace(self.wan, sharing=pipelines)
         return replace(self, stages=self.stages * pipelines, wan=wan, wan_links=shared, pairs=pairs)
 
     def cut(self, num_stages: int) -> CostModel:
-        """The costs regrouped into ``num_stages`` virtual stages; ``stages`` are layers or larger pieces here.
+        """Return the costs regrouped into ``num_stages`` virtual stages; here ``stages`` are layers or larger pieces.
 
         Whole pieces are shared out as evenly as layers are, with the remainder in the middle.
         If there are fewer pieces than stages, each piece is divided into equal parts.
@@ -191,12 +191,12 @@ class CostModel:
         return replace(self, stages=stages, pairs=self.pairs and self.pairs.joined(bounds))
 
     def pair_s(self, forward: Action, backward: Action) -> float:
-        """Return the seconds of a strand pair by its segment plan; without one, the sum of its halves."""
+        """Return the seconds of a strand pair by its segment plan; without a plan, the sum of its halves."""
         halves_s = sum(self.stages[action.stage].seconds(action.op) for action in (forward, backward))
         return halves_s * self.pair_scale(forward.stage, backward.stage, backward.op)
 
     def pair_scale(self, forward: int, backward: int, op: Op) -> float:
-        """The duration of a pair of these stages over the sum of its halves.
+        """Return the duration of a pair of these stages divided by the sum of its halves.
 
         Args:
             op: kind of the backward: B, or I alone.
@@ -204,19 +204,19 @@ class CostModel:
         return 1.0 if self.pairs is None else self.pairs.scale(forward, backward, weights=op is Op.B)
 
     def least_pair_scale(self, stages: Iterable[int]) -> float:
-        """Return the smallest scale of any pair of these stages on one rank, or 1 if no pair gains."""
+        """Return the smallest `pair_scale` among these stages of one rank, or 1 if no pair gains."""
         held = tuple(stages) if self.pairs is not None else ()
         return min((self.pair_scale(f, b, op) for f in held for b in held for op in (Op.B, Op.I)), default=1.0)
 
     def link(self, from_site: int, to_site: int) -> LinkCost:
-        """The link between two sites, or inside a site if both are the same."""
+        """Return the link between two sites, or inside a site if both are the same."""
         if from_site == to_site:
             return self.local
         return dict(self.wan_links).get((from_site, to_site), self.wan)
 
 
 def even_counts(total: int, parts: int) -> list[int]:
-    """``total`` split into even parts; the remainder goes to the middle, away from embedding and head."""
+    """Return ``total`` split into even parts; the remainder goes to the middle, away from embedding and head."""
     each, extra = divmod(total, parts)
     start = (parts - extra) // 2
     return [each + (start <= part < start + extra) for part in range(parts)]

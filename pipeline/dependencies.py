@@ -20,15 +20,14 @@ _ONE = {
 
 
 def dependencies(action: Action, placement: Placement, num_microbatches: int, ops: Set[Op]) -> tuple[Action, ...]:
-    """The facts that ``action`` depends on, each named by the action that establishes it.
+    """Return the results that ``action`` waits for, each named by the action that produces it.
 
     The gradient with respect to a stage's input is named ``I`` and the gradient with respect to
-    its weights ``W``, whether or not the schedule splits its backwards: see `establishes`.
+    its weights ``W``, even if the schedule has full backwards only: see `establishes`.
 
     Args:
-        ops: the kinds of action that the schedule contains. Transfers and weight all-gathers
-            that it does not contain are skipped: the dependency goes to what produces their
-            input.
+        ops: the kinds of action that the schedule contains. If it has no transfers or weight all-gathers,
+            the dependency goes to the action that produces their input.
     """
     op, stage, microbatch = action
     if op in _ONE:
@@ -61,7 +60,7 @@ def dependencies(action: Action, placement: Placement, num_microbatches: int, op
 
 
 def establishes(action: Action) -> tuple[Action, ...]:
-    """The facts that hold once ``action`` has finished: a full backward establishes ``I`` and ``W``."""
+    """Return the results that exist once ``action`` has finished: a full backward produces ``I`` and ``W``."""
     if action.op is Op.B:
         return Action(Op.I, action.stage, action.microbatch), Action(Op.W, action.stage, action.microbatch)
     return (action,)

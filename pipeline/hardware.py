@@ -20,7 +20,7 @@ class GpuKind:
         bytes_per_s: memory bandwidth.
         scale_up_bytes_per_s: one way, between GPUs of a host: NVLink, otherwise PCIe.
         scale_up_latency_s: latency of a collective inside of a host, per member.
-        has_nvlink: True if that is NVLink among all GPUs of a host.
+        has_nvlink: True if NVLink joins all GPUs of a host.
     """
 
     name: str
@@ -33,7 +33,7 @@ class GpuKind:
 
     @property
     def flops_per_s(self) -> float:
-        """Dense bf16."""
+        """Dense bf16 operations per second."""
         return self.peak["bf16"]
 
 
@@ -84,7 +84,7 @@ GPU_KINDS = {kind.name: kind for kind in _KINDS}
 
 
 def gpu_kind(name: str, field: str = "gpu") -> GpuKind:
-    """The kind of that name, whatever its case.
+    """Return the kind of GPU with this name, in upper or lower case.
 
     Raises:
         ValueError: there is no such GPU; the message has the nearest names.
@@ -98,7 +98,7 @@ def gpu_kind(name: str, field: str = "gpu") -> GpuKind:
 
 
 def kind_of_device(name: str) -> GpuKind | None:
-    """The kind that torch's name of a device stands for, such as ``NVIDIA A100-SXM4-80GB``; None if it is not known."""
+    """Return the kind for torch's device name, such as ``NVIDIA A100-SXM4-80GB``, or None if it is not in the table."""
     plain = name.upper().replace(" ", "-")
     if "A100" in plain and "40GB" in plain:
         return GPU_KINDS["A100-40GB"]

@@ -81,10 +81,10 @@ def count(value: Any, name: str, *, least: int = 1, most: int = 10**9) -> int:
 
 
 def known_fields(data: Any, name: str, known: tuple[str, ...]) -> dict[str, Any]:
-    """Check that ``data`` is a table of ``known`` fields.
+    """Check that ``data`` is a table whose fields are all in ``known``, and return it.
 
     Raises:
-        ValueError: it is not; names the field that is not known.
+        ValueError: it is not; the message names the unknown field.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{name}: expected a table of {', '.join(known)}; got {short_repr(data)}")

@@ -50,7 +50,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 
 def crossings(placement: Placement) -> frozenset[tuple[Op, int]]:
-    """Return every (transfer operation, stage) that each micro-batch needs on ``placement``."""
+    """Return the transfers that each micro-batch needs on ``placement``, as pairs of operation and sending stage."""
     ranks = placement.stage_ranks
     found: set[tuple[Op, int]] = set()
     for stage in range(placement.num_stages - 1):
@@ -126,13 +126,13 @@ def split_backwards(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def open_pairs(schedule: Schedule, keep: Callable[[Action, Action], bool] = lambda *_: False) -> Schedule:
-    """Open each strand pair into two slots, backward first.
+    """Replace each strand pair (a forward and a backward in one slot) by two slots, the backward first.
 
-    This is faster for an engine that does not interleave kernels: neither half's result waits for
+    This is faster for an engine that does not interleave kernels. Neither half's result waits for
     the other half, and the backward frees its activations before the forward saves its own.
 
     Args:
-        keep: True if a pair of a forward and a backward stays.
+        keep: returns True for a forward and a backward that stay a pair; by default no pair stays.
     """
 
     def opened(slot: Slot) -> list[Slot]:
@@ -142,7 +142,7 @@ def open_pairs(schedule: Schedule, keep: Callable[[Action, Action], bool] = lamb
 
 
 def as_run(schedule: Schedule, costs: CostModel) -> Schedule:
-    """The schedule as the engine runs it: of strand pairs those stay whose segment plans gain something."""
+    """Return the schedule as the engine runs it: only pairs whose segment plans gain time stay, others are split."""
     if costs.pairs is None:
         return open_pairs(schedule)
     return open_pairs(schedule, keep=lambda one, other: costs.pair_scale(one.stage, other.stage, other.op) < 1.0)

@@ -11,7 +11,7 @@ from weft.pipeline.schedule import Schedule
 
 
 class Held(NamedTuple):
-    """The most that a rank holds while one slot runs."""
+    """The peak memory of a rank while one slot runs."""
 
     num_bytes: float
     num_chunks: int
@@ -19,15 +19,15 @@ class Held(NamedTuple):
 
 
 def peak_bytes(schedule: Schedule, costs: CostModel) -> float:
-    """The most bytes of saved activations on any rank at any time."""
+    """Return the peak bytes of saved activations on any rank."""
     return max((held.num_bytes for row in schedule.rows for held in held_along(row, costs)), default=0.0)
 
 
 def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:
-    """The most that a rank holds during each slot of its row.
+    """Yield the peak memory of a rank during each slot of its row.
 
-    A strand pair with a segment plan and a full backward saves and frees layer by layer, any other
-    saves when both halves start and frees when both have finished.
+    A strand pair with a segment plan and a full backward saves and frees layer by layer. Any other slot
+    saves when it starts and frees when it has finished; in a pair, both halves do so together.
     """
     saved = {(op, stage): saved_bytes(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
     freed = {(op, stage): freed_bytes(cost, op) for stage, cost in enumerate(costs.stages) for op in COMPUTE}
@@ -51,7 +51,7 @@ def _is_planned(slot: Slot, costs: CostModel) -> bool:
 
 
 def _paired_bytes(slot: Slot, costs: CostModel) -> float:
-    """Return the most bytes that a pair needs beyond those before it."""
+    """Return the peak bytes that a pair adds to those saved before it."""
     (_, forward, _), (_, backward, _) = slot
     assert costs.pairs is not None
     saved, freed = (costs.stages[stage].activation_bytes for stage in (forward, backward))
@@ -59,14 +59,14 @@ def _paired_bytes(slot: Slot, costs: CostModel) -> float:
 
 
 def saved_bytes(cost: StageCost, op: Op) -> float:
-    """Bytes that ``op`` saves when it starts: activations, or the inputs of the weight gradient."""
+    """Return the bytes that ``op`` saves when it starts: activations, or the inputs of the weight gradient."""
     if op is Op.F:
         return cost.activation_bytes
     return cost.weight_saved_bytes if op is Op.I else 0.0
 
 
 def freed_bytes(cost: StageCost, op: Op) -> float:
-    """Return the bytes that ``op`` frees when it ends: those that the forward or the input gradient saved."""
+    """Return the bytes that ``op`` frees when it ends, which the forward or the input gradient saved."""
     if op is Op.I or op is Op.B:
         return cost.activation_bytes
     return cost.weight_saved_bytes if op is Op.W else 0.0

@@ -14,7 +14,7 @@ from weft.pipeline.schedule_error import ScheduleError
 
 
 class Visit(NamedTuple):
-    """A slot whose dependencies the previous visits have met."""
+    """One slot in the execution order, with all its dependencies met by previous visits."""
 
     rank: int
     position: int
@@ -69,7 +69,7 @@ def execution_order(schedule: Schedule, *, send_key: Callable[[Visit], Any] | No
 
 
 def visits_of(schedule: Schedule) -> list[list[Visit]]:
-    """Return the visits of each row, in order, for callers that schedule them themselves."""
+    """Return the visits of each row in order, for callers that schedule across rows themselves."""
     return [
         [Visit(rank, index, slot, _needs(schedule, slot)) for index, slot in enumerate(row)]
         for rank, row in enumerate(schedule.rows)

@@ -25,7 +25,7 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, Any]]:
-    """The trace events of one timeline."""
+    """Yield the trace events of one timeline."""
     timeline = timelines[number]
     process = {rank: 1 + rank * len(timelines) + number for rank in range(timeline.num_ranks)}
     for rank, pid in process.items():
@@ -61,7 +61,7 @@ def _label(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def _name(slot: Slot) -> str:
-    """A span's name; Perfetto ignores its digits when it picks colours, so every forward has the same."""
+    """Return a span's name; Perfetto ignores its digits when it picks colours, so every forward has the same."""
     return " + ".join(f"{a.op.value}{'' if a.microbatch is None else a.microbatch} s{a.stage}" for a in slot)
 
 

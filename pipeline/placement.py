@@ -17,7 +17,7 @@ class Placement:
 
     One description covers every layout: the stages visit the ranks of a group (a site, or all
     ranks) once per leg, downwards (``d``) or upwards (``u``), and each visit is one virtual stage.
-    A micro-batch leaves a group only after all of its legs.
+    A micro-batch leaves a group only after all legs of the group.
 
     ==============  =================  ======
     layout          groups             legs
@@ -63,34 +63,34 @@ class Placement:
 
     @classmethod
     def named(cls, layout: str, num_ranks: int, sites: tuple[int, ...] = (), chunks: int = 2) -> Placement:
-        """Create one of `LAYOUTS`, with ``chunks`` virtual stages per rank unless it is straight."""
+        """Create one of `LAYOUTS`; unless it is straight, each rank gets ``chunks`` virtual stages."""
         legs = {"straight": "d", "interleaved": "d" * chunks, "fold": ("du" * chunks)[:chunks]}
         sites = sites or (num_ranks,)
         return cls(sites if layout.startswith("site_") else (num_ranks,), legs[layout.removeprefix("site_")], sites)
 
     @classmethod
     def straight(cls, num_ranks: int, sites: tuple[int, ...] = ()) -> Placement:
-        """Stage i on rank i."""
+        """Create the placement with stage i on rank i."""
         return cls((num_ranks,), "d", sites or (num_ranks,))
 
     @classmethod
     def interleaved(cls, num_ranks: int, chunks: int, sites: tuple[int, ...] = ()) -> Placement:
-        """Stage i on rank i mod P, ``chunks`` stages per rank (Megatron's virtual pipeline)."""
+        """Place stage i on rank i mod P, with ``chunks`` stages per rank (Megatron's virtual pipeline)."""
         return cls((num_ranks,), "d" * chunks, sites or (num_ranks,))
 
     @classmethod
     def fold(cls, num_ranks: int, legs: int = 2, sites: tuple[int, ...] = ()) -> Placement:
-        """Rank r of P holds stages r and 2P-1-r (DHelix section 4.1); more legs fold again."""
+        """Create the placement with stages r and 2P-1-r on rank r of P (DHelix section 4.1); more legs fold again."""
         return cls((num_ranks,), ("du" * legs)[:legs], sites or (num_ranks,))
 
     @classmethod
     def site_fold(cls, sites: tuple[int, ...], legs: int = 2) -> Placement:
-        """A fold inside each site, so that each pass crosses each WAN boundary once."""
+        """Create a fold inside each site, so that each pass crosses each WAN boundary once."""
         return cls(sites, ("du" * legs)[:legs], sites)
 
     @classmethod
     def infer(cls, stage_ranks: tuple[int, ...]) -> Placement:
-        """The placement with these ``stage_ranks``; each of several groups becomes a site.
+        """Return the placement with these ``stage_ranks``; if it has several groups, each becomes a site.
 
         Raises:
             ValueError: no placement visits the ranks in this order.
@@ -162,7 +162,7 @@ class Placement:
 
 
 def _finest_groups(stage_ranks: tuple[int, ...], num_legs: int) -> tuple[int, ...]:
-    """Sizes of the smallest groups of ranks that finish all their legs before the next group starts."""
+    """Return the sizes of the smallest groups of ranks that finish all their legs before the next group starts."""
     sizes: list[int] = []
     first = position = 0
     size = 1
@@ -176,7 +176,7 @@ def _finest_groups(stage_ranks: tuple[int, ...], num_legs: int) -> tuple[int, ..
 
 
 def _legs(stage_ranks: tuple[int, ...], groups: tuple[int, ...], num_legs: int) -> str:
-    """The direction of each leg in the largest group; alternating if no group has two ranks."""
+    """Return the direction of each leg in the largest group; directions alternate if no group has two ranks."""
     largest = max(range(len(groups)), key=groups.__getitem__)
     size, start = groups[largest], sum(groups[:largest]) * num_legs
     if size == 1:

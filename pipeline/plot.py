@@ -64,7 +64,7 @@ _TIME_UNITS = ((1.0, "s"), (1e-3, "ms"), (0.0, "µs"))
 
 @dataclass(frozen=True)
 class _Box:
-    """A rectangle: one action; ``top`` and ``bottom`` count in ranks from the top of the plot."""
+    """A rectangle for one action; ``top`` and ``bottom`` count in ranks from the top of the plot."""
 
     action: Action
     start_s: float
@@ -198,7 +198,7 @@ def _boxes(timeline: Timeline) -> Iterator[_Box]:
 
 
 def _write_number(axes: Axes, box: _Box, start: float, end: float, pixel: float) -> bool:
-    """Write the micro-batch into the box, vertically if only that fits and return False if neither fits."""
+    """Write the micro-batch into the box, vertically if only that fits; return False if neither fits."""
     if box.action.op not in COMPUTE:
         return True
     text = str(box.action.microbatch)
@@ -262,7 +262,7 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline], height_inches: f
 
 
 def _chunk_shades(timeline: Timeline) -> dict[int, float]:
-    """The shade of each virtual stage: 0 for a rank's first chunk, 1 (dark) for its last."""
+    """Return the shade of each virtual stage: 0 for a rank's first chunk, 1 (dark) for its last."""
     held: dict[int, set[int]] = defaultdict(set)
     for span in timeline.spans:
         if span.slot[0].op not in SENDS | RELAYS:
@@ -279,6 +279,6 @@ def _corners(start: float, end: float, top: float, bottom: float) -> list[tuple[
 
 
 def _mix(light: str, dark: str, share: float) -> str:
-    """The colour ``share`` of the way from ``light`` to ``dark``."""
+    """Return the colour ``share`` of the way from ``light`` to ``dark``."""
     parts = (round(int(light[i : i + 2], 16) * (1 - share) + int(dark[i : i + 2], 16) * share) for i in (1, 3, 5))
     return "#" + "".join(f"{part:02x}" for part in parts)

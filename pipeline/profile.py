@@ -36,7 +36,7 @@ _LINK_FIELDS = ("latency_ms", "bandwidth_mbps", "pair_mbps", "streams", "sharing
 def load_costs(path: Path, num_stages: int) -> CostModel:
     """Read a cost model.
 
-    The format; only the first three fields are required (the others default to 0, links to free)::
+    The format. Only the first three fields are required; the others default to 0, and links to infinite speed::
 
         stages:                       # each field is one number for all virtual stages, or a list
           forward_ms: 10
@@ -77,7 +77,7 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
 
 
 def load_pieces(path: Path) -> CostModel:
-    """Read costs per layer, or per stage of a previous run, for `CostModel.cut` to regroup.
+    """Read costs per layer, or per stage of a previous run, which `CostModel.cut` regroups.
 
     Raises:
         ValueError: see `load_costs`; or the file gives only one number for all virtual stages.
@@ -106,7 +106,7 @@ def _read(path: Path, read: Callable[[dict[str, Any]], CostModel]) -> CostModel:
 
 
 def costs_to_yaml(costs: CostModel, *, per: str = "stages", measured: Mapping[str, Any] | None = None) -> str:
-    """YAML text of ``costs`` that `load_costs` reads.
+    """Return YAML text of ``costs`` that `load_costs` reads.
 
     Args:
         per: unit of ``costs.stages``: ``stages`` or ``layers``.
@@ -155,7 +155,7 @@ def _layers(data: dict[str, Any]) -> tuple[StageCost, ...]:
 
 
 def _length(table: dict[str, Any], name: str) -> int:
-    """Number of layers or stages that the lists of a table have."""
+    """Return the number of layers or stages for which a table has values."""
     lengths = [len(value) for value in table.values() if isinstance(value, list)]
     if not lengths or not lengths[0]:
         raise ValueError(f"{name}.count: missing; say how many layers the model has")

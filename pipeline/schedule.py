@@ -38,7 +38,7 @@ class Schedule:
         return len(self.rows)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of a rank in order; a pair yields its forward, then its backward."""
+        """Yield the actions of a rank in order; a pair yields its forward, then its backward."""
         for slot in self.rows[rank]:
             yield from slot
 
@@ -47,5 +47,5 @@ class Schedule:
         return dependencies(action, self.placement, self.num_microbatches, self.ops)
 
     def with_rows(self, rows: list[list[Slot]]) -> Schedule:
-        """The same schedule with other rows."""
+        """Return the same schedule with its rows replaced."""
         return replace(self, rows=tuple(map(tuple, rows)))

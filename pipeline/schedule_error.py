@@ -26,7 +26,7 @@ class ScheduleError(ValueError):
         """Describe a failure.
 
         Args:
-            index: position in the row; the row's length means the end of the row.
+            index: position in the row; the row's length stands for the end of the row.
             fronts: position that each other rank has reached; ``index`` for ranks left out.
         """
         self.reason = reason
@@ -37,7 +37,7 @@ class ScheduleError(ValueError):
 
 
 def excerpt(schedule: Schedule, rank: int, index: int, fronts: Mapping[int, int]) -> str:
-    """The rows around a cell: ``<-- ERROR HERE`` marks the cell, ``*`` the fronts of other ranks."""
+    """Return the rows around a cell: ``<-- ERROR HERE`` marks the cell, ``*`` the positions of other ranks."""
     near = range(max(0, rank - _REACH), min(schedule.num_ranks, rank + _REACH + 1))
     lines = []
     for other in sorted({*near, *fronts}):

@@ -32,7 +32,7 @@ def load_schedule(path: Path) -> Schedule:
 
 
 def schedule_to_json(schedule: Schedule) -> str:
-    """JSON with one line per rank, and slots in their text form."""
+    """Return JSON with one line per rank, and slots in their text form."""
     rows = ",\n".join(f"    {json.dumps([slot_text(slot) for slot in row])}" for row in schedule.rows)
     head = {
         "format": "weft.schedule",

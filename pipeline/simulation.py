@@ -66,7 +66,7 @@ def _has_transfers(costs: CostModel) -> bool:
 
 
 class SimulatedStep:
-    """The state of a simulated step: clocks of ranks and links, and the time of each fact."""
+    """A step that is being simulated: the clocks of ranks and links, and the time of each result."""
 
     def __init__(self, schedule: Schedule, costs: CostModel) -> None:
         self._schedule = schedule
@@ -77,11 +77,11 @@ class SimulatedStep:
         self._rank_spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
 
     def spans(self) -> list[Span]:
-        """All spans, rank by rank, with each lane in order."""
+        """Return all spans, rank by rank, with each lane in order."""
         return [span for spans in self._rank_spans for span in spans]
 
     def could_start_s(self, visit: Visit) -> float:
-        """Return when the slot's rank is free and its dependencies are met."""
+        """Return the time at which the slot's rank is free and its dependencies are met."""
         return max(self._rank_free_s[visit.rank], *(self._fact_s[need] for need in visit.needs), 0.0)
 
     def step(self, visit: Visit) -> None:
@@ -143,7 +143,7 @@ class SimulatedStep:
         return self._occupy(rank, Lane.transfer(letter, peer), slot, posted_s, transit_s, link.latency_s, queues)
 
     def _relay(self, rank: int, slot: Slot, sent: Action) -> float:
-        """Record the transfer that this rank's uplink carries a part of and return its arrival time."""
+        """Record the transfer that this rank's uplink carries in part, and return its arrival time."""
         spans = self._rank_spans[self._rank_of(sent)]
         whole = next((span for span in reversed(spans) if span.slot == (sent,)), None)
         if whole is not None:
@@ -164,7 +164,7 @@ class SimulatedStep:
         latency_s: float = 0.0,
         queues: Mapping[tuple[int, str], float] | None = None,
     ) -> float:
-        """Wait until all queues are free and occupy each for its seconds and return the end time.
+        """Wait until all queues are free, occupy each queue for its seconds, and return the end time.
 
         Args:
             seconds: duration of the work.

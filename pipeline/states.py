@@ -28,15 +28,16 @@ def optimizer_bytes(optimizer: OptimizerConfig) -> int:
 
 
 def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *, together: bool) -> float:
-    """Return the bytes of an optimiser's step, beyond its state.
+    """Return the bytes that an optimiser's step needs beyond its state.
 
-    AdamW of torch: roots of the second moments, two copies if it steps one parameter after the other, as on a CPU.
-    SGD: gradients with weight decay, in the same way. LAMB: all updates, and a root.
+    AdamW of torch needs the roots of the second moments; on a CPU, where it updates one parameter after the other, two
+    copies of one parameter. SGD with weight decay needs a copy of the gradients, in the same way. LAMB needs all
+    updates and a root.
 
     Args:
-        stepped: weights that a rank's optimiser steps.
+        stepped: number of weights that a rank's optimiser updates.
         largest: elements of the largest parameter.
-        together: True if all parameters are stepped at once, as on a GPU.
+        together: True if all parameters are updated at once, as on a GPU.
     """
     largest = min(stepped, largest)
     if optimizer.kind is OptimizerKind.lamb:
@@ -49,13 +50,13 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """Trained ones among a rank's weights.
+    """The trained ones among a rank's weights.
 
     Attributes:
-        count: on the rank.
-        share: parameters of its shard.
-        largest_block: parameters of the largest block.
-        state_bytes: optimiser state of one.
+        count: number on the rank.
+        share: number in the rank's shard.
+        largest_block: number in the largest block.
+        state_bytes: bytes of optimiser state per trained weight.
     """
 
     count: float
@@ -66,7 +67,7 @@ class TrainedWeights:
 
 @dataclass(frozen=True)
 class ZeroMemory:
-    """Bytes on one rank, at their peaks."""
+    """Peak bytes of weights, gradients and optimiser state on one rank."""
 
     weights: float
     gradients: float
@@ -75,26 +76,26 @@ class ZeroMemory:
 
     @property
     def kept(self) -> float:
-        """Return the bytes that are allocated all the time."""
+        """The bytes that are allocated all the time."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all fields."""
         return self.kept + self.buffers
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on a pipeline rank, at their peaks.
+    """Peak bytes on a pipeline rank.
 
     Attributes:
         zero: bytes of weights, gradients and optimiser state, as sharded.
-        activations: saved ones, of all micro-batches that are alive.
-        working: further bytes of a backward.
-        beside: bytes of buffers that exist while most activations do. The others come
-            when a rank's backwards are over, as gradients are reduced.
-        stepping: bytes of the optimiser's step, when activations and buffers are gone.
+        activations: bytes of saved activations, of all micro-batches in flight.
+        working: temporary bytes of a backward.
+        beside: bytes of buffers that exist while most activations do. Other buffers exist only after a rank's
+            backwards, while gradients are reduced.
+        stepping: temporary bytes of the optimiser's step, after activations and buffers are freed.
     """
 
     zero: ZeroMemory
@@ -105,11 +106,11 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """The most at any time."""
+        """The peak bytes at any time."""
         return self.zero.kept + max(self.activations + self.working + self.beside, self.zero.buffers, self.stepping)
 
     def room(self, limit: float) -> float:
-        """Bytes for further activations; negative where a rank does not fit without any."""
+        """Return the bytes for further activations; negative if a rank does not fit without any."""
         others = self.zero.kept + max(self.zero.buffers, self.stepping)
         if others > limit:
             return limit - others
@@ -129,17 +130,17 @@ def zero_memory(
 ) -> ZeroMemory:
     """Return the memory of ``parameters`` weights on a rank.
 
-    Args:
-        trained: the weights that have gradients and optimiser state; None: all, with Adam.
-        replicas: ranks that hold the same parts of matrices.
-        share: parameters of a rank's shard, where parameters have different numbers of holders; None: all have
-            ``replicas`` of them.
-        largest_block: parameters of the largest block: at stage 3 two of them are whole at a
-            time, and at stages 2 and 3 the gradients of two, where each micro-batch is reduced.
-            Parameters that stay whole are counted where all are small enough to.
-
     Sharded collectives use a staging buffer, so two buckets are counted: one in flight and one
     being copied.
+
+    Args:
+        trained: the weights that have gradients and optimiser state; None: all, with Adam.
+        replicas: number of ranks that hold the same part of each weight.
+        share: parameters of a rank's shard, if parameters have different numbers of holders. None: all have
+            ``replicas`` holders.
+        largest_block: parameters of the largest block. At stage 3 two blocks are whole at a time. At stages 2 and 3 the
+            gradients of two blocks are whole, if each micro-batch is reduced. Parameters so small that they stay
+            whole count if all are.
     """
     share = parameters / replicas if share is None else share
     trained = trained or TrainedWeights(parameters, share, largest_block)

@@ -45,7 +45,7 @@ def _cell(slot: Slot | None) -> str:
 
 
 def timeline_text(timeline: Timeline) -> str:
-    """Step time and bubble share, then one line per rank."""
+    """Return step time and bubble share, then one line per rank."""
     lines = [
         f"{timeline.name}: step {timeline.step_s:.6g} s, bubbles {100 * timeline.bubble_share:.1f} %",
         f"{'rank':<6}{'busy s':>12}{'bubbles':>10}{'peak activations':>20}{'live chunks':>13}",
@@ -104,7 +104,7 @@ def bound_text(schedule: Schedule, costs: CostModel, step_s: float) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """``1.5 GiB``, ``17 B``."""
+    """Return a size as text, such as ``1.5 GiB`` or ``17 B``."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"

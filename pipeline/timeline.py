@@ -9,24 +9,26 @@ from weft.pipeline.action import Slot
 
 
 class Lane(str):
-    """The resource of a rank that a span occupies, as files name it: `COMPUTE_LANE`, `SEND_LANE`, `REDUCE_LANE`, or
-    that of a `transfer`."""
+    """A resource of a rank that a span occupies, by its name in files.
+
+    It is `COMPUTE_LANE`, `SEND_LANE`, `REDUCE_LANE` or a `transfer`.
+    """
 
     __slots__ = ()
 
     @classmethod
     def transfer(cls, direction: str, peer: int) -> Lane:
-        """Activations (``F``) or gradients (``B``) on their way to rank ``peer``: ``F>3``."""
+        """Return the lane of activations (``F``) or gradients (``B``) to rank ``peer``, such as ``F>3``."""
         return cls(f"{direction}>{peer}")
 
     @property
     def peer(self) -> int | None:
-        """The rank that a transfer goes to; None of other lanes."""
+        """The rank that receives the transfer, or None for other lanes."""
         _, is_transfer, peer = self.partition(">")
         return int(peer) if is_transfer else None
 
     def counted_from(self, rank: int) -> Lane:
-        """The same lane where ``rank`` is rank 0."""
+        """Return the lane with rank numbers relative to ``rank``."""
         return self if self.peer is None else Lane.transfer(self[0], self.peer - rank)
 
 
@@ -61,7 +63,7 @@ class Timeline:
         num_ranks: number of ranks.
         spans: every slot that took time, including transfers.
         peak_bytes: per rank, the peak activation memory.
-        live_microbatches: per rank, the most chunk activations held at once.
+        live_microbatches: per rank, the peak number of chunk activations.
     """
 
     name: str
@@ -96,7 +98,7 @@ class Timeline:
         return 1.0 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
     def bubbles(self, rank: int, *, at_least_s: float = 0.0) -> tuple[tuple[float, float], ...]:
-        """The bubbles of ``rank``: (start, end) in seconds, in order.
+        """Return the bubbles of ``rank`` in order, as (start, end) in seconds.
 
         Args:
             at_least_s: ignore bubbles that are not longer than this.

@@ -23,17 +23,17 @@ feed-forward part."""
 
 
 def gathered_widths(tensor: int, context: int, attended: float) -> float:
-    """Return the gathered activations that a layer saves, in hidden states of a rank's own part.
+    """Return the size of gathered activations that a layer saves, in hidden states of a rank's own part.
 
     Args:
-        tensor, context: number of ranks that share a layer's weights, and a sequence.
-        attended: size of a token's keys and values in hidden states, if each rank gathers those of all.
+        tensor, context: numbers of ranks that share a layer's weights, and a sequence.
+        attended: size of a token's keys and values in hidden states, if each rank gathers those of all ranks.
     """
     return float(GATHERED_WIDTHS * (tensor - 1)) + attended * (context - 1)
 
 
 def share_of_loss(tensor: int, weight_bytes: int) -> float:
-    """Return the memory of the loss's backward relative to an unshared vocabulary."""
+    """Return the memory of the loss's backward as a share of that with an undivided vocabulary."""
     return 1.0 if tensor == 1 else CUT_LOSS_WORKING_BYTES[weight_bytes] / LOSS_WORKING_BYTES
 
 
@@ -63,15 +63,15 @@ class LayerWork:
 
     @property
     def forward_flops(self) -> float:
-        """Operations of a forward; the gradients of inputs and of weights take twice as many together."""
+        """Operations of a forward; a backward takes twice as many."""
         return self.matmul_flops + self.attention_flops
 
     def seconds(
         self, flops_per_s: float, *, recomputes: bool, trained_share: float = 1.0, exchanged_s: Any = 0.0
     ) -> tuple[Any, Any, Any]:
-        """Seconds of the forward, of the gradients of inputs, and of those of weights.
+        """Return the seconds of the forward, of input gradients and of weight gradients.
 
-        Fields may be arrays, of many parts at once.
+        Fields may be arrays, for many parts at once.
 
         Args:
             recomputes: True if the forward runs again before the backward.
@@ -86,12 +86,12 @@ class LayerWork:
     def saved_bytes(
         self, num_layers: int, hidden_bytes: float, *, recomputes: bool, gathered_bytes: float = 0.0
     ) -> float:
-        """Bytes that are kept from the forward to the backward.
+        """Return the bytes that are kept from the forward to the backward.
 
         Args:
             num_layers: number of layers of this work.
             hidden_bytes: bytes of the hidden states at the input of a layer.
-            gathered_bytes: bytes of gathered parts that a layer saves, too, unless it is recomputed.
+            gathered_bytes: bytes of gathered tensors that a layer also saves, unless it is recomputed.
         """
         if recomputes:
             return num_layers * hidden_bytes + self.unrecomputed_bytes
@@ -100,10 +100,10 @@ class LayerWork:
     def backward_bytes(
         self, num_layers: int, *, recomputes: bool, gathered_bytes: float = 0.0, loss_share: float = 1.0
     ) -> float:
-        """Return the additional bytes of a backward: those of the loss, or of a recomputed layer.
+        """Return the temporary bytes of a backward: those of the loss, or of a recomputed layer.
 
         Args:
-            loss_share: share of the loss in `working_bytes`.
+            loss_share: share of `working_bytes` that the loss needs, see `share_of_loss`.
         """
         again = (self.activation_bytes - self.unrecomputed_bytes) / max(1, num_layers) + gathered_bytes
         return max(self.working_bytes * loss_share, again if recomputes else 0.0)
@@ -133,7 +133,7 @@ class ModelWork:
         before: work of embeddings.
         layers: work of each decoder layer.
         after: work of the final norm, the head and the loss.
-        tied_parameters: weights that embedding and head share; counted in both.
+        tied_parameters: weights that embedding and head share; they are counted in both.
         message_bytes: bytes of the hidden states between layers.
         attended_bytes: bytes of one layer's keys and values, which context parallelism gathers.
         heads: numbers that tensor parallelism has to divide: heads of keys and values, and of queries; 0 if unknown.
@@ -168,24 +168,24 @@ class ModelWork:
 
     @property
     def active_parameters(self) -> float:
-        """Weights that one token is multiplied with; embeddings are looked up, and do not count."""
+        """Number of weights by which one token is multiplied; embeddings are looked up, and do not count."""
         return self.whole.matmul_flops / (2 * self.sequence_length)
 
     @property
     def flops_per_token(self) -> float:
-        """Operations of training one token, whatever is recomputed; utilisation (MFU) goes by it."""
+        """Operations of training one token, without recomputation, as in the definition of MFU."""
         return 3 * self.whole.forward_flops / self.sequence_length
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `from_dict` reads."""
+        """Return plain values that `from_dict` reads."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelWork:
-        """The work that `to_dict` has written.
+        """Return the work from the output of `to_dict`.
 
         Raises:
-            TypeError, KeyError: it is of another form.
+            TypeError, KeyError: ``data`` has another form.
         """
         parts = {name: LayerWork(**data[name]) for name in ("before", "after")}
         return cls(**{**data, **parts, "layers": tuple(LayerWork(**layer) for layer in data["layers"])})

@@ -14,7 +14,7 @@ from weft.pipeline.validation import check_memory
 
 
 def generators() -> dict[str, ScheduleRules]:
-    """The rules of every kind that has a generator, by name."""
+    """Return the rules of every kind that has a generator, by name."""
     return {kind.name: kind.value for kind in ScheduleKind if kind.value.generator}
 
 

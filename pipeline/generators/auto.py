@@ -41,14 +41,14 @@ def generate_auto(
 ) -> Schedule:
     """Try list scheduling with many rules, and improve the best by a search (extends Atlas section 4.4).
 
-    The fixed schedules for this placement are candidates too, so under any cap the result is at
-    least as good as those that fit. The pipelines of a DP-cell are scheduled together.
+    The fixed schedules for this placement are candidates too. So the result is at least as good as the
+    fixed schedules that fit under the cap. The pipelines of a DP-cell are scheduled together.
 
     Args:
         costs: seconds, bytes and links; for a DP-cell, of the cell (see `CostModel.for_cell`).
-        memory_cap_bytes: hard limit on the activation memory of any rank. With None or 0, it is `own_cap_bytes`, and
-            an activation counts until its weight gradient is done. A fixed schedule that holds more is the answer if
-            it is faster.
+        memory_cap_bytes: hard limit on the activation memory of any rank. None and 0 select `own_cap_bytes`. In that
+            case an activation counts until its weight gradient is done, and a fixed schedule that exceeds the cap is
+            returned if it is faster.
         search_seconds: nominal time of the search. It is a fixed amount of work, so that every
             rank finds the same schedule whatever its load.
 
@@ -86,10 +86,10 @@ def generate_auto(
 
 @lru_cache(maxsize=16)
 def own_cap_bytes(placement: Placement, num_microbatches: int, costs: CostModel) -> float:
-    """Return the memory cap that `auto` sets where none is given.
+    """Return the memory cap that `auto` uses if the caller sets none.
 
-    It is what 1F1B holds (P micro-batches of the fullest rank's chunks), or the smallest of a few larger values, up
-    to four times as much, with which the list scheduler comes within 1 % of its best.
+    The first choice is the memory of 1F1B: P micro-batches of the fullest rank's chunks. A larger cap, up to four
+    times as much, is taken if the list scheduler needs it to come within 1 % of its best; the smallest such cap wins.
     """
     problem = _problem(placement, num_microbatches, costs, until_weight=True)
     held = max(problem.microbatch_bytes())
@@ -108,7 +108,7 @@ def _ends_differ(costs: CostModel) -> bool:
 
 
 def _problem(placement: Placement, num_microbatches: int, costs: CostModel, *, until_weight: bool) -> Problem:
-    """The problem with times in ticks: a millionth of the pace, or coarser if a step is very long."""
+    """Return the problem, with times in ticks of a millionth of the pace, or coarser if a step is very long."""
     if len(costs.stages) != placement.num_stages:
         raise ValueError(
             f"costs.stages: costs of {len(costs.stages)} virtual stages, the placement has {placement.num_stages}"
@@ -120,7 +120,7 @@ def _problem(placement: Placement, num_microbatches: int, costs: CostModel, *, u
 
 
 def _list_schedules(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
-    """Makespans and rows of the rules, in order, up to ``_FIRST_ACTIONS`` actions."""
+    """Yield the makespan and rows of each rule in order, until ``_FIRST_ACTIONS`` actions are scheduled."""
     for tried, rule in enumerate(rules(problem)):
         if tried and (tried + 1) * problem.num_nodes > _FIRST_ACTIONS:
             return
@@ -132,7 +132,7 @@ def _fits(problem: Problem, rows: Rows, cap_bytes: float) -> bool:
 
 
 def _fixed(problem: Problem) -> Iterator[tuple[float, Rows]]:
-    """Makespans and rows of the fixed schedules that fit the placement."""
+    """Yield the makespan and rows of each fixed schedule that fits the placement."""
     placement = problem.placement
     for kind, spec in generators().items():
         if spec.looks_at_costs:
@@ -153,7 +153,7 @@ def _time_schedule(problem: Problem, schedule: Schedule) -> tuple[float, Rows]:
 
 
 def _step_s(schedule: Schedule, costs: CostModel) -> float:
-    """The simulated step, including reductions and the optimiser."""
+    """Return the simulated seconds of a step, including reductions and the optimiser."""
     return simulate(add_relays(lower(schedule), costs), costs).step_s
 
 

@@ -9,7 +9,7 @@ from weft.pipeline.generators.auto_problem import KINDS, NONE, Problem
 
 
 def lower_bound_s(problem: Problem) -> float:
-    """The maximum of the path of one micro-batch, and of each rank's and each link's head + work + tail.
+    """Return the larger of two bounds: one micro-batch's path, and any rank's or link's head + work + tail.
 
     The head is the time before a rank or link can start, the tail the time that must follow its
     work. The bound ignores the memory cap, and scales all work as if it ran in strand pairs.
@@ -40,11 +40,12 @@ def lower_bound_s(problem: Problem) -> float:
 def sending_bound_s(transfers: Sequence[tuple[float, float, float]], count: int) -> float:
     """Return the seconds until all micro-batches have crossed one link and ended.
 
-    Of any of a micro-batch's transfers, the link carries all after the least head and before the least tail: those
-    with no lesser head and no lesser tail bound it, for each of both (one machine with heads and tails).
+    The transfers of a micro-batch are jobs with heads and tails on one machine. For every choice of a head and a tail,
+    the transfers with at least this head and at least this tail must fit between them. The bound is the largest sum.
 
     Args:
-        transfers: head, seconds on the link and tail of each.
+        transfers: for each transfer of a micro-batch over the link, its head, its seconds on the link and its tail.
+        count: number of micro-batches.
     """
     bound_s = 0.0
     for head_s, _, _ in transfers:
@@ -68,7 +69,7 @@ def lone_microbatch(problem: Problem) -> tuple[list[float], list[float], float]:
 
 
 def pace_s(problem: Problem) -> float:
-    """Seconds per micro-batch of the busiest rank or link: the best steady-state rate."""
+    """Return the seconds per micro-batch of the busiest rank or link: the best steady-state rate."""
     busy_s = [0.0] * (problem.num_ranks + problem.num_links)
     for stage, rank in enumerate(problem.placement.stage_ranks):
         for op in (Op.F, Op.I, Op.W):
@@ -80,7 +81,7 @@ def pace_s(problem: Problem) -> float:
 
 
 def _links_held(problem: Problem, node: int) -> Iterator[tuple[int, float]]:
-    """The links that a node's transfer occupies, with the seconds on each."""
+    """Yield the links that a node's transfer occupies, with the seconds on each link."""
     if problem.link[node] != NONE:
         yield problem.link[node], problem.occupancy_s[node]
     if problem.pair_link[node] != NONE:
@@ -88,7 +89,7 @@ def _links_held(problem: Problem, node: int) -> Iterator[tuple[int, float]]:
 
 
 def _first(problem: Problem, op: Op, stage: int) -> int:
-    """The node of micro-batch 0."""
+    """Return the node of micro-batch 0 for this operation and stage."""
     return (len(KINDS) * stage + KINDS.index(op)) * problem.num_microbatches
 
 

@@ -15,14 +15,14 @@ F, I, W, B = range(len(KINDS))
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A priority rule: micro-batch m of a token has priority ``priority_s + pace_s * m``; the smallest goes first.
+    """A priority rule: the ready action with the smallest ``priority_s + pace_s * microbatch`` goes first.
 
     Attributes:
         priority_s: by stage, the priorities of F, I and W of micro-batch 0.
         pace_s: difference in priority between successive micro-batches.
-        patience: how long to wait for an action of higher priority that is known to become ready,
+        patience: how long to wait for an action of higher priority that will soon become ready,
             as a share of the ready action's duration.
-        backlog: most transfers that may be queued on a forward's link; with more, the forward
+        backlog: maximum number of transfers in the queue of a forward's link; with more, the forward
             waits (Atlas section 4.4, rule 3).
         backlog_of_gradients: True if the limit applies to input gradients too.
         pair: the kind of backward, B or I, that joins a forward to form a strand pair; None
@@ -54,7 +54,7 @@ _by_priority = itemgetter(0)
 
 
 class ListScheduler:
-    """A pass of list scheduling under a memory cap, linear in actions except for the event heap.
+    """A pass of list scheduling under a memory cap; its time is linear in the actions, except for the event heap.
 
     It never exceeds the cap (Atlas section 4.4, rule 2) and never deadlocks: see `_admits`.
     """
@@ -94,7 +94,7 @@ class ListScheduler:
         return max(self._free_s)
 
     def _choose(self, rank: int, now_s: float) -> tuple[int, ...]:
-        """The node or the two halves of a pair to start now; empty to wait."""
+        """Return the node or the two halves of a pair to start now; an empty tuple waits."""
         ready, coming = self._candidates(rank, now_s)
         if not ready:
             return self._wait(rank, coming)
@@ -110,7 +110,7 @@ class ListScheduler:
         return (self._fitting_backward(rank, node, ready),)
 
     def _candidates(self, rank: int, now_s: float) -> tuple[list[_Candidate], list[tuple[float, float]]]:
-        """The candidates that can start now, and (start, priority) of those that become ready later."""
+        """Return the candidates that can start now, and (start, priority) of the candidates that become ready later."""
         count, remote_need, arrival_s = self.problem.num_microbatches, self.problem.remote_need, self._arrival_s
         waits = self.rule.backlog != NEVER
         ready: list[_Candidate] = []
@@ -166,7 +166,7 @@ class ListScheduler:
         return True
 
     def _link_has_room_s(self, node: int) -> float:
-        """Return when an action may start so that its output meets no more than ``rule.backlog`` transfers."""
+        """Return when an action may start so that at most ``rule.backlog`` transfers are ahead of its output."""
         problem, backlog = self.problem, self.rule.backlog
         link, pair_link = problem.link[node], problem.pair_link[node]
         if link < 0:
@@ -177,7 +177,7 @@ class ListScheduler:
         return free_s - problem.seconds[node]
 
     def _fitting_backward(self, rank: int, node: int, ready: list[_Candidate]) -> int:
-        """``node``, an input gradient; if it exceeds the cap, a weight gradient or the full backward instead."""
+        """Return ``node``, an input gradient; if it exceeds the cap, a weight gradient or the full backward."""
         if self._held_bytes[rank] + self.problem.start_bytes[node] <= self.cap_bytes:
             return node
         weights = [entry for entry in ready if entry[2].kind == W]
@@ -186,7 +186,7 @@ class ListScheduler:
         return node + (B - I) * self.problem.num_microbatches
 
     def _with_partner(self, rank: int, node: int, queue: _TaskQueue, ready: list[_Candidate]) -> tuple[int, ...]:
-        """``node`` and the ready node that can form a strand pair with it, or ``node`` alone."""
+        """Return ``node`` and the ready node that can form a strand pair with it; only ``node`` if there is none."""
         problem = self.problem
         partners = [entry for entry in ready if entry[2].kind == (I if queue.kind == F else F)]
         if partners:

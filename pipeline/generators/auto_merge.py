@@ -13,10 +13,10 @@ _Merge = Callable[[int, int, float], int]
 
 
 def merge_neighbours(problem: Problem, rows: Rows, cap_bytes: float) -> Rows:
-    """Merge I and W into B, then forwards and backwards into pairs, if no slot starts later for it.
+    """Merge I and W into B, then forwards and backwards into pairs, if this delays no other slot.
 
-    A full backward sends its gradient only when it ends, and a pair sends both results then, so
-    each is formed only if no consumer would have started earlier.
+    A full backward sends its gradient only when it ends, and a pair sends both results at its end.
+    So each is formed only if no consumer would have started earlier.
     """
     rows = _Merger(problem, rows, cap_bytes).full_backwards()
     paired = _Merger(problem, rows, cap_bytes).strand_pairs()
@@ -48,15 +48,15 @@ class _Merger:
                 self._followers.setdefault(fact, []).append(follower)
 
     def full_backwards(self) -> Rows:
-        """The rows with each I and the W right after it merged into a B, if the gradient has slack."""
+        """Return the rows after merging each I with the W right after it into a B, if the gradient has slack."""
         return [self._merged(row, self._full_backward) for row in self.rows]
 
     def strand_pairs(self) -> Rows:
-        """The rows with neighbouring forwards and backwards paired, if both can start at once."""
+        """Return the rows with neighbouring forwards and backwards paired, if both can start at the same time."""
         return [self._merged(row, self._strand_pair) for row in self.rows]
 
     def _merged(self, row: list[int], merge: _Merge) -> list[int]:
-        """The row with neighbours merged where ``merge`` allows."""
+        """Return the row with neighbours merged where ``merge`` allows it."""
         merged: list[int] = []
         level, index = 0.0, 0
         while index < len(row):
@@ -89,7 +89,7 @@ class _Merger:
         return pair
 
     def _delay(self, fact: int, seconds: float) -> bool:
-        """Delay a fact if no consumer starts later for it and return whether it could."""
+        """Delay a result if this delays none of its consumers; return True if it was possible."""
         problem = self.problem
         if problem.receiver[fact] == NONE or seconds <= 0:
             return True
@@ -103,7 +103,7 @@ class _Merger:
         return True
 
     def _leaves_s(self, fact: int) -> float:
-        """Return when the transfer of a fact begins."""
+        """Return when the transfer of a result begins."""
         return self._arrival_s[fact] - self.problem.latency_s[fact] - self.problem.transit_s[fact]
 
     def _start_s(self, slot: int) -> float:

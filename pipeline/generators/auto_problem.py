@@ -21,7 +21,7 @@ Rows = list[list[int]]
 
 
 class _Transfer(NamedTuple):
-    """The transfer of a fact to the rank that needs it; `Problem` describes the fields."""
+    """The transfer of a result to the rank that needs it; `Problem` describes the fields."""
 
     receiver: int = NONE
     link: int = NONE
@@ -35,15 +35,16 @@ class _Transfer(NamedTuple):
 class Problem:
     """A pipeline step, compiled for speed; rows are lists of node numbers.
 
-    Node ``token * M + m`` is micro-batch ``m`` of token ``4 * stage + kind`` with kinds F, I,
-    W and B. Strand pairs get higher numbers when they are first used. Every token takes its
-    micro-batches in order, which loses nothing because micro-batches are interchangeable.
+    A node is one action. A token is one kind of work of one stage, with number ``4 * stage + kind``, where kinds are
+    F, I, W and B. Micro-batch ``m`` of a token is node ``token * M + m``. Strand pairs get higher numbers when they are
+    first used. Every token takes its micro-batches in order; because micro-batches are interchangeable, this loses
+    nothing. A fact is the result of a node (an activation or a gradient), named by the node number of F, I or W.
 
     Attributes (lists by node):
         seconds: duration on the rank.
         remote_need: the fact from another rank that must arrive first, or NONE.
         local_needs: the facts needed from the same rank.
-        fact: what the node establishes (B establishes its I's).
+        fact: the fact that the node produces (a B produces the fact of its I).
         receiver: the rank that needs the fact, or NONE.
         link: the uplink that carries the fact, or NONE; occupied for ``occupancy_s``.
         pair_link: the narrower link between the two ranks, or NONE; occupied for ``transit_s``.
@@ -96,21 +97,21 @@ class Problem:
         self.shared = frozenset(link for link, ranks in senders.items() if link != NONE and len(ranks) > 1)
 
     def node(self, action: Action) -> int:
-        """The node of a compute action."""
+        """Return the node of a compute action."""
         assert action.microbatch is not None
         return (len(KINDS) * action.stage + KINDS.index(action.op)) * self.num_microbatches + action.microbatch
 
     def action(self, node: int) -> Action:
-        """The action of a single node."""
+        """Return the action of a node that is not a pair."""
         token, microbatch = divmod(node, self.num_microbatches)
         return Action(KINDS[token % len(KINDS)], token // len(KINDS), microbatch)
 
     def slot(self, node: int) -> Slot:
-        """The slot of a node, pairs included."""
+        """Return the slot of a node; a pair is one node with two actions."""
         return tuple(map(self.action, self.halves.get(node, (node,))))
 
     def pair(self, forward: int, backward: int) -> int:
-        """The node of a strand pair, created at its first use."""
+        """Return the node of a strand pair, created at its first use."""
         if (forward, backward) not in self._pair_nodes:
             self._pair_nodes[forward, backward] = len(self.seconds)
             self.halves[len(self.seconds)] = (forward, backward)
@@ -121,7 +122,7 @@ class Problem:
         return self._pair_nodes[forward, backward]
 
     def strand_pair(self, one: int, other: int = NONE) -> int:
-        """The pair that two neighbours in a row can form, or NONE; also where it gains nothing."""
+        """Return the pair that two neighbours in a row can form, even if it gains nothing, or NONE."""
         alike = one % self.num_microbatches == other % self.num_microbatches
         if other == NONE or alike or max(one, other) >= self.num_nodes:
             return NONE
@@ -132,32 +133,35 @@ class Problem:
         return self.pair(forward, backward) if self._pair_scale(forward, backward) < 1 else NONE
 
     def full_backward(self, one: int, other: int = NONE) -> int:
-        """The full backward that two neighbours in a row can form, or NONE."""
+        """Return the full backward that two neighbours in a row can form, or NONE."""
         count = self.num_microbatches
         if one >= self.num_nodes or self.op(one) is not Op.I or other != one + count:
             return NONE
         return one + 2 * count
 
     def rank(self, node: int) -> int:
-        """The rank that runs a single node."""
+        """Return the rank that runs a node that is not a pair."""
         return self.placement.stage_ranks[node // self.num_microbatches // len(KINDS)]
 
     def op(self, node: int) -> Op:
-        """The operation of a single node."""
+        """Return the operation of a node that is not a pair."""
         return KINDS[node // self.num_microbatches % len(KINDS)]
 
     def facts(self, slot: int) -> tuple[int, ...]:
-        """The facts that a slot establishes, in sending order."""
+        """Return the facts that a slot produces, in sending order."""
         return tuple(fact for node in self.halves.get(slot, (slot,)) for fact in self._node_facts[node])
 
     def post_key(self, node: int) -> tuple[int, int]:
-        """Sort key of transfers that a DP-cell posts at the same time, as in `weft.pipeline.cell`."""
+        """Return the sort key of transfers that a DP-cell posts at the same time, as in `weft.pipeline.cell`."""
         token, microbatch = divmod(node, self.num_microbatches)
         stage, kind = divmod(token, len(KINDS))
         return microbatch, 2 * stage + (KINDS[kind] is Op.F)
 
     def may_swap(self, first: int, second: int) -> bool:
-        """True if two neighbours may swap: the second neither needs the first nor is the token's next micro-batch."""
+        """Return True if two neighbours may swap.
+
+        The second must neither need the first nor be the next micro-batch of the same token.
+        """
         if max(first, second) < self.num_nodes:
             return self._row_needs[second].isdisjoint(self._node_facts[first])
         return all(
@@ -168,12 +172,12 @@ class Problem:
 
     @cached_property
     def _node_facts(self) -> list[tuple[int, ...]]:
-        """The facts that each single node establishes."""
+        """The facts that each node produces, without pairs."""
         return [tuple(map(self.node, establishes(self.action(node)))) for node in range(self.num_nodes)]
 
     @cached_property
     def _row_needs(self) -> list[frozenset[int]]:
-        """The facts that must precede each single node in its row."""
+        """By node, without pairs: the facts that must precede it in its row."""
         return [
             frozenset(self.local_needs[node] + tuple(fact - 1 for fact in made if node % self.num_microbatches))
             for node, made in enumerate(self._node_facts)
@@ -187,7 +191,7 @@ class Problem:
         ]
 
     def peak_bytes(self, row: list[int]) -> float:
-        """The most saved bytes at any time along a row."""
+        """Return the most saved bytes at any time along a row."""
         level = peak = 0.0
         for slot in row:
             peak = max(peak, level + self.start_bytes[slot])
@@ -203,12 +207,12 @@ class Problem:
 
     @cached_property
     def least_pair_scale(self) -> float:
-        """Duration over that of its halves of the pair that gains most, or 1 if none gains."""
+        """The smallest ratio of a pair's duration to the sum of its halves, or 1 if no pair gains."""
         held = self.placement.single.rank_stages  # pipelines of a cell are alike
         return min(map(self.costs.least_pair_scale, held), default=1.0)
 
     def _pair_bytes(self, forward: int, backward: int) -> float:
-        """See `held_along`."""
+        """Return the peak bytes that a pair adds. See `held_along`."""
         if self.costs.pairs is None or self.op(backward) is not Op.B:
             return self.start_bytes[forward] + self.start_bytes[backward]
         stages = forward // self.nodes_per_stage, backward // self.nodes_per_stage
@@ -219,7 +223,7 @@ class Problem:
         return self.costs.pair_scale(forward // each, backward // each, self.op(backward))
 
     def _compile(self, op: Op, stage: int) -> None:
-        """Append the nodes of one token."""
+        """Append one node for each micro-batch of ``op`` on ``stage`` to all lists."""
         count = self.num_microbatches
         cost = self.costs.stages[stage]
         ranks = self.placement.stage_ranks
@@ -258,7 +262,7 @@ class Problem:
         return max(self._rounded(seconds), self.tick_s)
 
     def _held_bytes(self, op: Op, cost: StageCost) -> tuple[float, float]:
-        """``start_bytes`` and ``net_bytes`` of ``op``."""
+        """Return the saved bytes that ``op`` adds when it starts, and those that remain added once it has ended."""
         if not self.until_weight:
             saved = saved_bytes(cost, op)
             return saved, saved - freed_bytes(cost, op)
@@ -268,7 +272,7 @@ class Problem:
         return 0.0, (-kept if op is Op.W or op is Op.B else 0.0)
 
     def _transfer(self, made: Op, stage: int) -> _Transfer:
-        """The transfer of a fact to the rank that needs it."""
+        """Return the transfer of a stage's activation or input gradient to another rank; empty if none needs it."""
         ranks, sites = self.placement.stage_ranks, self.placement.rank_sites
         ends = {Op.F: self.placement.is_last(stage), Op.I: self.placement.is_first(stage)}
         to = stage + 1 if made is Op.F else stage - 1

@@ -33,7 +33,7 @@ _CRITICAL_PATHS = (
 
 
 def rules(problem: Problem) -> Iterator[Rule]:
-    """The rules, in the order in which to try them."""
+    """Yield the rules in the order in which to try them."""
     kinds = pair_kinds(problem)
     yield from (backward_first(problem, pair=pair) for pair in kinds)
     yield from (
@@ -48,7 +48,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
 
 
 def pair_kinds(problem: Problem) -> tuple[Op | None, ...]:
-    """The kinds of backward to pair with forwards; only None if pairs gain nothing."""
+    """Return the kinds of backward to pair with forwards; only None if pairs gain nothing."""
     return (None,) if problem.least_pair_scale >= 1 else (Op.B, Op.I, None)
 
 
@@ -84,7 +84,7 @@ def atlas(problem: Problem, *, defer_weights: bool, pair: Op | None = None) -> R
 def critical_path(
     problem: Problem, *, pace: float, weight_delay: float, patience: float, backlog: float = inf, pair: Op | None = None
 ) -> Rule:
-    """Earliest first: an action's priority is the time at which a micro-batch without contention reaches it.
+    """Give each action the time at which a lone micro-batch reaches it as its priority; the earliest goes first.
 
     Args:
         pace: time between successive micro-batches, in units of `pace_s` (the busiest rank or link).

@@ -13,7 +13,7 @@ from weft.pipeline.generators.auto_timing import Timing, time_rows
 
 
 class Block(NamedTuple):
-    """Successive slots of a row that lie on the critical path, or that occupied a link on it."""
+    """Successive slots of a row that are all on the critical path, or whose transfers occupied a link on it."""
 
     rank: int
     first: int
@@ -25,13 +25,13 @@ Change = dict[int, list[int]]
 
 
 class Search:
-    """Improve rows by simulated annealing; never exceeds the cap, never returns anything worse.
+    """Improve rows by simulated annealing; the result never exceeds the cap and is never worse than the start.
 
-    The makespan is the length of the critical path, so every move changes one of its blocks: it
+    The makespan is the length of the critical path, so every move changes one of its blocks. A move
     shifts a slot within or near the block, shifts a micro-batch earlier or later on several ranks,
-    merges an input gradient with its weight gradient or splits them, or forms or opens a strand
-    pair. A move that lengthens the step is accepted with a probability that falls as a round goes
-    on. Each round starts from the best rows so far.
+    merges an input gradient with its weight gradient or splits them, or forms or splits a strand
+    pair. A move that lengthens the step is accepted with a probability that falls during a
+    round. Each round starts from the best rows so far.
     """
 
     def __init__(self, problem: Problem, rows: Rows, cap_bytes: float, *, seed: int = 0) -> None:
@@ -125,7 +125,7 @@ class Search:
         return change
 
     def _moved(self, row: list[int], index: int, target: int) -> list[int] | None:
-        """The row with a slot moved as close to ``target`` as its dependencies allow, or None if it cannot move."""
+        """Return the row with a slot moved as close to ``target`` as dependencies allow, or None if it cannot move."""
         place, slot, may_swap = index, row[index], self.problem.may_swap
         while place < target and may_swap(slot, row[place + 1]):
             place += 1
@@ -150,7 +150,7 @@ class Search:
         return {} if whole == NONE else {block.rank: [*row[:index], whole, *row[index + 2 :]]}
 
     def _toggle_pair(self, rows: Rows, block: Block) -> Change:
-        """Open a strand pair, or pair a slot with the next one."""
+        """Split a strand pair into two slots, or pair a slot with the next one."""
         row, problem = rows[block.rank], self.problem
         index = self._random.randint(block.first, block.last)
         halves = problem.halves.get(row[index])
@@ -160,7 +160,7 @@ class Search:
         return {} if pair == NONE else {block.rank: [*row[:index], pair, *row[index + 2 :]]}
 
     def _critical_blocks(self, rows: Rows, timing: Timing) -> list[Block]:
-        """The blocks of one critical path, last first."""
+        """Return the blocks of one critical path, the last block first."""
         rank = max(range(len(rows)), key=timing.rank_end_s.__getitem__)
         first = last = len(rows[rank]) - 1
         blocks = []
@@ -186,6 +186,6 @@ class Search:
                 last = first
 
     def _position(self, rows: Rows, timing: Timing, fact: int) -> tuple[int, int]:
-        """The rank and position of the slot that establishes a fact."""
+        """Return the rank and row position of the slot that produces a fact."""
         rank = self.problem.rank(fact)
         return rank, rows[rank].index(timing.producer[fact])

@@ -21,7 +21,7 @@ class Timing:
         end_s: by slot, when it ends.
         cause: by slot, the fact whose arrival its idle rank waited for, or NONE.
         arrival_s: by fact, when it arrives at its consumer.
-        producer: by fact, the slot that establishes it.
+        producer: by fact, the slot that produces it.
         blocked_by: by fact, the fact whose transfer still occupied the link, or NONE.
     """
 
@@ -35,12 +35,12 @@ class Timing:
 
 
 def time_rows(problem: Problem, rows: Rows) -> Timing | None:
-    """Time rows of single nodes and pairs and return None if they deadlock.
+    """Return the times of rows of single nodes and pairs, or None if they deadlock.
 
     Each rank works in row order. A link with one sender carries facts in the order in which they
     are produced, so times follow from the rows without an event queue, in time linear in the
-    number of nodes. Several ranks send over the pooled uplinks of a DP-cell, in the order of their
-    posts as in `add_relays`: a post is sent once no rank can go on without it, so that no earlier
+    number of nodes. In a DP-cell several ranks send over pooled uplinks, in the order of their
+    posts as in `add_relays`. A post is sent once no rank can advance without it, so no earlier
     post can follow. Dependencies within a rank are not checked: row order must satisfy them.
     """
     seconds, remote_need, fact, link, halves = (
@@ -66,7 +66,7 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
     posts: list[tuple[float, int, int, int]] = []  # heap of (time, *post_key, node)
 
     def send(node: int, posted_s: float) -> None:
-        """Send a node's fact, and wake the rank that waits for it."""
+        """Send a node's fact, and resume the rank that waits for it."""
         made, uplink, pair, sent_s = fact[node], link[node], pair_link[node], posted_s
         if uplink >= 0:
             for resource in (uplink,) if pair < 0 else (uplink, pair):

@@ -12,7 +12,7 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_dualpipev(placement: Placement, num_microbatches: int) -> Schedule:
-    """DualPipeV in its eight steps, for at least 2P micro-batches; each rank holds 2P + 1 chunk activations.
+    """Generate DualPipeV in its eight steps, for at least 2P micro-batches; each rank holds 2P + 1 chunk activations.
 
     The same order as DeepSeek's DualPipe repository and torch's ``ScheduleDualPipeV``.
 

@@ -12,7 +12,7 @@ Token = tuple[Op, int]
 
 
 def assign_microbatches(slots: Iterable[tuple[Token, ...]], num_microbatches: int) -> tuple[Slot, ...]:
-    """Give each token of a row the next micro-batch of its stage and operation.
+    """Assign to each token of a row, a stage and an operation, the next micro-batch of that stage and operation.
 
     A full backward advances both the input-gradient and the weight-gradient count. Tokens beyond
     the last micro-batch are dropped, so that a row written for a full pipeline also works for

@@ -8,7 +8,7 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_gpipe(placement: Placement, num_microbatches: int) -> Schedule:
-    """GPipe for any placement; a rank holds the activations of all micro-batches and all its stages.
+    """Generate GPipe for any placement; a rank holds the activations of all micro-batches and all its stages.
 
     With several stages per rank the order is breadth-first: one stage after the other.
     """

@@ -11,7 +11,7 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_interleaved(placement: Placement, num_microbatches: int, launch_together: int = 0) -> Schedule:
-    """Megatron's interleaved 1F1B, for any number of micro-batches.
+    """Generate Megatron's interleaved 1F1B, for any number of micro-batches.
 
     Micro-batches are grouped in rounds of at least P: each rank runs a round through all of its
     chunks before it starts the next. With rounds of equal size this is the order of torch's
@@ -20,7 +20,7 @@ def generate_interleaved(placement: Placement, num_microbatches: int, launch_tog
     a single round is the breadth-first order (Centauri section 3.2.3, figure 7).
 
     Args:
-        launch_together: least micro-batches of a round; 0 means P.
+        launch_together: minimum number of micro-batches of a round; 0 means P.
 
     Raises:
         ValueError: the placement is not interleaved over all ranks, or rounds would be shorter than P.
@@ -66,7 +66,7 @@ def _rounds(least: int, num_microbatches: int) -> list[range]:
 
 
 def _visits(rounds: list[range], chunks: range) -> Iterator[tuple[int, int]]:
-    """(chunk, micro-batch) in execution order."""
+    """Yield (chunk, micro-batch) in execution order."""
     for members in rounds:
         for chunk in chunks:
             for microbatch in members:

@@ -11,7 +11,7 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_1f1b(placement: Placement, num_microbatches: int) -> Schedule:
-    """1F1B (PipeDream-Flush) for any number of micro-batches; rank r of P holds P - r of them.
+    """Generate 1F1B (PipeDream-Flush) for any number of micro-batches; rank r of P holds P - r of them.
 
     Raises:
         ValueError: the placement has several stages per rank.

@@ -10,7 +10,7 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_w(placement: Placement, num_microbatches: int) -> Schedule:
-    """The W-shaped schedule of DHelix section 4.1, figure 8, for any number of micro-batches.
+    """Generate the W-shaped schedule of DHelix section 4.1, figure 8, for any number of micro-batches.
 
     A micro-batch enters every second tick and advances one virtual stage per tick: forward
     through all S stages, then immediately backward through them. The two chunks of a rank are
@@ -46,6 +46,6 @@ def generate_w(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _slot(actions: list[Action]) -> Slot:
-    """A slot of one action, or of a strand pair with its forward first."""
+    """Return a slot of one action, or of a strand pair with its forward first."""
     assert len(actions) == 1 or sorted(a.op.value for a in actions) == ["B", "F"], actions
     return tuple(sorted(actions, key=lambda action: action.op is not Op.F))

@@ -10,7 +10,7 @@ from weft.pipeline.schedule import Schedule
 
 
 def generate_zbv(placement: Placement, num_microbatches: int) -> Schedule:
-    """ZB-V for any number of micro-batches; each rank holds 2P chunk activations.
+    """Generate ZB-V for any number of micro-batches; each rank holds 2P chunk activations.
 
     The same order as in "Pipeline Parallelism with Controllable Memory" and torch's
     ``ScheduleZBVZeroBubble``. It has no bubbles after the warm-up if F, I and W take the same time.
@@ -29,7 +29,7 @@ def generate_zbv(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _tokens(rank: int, num_ranks: int, num_microbatches: int) -> list[Token]:
-    """Return one rank's row, for at least 2P - 1 micro-batches, which fill the pipeline."""
+    """Return one rank's row for at least 2P - 1 micro-batches, the number that fills the pipeline."""
     filled = max(num_microbatches, 2 * num_ranks - 1)
     down, up = rank, 2 * num_ranks - 1 - rank  # the rank's two stages
     upward = num_ranks - rank  # ranks from here to the bottom of the fold, this one included

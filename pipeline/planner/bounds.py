@@ -1,4 +1,4 @@
-"""Lower bounds of a shape's score: at any sites, or with the first sites of its route given."""
+"""Lower bounds of a shape's score, for any sites or for a route whose first sites are fixed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ANYWHERE = Route((), ())
 
 
 class Bounds:
-    """Lower bounds of steps.
+    """Lower bounds of the time and cost of steps.
 
     Args:
-        cell: replicas of a DP-cell, where it is fixed.
-        usable: share of a GPU's memory.
+        cell: number of replicas of a DP-cell; None means that it is not fixed.
+        usable: share of a GPU's memory that may be filled.
     """
 
     def __init__(self, estimates: Estimates, cell: int | None = None, usable: float = USABLE) -> None:
@@ -38,12 +38,12 @@ class Bounds:
         self._known: dict[Hashable, Any] = {}
 
     def step_s(self, shape: Shape, route: Route = ANYWHERE, max_sites: int = 0, fullest: int = 0) -> float | None:
-        """Return the seconds of a step, or None if GPUs, links or the allowed number of sites do not suffice.
+        """Return the least seconds of a step, or None if GPUs, links or the allowed number of sites do not suffice.
 
         Args:
-            route: how the pipeline begins; ranks that it leaves may lie at any other sites.
+            route: the first sites of the pipeline; its remaining ranks may be at any other sites.
             max_sites: maximum number of sites of a pipeline; 0 is no limit.
-            fullest: layers on the fullest rank at least.
+            fullest: minimum number of layers on the fullest rank.
         """
         route = route.last(shape)
         crossing = self._crossings.of(shape, route, self._roomiest(shape))
@@ -76,12 +76,12 @@ class Bounds:
         return pipeline_s + least.ends_s
 
     def _inside(self, shape: Shape, route: Route, num_sites: int) -> tuple[float, float]:
-        """Return the seconds of a micro-batch's hops inside of sites: of sending one, and of all on its way forward.
+        """Return the seconds in which a micro-batch is sent inside a site, and those of all such hops of a forward.
 
-        Hops that may be between sites count as the quickest of both kinds, and as none in what is sent.
+        A hop that may be between sites counts as the faster kind in the second value, and is left out of the first.
 
         Args:
-            num_sites: least number of sites of a pipeline.
+            num_sites: minimum number of sites of a pipeline.
         """
         sites, caps = self._cluster.sites, self.caps(shape)
         speeds = [sites[site].bps_of_gpu for site in route.sites]
@@ -96,14 +96,17 @@ class Bounds:
         return sent_s if is_sure else 0.0, inside * way_s + max(0, left) * least_s
 
     def together_s(self, whole: Shape) -> tuple[float, float]:
-        """Seconds in which all GPUs share the work of one micro-batch, and the least price of it, of a GPU."""
+        """Return the seconds in which all GPUs together compute one micro-batch, and the lowest price of its work.
+
+        The price is that of one GPU of a rank with the whole model: its seconds times its hourly price.
+        """
         speeds, caps = self.speeds.of(whole), self.caps(whole)
         rate = sum(cap / speeds[site].whole_s for site, cap in enumerate(caps) if cap)
         prices = [self._cluster.sites[site].price * speeds[site].whole_s for site, cap in enumerate(caps) if cap]
         return 1 / rate, min(prices)
 
     def going_on_s(self, shape: Shape, route: Route, site: int) -> float:
-        """Seconds of a step of a pipeline that goes on from a site of its route to another."""
+        """Return the least seconds of a step of a pipeline that continues from ``site`` to any other site."""
         hops, route = self.hops(shape), route.last(shape)
         chain = (*route.sites, site) if sum(route.stages) < shape.num_stages else (site,)
         if site not in hops.least_way_s:
@@ -115,11 +118,11 @@ class Bounds:
         return max(through_s, count * sent_s) + least.ends_s
 
     def hop_s(self, shape: Shape, here: int, there: int) -> float:
-        """Seconds of a micro-batch between two sites, with as large a DP-cell as there may be."""
+        """Return the seconds of a micro-batch's hop between two sites, with the largest possible DP-cell."""
         return self.hops(shape).way_s[here, there]
 
     def slowest_s(self, layer_s: float, after_s: float) -> list[float]:
-        """Return, by number of stages, the least seconds of a micro-batch on the slowest rank.
+        """Return, by number of stages, the least seconds for which one micro-batch occupies the slowest rank.
 
         Args:
             layer_s: seconds of a layer.
@@ -141,9 +144,9 @@ class Bounds:
         return shape.microbatches * self._least_of(shape, ANYWHERE).through_s / in_flight
 
     def _layers_held(self, shape: Shape) -> float:
-        """Return the number of layers for whose time a micro-batch has the memory of all ranks to itself, on average.
+        """Return the least number of layers whose time one micro-batch occupies the memory of all ranks, on average.
 
-        What a layer saves stays at least while the layers behind it go forward and back, whichever ranks hold them.
+        What a layer saves stays in memory at least while the layers behind it run forward and backward.
         """
         key = ("held", shape)
         if key not in self._known:
@@ -154,7 +157,7 @@ class Bounds:
         return self._known[key]
 
     def _bytes_held(self, shape: Shape) -> float:
-        """Return each layer's saved bytes of a micro-batch, times the number of layers behind it."""
+        """Return the sum over layers of a micro-batch's saved bytes times the number of layers behind the layer."""
         key = ("bytes held", shape.checkpointing, shape.microbatch_size, shape.gpus_per_rank)
         if key not in self._known:
             saved = [self._estimates.activation_bytes(layer, 1, shape) for layer in self._work.layers]
@@ -162,12 +165,12 @@ class Bounds:
         return self._known[key]
 
     def price_seconds(self, shape: Shape, route: Route = ANYWHERE) -> float:
-        """Prices of GPUs per hour times the seconds for which they compute in a step, together.
+        """Return the sum over GPUs of the hourly price times the seconds for which the GPU computes in a step.
 
         Any division of the model is allowed: each part has its cost on the cheapest rank.
 
         Args:
-            route: how the pipelines begin; ranks that it leaves may lie at any other sites.
+            route: the first sites of the pipelines; the remaining ranks may be at any other sites.
         """
         is_whole, sites, speeds = route.is_whole(shape), self._cluster.sites, self.speeds.of(shape)
         at = route.sites if is_whole else [site for site, cap in enumerate(self.caps(shape)) if cap]
@@ -175,10 +178,10 @@ class Bounds:
         return shape.lines * shape.microbatches * least
 
     def further_across_s(self, shape: Shape, route: Route) -> float:
-        """Return the least additional seconds of a reduction over the WAN at a route's sites, over that at the best
-        sites.
+        """Return the least seconds by which a reduction over the WAN is slower at a route's sites than at the best.
 
-        Of pipeline ranks whose sites are known, it counts the one with the best links: it may be the fullest.
+        Only pipeline ranks whose sites are fixed count. Of these, the one with the best links is taken, because it may
+        be the fullest.
         """
         if shape.routes == 1:
             return 0.0
@@ -193,7 +196,7 @@ class Bounds:
         return max(0.0, least_s - estimates.least_across_s(part, shape))
 
     def _ranks(self, shape: Shape, route: Route) -> list[tuple[int, int]]:
-        """Sites and how many ranks: those of a route, then the fastest others."""
+        """Return (site, number of ranks) for a route, then for the fastest other sites until all ranks are placed."""
         ranks = list(zip(route.sites, route.stages, strict=True))
         left = shape.num_stages - sum(route.stages)
         for site, cap in self._fastest(shape):
@@ -205,21 +208,21 @@ class Bounds:
         return ranks
 
     def part(self, num_stages: int) -> LayerWork:
-        """Return the least share of any rank."""
+        """Return the work of a rank that holds an equal share of the model."""
         key = ("part", num_stages)
         if key not in self._known:
             self._known[key] = _share(self._whole, num_stages)
         return self._known[key]
 
     def caps(self, shape: Shape) -> list[int]:
-        """Pipeline ranks that each site has space for."""
+        """Return, by site, the number of pipeline ranks that it has GPUs for."""
         key = ("caps", shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
             self._known[key] = room(self._cluster, shape.gpus_per_rank, shape.replicas_of_route)
         return self._known[key]
 
     def _fastest(self, shape: Shape) -> list[tuple[int, int]]:
-        """Sites with their room, the fastest first."""
+        """Return (site, capacity in pipeline ranks), sorted by speed, without sites that have no capacity."""
         key = ("fastest", *timing_key(shape), shape.replicas_of_route)
         if key not in self._known:
             speeds = self.speeds.of(shape)
@@ -228,14 +231,14 @@ class Bounds:
         return self._known[key]
 
     def _roomiest(self, shape: Shape) -> list[tuple[int, int]]:
-        """Sites with their room, the roomiest first."""
+        """Return (site, capacity in pipeline ranks), sorted by capacity, the largest first."""
         key = ("roomiest", shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
             self._known[key] = sorted(enumerate(self.caps(shape)), key=lambda one: -one[1])
         return self._known[key]
 
     def _least_of(self, shape: Shape, route: Route) -> Speed:
-        """The least of any site that ranks may lie at, figure by figure."""
+        """Return the minimum of each field of `Speed` over all sites at which ranks may be."""
         caps = self.caps(shape)
         known = sum(route.stages) == shape.num_stages
         sites = route.sites if known else [site for site, cap in enumerate(caps) if cap]
@@ -248,7 +251,7 @@ class Bounds:
         return self._known[key]
 
     def _ends_s(self, part: LayerWork, shape: Shape, number: int) -> float:
-        """Collectives over replicas and the optimiser, of a rank with as much as all have on average."""
+        """Return the seconds of collectives over replicas and of the optimiser for a rank that holds ``part``."""
         site = self._cluster.sites[number]
         estimates = self._estimates
         together_s = estimates.collective_s(part, shape, site) + estimates.least_across_s(part, shape)
@@ -256,7 +259,7 @@ class Bounds:
 
 
 def _share(work: LayerWork, parts: int) -> LayerWork:
-    """Return one of ``parts`` equal parts."""
+    """Return the work of one of ``parts`` equal parts."""
     return LayerWork(
         parameters=work.parameters // parts,
         expert_parameters=work.expert_parameters // parts,

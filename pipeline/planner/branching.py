@@ -39,10 +39,10 @@ class Search:
     """A pass of branch and bound.
 
     Args:
-        request: with the sites of a pipeline, and the effort, of this pass.
+        request: the request, with the number of sites of a pipeline and the effort of this pass.
         routes: numbers of routes that are searched.
-        best: score of a known layout.
-        is_last: True if no pass follows; it then also searches layouts with equal scores, and bounds the rest.
+        best: best score so far.
+        is_last: True if no pass follows; it then also searches layouts with equal scores, and improves the bound.
     """
 
     def __init__(self, space: Space, request: Request, routes: range, best: float = inf, *, is_last: bool) -> None:
@@ -65,7 +65,7 @@ class Search:
         heapify(self._families)
 
     def run(self) -> Found:
-        """Take apart what may be better, until nothing is left or the effort is spent."""
+        """Divide or schedule all parts that may be better than the best, until none is left or the effort is spent."""
         effort = self._request.effort
         if self._is_last:
             self._go(effort - effort // SHARE_OF_BOUNDS)
@@ -86,7 +86,7 @@ class Search:
         return Found(self._found, min(left, default=inf), [(one.bound, one.candidate) for one in spare])
 
     def _go(self, effort: int) -> None:
-        """Go on until so much effort is spent, and there is a plan."""
+        """Search until ``effort`` is spent and a plan exists, or no part is left."""
         due, opened, placed = self._spent + EVERY, self._opened, self._placed
         while self._spent < effort or self._best == inf:
             self._open_families()
@@ -104,7 +104,7 @@ class Search:
                 self._take_apart(heappop(opened))
 
     def _go_by_bounds(self) -> None:
-        """Expand the part with the least bound first, from now on."""
+        """Switch the order of the search to bounds: from now on the part with the least bound is expanded first."""
         self._by_bound = True
         self._opened[:] = [one._replace(expected=one.bound) for one in self._opened]
         self._placed[:] = [one._replace(expected=one.bound) for one in self._placed]
@@ -122,7 +122,7 @@ class Search:
             heappush(self._opened, one._replace(expected=expected, number=next(self._order)))
 
     def _open_families(self) -> None:
-        """Open families whose bounds come next, one at a time."""
+        """Add families to the queue one at a time, while their bound comes before the first part of the queue."""
         families = self._families
         while families and not self._is_poor(families[0][0]):
             bound, number, following, family = families[0]
@@ -162,7 +162,7 @@ class Search:
             self._go_on(one)
 
     def _take_stages(self, one: Opened, family: Family) -> None:
-        """Open the shapes of a family with the most stages that are left, and the rest of the family."""
+        """Queue the shapes of a family with the largest remaining number of stages, and the rest of the family."""
         *rest, stages = family.counts
         if rest:
             bound = max(one.bound, family.bounds[len(rest) - 1])
@@ -174,7 +174,7 @@ class Search:
             self._open(Opened(bound * WITHOUT_ROUTE, bound, 0, 0, shape))
 
     def _go_on(self, one: Opened) -> None:
-        """Open the routes that are longer by a site."""
+        """Queue the routes that extend the part's route by one site."""
         shape, poor = one.shape, inf
 
         def may_go_on(site: int) -> bool:
@@ -202,7 +202,7 @@ class Search:
             self._later.append(one._replace(bound=poor))
 
     def _cut(self, one: Opened) -> None:
-        """Place the layouts with the best cuts of a whole route, and open those with others."""
+        """Queue the layouts with the best cuts of a whole route for scheduling, and the route's other cuts as parts."""
         self._spent += EXPANDED * one.shape.virtual_stages
         limit = self._best * (1 + EQUAL)
         for number, (bound, table) in enumerate(self._evaluation.tables(one.shape, one.route)):
@@ -214,7 +214,7 @@ class Search:
             self._open(part._replace(expected=expected * WORTH, cuts=cuts))
 
     def _cut_further(self, one: Opened, cuts: Iterator[tuple[int, ...]]) -> None:
-        """Place layouts with further cuts, where those that were scheduled did not take much longer than the best."""
+        """Queue layouts with further cuts, unless the scheduled cuts of this route took much longer than expected."""
         known = self._reached.get((one.shape, one.route), 0.0)
         if known > one.expected and not self._by_bound:
             self._open(one._replace(expected=known))
@@ -224,7 +224,7 @@ class Search:
             self._open(one._replace(expected=max(first, one.expected) * LATER))
 
     def _place(self, one: Opened, cuts: list[tuple[int, ...]]) -> float:
-        """Place the layouts of a route with these cuts; return the least of their bounds."""
+        """Queue the layouts of a route with these cuts for scheduling; return the least of their bounds."""
         first = bound = one.bound
         for number, candidate in enumerate(self._evaluation.candidates(one.shape, one.route, cuts)):
             if candidate.layout in self._tried:

@@ -22,12 +22,12 @@ STARTING = 200
 
 @dataclass(frozen=True)
 class Costed:
-    """A layout with its costs.
+    """A layout with its costs, before a schedule and a DP-cell are chosen.
 
     Attributes:
         costs: costs of one pipeline, on each route.
         states: memory of each rank, without saved activations.
-        rooms: bytes for saved activations on each rank, at the site that has least.
+        rooms: bytes for saved activations on each rank, at the route's site where they are fewest.
         collective_s: collectives over replicas.
     """
 
@@ -41,10 +41,10 @@ class Costed:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Costed):
-    """The same with a schedule and a DP-cell, before it is scheduled.
+    """A layout with its costs, a schedule and a DP-cell, before it is scheduled.
 
     Attributes:
-        actions: number of actions of its scheduling.
+        actions: number of actions that have to be scheduled.
     """
 
     bound_s: float
@@ -60,7 +60,7 @@ class Candidates:
         self._request, self.refused = request, refused
 
     def of(self, shape: Shape, route: Route, cuts: Iterable[tuple[int, ...]]) -> Iterator[Candidate]:
-        """The layouts of a route: one for each size of DP-cell and schedule.
+        """Yield the candidates of a route: one for each size of DP-cell and each schedule.
 
         Args:
             cuts: layers by virtual stage.
@@ -116,7 +116,7 @@ class Candidates:
         return Costed(base, costs, tuple(states), tuple(rooms), max(collective_s), optimizer_s)
 
     def _scheduled(self, costed: Costed, price: float, egress: float) -> Iterator[Candidate]:
-        """The candidates of a layout: one for each size of DP-cell and schedule."""
+        """Yield the candidates of a layout: one for each size of DP-cell and each schedule."""
         request, base = self._request, costed.layout
         cap, schedules = cap_of(costed), {}
         for schedule in request.choices("schedule", ["auto", "1f1b"] if base.arrangement == "straight" else ["auto"]):
@@ -164,7 +164,7 @@ class Candidates:
         )
 
     def _cells(self, layout: Layout, costs: CostModel) -> list[int]:
-        """Sizes of DP-cells."""
+        """Return the sizes of DP-cells to compare."""
         if (pinned := self._request.pins.get("cell")) is not None:
             return [pinned] if pinned <= (layout.replicas if layout.may_pool else 1) else []
         if not costs.wan_links or not layout.may_pool:
@@ -173,17 +173,17 @@ class Candidates:
 
 
 def empty_layout(shape: Shape, route: Route) -> Layout:
-    """A layout without its layers."""
+    """Return a layout for which no layers have been assigned."""
     return Layout(**vars(shape), sites=route.sites, stages=route.stages, layers=())
 
 
 def cap_of(costed: Costed) -> float:
-    """Bytes of activations that a schedule may hold on any rank: one micro-batch at least. See `Predictions`."""
+    """Return the activation bytes that a schedule may hold on any rank: at least one micro-batch. See `Predictions`."""
     stages = costed.costs[0].stages
     saved = [sum(stages[stage].activation_bytes for stage in held) for held in held_by(costed.layout)]
     return max(min(costed.rooms), *saved)
 
 
 def held_by(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """Virtual stages of each pipeline rank."""
+    """Return the virtual stages of each pipeline rank."""
     return layout.placement.single.rank_stages

@@ -39,16 +39,16 @@ class Site:
 
     @property
     def gpus(self) -> int:
-        """Return the number of GPUs of all hosts."""
+        """The number of GPUs of all hosts."""
         return self.hosts * self.gpus_per_host
 
     @property
     def bps_of_gpu(self) -> float:
-        """Return a GPU's share of its host's network inside of the site."""
+        """A GPU's share of its host's network inside of the site."""
         return self.network_bps / self.gpus_per_host
 
     def units(self, gpus: int) -> int:
-        """Return the number of groups of ``gpus`` GPUs; a group shares a host, or takes whole hosts."""
+        """Return how many groups of ``gpus`` GPUs fit; a group either shares a host or takes whole hosts."""
         if gpus <= self.gpus_per_host:
             return self.hosts * (self.gpus_per_host // gpus)
         return self.hosts // -(-gpus // self.gpus_per_host)
@@ -60,7 +60,7 @@ class Link:
 
     Attributes:
         bandwidth_bps: bandwidth of a host's uplink.
-        pair_bps: between one pair of hosts, where it is less.
+        pair_bps: bandwidth between one pair of hosts, if it is less than the uplink's.
         egress_price: price of a gigabyte that leaves a site.
     """
 
@@ -71,7 +71,7 @@ class Link:
 
     @property
     def connections(self) -> int:
-        """TCP connections that fill it."""
+        """The number of TCP connections that fill the link."""
         return max(1, -int(-min(self.bandwidth_bps, self.pair_bps) * self.latency_s // BITS_IN_FLIGHT))
 
 
@@ -80,7 +80,7 @@ class Cluster:
     """The hosts and links that could be rented.
 
     Attributes:
-        links: by the numbers of two sites, the lower first; sites without one are not neighbours.
+        links: links by the numbers of their two sites, the lower first; sites without a link are not neighbours.
         efficiency: share of its peak that a GPU reaches.
     """
 
@@ -104,13 +104,13 @@ class Cluster:
         return names.index(name)
 
     def with_site(self, number: int, **changes: Any) -> Cluster:
-        """The cluster with some fields of a site changed."""
+        """Return the cluster with fields of one site replaced."""
         sites = list(self.sites)
         sites[number] = replace(sites[number], **changes)
         return replace(self, sites=tuple(sites))
 
     def with_link(self, here: int, there: int, **changes: Any) -> Cluster:
-        """The cluster with some fields of a link changed."""
+        """Return the cluster with fields of one link replaced."""
         pair = (min(here, there), max(here, there))
         return replace(self, links={**self.links, pair: replace(self.links[pair], **changes)})
 
@@ -118,7 +118,7 @@ class Cluster:
 def load_cluster(path: Path) -> Cluster:
     """Read a cluster file.
 
-    The format; of a site all but the price is required, of a link its sites and bandwidth::
+    The format. For a site, all fields except the price are required. For a link, its sites and bandwidth are::
 
         efficiency: 0.4          # share of its peak that a GPU reaches; `weft profile` measures it
         sites:

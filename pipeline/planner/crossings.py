@@ -1,4 +1,4 @@
-"""The links that pipelines cross: their seconds for a micro-batch, and the delay of ranks from the first one."""
+"""The links that pipelines cross: seconds of a micro-batch on each, and the delay of each rank after the first."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from weft.pipeline.planner.routes import Route
 
 @dataclass(frozen=True)
 class Hops:
-    """Seconds of a micro-batch between sites.
+    """Seconds in which a micro-batch gets from one site to another.
 
     Attributes:
-        way_s: seconds of each hop. ``sent_s``: until the message has left, one pair of hosts at a time. ``held_s``:
-            while the uplink is occupied.
-        quickest_s: sum of the quickest hops, by their number.
-        cell: maximum number of replicas that pool their uplinks; they send in turns, each that much faster.
-        least_way_s: seconds of the quickest hop from a site, or from any (None); likewise ``least_sent_s`` and
-            ``least_held_s``.
+        way_s: seconds of each hop, by its two sites.
+        sent_s: seconds until the message has left, if only one pair of hosts sends.
+        held_s: seconds for which the message occupies the uplink.
+        quickest_s: by number of hops, the sum of the quickest ones.
+        least_way_s: seconds of the quickest hop from a site, or from any site (None).
+        least_sent_s, least_held_s: the same for ``sent_s`` and ``held_s``.
+        cell: maximum number of replicas that pool their uplinks; they send in turns, each ``cell`` times as fast.
     """
 
     way_s: dict[tuple[int, int], float]
@@ -39,7 +40,7 @@ class Crossings:
     """The crossings of one model on one cluster.
 
     Args:
-        cell: replicas of a DP-cell, where it is fixed.
+        cell: number of replicas of a DP-cell; None means that it is not fixed.
     """
 
     def __init__(self, estimates: Estimates, cell: int | None = None) -> None:
@@ -50,14 +51,15 @@ class Crossings:
     def of(
         self, shape: Shape, route: Route, roomiest: list[tuple[int, int]]
     ) -> tuple[list[tuple[int, float]], float, float] | None:
-        """Return (ranks, seconds from the first rank) in order, and the seconds of the slowest uplink.
+        """Return the delays of ranks, the seconds of the slowest uplink, and those of the busiest two-way sender.
 
-        The second value is that uplink's seconds for a micro-batch, the third those of a step for a rank that sends
-        in both directions. Ranks that the route does not place are as near as links and the largest sites allow; None
-        if these do not suffice.
+        The delays are (number of ranks, seconds from the first rank), in pipeline order. The second value is the
+        seconds for which one micro-batch occupies the slowest uplink. The third is the seconds of a step for a rank
+        that sends in both directions. Ranks that the route does not place are as close as the quickest links and the
+        largest sites allow. None if links or sites do not suffice.
 
         Args:
-            roomiest: sites with the number of ranks that fit, the largest first.
+            roomiest: (site, number of ranks that fit), the largest first.
         """
         known = self.hops(shape)
         sent_s = [known.sent_s[hop] for hop in pairwise(route.sites)]
@@ -93,7 +95,7 @@ class Crossings:
         return chain, max(sent_s, default=0.0), sending_s
 
     def hops(self, shape: Shape) -> Hops:
-        """Return the hops of all links, with as large a DP-cell as there may be."""
+        """Return the seconds of hops over all links, with the largest possible DP-cell."""
         cell = min(self._cell, shape.replicas) if shape.may_pool else 1
         key = ("hops", shape.gpus_per_rank, shape.microbatch_size, cell)
         if key not in self._known:
@@ -120,14 +122,14 @@ class Crossings:
 
 
 def local_s(estimates: Estimates, shape: Shape, bps_of_gpu: float) -> tuple[float, float]:
-    """Return the seconds of a micro-batch between ranks of one site: of sending, and until it arrives."""
+    """Return the seconds in which a micro-batch is sent between ranks of one site, and those until it arrives."""
     link = estimates.local_link(bps_of_gpu, shape)
     sent_s = link.transit_s(estimates.work.message_bytes * shape.microbatch_size)
     return sent_s, link.latency_s + sent_s
 
 
 def _least(seconds: dict[tuple[int, int], float]) -> dict[int | None, float]:
-    """Return the minimum by sending site, and over all sites under None."""
+    """Return the minimum over the hops from each site, and over all hops under the key None."""
     least: dict[int | None, float] = {}
     for (here, _), one in seconds.items():
         for site in (here, None):

@@ -1,4 +1,4 @@
-"""The ranks of a route, for any layers that they may hold: their times, and their memory for activations."""
+"""The ranks of a route as arrays over all layer ranges: their times, and their memory for activations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ ROUNDED_UP = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Rank:
-    """The costs of a pipeline rank, by the first layer that it holds and the first that it does not.
+    """The costs of a pipeline rank, as arrays by its first layer and the first layer after it.
 
     Attributes:
-        forward_s: seconds of a micro-batch; likewise ``input_s`` and ``weight_s``. Infinite if the layers do not fit.
+        forward_s, input_s, weight_s: seconds of a micro-batch; infinite if the layers do not fit the memory.
         ends_s: seconds per step of collectives over replicas and the optimiser.
-        room_bytes: maximum bytes for activations; ``saved_bytes``: minimum bytes of a micro-batch.
+        room_bytes: maximum bytes for activations.
+        saved_bytes: minimum bytes that a micro-batch saves.
     """
 
     forward_s: Array
@@ -36,11 +37,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class Way:
-    """A route of a table: what ranks take because of compute, and with memory for one micro-batch at a time.
+    """A route of a table: the bounds that its ranks set for a step, through compute and through memory.
 
     Attributes:
-        busy_s: by rank, seconds of a step. ``held_s``: for which one micro-batch occupies memory, None if a rank
-            holds several virtual stages. ``more_s``: outside of that.
+        busy_s: by rank, the least seconds of a step because of its compute.
+        held_s: by rank, seconds for which one micro-batch occupies its memory; None if ranks hold several stages.
+        more_s: by rank, seconds of a step during which no micro-batch occupies its memory.
     """
 
     ranks: list[Rank]
@@ -50,7 +52,7 @@ class Way:
     microbatches: int
 
     def rank_s(self, cap_bytes: float) -> list[Array]:
-        """Return the seconds of a step because of each rank, if none has more memory for activations."""
+        """Return, by rank, the least seconds of a step if no rank has more than ``cap_bytes`` for activations."""
         if self.held_s is None:
             return self.busy_s
         return [
@@ -59,7 +61,10 @@ class Way:
         ]
 
     def alone_s(self, least_bytes: float) -> list[Array]:
-        """The same of ranks on which one micro-batch at a time takes all of the cap, which is above the least."""
+        """Return, by rank, the least seconds of a step if one micro-batch at a time fills the whole cap.
+
+        Infinite for ranks where a micro-batch needs no more than ``least_bytes``.
+        """
         import numpy as np
 
         assert self.held_s is not None
@@ -70,7 +75,7 @@ class Way:
 
 
 def _in_flight(rank: Rank, cap_bytes: float) -> Array:
-    """Micro-batches for whose activations there is memory."""
+    """Return how many micro-batches' activations fit the memory, at least 1."""
     return (rank.room_bytes.clip(max=cap_bytes) * ROUNDED_UP // rank.saved_bytes).clip(min=1.0)
 
 
@@ -89,7 +94,10 @@ def smallest(of_ways: list[list[Array]]) -> list[Array]:
 
 
 def levels_of(room_bytes: list[Array]) -> tuple[float, list[tuple[float, float]]]:
-    """The least memory for activations that any rank may have, and the ends of levels that the fullest may be in."""
+    """Return the least memory for activations that a rank may have, and intervals of the fullest rank's memory.
+
+    There are at most `LEVELS` intervals, each given by its lowest and highest value.
+    """
     import numpy as np
 
     most_bytes = min(float(each.max()) for each in room_bytes)

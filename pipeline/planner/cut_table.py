@@ -1,4 +1,4 @@
-"""The cuts of a model into stages on one route: the least that any of them takes, and those that take little."""
+"""The cuts of a model into stages on one route: a lower bound for all cuts, and the cuts below a limit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class CutTable:
     """Bounds of a step for cuts of a route, by dynamic programming from the last rank to the first.
 
     Attributes:
-        rank_s: by rank, the lower bound that it implies for a step, by its first layer and the first after it.
-        ends_s: by rank, in the same way, seconds that follow the pipeline.
+        rank_s: by rank, the lower bound of a step because of this rank, by its first layer and the first after it.
+        ends_s: by rank, with the same indices, the seconds that follow the pipeline.
         rank_stages: virtual stages of each rank.
-        marked_s: as ``rank_s``, where a rank may be one that the table is about: only cuts with such a rank are in it.
-            None: all cuts are.
+        marked_s: None if the table has all cuts. Otherwise only cuts with at least one marked rank are in it, and these
+            are the bounds of marked ranks; infinite where a rank cannot be marked.
     """
 
     rank_s: list[Array]
@@ -36,16 +36,19 @@ class CutTable:
 
     @property
     def step_s(self) -> float:
-        """Seconds that no cut and no schedule of it beats; infinite where no cut fits the memory."""
+        """The lower bound of a step for all cuts and schedules; infinite if no cut fits the memory."""
         return float(self._rest(self.marked_s is not None)[0][0] + self._rest_ends_s[0][0])
 
     def best_counts(self) -> tuple[int, ...]:
-        """Layers by rank of the most even cut whose slowest rank is the fastest."""
+        """Return the layers of each rank for the most even of the cuts whose slowest rank is the fastest."""
         limit_s = float(self._rest(self.marked_s is not None)[0][0]) * _ROUNDED
         return next(self._counts(0, 0, (0.0, 0.0), (limit_s, inf, inf), self.marked_s is not None))
 
     def best(self) -> Iterator[tuple[int, ...]]:
-        """The most even of the cuts whose slowest rank is the fastest, by the pipeline and by what follows it."""
+        """Yield the most even of the cuts with the fastest slowest rank.
+
+        One cut is for the pipeline's time. If no rank must be marked, a second is for the time after the pipeline.
+        """
         if self.step_s == inf:
             return
         both = [self.best_counts()]
@@ -55,18 +58,18 @@ class CutTable:
         yield from dict.fromkeys(layers for counts in both for layers in self._halved(counts))
 
     def below(self, limit_s: float) -> Iterator[tuple[int, ...]]:
-        """The cuts that may take less than ``limit_s``, the most even of each rank first."""
+        """Yield the cuts that may take less than ``limit_s``; on each rank, the most even number of layers is first."""
         for counts in self._counts(0, 0, (0.0, 0.0), (inf, inf, limit_s), self.marked_s is not None):
             yield from self._split(counts)
 
     def pipeline_s(self, counts: Sequence[int]) -> float:
-        """Return the least seconds of a cut, by the layers of each rank, without what follows the pipeline."""
+        """Return the least seconds of the pipeline for one cut, by the layers of each rank."""
         stops = [sum(counts[: rank + 1]) for rank in range(len(counts))]
         each = zip(self.rank_s, stops, counts, strict=True)
         return max(float(rank_s[stop - count, stop]) for rank_s, stop, count in each)
 
     def _rest(self, is_marked: bool) -> list[Array]:
-        """Return, by rank and its first layer, the least time of the slowest among it and later ranks.
+        """Return, by rank and its first layer, the least time of the slowest rank from this one to the last.
 
         Args:
             is_marked: True if one of these ranks has to be marked.
@@ -95,7 +98,7 @@ class CutTable:
         return found[::-1]
 
     def _where_both_fit(self, seconds: list[Array]) -> list[Array]:
-        """Return ``seconds``, infinite where a rank's memory is not enough both in the pipeline and behind it."""
+        """Return ``seconds``, made infinite where a rank does not fit the memory during the pipeline or after it."""
         import numpy as np
 
         marked_s = self.marked_s or [np.full_like(each, inf) for each in self.rank_s]
@@ -111,12 +114,12 @@ class CutTable:
         limits: tuple[float, float, float],
         is_marked: bool,
     ) -> Iterator[tuple[int, ...]]:
-        """Layers by rank of cuts within limits, from a rank and its first layer on.
+        """Yield the layers by rank of cuts within limits, from one rank and its first layer on.
 
         Args:
-            most: maximum seconds of earlier ranks, for the pipeline and for what follows it.
+            most: maximum seconds among earlier ranks, for the pipeline and for what follows it.
             limits: limits of the pipeline, of what follows it, and of their sum, which is exclusive.
-            is_marked: one of the ranks has to be marked.
+            is_marked: True if one of these ranks has to be marked.
         """
         if rank == len(self.rank_s):
             yield ()
@@ -135,7 +138,7 @@ class CutTable:
                         yield (stop - start, *counts)
 
     def _choices(self, rank: int, start: int, stop: int, is_marked: bool) -> Iterator[tuple[float, bool]]:
-        """Return the seconds of a rank, and whether one behind it has to be marked."""
+        """Yield the bounds of a rank, unmarked and marked, and True if a later rank still has to be marked."""
         plain_s = float(self.rank_s[rank][start, stop])
         marked_s = float(self.marked_s[rank][start, stop]) if is_marked and self.marked_s else inf
         if marked_s < inf:
@@ -144,14 +147,14 @@ class CutTable:
             yield plain_s, is_marked
 
     def _halved(self, counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Layers by virtual stage, as equal on each rank as they can be."""
+        """Yield the layers by virtual stage, split as evenly as possible on each rank."""
         legs = len(self.rank_stages[0])
         for rounded in range(min(legs, 2)):
             held = [[(count + (place != rounded) * (legs - 1)) // legs for place in range(legs)] for count in counts]
             yield self._by_stage(held)
 
     def _split(self, counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Layers by virtual stage, in all ways."""
+        """Yield the layers by virtual stage for every way to split each rank's layers."""
         if len(self.rank_stages[0]) == 1:
             yield counts
             return
@@ -170,7 +173,7 @@ class CutTable:
 
 
 def _least_of_slowest(rank_s: list[Array]) -> list[Array]:
-    """The least that the slowest of each rank and those behind it takes, by the first layer."""
+    """Return, by rank and its first layer, the least time of the slowest rank from this one to the last."""
     import numpy as np
 
     rest = np.full(len(rank_s[0]), inf)

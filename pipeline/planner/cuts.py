@@ -1,4 +1,4 @@
-"""Tables of the cuts of a model into stages, by route and by the memory for activations that all ranks have."""
+"""Tables of the cuts of a model into stages, by route and by the ranks' memory for activations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cuts:
 
     Args:
         max_memory: share of a GPU's memory that may be filled.
-        hop_s: least seconds of a micro-batch between two sites.
+        hop_s: returns the least seconds in which a micro-batch crosses between two sites.
     """
 
     def __init__(self, estimates: Estimates, max_memory: float, hop_s: Callable[[Shape, int, int], float]) -> None:
@@ -41,7 +41,7 @@ class Cuts:
         self._known: dict[Hashable, Any] = {}
 
     def of(self, layout: Layout) -> list[CutTable]:
-        """Tables that have all cuts of a layout, the one whose least is least first; none where no cut fits."""
+        """Return tables that together have all cuts of a layout, sorted by lower bound; empty if no cut fits."""
         ways = layout.ways
         kinds = tuple(
             tuple((self._kind(self._sites[site]), held) for site, held in zip(way.sites, way.stages, strict=True))
@@ -54,10 +54,10 @@ class Cuts:
         return self._known[key]
 
     def _tables(self, layout: Layout, ways: list[Layout]) -> list[CutTable]:
-        """All cuts in one table if their bound holds there; else by the memory for activations that a cut leaves.
+        """Return one table of all cuts if memory hardly tightens its bound, else several by the memory for activations.
 
-        A schedule of `auto` has one cap for all ranks: what the fullest of them has space for, or one micro-batch of
-        another. Under 1F1B each rank has its own memory, which has to be enough for what it holds there.
+        A schedule of `auto` has one cap for all ranks: what fits the fullest rank, or one micro-batch of another rank.
+        Under 1F1B each rank has its own memory, which must fit all micro-batches that the rank holds there.
         """
         parts = [self._of_way(way) for way in ways]
         stages = layout.placed(ways[0].stages).rank_stages
@@ -84,7 +84,7 @@ class Cuts:
 
     @staticmethod
     def _held_by_1f1b(rank_s: list[Array], room_bytes: list[Array], way: Way) -> list[Array]:
-        """Return the seconds of ranks with memory for as many micro-batches as 1F1B holds there."""
+        """Return the ranks' seconds, made infinite where memory does not fit as many micro-batches as 1F1B holds."""
         import numpy as np
 
         found = []
@@ -95,7 +95,7 @@ class Cuts:
 
     @staticmethod
     def _level(parts: list[Way], room_bytes: list[Array], level: tuple[float, float], empty: CutTable) -> CutTable:
-        """Cuts whose fullest rank has space for bytes from the lower to the higher end of a level."""
+        """Return the table of cuts whose fullest rank has activation memory within ``level`` (lowest, highest)."""
         import numpy as np
 
         low, high = level
@@ -107,7 +107,7 @@ class Cuts:
         return CutTable(rank_s, empty.ends_s, empty.rank_stages, marked_s)
 
     def _of_way(self, way: Layout) -> Way:
-        """Return the seconds of a step because of each rank of one route, and of what follows it."""
+        """Return the bounds of a step that each rank of one route sets, as arrays by layers."""
         placement = way.placed(way.stages)
         last, on = placement.num_stages - 1, way.site_of()
         ranks = [
@@ -159,7 +159,7 @@ class Cuts:
         return found
 
     def _behind(self, ranks: list[Rank], hop_s: list[float]) -> list[Array]:
-        """Return, by rank and the first layer after it, the least seconds until a micro-batch returns."""
+        """Return, by rank and the first layer after it, the least seconds from sending a micro-batch to its return."""
         import numpy as np
 
         behind_s = np.full(len(self._work.layers) + 1, inf)
@@ -196,7 +196,10 @@ class Cuts:
 
     @cached_property
     def _works(self) -> dict[bool, dict[str, Array]]:
-        """Return the work of layers: exactly, and the least of so many; by their number where all are alike."""
+        """The work of layer ranges: True gives the exact sums, False the least of any layers, by their number.
+
+        If all layers are alike, the exact sums are by their number, too.
+        """
         import numpy as np
 
         layers = self._work.layers
@@ -208,7 +211,7 @@ class Cuts:
         return {True: {name: one[None, :] - one[:, None] for name, one in sums.items()}, False: least}
 
     def _rooms(self, shape: Shape, site: Site, *, first: bool, last: bool) -> tuple[Array, Array]:
-        """Return, by number of layers, the bytes free for activations on a rank, and those of a micro-batch."""
+        """Return, by number of layers, the bytes for activations on a rank, and the bytes that a micro-batch saves."""
         key = ("rooms", *self._memory_key(shape), site.gpu.name, first, last)
         if key not in self._known:
             import numpy as np
@@ -224,9 +227,10 @@ class Cuts:
         return self._known[key]
 
     def fullest(self, shape: Shape, numbers: Iterable[int]) -> int:
-        """Return the least number of layers on the fullest rank, at any of these sites, or 0 if no cut fits memory.
+        """Return the least number of layers that the fullest rank must hold at these sites, or 0 if no cut fits memory.
 
-        Each rank holds as many layers as fit of those that need the least memory, and each layer fits some rank.
+        It is a lower bound: each rank takes as many of the layers with the smallest memory as fit. Each layer must fit
+        some rank.
         """
         memory_bytes = max(self._sites[number].gpu.memory_bytes for number in numbers)
         key = ("fullest", *self._memory_key(shape), memory_bytes, shape.num_stages)
@@ -264,7 +268,7 @@ class Cuts:
         return set(self._work.layers)
 
     def _least(self, count: int, first: bool, last: bool) -> LayerWork:
-        """Return the work of a rank whose layers have the least of everything."""
+        """Return the least work of a rank with ``count`` layers: the minimum of each field over any layers."""
         key = ("least", count, first, last)
         if key not in self._known:
             least: dict[str, Any] = {name: values[count] for name, values in self._works[False].items()}
@@ -286,5 +290,5 @@ class Cuts:
 
     @staticmethod
     def _memory_key(shape: Shape) -> tuple[Any, ...]:
-        """Return the inputs of the layers' time and memory; gradients of one micro-batch need not be added up."""
+        """Return the fields of a shape on which the time and memory of layers depend."""
         return *timing_key(shape), shape.replicas, shape.routes, shape.zero_stage, shape.microbatches == 1

@@ -48,7 +48,7 @@ class Estimates:
 
     @cached_property
     def _sums(self) -> dict[str, list[float]]:
-        """Sums over the layers before each, by field."""
+        """By field, the sum over all layers before each layer."""
         return {
             name: list(accumulate((getattr(layer, name) for layer in self.work.layers), initial=0)) for name in FIELDS
         }
@@ -58,7 +58,7 @@ class Estimates:
         return max(layer.parameters for layer in self.work.layers)
 
     def rank_work(self, layers: range, *, first: bool, last: bool) -> LayerWork:
-        """Return the operations and bytes per sequence of a pipeline rank."""
+        """Return the operations and bytes per sequence of a rank with these layers."""
         of: dict[str, Any] = {name: sums[layers.stop] - sums[layers.start] for name, sums in self._sums.items()}
         held = LayerWork(**of)
         held = held + self.work.before if first else held
@@ -69,19 +69,19 @@ class Estimates:
         return all(layer == self.work.layers[0] for layer in self.work.layers)
 
     def of_ranks(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
-        """A function's answers for each pipeline rank: of its work, its number of layers and its site."""
+        """Return a function's value for each pipeline rank; its arguments are work, number of layers and site."""
         return self._of(layout, layout.placement.single.rank_stages, what)
 
     def _of_stages(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
-        """The same for each virtual stage."""
+        """Return a function's value for each virtual stage; see `of_ranks`."""
         return self._of(layout, [(stage,) for stage in range(layout.virtual_stages)], what)
 
     def _of(
         self, layout: Layout, parts: Sequence[tuple[int, ...]], what: Callable[[LayerWork, int, Site], Found]
     ) -> list[Found]:
-        """A function's answers for parts of the model, given as virtual stages of one rank each.
+        """Return a function's value for parts of the model; each part is some virtual stages of one rank.
 
-        Parts in the middle that have as many layers, all alike, at one site have one answer.
+        Parts with equal layers at one site, neither first nor last, are computed once.
         """
         end, known, found = layout.virtual_stages - 1, {}, []
         ranges, ranks, sites = layout.layer_ranges(), layout.placement.stage_ranks, layout.site_of()
@@ -96,7 +96,7 @@ class Estimates:
         return found
 
     def stage_cost(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> StageCost:
-        """Seconds and bytes of a pipeline rank's micro-batch."""
+        """Return the seconds and bytes of one micro-batch on a pipeline rank."""
         forward_s, input_s, weight_s = self.stage_seconds(work, num_layers, shape, site)
         saved = self.activation_bytes(work, num_layers, shape)
         return StageCost(
@@ -109,7 +109,7 @@ class Estimates:
         )
 
     def stage_seconds(self, work: LayerWork, num_layers: Any, shape: Shape, site: Site) -> tuple[Any, Any, Any]:
-        """Seconds of a rank's forward, input gradients and weight gradients of a micro-batch.
+        """Return the seconds of a rank's forward, input gradients and weight gradients for one micro-batch.
 
         Fields of the work may be arrays, for many ranks at once.
         """
@@ -126,8 +126,9 @@ class Estimates:
     def layer_collectives_s(self, work: LayerWork, num_layers: Any, shape: Shape, site: Site) -> Any:
         """Return the seconds of the collectives among GPUs that share a layer, in one direction, per micro-batch.
 
-        Tensor parallelism: two all-gathers and two reduce-scatters of the residual stream a layer.
-        Context parallelism: one of keys and values. Expert parallelism: tokens there and back, of each GPU its own.
+        Tensor parallelism: two all-gathers and two reduce-scatters of the residual stream per layer.
+        Context parallelism: one collective of keys and values per layer. Expert parallelism: each GPU sends its tokens
+        to experts and gets them back.
         """
         size, seconds = shape.microbatch_size, 0.0
         if (tensor := shape.tensor) > 1:
@@ -143,17 +144,17 @@ class Estimates:
         return seconds
 
     def collective_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
-        """Seconds in which replicas reduce a rank's gradients and gather its weights (Atlas's ``get_latency_dp``).
+        """Return the seconds in which replicas reduce gradients and gather weights (Atlas's ``get_latency_dp``).
 
-        Replicas of one host reduce first, and hosts what is left to each (Centauri's group partition).
+        Replicas on one host reduce first. Then hosts reduce the shards that are left (Centauri's group partition).
         """
         return self._over_holders_s(self.trained_share(shape) * reduced_bytes(shape), work, shape, site)
 
     def across_s(self, work: LayerWork, shape: Shape, sites: Sequence[int]) -> float:
-        """Seconds in which replicas at several sites reduce and gather what each site's GPUs have reduced.
+        """Return the seconds in which replicas at several sites reduce and gather what each site has reduced.
 
-        Each GPU exchanges its share with those that have the same one at the other sites, all at the same time, over
-        its share of its host's uplink. Infinite where two of the sites have no link.
+        Each GPU exchanges its shard with the GPUs that have the same shard at the other sites. All GPUs do so at once,
+        each over its share of its host's uplink. Infinite if two of the sites have no link.
 
         Args:
             sites: sites of a pipeline rank, one for each route.
@@ -173,16 +174,16 @@ class Estimates:
         return seconds
 
     def least_across_s(self, work: LayerWork, shape: Shape) -> float:
-        """Return the least `across_s` of any routes."""
+        """Return the least `across_s` over all choices of routes."""
         if shape.routes == 1:
             return 0.0
         sent = self.across_bytes(work, shape)
         return min((latency_s + sent * byte_s for latency_s, byte_s in self.best_sites(shape.routes)), default=inf)
 
     def best_sites(self, routes: int) -> list[tuple[float, float]]:
-        """Return the inputs of `least_across_from_s` where no site is settled: seconds, and seconds of a byte.
+        """Return (latency, seconds per byte) of sites for `least_across_s`.
 
-        Of those sites that no other is better than in both.
+        Sites that another site beats in both values are left out.
         """
         if routes not in self._known_best:
             found = []
@@ -205,6 +206,7 @@ class Estimates:
 
         Args:
             known: the sites that are fixed; the others are those with the best links.
+            routes: number of routes.
         """
         best = self._uplinks[here]
         if any(site != here and site not in best for site in known) or routes > len(best) + 1:
@@ -221,7 +223,7 @@ class Estimates:
 
     @cached_property
     def _uplinks(self) -> list[dict[int, tuple[float, float]]]:
-        """Return, by site and linked site with GPUs, the delay and the seconds per byte of a GPU.
+        """By site and linked site with GPUs: the latency, and the seconds per byte of a GPU.
 
         The fastest uplinks come first.
         """
@@ -243,13 +245,13 @@ class Estimates:
         return self.trained_share(shape) * reduced_bytes(shape) * shared / shape.routes
 
     def weights_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
-        """Seconds in which a rank's weights are gathered for one pass of a micro-batch, while it computes: ZeRO 3."""
+        """Return the seconds of gathering a rank's weights for one pass of a micro-batch under ZeRO 3."""
         if shape.zero_stage < 3:
             return 0.0
         return self._over_holders_s(2.0, work, shape, site)
 
     def _over_holders_s(self, moved: float, work: LayerWork, shape: Shape, site: Site) -> float:
-        """Seconds in which so many bytes of each weight are reduced or gathered over the GPUs that hold the same."""
+        """Return the seconds of reducing or gathering ``moved`` bytes per weight over the GPUs that hold the weight."""
         dense, experts = self._held(work, shape)
         seconds = over_gpus_s(moved * dense, shape.lines_of_route // shape.tensor, shape.tensor, site)
         if shape.expert > 1:
@@ -257,7 +259,7 @@ class Estimates:
         return seconds
 
     def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
-        """Seconds of a rank's optimiser, which memory's bandwidth bounds."""
+        """Return the seconds of a rank's optimiser, which memory bandwidth limits."""
         stepped = self.work.trained_share * work.parameters / shape.lines
         if not shape.zero_stage:
             stepped = self.trained_share(shape) * self.parameters(work, shape)
@@ -271,11 +273,11 @@ class Estimates:
         return self.work.trained_share * (1 + self.work.adapter_share * (shape.tensor - 1) / 2)
 
     def parameters(self, work: LayerWork, shape: Shape) -> float:
-        """Weights of a rank on each of its GPUs."""
+        """Return the number of weights on each GPU of a rank."""
         return sum(self._held(work, shape))
 
     def _held(self, work: LayerWork, shape: Shape) -> tuple[float, float]:
-        """Weights on each GPU: those that tensor parallelism cuts, and experts that are shared out whole."""
+        """Return the weights on each GPU: dense ones cut by tensor parallelism, and whole experts."""
         if shape.expert == 1:
             return work.parameters / shape.tensor, 0.0
         return (work.parameters - work.expert_parameters) / shape.tensor, work.expert_parameters / shape.expert
@@ -291,7 +293,7 @@ class Estimates:
         return kept * shape.microbatch_size / shape.gpus_per_rank
 
     def memory(self, work: LayerWork, num_layers: int, shape: Shape, activations: float = 0.0) -> RankMemory:
-        """Return the memory of a rank's GPU, with so many bytes of saved activations."""
+        """Return the memory of a GPU of a rank with ``activations`` bytes of saved activations."""
         shards, held = shape.replicas * shape.context, self.parameters(work, shape)
         # experts that GPUs share have fewer holders than other weights
         share = work.parameters / shape.lines if shape.zero_stage else held / shards
@@ -318,12 +320,12 @@ class Estimates:
         return RankMemory(zero, activations, working * shape.microbatch_size / shape.gpus_per_rank, beside, stepping)
 
     def _gathered_bytes(self, shape: Shape) -> float:
-        """Return the bytes per sequence that a layer keeps of tensors that its ranks have gathered."""
+        """Return the bytes per sequence of gathered tensors that a layer keeps for its backward."""
         attended = self.work.attended_bytes / self.work.message_bytes
         return gathered_widths(shape.tensor, shape.context, attended) * self.work.message_bytes
 
     def costs(self, layout: Layout) -> CostModel:
-        """Seconds and bytes of one pipeline of a layout."""
+        """Return the seconds and bytes of one pipeline of a layout."""
         sites = self.cluster.sites
         stages = tuple(self._of_stages(layout, lambda work, held, site: self.stage_cost(work, held, layout, site)))
         pairs = {}
@@ -338,7 +340,7 @@ class Estimates:
         return LinkCost(latency_s=STARTING_S, bandwidth_bps=bps_of_gpu * shape.gpus_per_rank)
 
     def link_cost(self, here: int, there: int, shape: Shape) -> LinkCost:
-        """Return one pipeline's share of a link: as much of a host's uplink as it has of the host's GPUs."""
+        """Return one pipeline's share of a link: a host's uplink times the pipeline's share of the host's GPUs."""
         link = self.cluster.link(here, there)
         assert link is not None, "not neighbours"
         hosts = min(shape.gpus_per_rank / self.cluster.sites[site].gpus_per_host for site in (here, there))
@@ -350,29 +352,29 @@ class Estimates:
         )
 
     def _exchange_s(self, num_bytes: float, members: int, span: int, site: Site) -> float:
-        """A collective among members that ``span`` neighbouring GPUs hold."""
+        """Return the seconds of a collective among ``members`` ranks within ``span`` neighbouring GPUs."""
         starting_s = site.gpu.scale_up_latency_s if span <= site.gpus_per_host else STARTING_S
         return starting_s * (members - 1) + num_bytes / self._rate(span, site)
 
     def _rate(self, span: int, site: Site) -> float:
-        """Return the bytes per second of a GPU in a group of neighbouring ones."""
+        """Return the bytes per second of a GPU in a group of ``span`` neighbouring GPUs."""
         return (
             site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
         )
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """The larger of two numbers, or of each two of two arrays."""
+    """Return the larger of two numbers, or the elementwise maximum of two arrays."""
     return one.clip(other) if hasattr(one, "clip") else max(one, other)
 
 
 def reduced_bytes(shape: Shape) -> float:
-    """Bytes that are reduced and gathered in a step of each weight: fp32 gradients, bf16 weights."""
+    """Return the bytes per weight that a step reduces and gathers: fp32 gradients, bf16 weights."""
     return {0: 8.0, 3: 4.0}.get(shape.zero_stage, 4.0 + 2.0)
 
 
 def over_gpus_s(moved: float, count: int, apart: int, site: Site) -> float:
-    """Seconds in which so many bytes are reduced or gathered over GPUs, of which each ``apart``-th takes part."""
+    """Return the seconds of reducing or gathering ``moved`` bytes over ``count`` GPUs, every ``apart``-th of a site."""
     if count == 1:
         return 0.0
     together = min(count, max(1, site.gpus_per_host // apart))

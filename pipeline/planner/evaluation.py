@@ -38,14 +38,13 @@ class Evaluation:
         self._predictions = Predictions(self._estimates, self._traffic)
 
     def degrees_bound(self, degrees: Degrees) -> float:
-        """Return the lower bound of the score of these degrees: all GPUs share all work, and nothing else takes
-        time."""
+        """Return the lower bound of the score of these degrees: all GPUs share all work, without other costs."""
         whole = self._whole(degrees)
         step_s, price_seconds = self._bounds.together_s(whole)
         return self._request.bound_of(step_s, 0.0, price_seconds * whole.gpus_per_rank, 0.0, self._tokens(whole))
 
     def alone_bound(self, site: int) -> float:
-        """Return the least cost of the work at a site, for any layout."""
+        """Return the lowest cost of the work at a site, for any layout."""
         shapes = map(self._whole, all_degrees(self._cluster, self._work, self._request))
         price = self._cluster.sites[site].price / 3600
         return min(
@@ -57,14 +56,17 @@ class Evaluation:
         )
 
     def _whole(self, degrees: Degrees) -> Shape:
-        """Return a shape of one stage with one micro-batch of maximum size, or size 1 for the latency objective."""
+        """Return a shape with one stage and one micro-batch of the largest size that the degrees allow.
+
+        For the latency objective the micro-batch is one sequence.
+        """
         request = self._request
         size = request.sequences or request.pins.get("microbatch_size", MOST_SEQUENCES)
         size = size if request.sequences or request.objective is not Objective.latency else 1
         return Shape(num_stages=1, replicas=1, microbatches=1, microbatch_size=size, **degrees._asdict())
 
     def going_on_bound(self, shape: Shape, route: Route | None, site: int) -> float:
-        """Return the least score of a pipeline that continues from a site of a route to another, wherever that is."""
+        """Return the least score of a pipeline that continues from a site of a route to any other site."""
         step_s = self._bounds.going_on_s(shape, route or Route((), ()), site)
         if step_s == inf:
             return inf
@@ -96,10 +98,10 @@ class Evaluation:
         return self._request.bound_of(step_s, price, self._bounds.price_seconds(shape), 0.0, self._tokens(shape))
 
     def crowding(self, shape: Shape) -> float:
-        """Return the expected ratio of a step to its bound, if memory holds few micro-batches.
+        """Return the expected ratio of a step to its bound if memory holds few micro-batches.
 
-        The estimate is based on the micro-batches in flight that fit the first rank if layers are divided evenly. Other
-        cuts may do better, so it is not a bound. The search begins where it is low.
+        It assumes an even division of layers, and counts the micro-batches in flight that fit the first rank. Other
+        cuts may do better, so it is not a bound. The search begins where the ratio is low.
         """
         part, held = self._even_part(shape)
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in self._cluster.sites)
@@ -109,21 +111,21 @@ class Evaluation:
         return max(1.0, self._bounds.crowded_s(shape, in_flight) / step_s) if step_s else 1.0
 
     def _even_part(self, shape: Shape) -> tuple[LayerWork, int]:
-        """Return the part of a rank if all have as much, and its number of layers."""
+        """Return the work and the number of layers of a rank if all ranks have equally much."""
         return self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
 
     def across_bound(self, shape: Shape) -> float:
-        """Return the least score of a shape because its replicas, at different sites, reduce over the WAN."""
+        """Return the least score of a shape if its replicas are at different sites and reduce over the WAN."""
         across_s = self._estimates.least_across_s(self._bounds.part(shape.num_stages), shape)
         price = shape.gpus * self._least_price
         return self._request.score_of(across_s, None, price, 0.0, self._tokens(shape))
 
     def sites_of_several(self) -> int:
-        """Sites of a pipeline, where replicas have routes of their own; among many sites whole pipelines in one."""
+        """The maximum number of sites of a pipeline if replicas have routes of their own; 1 if there are many sites."""
         return self._request.max_sites if len(self._cluster.sites) <= FEW_SITES else 1
 
     def route_bound(self, shape: Shape, route: Route, max_sites: int = 0) -> float | None:
-        """Return the lower bound of the score of routes with this beginning, or None if there are none."""
+        """Return the lower bound of the score of routes that begin with ``route``, or None if there are none."""
         numbers = route.sites if route.is_whole(shape) else range(len(self._cluster.sites))
         if not (fullest := self._cuts.fullest(shape, numbers)):
             self.refused.memory()
@@ -146,7 +148,7 @@ class Evaluation:
         return request.bound_of(step_s, price, paid, egress, self._tokens(shape))
 
     def tables(self, shape: Shape, route: Route) -> list[tuple[float, CutTable]]:
-        """All cuts of a whole route in tables, with what no cut of each and no schedule scores below."""
+        """Return the tables of all cuts of a whole route, each with the lower bound of its scores."""
         price, egress = self._traffic.price(shape, route), self._traffic.egress(shape, route)
         if shape.arrangement.startswith("site_") and len({way.stages for way in empty_layout(shape, route).ways}) > 1:
             return []  # virtual stages have to lie on the same ranks of all replicas
@@ -159,14 +161,14 @@ class Evaluation:
         return found
 
     def cuts_below(self, table: CutTable, shape: Shape, route: Route, score: float) -> Iterator[tuple[int, ...]]:
-        """The cuts of a table that may score less."""
+        """Yield the cuts of a table whose score may be below ``score``."""
         price, egress = self._traffic.price(shape, route), self._traffic.egress(shape, route)
         return table.below(self._request.step_of(score, price, egress, self._tokens(shape)))
 
     def candidates(
         self, shape: Shape, route: Route, cuts: Iterable[tuple[int, ...]] | None = None
     ) -> Iterator[Candidate]:
-        """The layouts of a route: one for each size of DP-cell and schedule.
+        """Yield the candidates of a route: one for each cut, size of DP-cell and schedule.
 
         Args:
             cuts: layers by virtual stage; None takes those whose slowest rank is the fastest.
@@ -176,7 +178,7 @@ class Evaluation:
         return self._candidates.of(shape, route, cuts)
 
     def schedule(self, candidate: Candidate) -> Prediction | None:
-        """The prediction of a scheduled layout, or None if its schedule exceeds memory."""
+        """Schedule a candidate; return its prediction, or None if its schedule exceeds memory."""
         return self._predictions.of(candidate)
 
     def _tokens(self, shape: Shape) -> int:

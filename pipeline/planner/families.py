@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class FamilyBounds:
-    """The lower bounds of the scores of a family's shapes."""
+    """Lower bounds of the scores of many families at a time."""
 
     def __init__(self, cluster: Cluster, estimates: Estimates, bounds: Bounds, request: Request) -> None:
         self._cluster, self._estimates, self._bounds, self._request = cluster, estimates, bounds, request
@@ -30,12 +30,14 @@ class FamilyBounds:
     def of(
         self, family: Shape, replicas: Array, microbatches: Array, routes: Array, stages: Array, *, crosses: bool
     ) -> Array:
-        """Scores that no layout beats that has so many stages, or fewer; arrays of the same size, or of one value.
+        """Return lower bounds of the scores of all layouts with at most this number of stages.
+
+        The arrays have the same size, or one value.
 
         Args:
-            family: the degrees, the size of micro-batches and checkpointing of all of them.
-            crosses: the ranks are more than any site has space for, so a pipeline crosses a link at least; that is
-                for exactly so many stages.
+            family: a shape with the degrees, micro-batch size and checkpointing that all families have.
+            crosses: True if there are more ranks than any site has GPUs for, so that a pipeline crosses at least one
+                link. The bounds are then for exactly this number of stages.
         """
         import numpy as np
 
@@ -63,7 +65,11 @@ class FamilyBounds:
         return bound
 
     def _speeds(self, family: Shape) -> tuple[Array, Array, Array]:
-        """Units of sites, the most first; and the least that any site with as many takes, also by stages."""
+        """Return the sites' capacities, the largest first, and the least seconds at sites of at least this capacity.
+
+        The second array has the rows ``whole_s``, ``through_s`` and the price of the work. The third has the seconds of
+        the slowest rank, by number of stages.
+        """
         key = (family.tensor, family.context, family.expert, family.microbatch_size, family.checkpointing)
         if key not in self._known:
             import numpy as np
@@ -83,7 +89,7 @@ class FamilyBounds:
         return self._known[key]
 
     def _hops(self, family: Shape, replicas: Array, routes: Array) -> tuple[float, Array, Array]:
-        """Seconds of the quickest hop's sending, and of the whole hop, by the DP-cell that is possible at most."""
+        """Return the seconds of sending over the quickest hop, and by family the whole hop and the largest DP-cell."""
         import numpy as np
 
         key = ("hops", family.tensor, family.context, family.expert, family.microbatch_size)
@@ -97,9 +103,9 @@ class FamilyBounds:
         return sent_s, ways_s[most], cells[most]
 
     def _ends_s(self, family: Shape, replicas: Array, routes: Array, stages: Array) -> Array:
-        """Return the least seconds of reducing, gathering and the optimiser, for a rank with the average share.
+        """Return the least seconds of reducing, gathering and the optimiser, for a rank with an average share.
 
-        Sites are taken to be as good as the best of them in everything.
+        All sites count as if each of their properties were the best of any site.
         """
         import numpy as np
 

@@ -26,11 +26,11 @@ _ROUNDED_UP = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Latency:
-    """The latency of one step's pipeline.
+    """The predicted time and memory of one step of a pipeline.
 
     Attributes:
-        step_s: until the last rank has computed its last gradient.
-        peak_bytes: activations that each rank holds at most.
+        step_s: seconds until the last rank has computed its last gradient.
+        peak_bytes: by rank, the peak bytes of activations.
     """
 
     step_s: float
@@ -45,16 +45,16 @@ def pipeline_latency(
     schedule: str = "auto",
     enough_s: float = 0.0,
 ) -> Latency:
-    """The step that a list scheduler finds for a DP-cell, or 1F1B takes; `auto` searches on from there.
+    """Return the step of a DP-cell by a list scheduler or 1F1B; later, `auto` improves it by a search.
 
-    Long runs have a closed form: the first micro-batches are scheduled, and the period in which
-    the pipeline repeats itself is counted on.
+    For many micro-batches, only the first ones are scheduled. The rest follows from the period with which the
+    pipeline repeats itself.
 
     Args:
-        costs: of one pipeline.
-        cap_bytes: activations that a rank may hold.
+        costs: costs of one pipeline.
+        cap_bytes: maximum activation bytes of a rank.
         schedule: ``auto`` or ``1f1b``.
-        enough_s: a step for which no shorter one is looked for.
+        enough_s: stop trying rules once a step is this short.
     """
     first, *others = _RULES[len(placement.legs)] if schedule == "auto" else (schedule,)
     best = _latency(placement, num_microbatches, costs, cap_bytes, first)
@@ -66,7 +66,7 @@ def pipeline_latency(
 
 
 def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_bytes: float, rule: str) -> Latency:
-    """Extrapolate a step by one rule, from a prefix that the same rule scheduled."""
+    """Extrapolate a step by one rule from a prefix that the same rule scheduled."""
     first = first_microbatches(placement.single.num_stages)
     if num_microbatches <= first:
         return _scheduled(placement, num_microbatches, costs, cap_bytes, rule)[0]
@@ -84,9 +84,9 @@ def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_
 
 
 def _period(finished_s: Sequence[float]) -> tuple[int, float]:
-    """Return the period of a pipeline in micro-batches and in seconds; (1, average) if it is not periodic.
+    """Return the period of a pipeline in micro-batches and in seconds, or (1, average) if it is not periodic.
 
-    Only the middle half is examined, in which the pipeline is full.
+    Only the middle half is examined, during which the pipeline is full.
 
     Args:
         finished_s: when each micro-batch has finished its backward.
@@ -104,7 +104,7 @@ def _period(finished_s: Sequence[float]) -> tuple[int, float]:
 
 
 def first_microbatches(num_stages: int) -> int:
-    """Return up to how many micro-batches a pipeline of ``num_stages`` virtual stages is scheduled as a whole."""
+    """Return up to how many micro-batches a pipeline of ``num_stages`` virtual stages is scheduled completely."""
     return max(4 * num_stages + 8, 32)
 
 
@@ -114,10 +114,11 @@ def latency_bound_s(
     """Return the lower bound of a DP-cell's step for any schedule: `lower_bound_s` without a `Problem`.
 
     Args:
-        costs: of one pipeline.
-        in_flight: micro-batches that the rank of each virtual stage has memory for, if it holds no other stage. One
-            holds its memory at least from its forward to its input gradient, so a stage without room for all that
-            are on their way and back waits. Of several stages, each holds its share of the memory for as long.
+        costs: costs of one pipeline.
+        in_flight: by virtual stage, how many of its micro-batches would fit the memory of its rank if the rank held no
+            other stage; empty ignores memory. A micro-batch occupies memory at least from the stage's forward to its
+            input gradient. So each occupies ``1 / in_flight`` of the memory for that time, and others have to wait if
+            the memory is full. On a rank with several stages, their shares add up.
     """
     single, stages = placement.single, costs.stages
     last, cell, count = single.num_stages - 1, placement.pipelines, num_microbatches
@@ -178,7 +179,7 @@ def latency_bound_s(
 def _scheduled(
     placement: Placement, count: int, costs: CostModel, cap_bytes: float, rule: str
 ) -> tuple[Latency, list[float]]:
-    """The whole step by one rule, and when each micro-batch has come back to the first rank."""
+    """Return the whole step by one rule, and when each micro-batch has returned to the first rank."""
     problem = Problem(placement, count, costs.for_cell(placement.pipelines))
     if rule == "1f1b":
         rows = problem.rows(generate_1f1b(placement, count).rows)

@@ -14,18 +14,18 @@ LEGS = {"straight": "d", "fold": "du", "site_fold": "du", "site_interleaved": "d
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """All of a layout except its sites.
+    """A layout without its sites, layers and DP-cells.
 
     Attributes:
         num_stages: pipeline ranks.
         replicas: number of pipelines.
-        tensor, context, expert: GPUs that share a layer's weights, a sequence, the experts. Those that share
-            experts are neighbours of any replica, those that share weights among them.
+        tensor, context, expert: numbers of GPUs that share a layer's weights, a sequence, the experts. GPUs that share
+            experts are neighbours in any replica, and GPUs that share weights are neighbours among those.
         microbatches: micro-batches per step and replica.
-        microbatch_size: sequences.
+        microbatch_size: sequences per micro-batch.
         checkpointing: True if backwards compute their forwards again.
         arrangement: arrangement of virtual stages on ranks, one of `LEGS`.
-        routes: sets of equally many replicas, each of which goes through sites of its own.
+        routes: number of sets of replicas; all sets are equally large, and each goes through its own sites.
     """
 
     num_stages: int
@@ -42,7 +42,7 @@ class Shape:
 
     @property
     def legs(self) -> str:
-        """Passes through the ranks, each a virtual stage of every rank. See `Placement`."""
+        """Passes through the ranks; each pass is one virtual stage on every rank. See `Placement`."""
         return LEGS[self.arrangement]
 
     @property
@@ -56,55 +56,58 @@ class Shape:
 
     @property
     def virtual_stages(self) -> int:
-        """Parts that layers are cut into."""
+        """The number of parts into which the layers are cut."""
         return self.num_stages * len(self.legs)
 
     @property
     def gpus_per_rank(self) -> int:
-        """GPUs of one pipeline rank of one replica."""
+        """The number of GPUs of one pipeline rank of one replica."""
         return self.tensor * self.context
 
     @property
     def lines(self) -> int:
-        """Pipelines of GPUs: those of each pipeline rank."""
+        """The number of GPUs of each pipeline rank, over all replicas."""
         return self.replicas * self.gpus_per_rank
 
     @property
     def replicas_of_route(self) -> int:
-        """Replicas that go through the same sites."""
+        """The number of replicas that go through the same sites."""
         return self.replicas // self.routes
 
     @property
     def lines_of_route(self) -> int:
-        """Those of one route."""
+        """The number of GPUs of each pipeline rank, over the replicas of one route."""
         return self.replicas_of_route * self.gpus_per_rank
 
     @property
     def may_pool(self) -> bool:
-        """True if replicas may pool their uplinks: in a DP-cell pipelines take turns, and GPUs that share a layer
-        work at the same time. Cells are compared for pipelines that all go through the same sites."""
+        """True if replicas may pool their uplinks in a DP-cell.
+
+        In a cell pipelines send in turns, whereas GPUs that share a layer send at the same time. Cells are compared
+        only if all pipelines go through the same sites.
+        """
         return self.gpus_per_rank == self.expert == self.routes == 1
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """The number of GPUs of all replicas."""
         return self.num_stages * self.replicas * self.gpus_per_rank
 
     @property
     def sequences(self) -> int:
-        """Return the sequences of a step."""
+        """The number of sequences of a step."""
         return self.replicas * self.microbatches * self.microbatch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Shape):
-    """A way to train: a shape with sites, layers and cells.
+    """A complete way to train: a shape with its sites, layers and DP-cells.
 
     Attributes:
         sites: numbers of the sites used, in pipeline order, route after route.
-        stages: pipeline ranks at each of them.
-        layers: decoder layers of each virtual stage.
-        cell: replicas that pool their uplinks (Atlas section 4.4); the last cell may hold fewer.
+        stages: for each entry of ``sites``, its number of pipeline ranks.
+        layers: number of decoder layers of each virtual stage.
+        cell: number of replicas that pool their uplinks (Atlas section 4.4); the last cell may hold fewer.
         connections: TCP connections per hop between sites.
     """
 
@@ -117,7 +120,7 @@ class Layout(Shape):
 
     @property
     def ways(self) -> list[Layout]:
-        """The layout as each route sees it: with the sites of this route alone."""
+        """The layout of each route: with the sites of this route alone."""
         if self.routes == 1:
             return [self]
         found, first, held = [], 0, 0
@@ -130,7 +133,7 @@ class Layout(Shape):
 
     @property
     def links(self) -> list[tuple[int, int]]:
-        """Pairs of sites that talk: those that a pipeline crosses the border of, and those whose replicas reduce."""
+        """Pairs of sites that exchange data, through a pipeline's hop or through a reduction among replicas."""
         hops = [pair for way in self.ways for pair in pairwise(way.sites)]
         together = zip(*(way.site_of() for way in self.ways), strict=True)
         pairs = [*hops, *(pair for at in together for pair in combinations(at, 2))]
@@ -138,22 +141,22 @@ class Layout(Shape):
 
     @property
     def placement(self) -> Placement:
-        """Return the placement of a whole DP-cell, on the route that goes through most sites."""
+        """The placement of a whole DP-cell, on the route with the most sites."""
         way = max(self.ways, key=lambda way: len(way.sites))
         return replace(self.placed(way.stages), pipelines=self.cell)
 
     @property
     def cells(self) -> list[Placement]:
-        """Return the sizes of its DP-cells: the last one holds the remaining replicas."""
+        """The placements of its DP-cells; the last one holds the remaining replicas."""
         sizes = {self.cell, self.replicas % self.cell or self.cell}
         return [replace(self.placement, pipelines=size) for size in sorted(sizes, reverse=True)]
 
     def layer_ranges(self) -> list[range]:
-        """The layers of each virtual stage."""
+        """Return the layers of each virtual stage."""
         return [range(*bounds) for bounds in pairwise([0, *accumulate(self.layers)])]
 
     def site_of(self) -> list[int]:
-        """The site of each pipeline rank, route after route."""
+        """Return the site of each pipeline rank, route after route."""
         return [site for site, held in zip(self.sites, self.stages, strict=True) for _ in range(held)]
 
 
@@ -162,12 +165,12 @@ class Prediction:
     """The prediction for a layout.
 
     Attributes:
-        step_s: seconds of a step: the pipeline, what replicas reduce and gather, the optimiser.
+        step_s: seconds of a step: the pipeline, collectives over replicas, the optimiser.
         bound_s: lower bound of a step of this layout.
-        busy_s: seconds in which the average GPU computes.
-        mfu: share of the GPUs' peak that the model's own operations take.
-        memory: bytes of the fullest GPU; ``memory_share`` is relative to the device.
-        cap_bytes: for saved activations on any rank.
+        busy_s: seconds for which a GPU computes, on average.
+        mfu: share of the GPUs' peak that the model's own operations reach.
+        memory: bytes of the fullest GPU; ``memory_share`` is its share of the device's memory.
+        cap_bytes: limit on the saved activations of any rank.
         wan_bytes: bytes that leave sites in a step.
         binds: the bottleneck.
     """
@@ -191,17 +194,17 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens per second of all replicas."""
+        """The tokens per second of all replicas."""
         return self.tokens / self.step_s
 
     @property
     def bubble_share(self) -> float:
-        """Share of a step in which GPUs do not compute."""
+        """The share of a step in which GPUs do not compute."""
         return max(0.0, 1 - self.busy_s / self.step_s)
 
     @property
     def cost_per_step(self) -> float:
-        """GPUs by time, and bytes that leave sites."""
+        """The cost of the GPUs' time and of the bytes that leave sites."""
         return self.price_per_hour * self.step_s / 3600 + self.egress_per_step
 
     def hours(self, tokens: float) -> float:

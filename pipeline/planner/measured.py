@@ -29,7 +29,7 @@ COLLECTIVE_FIELDS = ("ranks", "latency_us", "gb_per_s")
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCollectives:
-    """All-gathers and reduce-scatters among GPUs of one host, on average.
+    """The average cost of all-gathers and reduce-scatters among GPUs of one host.
 
     Attributes:
         ranks: number of participating ranks.
@@ -44,10 +44,10 @@ class MeasuredCollectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Costs of a model's layers, and what they were measured on.
+    """The measured costs of a model's layers, with the device and model of the measurement.
 
     Attributes:
-        gpu: kind of the device, or empty for one that is not in the hardware table.
+        gpu: kind of the device, or empty if the hardware table does not have it.
         device: name from the driver.
     """
 
@@ -60,7 +60,10 @@ class Measured:
     collectives: MeasuredCollectives | None = None
 
     def applied(self, work: ModelWork, cluster: Cluster) -> Cluster:
-        """The cluster, whose GPUs are as efficient as this one, and those of this kind as quick to exchange.
+        """Return ``cluster`` with the measured costs.
+
+        All GPUs get the measured efficiency. If collectives were measured, sites with this kind of GPU get their
+        bandwidth and latency inside a host, too.
 
         Raises:
             ValueError: see `efficiency`.
@@ -83,10 +86,11 @@ class Measured:
         return replace(cluster, sites=sites, efficiency=self.efficiency(work, cluster))
 
     def efficiency(self, work: ModelWork, cluster: Cluster) -> float:
-        """The share of the GPU's peak that the layers reached.
+        """Return the share of the GPU's peak that the layers reached.
 
         Raises:
-            ValueError: the layers are not this model's, or were measured on no GPU of the cluster.
+            ValueError: the layers are not this model's, the cluster has no GPU of the measured kind, or the share is
+                not between 0 and 1.
         """
         if len(self.layers.stages) != len(work.layers) or self.sequence_length != work.sequence_length:
             raise ValueError(
@@ -110,7 +114,7 @@ class Measured:
 
 
 def load_measured(path: Path) -> Measured:
-    """Read what `weft profile` has written.
+    """Read a file that `weft profile` has written.
 
     Raises:
         ValueError: the file cannot be read, or does not name the GPU and model that were measured.

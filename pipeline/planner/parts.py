@@ -14,13 +14,15 @@ from weft.pipeline.planner.space import Family
 
 
 class Opened(NamedTuple):
-    """A part of the space that is still to be looked at.
+    """A part of the space in the queue of the search, which may still be divided.
 
     Attributes:
-        expected: score that orders the search; ``bound`` is a lower bound of the score.
-        shape: of a family, with any of its numbers of stages, or all but its route.
+        expected: score that orders the search.
+        bound: lower bound of the scores of the part.
+        shape: the shape; if ``family`` is set, any shape of the family, with any of its numbers of stages.
+        route: the first sites of the part's layouts.
         crowding: ratio of ``expected`` to ``bound``; None if unknown.
-        cuts: further cuts of a whole route.
+        cuts: the remaining cuts of a whole route, or None before its first cuts are placed.
     """
 
     expected: float
@@ -35,7 +37,13 @@ class Opened(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A whole layout that is still to be scheduled."""
+    """A candidate in the queue of layouts to schedule.
+
+    Attributes:
+        expected: score that orders the queue.
+        number: unique number, which breaks ties.
+        bound: lower bound of the candidate's score.
+    """
 
     expected: float
     number: int
@@ -44,7 +52,13 @@ class Placed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of a search: predictions, the least bound of the parts left out, and whole layouts by their bounds."""
+    """The result of a search.
+
+    Attributes:
+        predictions: scheduled layouts.
+        left_out: least bound of the parts that were not examined.
+        spare: candidates that were not scheduled, with their bounds.
+    """
 
     predictions: list[Prediction]
     left_out: float
@@ -55,5 +69,5 @@ _SHAPE = tuple(field.name for field in fields(Shape))
 
 
 def place_of(layout: Layout) -> tuple[Shape, Route]:
-    """All of a layout but its cut, its schedule and its DP-cells."""
+    """Return the shape and the route of a layout."""
     return Shape(**{name: getattr(layout, name) for name in _SHAPE}), Route(layout.sites, layout.stages)

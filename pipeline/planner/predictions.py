@@ -1,4 +1,4 @@
-"""Predictions: candidates as their schedules have them."""
+"""Predictions: schedule candidates, and derive time, memory and cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Predictions:
         self._predicted: dict[Layout, Prediction | None] = {}
 
     def of(self, candidate: Candidate) -> Prediction | None:
-        """The prediction of a scheduled layout, or None if its schedule exceeds memory."""
+        """Return the prediction for a candidate once it is scheduled, or None if its schedule exceeds memory."""
         if candidate.layout not in self._predicted:
             self._predicted[candidate.layout] = self._predict(candidate)
         return self._predicted[candidate.layout]

@@ -14,7 +14,7 @@ from weft.pipeline.workload import ModelWork
 
 
 class Refusals:
-    """The counted reasons for which layouts of one request were refused."""
+    """Counts of the reasons for which the layouts of one request were refused."""
 
     def __init__(self, cluster: Cluster, work: ModelWork, request: Request) -> None:
         self._cluster, self._work, self._request = cluster, work, request
@@ -27,7 +27,7 @@ class Refusals:
         self._reasons["gpus"] += 1
 
     def links(self) -> None:
-        """Count a layout whose sites with enough GPUs have no links."""
+        """Count a layout for which the sites with enough GPUs have no links."""
         self._reasons["links"] += 1
 
     def memory(self, least_bytes: float = float("inf"), where: str = "") -> None:
@@ -36,7 +36,7 @@ class Refusals:
         self._reasons["memory"] += 1
 
     def price(self, an_hour: float) -> None:
-        """Count a layout that costs ``an_hour``, above the limit."""
+        """Count a layout whose hourly price ``an_hour`` is above the limit."""
         self._least_price = min(self._least_price, an_hour)
         self._reasons["price"] += 1
 

@@ -14,7 +14,7 @@ from weft.pipeline.states import USABLE
 
 
 class Objective(Enum):
-    """The quantity of which the best plan has least."""
+    """The quantity that the best plan minimises."""
 
     throughput = "throughput"
     cost = "cost"
@@ -52,15 +52,15 @@ class Request:
     """The request for a plan.
 
     Attributes:
-        sequences: sequences of a step over all replicas; 0 lets it follow from pinned micro-batches.
+        sequences: sequences of a step over all replicas; with 0 it follows from pinned micro-batches.
         tokens: number of training tokens, for hours and cost.
         max_memory: share of a GPU's memory that a plan may fill.
         max_sites: maximum number of sites of a pipeline; 0 is no limit.
         max_cost_per_hour: maximum cost of all GPUs; 0 is no limit.
-        home: numbers of the sites in which data has to stay: the first pipeline rank reads tokens,
-            the last one labels; empty is anywhere.
-        pins: values that layouts must have, by their field.
-        effort: actions that may be scheduled to tell layouts apart.
+        home: numbers of the sites where data has to stay; empty means anywhere. The first pipeline rank reads tokens
+            and the last one labels, so both have to be there.
+        pins: required values, by the field of a layout.
+        effort: maximum number of actions that may be scheduled to compare layouts.
     """
 
     sequences: int
@@ -82,7 +82,10 @@ class Request:
         return self.score_of(found.step_s, found.layout, found.price_per_hour, found.egress_per_step, found.tokens)
 
     def ranked(self, found: Iterable[Prediction]) -> list[Prediction]:
-        """Predictions, best first; of equal scores the cheaper one comes first, and of equal costs the faster one."""
+        """Return predictions, the best first.
+
+        Of equal scores the cheaper prediction comes first, and of equal costs the faster one.
+        """
         ranked: list[Prediction] = []
         equal: list[Prediction] = []
         for one in sorted(found, key=self.score):
@@ -96,7 +99,10 @@ class Request:
         return found.step_s if self.objective is Objective.cost else found.cost(1.0)
 
     def score_of(self, step_s: Any, layout: Layout | None, price_per_hour: Any, egress: float, tokens: Any) -> Any:
-        """Seconds or money of a token, or seconds of a step; grows with ``step_s`` and prices. Also of arrays."""
+        """Return the score of a step: seconds or cost per token, or seconds per step, by the objective.
+
+        It grows with ``step_s`` and prices. The arguments may be arrays.
+        """
         if self.objective is Objective.latency:
             return step_s
         if self.objective is Objective.cost:
@@ -107,7 +113,7 @@ class Request:
         """Return the lower bound of the score for a least duration and a least cost per hour.
 
         Args:
-            price_seconds: prices per hour times seconds that are paid for at least, however long a step is.
+            price_seconds: hourly prices times seconds that have to be paid at least, whatever the duration of a step.
         """
         bound = self.score_of(step_s, None, price_per_hour, egress, tokens)
         if self.objective is Objective.cost:
@@ -115,7 +121,7 @@ class Request:
         return bound
 
     def step_of(self, score: float, price_per_hour: float, egress: float, tokens: int) -> float:
-        """Seconds of the step that has a score: the inverse of `score_of`."""
+        """Return the seconds of a step with this score: the inverse of `score_of`."""
         if self.objective is Objective.latency:
             return score
         if self.objective is Objective.cost:
@@ -124,7 +130,7 @@ class Request:
 
 
 def read_pins(words: list[str]) -> dict[str, Any]:
-    """Pins from words such as ``pipeline.stages=8``.
+    """Return pins from words such as ``pipeline.stages=8``.
 
     Raises:
         ValueError: a field cannot be fixed, or not to this value.
@@ -142,7 +148,7 @@ def read_pins(words: list[str]) -> dict[str, Any]:
 
 
 def _require_together(pins: Mapping[str, Any]) -> None:
-    """Refuse pins that no run has together."""
+    """Refuse combinations of pins that no run supports."""
     axes = {axis: size for axis in ("tensor", "context", "expert") if (size := pins.get(axis, 1)) > 1}
     if (cell := pins.get("cell", 1)) > 1 and axes:
         named = " and ".join(f"parallel.{axis}={size}" for axis, size in axes.items())

@@ -1,4 +1,4 @@
-"""The routes of a shape: orders of sites that a pipeline goes through, and how many ranks each holds."""
+"""The routes of a shape: the order of sites that a pipeline goes through, and how many ranks each site holds."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FEW_SITES = 6
 class Route:
     """Sites in pipeline order, and the pipeline ranks at each: the Partitions of Algorithm 1 (Atlas).
 
-    Where sets of replicas go through sites of their own, one set's after the other's.
+    If sets of replicas go through different sites, the route is the concatenation of the sets' routes.
     """
 
     sites: tuple[int, ...]
     stages: tuple[int, ...]
 
     def is_whole(self, shape: Shape) -> bool:
-        """True if it has all of a shape's ranks."""
+        """Return True if it places all ranks of a shape."""
         return sum(self.stages) == shape.routes * shape.num_stages
 
     def hops(self, shape: Shape) -> Iterator[tuple[int, int]]:
-        """Pairs of sites that a pipeline crosses the border of."""
+        """Yield the pairs of sites between which a pipeline sends."""
         held = 0
         for (here, there), stages in zip(pairwise(self.sites), self.stages, strict=False):
             held += stages
@@ -38,7 +38,7 @@ class Route:
                 yield here, there
 
     def last(self, shape: Shape) -> Route:
-        """Return the last set of replicas, as far as it goes."""
+        """Return the part of the route that belongs to the last set of replicas, which may be incomplete."""
         before, rest = divmod(sum(self.stages), shape.num_stages)
         skipped, left = 0, (before - (rest == 0)) * shape.num_stages
         while left > 0:
@@ -48,11 +48,11 @@ class Route:
 
 
 class Routes:
-    """The routes of shapes, a site at a time.
+    """The routes of shapes, extended one site at a time.
 
-    In Algorithm 1 (steps 3 to 10) each site takes as many ranks as it has space for, in a given order. Here a site
-    may hold fewer, and every order along links is a route. Of sites that are alike in all, one order stands for the
-    others, the one of the cheapest.
+    In Algorithm 1 (steps 3 to 10) each site takes as many ranks as it has GPUs for, in a given order. Here a site
+    may hold fewer, and every order along links is a route. If sites are equivalent, only the order with the cheapest
+    ones first is tried.
     """
 
     def __init__(self, cluster: Cluster, request: Request) -> None:
@@ -67,10 +67,12 @@ class Routes:
     def longer(
         self, shape: Shape, route: Route | None, may_go_on: Callable[[int], bool] = lambda site: True
     ) -> Iterator[Route]:
-        """Routes that go on from one for a site, or of one site, with any number of ranks at it.
+        """Yield the routes that extend ``route`` by one site, with every possible number of ranks there.
+
+        Without a route, yield the routes of one site.
 
         Args:
-            may_go_on: True if a pipeline that goes on from this site to another is worth a look.
+            may_go_on: returns False for a site from which no pipeline that continues to another site is worth trying.
         """
         caps, kinds, alike = self._of(shape)
         home, most = self._request.home, self._request.max_sites

@@ -34,11 +34,12 @@ class Plan:
     """The result of the search.
 
     Attributes:
-        ranked: predictions, best first: of each set of sites and each shape the best.
-        gap: the best scores at most so much more than any layout of the space, as a share: it would be so much faster,
-            or the best is so much dearer.
-        shapes: number of compared shapes, where folds within sites and over them are one, by a bound of their own
-            or one for many that are alike; ``scheduled`` is how many layouts were scheduled.
+        ranked: predictions, best first: the best of each set of sites and each shape.
+        gap: upper bound, as a share, of the improvement that any layout of the space could bring: how much faster it
+            could be, or how much dearer the best is.
+        shapes: number of compared shapes. Folds within sites and over them count as one shape. A shape counts if it
+            had a lower bound of its own or shared one with similar shapes.
+        scheduled: number of layouts that were scheduled.
     """
 
     cluster: Cluster
@@ -51,17 +52,17 @@ class Plan:
 
     @property
     def alone(self) -> Prediction | None:
-        """The best that stays in one site, if there is any."""
+        """The best prediction within one site, or None."""
         return next((one for one in self.ranked if len(one.layout.sites) == 1), None)
 
     @property
     def best(self) -> Prediction:
-        """The first of the ranking."""
+        """The first prediction of the ranking."""
         return self.ranked[0]
 
     @property
     def left_out(self) -> list[str]:
-        """Return the layouts outside the space of the gap, besides those that the request excludes."""
+        """The kinds of layouts that ``gap`` does not cover, besides those that the request excludes."""
         found = ["DP-cells with tensor, context or expert parallelism"]
         sites = len(self.cluster.sites)
         pins = self.request.pins
@@ -79,10 +80,10 @@ class Plan:
 def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     """Find the best layouts of a model on a cluster.
 
-    The space has every value that a pin may have, but for `Plan.left_out`. A family is what shapes have in common that
-    differ in stages, ZeRO and placement; a shape is all of a layout but its sites and its cut. Degrees, families,
-    shapes, routes through sites and cuts are parts of one another with lower bounds. See `Search`. Pipelines of few
-    sites are searched first, and those of replicas at different sites last.
+    The space has every value that a pin may have, except `Plan.left_out`. A shape is a layout without its sites and its
+    cut. A family is a set of shapes that differ only in stages, ZeRO and placement. The search divides the space into
+    degrees, families, shapes, routes through sites, and cuts; each part has a lower bound. See `Search`. Pipelines of
+    few sites are searched first, and replicas at different sites last.
 
     Raises:
         ValueError: no layout fits; the message names the binding constraint.
@@ -116,7 +117,7 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
 
 
 def _passes(space: Space, narrow: Space, request: Request) -> Iterator[tuple[Space, Request, range]]:
-    """Searches in their order: the space, the sites of a pipeline with the effort, and the numbers of routes."""
+    """Yield the passes of the search in order: the space, the request with its effort, and the numbers of routes."""
     for max_sites in _deepening(len(space.cluster.sites), request.max_sites):
         is_last = max_sites == request.max_sites
         effort = request.effort if is_last else request.effort // SHARE_OF_FEW
@@ -127,7 +128,7 @@ def _passes(space: Space, narrow: Space, request: Request) -> Iterator[tuple[Spa
 
 
 def _with_more(space: Space, ranked: list[Prediction], spare: list[tuple[float, Candidate]]) -> list[Prediction]:
-    """A ranking with further layouts that differ, by their bounds."""
+    """Return the ranking with further, distinct layouts added in the order of their bounds."""
     seen = {_likeness(one.layout) for one in ranked}
     for _, candidate in sorted(spare, key=lambda one: one[0]):
         if len(seen) >= RANKED:
@@ -139,10 +140,11 @@ def _with_more(space: Space, ranked: list[Prediction], spare: list[tuple[float, 
 
 
 def _fastest_by_price(cluster: Cluster, work: ModelWork, request: Request) -> list[Prediction]:
-    """The fastest layout in one site of each kind for as much as there is an hour, for half of that, and so on.
+    """Return the fastest layouts in one site of each kind, with all its hosts, half of them, a quarter, and so on.
 
-    The cheapest plan is the fastest of its price. Bounds of costs hardly differ, since the same work costs the same on
-    any number of GPUs, and lead to a cheap plan late; those of steps lead to fast ones soon.
+    The cheapest plan is the fastest one at its price. Bounds on cost hardly differ, because the same work costs the
+    same on any number of GPUs, so a search by cost finds a cheap plan late. A search by step time finds fast plans
+    soon.
     """
     found: list[Prediction] = []
     effort = request.effort // SHARE_OF_PRICES
@@ -164,7 +166,7 @@ def _fastest_by_price(cluster: Cluster, work: ModelWork, request: Request) -> li
 
 
 def _deepening(num_sites: int, max_sites: int) -> list[int]:
-    """Sites that pipelines may go through, search by search; 0 is no limit.
+    """Return the maximum numbers of sites of a pipeline for successive searches; 0 is no limit.
 
     Few sites are searched quickly, and their result prunes much of the search for more.
     """
@@ -173,7 +175,7 @@ def _deepening(num_sites: int, max_sites: int) -> list[int]:
 
 
 def _distinct(ranked: list[Prediction]) -> list[Prediction]:
-    """The best of those that differ in little."""
+    """Return the best prediction of each group of similar layouts."""
     kept: dict[Hashable, Prediction] = {}
     for one in ranked:
         kept.setdefault(_likeness(one.layout), one)
@@ -181,6 +183,6 @@ def _distinct(ranked: list[Prediction]) -> list[Prediction]:
 
 
 def _likeness(layout: Layout) -> Hashable:
-    """Return the common properties of layouts that differ in little."""
+    """Return the properties that similar layouts have in common."""
     degrees = layout.num_stages, layout.replicas, layout.tensor, layout.context, layout.expert, layout.arrangement
     return frozenset(layout.sites), layout.routes, *degrees

@@ -26,7 +26,7 @@ MOST_SEQUENCES = 64
 
 
 class Degrees(NamedTuple):
-    """GPUs that share a layer's weights, a sequence, and the experts."""
+    """The numbers of GPUs that share a layer's weights, a sequence, and the experts."""
 
     tensor: int
     context: int
@@ -34,12 +34,12 @@ class Degrees(NamedTuple):
 
     @property
     def gpus_per_rank(self) -> int:
-        """GPUs of one pipeline rank of one replica."""
+        """The number of GPUs of one pipeline rank of one replica."""
         return self.tensor * self.context
 
 
 def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shape]:
-    """All shapes for which some sites of the cluster have GPUs; `Estimates` has the memory that each needs."""
+    """Yield all shapes for which the cluster has enough GPUs; memory is checked later, by `Estimates`."""
     for degrees in all_degrees(cluster, work, request):
         for family in families(cluster, work, request, degrees):
             for stages in stage_counts(cluster, work, request, family):
@@ -48,7 +48,7 @@ def shapes(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Shap
 
 
 def all_degrees(cluster: Cluster, work: ModelWork, request: Request) -> Iterator[Degrees]:
-    """The degrees of parallelism inside of a layer that the model and some site allow."""
+    """Yield the degrees of parallelism inside of a layer that the model and at least one site allow."""
     most = max(site.gpus for site in cluster.sites)
     widest = max(site.gpus_per_host for site in cluster.sites)
     heads = _divisors(work.heads) if work.heads else sorted({*range(1, widest + 1), *_powers(most)})
@@ -70,8 +70,9 @@ class Group(NamedTuple):
     """Families that differ in replicas, micro-batches and routes, as arrays.
 
     Attributes:
-        family: any of them: a shape of one stage; ZeRO 3 stands for all its stages.
-        most: stages for which there are layers and GPUs; ``most_alone`` in the roomiest site.
+        family: a shape of one stage with the other properties; its ZeRO stage 3 stands for all stages.
+        most: by family, the largest number of stages for which there are layers and GPUs.
+        most_alone: the same within the site with the most GPUs.
     """
 
     family: Shape
@@ -83,7 +84,7 @@ class Group(NamedTuple):
 
 
 def groups(cluster: Cluster, work: ModelWork, request: Request, degrees: Degrees) -> Iterator[Group]:
-    """The families of some degrees, by the size of micro-batches and checkpointing."""
+    """Yield the families of these degrees, one group for each micro-batch size and choice of checkpointing."""
     import numpy as np
 
     gpus, limit = degrees.gpus_per_rank, min(len(cluster.sites), MOST_ROUTES)
@@ -112,7 +113,7 @@ def groups(cluster: Cluster, work: ModelWork, request: Request, degrees: Degrees
 
 
 def families(cluster: Cluster, work: ModelWork, request: Request, degrees: Degrees) -> Iterator[Shape]:
-    """The shapes of one stage: micro-batches, replicas, routes and checkpointing."""
+    """Yield a shape with one stage for each family: micro-batches, replicas, routes and checkpointing."""
     for group in groups(cluster, work, request, degrees):
         fields = (array.tolist() for array in (group.replicas, group.microbatches, group.routes))
         for replicas, microbatches, routes in zip(*fields, strict=True):
@@ -120,14 +121,17 @@ def families(cluster: Cluster, work: ModelWork, request: Request, degrees: Degre
 
 
 def stage_counts(cluster: Cluster, work: ModelWork, request: Request, family: Shape) -> list[int]:
-    """Numbers of stages for which there are layers and GPUs."""
+    """Return the numbers of stages for which there are enough layers and GPUs."""
     total = sum(room(cluster, family.gpus_per_rank, family.replicas_of_route)) // family.routes
     most = min(total, len(work.layers))
     return [stages for stages in request.choices("num_stages", list(range(1, most + 1))) if stages <= most]
 
 
 def members(request: Request, family: Shape, stages: int) -> Iterator[Shape]:
-    """The shapes of a family with so many stages, one for each ZeRO stage, straight if no placement is pinned."""
+    """Yield the shapes of a family with this number of stages, one for each ZeRO stage.
+
+    They are straight unless a placement is pinned.
+    """
     for zero in request.choices("zero_stage", _zero_stages(family)):
         if zero < 3 or family.routes == 1:  # ZeRO 3 gathers weights for every micro-batch: not over the WAN
             (arrangement,) = request.choices("arrangement", ["straight"])
@@ -135,7 +139,7 @@ def members(request: Request, family: Shape, stages: int) -> Iterator[Shape]:
 
 
 def arranged(work: ModelWork, request: Request, shape: Shape) -> Iterator[Shape]:
-    """The shape with each placement that its layers allow; the straight one comes first."""
+    """Yield the shape with each placement that its layers allow, the straight one first."""
     for arrangement in request.choices("arrangement", list(LEGS)):
         is_other = shape.num_stages > 1 or arrangement == "straight" or "arrangement" in request.pins
         if len(LEGS[arrangement]) * shape.num_stages <= len(work.layers) and is_other:
@@ -143,7 +147,7 @@ def arranged(work: ModelWork, request: Request, shape: Shape) -> Iterator[Shape]
 
 
 def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
-    """Pipeline ranks that each site has space for, all replicas of each: step 4 of Algorithm 1 (Atlas)."""
+    """Return, by site, the pipeline ranks that it has GPUs for, with all replicas of each (Algorithm 1, step 4)."""
     return [site.units(gpus_per_rank) // replicas for site in cluster.sites]
 
 
@@ -152,7 +156,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _zero_stages(family: Shape) -> list[int]:
-    """Stages that may be best: 2 holds less than 1 only where gradients are not added up over micro-batches."""
+    """Return the ZeRO stages to compare; stage 2 needs less memory than 1 only for a single micro-batch."""
     if family.replicas * family.context == 1:
         return [0]
     return [1, 2, 3] if family.microbatches == 1 else [1, 3]
@@ -161,7 +165,7 @@ def _zero_stages(family: Shape) -> list[int]:
 def _batches(
     cluster: Cluster, work: ModelWork, request: Request, gpus_per_rank: int
 ) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Sizes of micro-batches; for each, numbers of replicas, and the micro-batches that are left to each."""
+    """Yield each micro-batch size, with numbers of replicas and the micro-batches that remain for each replica."""
     units = [site.units(gpus_per_rank) for site in cluster.sites]
     if request.sequences:
         for size in request.choices("microbatch_size", _divisors(request.sequences)):

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 def spans_of(
     ranks: list[tuple[int, int]], ways_s: list[tuple[int, float]], given: int
 ) -> Iterator[tuple[int, int, float]]:
-    """Sites, ranks and the way to them: the first ``given`` sites as they are, of others the fastest are nearest."""
+    """Yield (site, number of ranks, seconds until a micro-batch reaches them) in pipeline order.
+
+    The first ``given`` sites stay as they are. The other sites come in the order of ``ranks``, at the delays of
+    ``ways_s``.
+    """
     for (site, held), (_, way_s) in zip(ranks[:given], ways_s, strict=False):
         yield site, held, way_s
     ways, room, way_s = iter(ways_s[given:]), 0, 0.0
@@ -22,10 +26,11 @@ def spans_of(
 
 
 def shared_s(spans: list[tuple[float, float]], count: int) -> float:
-    """A step in which ranks share all work, each from when a micro-batch can have reached it.
+    """Return the least seconds of a step whose work is divided among ranks, if each starts after a delay.
 
     Args:
-        spans: models per second of some ranks, and seconds that these cannot work.
+        spans: (micro-batches per second, delay in seconds) of groups of ranks, the smallest delay first.
+        count: number of micro-batches.
     """
     rate, lost, step_s = 0.0, 0.0, float("inf")
     for speed, off_s in spans:  # the nearest first

@@ -1,4 +1,4 @@
-"""The space of a request: degrees of parallelism, their families by their bounds, shapes and placements."""
+"""The space of a request: degrees of parallelism, families in the order of their bounds, shapes and placements."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Family(NamedTuple):
 
     Attributes:
         bound: lower bound of their scores.
-        shape: one of them.
-        counts: numbers of stages that are left.
+        shape: one shape of the family.
+        counts: numbers of stages that have not been expanded.
         bounds: lower bounds of the scores with at most each of these numbers of stages.
     """
 
@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Families of a group that have space in a site, or cross a link at least: arrays, and numbers of stages."""
+    """Families of a group that fit into one site, or that cross at least one link, as arrays."""
 
     family: Shape
     crosses: bool
@@ -56,7 +56,7 @@ class Space:
     """The space of a request; bounds of families are computed once.
 
     Args:
-        is_narrow: leave out what is rarely best, to find good plans soon.
+        is_narrow: True to leave out values that are rarely best, to find good plans soon.
     """
 
     def __init__(self, cluster: Cluster, work: ModelWork, request: Request, *, is_narrow: bool = False) -> None:
@@ -72,10 +72,10 @@ class Space:
         self._parts: dict[tuple[Degrees, bool], list[_Part]] = {}
 
     def families(self, degrees: Degrees, routes: range, *, alone: bool) -> Iterator[Family]:
-        """The families of these degrees with so many routes, the least bound first.
+        """Yield the families of these degrees with these numbers of routes, the least bound first.
 
         Args:
-            alone: only those that a site has space for.
+            alone: True for only the families that fit into one site.
         """
         import numpy as np  # takes longer to load than other commands of the pipeline take
 
@@ -96,7 +96,7 @@ class Space:
                 yield Family(float(ordered[number]), shape, tuple(counts.tolist()), tuple(by_count.tolist()))
 
     def _opened(self, part: _Part, at: int, counts: Array) -> tuple[Shape, Array]:
-        """A family of a part, and what its shapes score at least by their numbers of stages."""
+        """Return a family's shape, and the lower bounds of its scores by number of stages."""
         one = slice(at, at + 1)
         replicas, microbatches, routes = part.replicas[one], part.microbatches[one], part.routes[one]
         shape = replace(
@@ -106,7 +106,7 @@ class Space:
         return shape, bound(part.family, replicas, microbatches, routes, counts, crosses=part.crosses)
 
     def _parts_of(self, degrees: Degrees, *, alone: bool) -> Iterator[_Part]:
-        """The families of these degrees in parts; computed once."""
+        """Yield the families of these degrees in parts, which are computed once."""
         if degrees not in self._groups:
             self._groups[degrees] = [
                 group
@@ -121,7 +121,7 @@ class Space:
             yield from self._parts[degrees, crosses]
 
     def _part(self, group: Group, *, crosses: bool) -> _Part:
-        """The families of a group in one site, or across sites, with their bounds."""
+        """Return the families of a group within one site, or across sites, with their bounds."""
         import numpy as np
 
         low, high = (group.most_alone + 1, group.most) if crosses else (np.ones_like(group.most), group.most_alone)
@@ -134,7 +134,7 @@ class Space:
         return _Part(group.family, crosses, *fields, low[at], high[at], bounds)
 
     def _count(self, group: Group) -> int:
-        """Count the shapes; folds within sites and over them count as one."""
+        """Return the number of shapes of a group; folds within sites and over them count as one."""
         import numpy as np
 
         pins, is_shared = self.request.pins, group.replicas * group.family.context > 1
@@ -144,13 +144,16 @@ class Space:
         return int((each * (1 if "zero_stage" in pins else zero_stages)).sum())
 
     def members(self, family: Shape, stages: int) -> Iterator[tuple[float, Shape]]:
-        """The shapes of a family with so many stages, and their bounds."""
+        """Yield the shapes of a family with this number of stages, and their bounds, if they fit anywhere."""
         for shape in members(self.request, family, stages):
             if (bound := self.evaluation.shape_bound(shape)) is not None:
                 yield bound, shape
 
     def arranged(self, shape: Shape, route: Route, bound: float) -> Iterator[tuple[float, Shape]]:
-        """A shape on a whole route with each placement, and bounds; in one site both folds are one."""
+        """Yield a shape on a whole route with each placement, and the placement's bound.
+
+        In a single site both folds are the same, so only one is included.
+        """
         pinned = "arrangement" in self.request.pins
         for one in arranged(self.work, self.request, shape):
             if one.crossings == 1 or pinned:

@@ -14,13 +14,14 @@ from weft.pipeline.planner.layout import Shape
 
 
 class Speed(NamedTuple):
-    """The speed of one rank.
+    """Lower bounds of a rank's seconds at one site.
 
     Attributes:
-        whole_s: seconds of a micro-batch, if it holds the whole model.
-        through_s: of them without gradients of weights, and ``through_share`` the share.
-        layer_s: seconds of a micro-batch on the layer that takes least; ``layer_forward_s`` of its forward, and
-            ``layer_through_s`` without the gradients of its weights, each of the layer that takes least.
+        whole_s: seconds of a micro-batch if the rank holds the whole model.
+        through_s: the part of ``whole_s`` without weight gradients; ``through_share`` is its share.
+        layer_s: seconds of a micro-batch on the fastest layer.
+        layer_forward_s: seconds of the forward of the layer with the fastest one.
+        layer_through_s: seconds of the forward and input gradient of the layer with the fastest ones.
         after_s: seconds of a micro-batch on what follows the layers.
         ends_s: seconds of a step outside of the pipeline.
     """
@@ -36,7 +37,7 @@ class Speed(NamedTuple):
 
 
 class Speeds:
-    """Speeds by shape.
+    """The speed of a rank at each site, by shape.
 
     Attributes:
         kinds: for each site, the first site with the same GPUs and internal network.
@@ -61,11 +62,11 @@ class Speeds:
         return self._known[key]
 
     def _comparable(self, speeds: dict[int, Speed], shape: Shape) -> dict[int, Speed]:
-        """Speeds by which ranks of several kinds can share the model out, whichever parts each of them holds.
+        """Return speeds that stay lower bounds when ranks of several kinds divide the model in any way.
 
-        Some parts may be worth more at one site than at another, and weights that ZeRO 3 gathers count only with what
-        else a rank computes. So a rank holds as much as its parts take at one of the sites, and a site's pace is that
-        of the part in which it is best.
+        One kind of GPU may be relatively better at some parts than at others, and ZeRO 3 gathers weights while a rank
+        computes other parts. So the amount of work is measured in seconds at one kind, and a site's pace is that of the
+        part at which it is relatively best.
         """
         work, alone = self._work, replace(shape, zero_stage=1)
         found = [(1, 0, work.before), *((many, 1, layer) for layer, many in self._layers.items())]
@@ -110,11 +111,14 @@ class Speeds:
 
 
 def timing_key(shape: Shape) -> tuple[Hashable, ...]:
-    """Return the inputs of a layer's time."""
+    """Return the fields of a shape on which the time of a layer depends, as a cache key.
+
+    Replicas count only at ZeRO stage 3, where they gather each layer's weights.
+    """
     gathered_over = shape.replicas if shape.zero_stage == 3 else 0
     return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over
 
 
 def busy_s(stage: StageCost) -> float:
-    """Seconds in which a micro-batch keeps a rank busy."""
+    """Return the seconds for which one micro-batch keeps a rank busy."""
     return stage.forward_s + stage.input_s + stage.weight_s

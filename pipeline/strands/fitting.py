@@ -19,10 +19,10 @@ _HALVINGS = 20
 
 
 def fit_overlap(timelines: Sequence[Timeline], pairs: StrandCosts) -> tuple[OverlapTable, float] | None:
-    """Return the overlap of operators at which strand pairs take as long as measured, and how much faster they were.
+    """Return the overlap of operators that reproduces measured strand pairs, and their speed relative to predictions.
 
     All factors are moved by the same share towards 0 or 1. A pair counts if its halves ran alone elsewhere in the
-    steps, so that the speed of the device plays no part.
+    steps, so that the speed of the device plays no part. None if no pair counts.
 
     Args:
         pairs: the costs with which the steps were planned.

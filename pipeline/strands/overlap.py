@@ -9,17 +9,18 @@ from weft.pipeline.strands.segments import Kind, LinkScope
 
 
 def overlap_effectiveness(first_s: float, second_s: float, together_s: float) -> float:
-    """OEF of two operators: 1 if the shorter one is hidden entirely, 0 if nothing is (equation 1).
+    """Return the OEF of two operators: 1 if the shorter one is hidden entirely, 0 if no time is saved (equation 1).
 
     Args:
-        first_s, second_s: seconds of each alone; together_s: of both at once.
+        first_s, second_s: seconds of each operator alone.
+        together_s: seconds of both at the same time.
     """
     return (first_s + second_s - together_s) / min(first_s, second_s)
 
 
 @dataclass(frozen=True)
 class OverlapTable:
-    """OEF of pairs of operators; pairs that are not listed have ``default``.
+    """The OEF of pairs of operators; pairs that are not listed have ``default``.
 
     Attributes:
         compute: OEF of compute and a concurrent collective.
@@ -41,11 +42,11 @@ class OverlapTable:
                 raise ValueError(f"overlap.{name}={value}: an overlap effectiveness factor lies between 0 and 1")
 
     def __hash__(self) -> int:
-        """Return the hash of its values, in any order of the mapping."""
+        """Return the hash of its values, whatever the order of the mapping."""
         return hash((frozenset(self.compute.items()), self.links, self.default))
 
     def moved(self, share: float) -> OverlapTable:
-        """All factors moved by a share of what lies between them and 1, or 0 if it is negative."""
+        """Return the table with each factor moved by ``share`` of its distance to 1, or to 0 if it is negative."""
 
         def factor(value: float) -> float:
             return value + share * (1 - value if share > 0 else value)
@@ -56,8 +57,8 @@ class OverlapTable:
     def slowdown(self, kind: Kind | None, links: tuple[LinkScope, ...]) -> float:
         """Return the factor by which all concurrent operators are slowed down.
 
-        Two operators that take T each alone then take (2 - OEF) T together, see equation 1. For
-        unequal operators the same holds for the shorter one and an equal part of the longer.
+        Two operators that take T each alone take (2 - OEF) T together, see equation 1. If one is longer, the same holds
+        for the shorter one and an equal part of the longer one.
 
         Args:
             kind: the kind of compute that runs, if any.

@@ -20,11 +20,11 @@ from weft.pipeline.strands.stages import StageStrands
 class StrandCosts:
     """The segments of virtual stages, and how well operators overlap.
 
-    All ranks that know the same find the same plans.
+    Ranks with equal costs derive equal plans.
 
     Attributes:
-        stages: one for each virtual stage.
-        handover_s: seconds of a hand-over of the turn from strand to strand.
+        stages: segments of each virtual stage.
+        handover_s: seconds of a switch from one strand to the other.
     """
 
     stages: tuple[StageStrands, ...]
@@ -32,7 +32,7 @@ class StrandCosts:
     handover_s: float = 0.0
 
     def plan(self, forward: int, backward: int, *, weights: bool = True) -> SegmentPlan:
-        """The order of segments for the forward of one stage and the backward of another.
+        """Return the order of segments for the forward of one stage and the backward of another.
 
         Args:
             forward, backward: numbers of the stages.
@@ -41,20 +41,20 @@ class StrandCosts:
         return self._searched(forward, backward, weights).plan
 
     def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
-        """The pair's duration by its plan over that of its halves, one after the other."""
+        """Return the duration of the planned pair divided by the time of its halves one after the other."""
         return self._searched(forward, backward, weights).scale
 
     def scale_under(self, overlap: OverlapTable, forward: int, backward: int, weights: bool) -> float:
-        """Return `scale` where operators overlap otherwise than planned."""
+        """Return `scale` for the same plan if operators overlap as in ``overlap``."""
         pair = _with_weights(self.stages[forward], weights).beside(_with_weights(self.stages[backward], weights))
         plan = self.plan(forward, backward, weights=weights)
         return plan.seconds(pair, overlap, self.handover_s) / pair.sequential_s if pair.sequential_s else 1.0
 
     def held(self, forward: int, backward: int, saved_bytes: float, freed_bytes: float) -> float:
-        """The most bytes that a pair holds beyond what was held before it; its backward is a full one.
+        """Return the peak memory of a pair with a full backward, in bytes beyond what was allocated before the pair.
 
         While the forward saves its layers' activations one by one, the backward frees its own
-        (DHelix section 4.1), so this is how far the plan lets the forward be ahead.
+        (DHelix section 4.1). So the peak depends on how far the plan lets the forward run ahead.
 
         Args:
             saved_bytes: bytes saved by the whole forward.
@@ -64,7 +64,7 @@ class StrandCosts:
         return max(saved * saved_bytes - freed * freed_bytes for saved, freed in progress)
 
     def timed(self, stages: Sequence[StageCost]) -> tuple[StageCost, ...]:
-        """Return costs of stages with the seconds of the strands, which include collectives inside of layers."""
+        """Return the stages' costs with the seconds of the strands, which include collectives inside of layers."""
         return tuple(
             replace(
                 stage,
@@ -80,7 +80,7 @@ class StrandCosts:
         return replace(self, stages=self.stages * pipelines)
 
     def joined(self, bounds: list[int]) -> StrandCosts:
-        """Return the costs with stages ``bounds[i]`` to ``bounds[i + 1]`` joined to one."""
+        """Return the costs after stages ``bounds[i]`` to ``bounds[i + 1]`` are joined to one stage."""
         parts = (self.stages[start:stop] for start, stop in pairwise(bounds))
         return replace(self, stages=tuple(reduce(StageStrands.then, part) for part in parts))
 
@@ -107,7 +107,7 @@ class StrandCosts:
 
     @cached_property
     def _kinds(self) -> tuple[int, ...]:
-        """Return for each stage the first that is equal to it."""
+        """For each stage, the first stage that is equal to it."""
         firsts: dict[StageStrands, int] = {}
         return tuple(firsts.setdefault(stage, number) for number, stage in enumerate(self.stages))
 
@@ -117,12 +117,12 @@ class StrandCosts:
 
 
 class _Found(NamedTuple):
-    """A plan.
+    """A plan with its duration and memory profile.
 
     Attributes:
         scale: duration of the pair relative to the sum of its halves.
-        progress: shares of the forward that have begun and of the backward that have ended, weight
-            gradients and all, at the instants at which the forward's grows.
+        progress: at each start of a forward segment, the share of the forward that has begun and the share of the
+            backward that has ended, with its weight gradients.
     """
 
     plan: SegmentPlan
@@ -134,7 +134,10 @@ class _Found(NamedTuple):
 def _searched(
     forward: StageStrands, backward: StageStrands, table: OverlapTable, handover_s: float, weights: bool
 ) -> _Found:
-    """A plan, and what follows from it; a run that plans again, as a supervised one does, need not search again."""
+    """Search for a plan, and return it with its duration and memory profile.
+
+    Results are cached, so that a process that plans again does not search again.
+    """
     forward, backward = _with_weights(forward, weights), _with_weights(backward, weights)
     plan, pair = search_stages(forward, backward, table, handover_s), forward.beside(backward)
     seconds = plan.seconds(pair, table, handover_s)
@@ -143,7 +146,7 @@ def _searched(
 
 
 def _with_weights(stage: StageStrands, weights: bool) -> StageStrands:
-    """The stage, or without its weight gradients."""
+    """Return the stage, without its weight gradients unless ``weights`` is True."""
     return stage if weights else StageStrands(tuple((replace(part, weights=()), count) for part, count in stage.runs))
 
 

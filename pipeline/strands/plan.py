@@ -1,4 +1,4 @@
-"""The segment plan: in which order two strands take turns."""
+"""The segment plan: the order in which the segments of two strands run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.pipeline.strands.state import PairState
 
 
 class Step(Enum):
-    """A step of a plan, by the strand that runs."""
+    """The kinds of steps of a plan."""
 
     forward = "F"
     """The forward's next segment: wait for its inputs, compute, start its collective."""
@@ -37,7 +37,7 @@ def steps_of(pair: StrandPair) -> dict[Step, int]:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """All segments of both strands and all weight gradients, in one order; the same on every rank.
+    """All segments of both strands and all weight gradients in one order, which is the same on every rank.
 
     Text form: runs of steps, such as ``B 2F W B``.
     """
@@ -64,10 +64,10 @@ class SegmentPlan:
         return " ".join(f"{count if count > 1 else ''}{letter}" for letter, count in runs)
 
     def check(self, pair: StrandPair) -> None:
-        """Refuse a plan that does not run a pair: every segment once, weight gradients after their inputs.
+        """Check that the plan fits a pair: it runs every segment once, and weight gradients after their inputs.
 
         Raises:
-            ValueError: the message names the failing step.
+            ValueError: it does not; the message names the failing step.
         """
         done = dict.fromkeys(Step, 0)
         for number, step in enumerate(self.steps):
@@ -83,12 +83,12 @@ class SegmentPlan:
 
     @property
     def handovers(self) -> int:
-        """Number of switches between strands."""
+        """The number of switches between strands."""
         turns = [step for step in self.steps if step is not Step.weight]
         return sum(one is not other for one, other in pairwise(turns))
 
     def seconds(self, pair: StrandPair, table: OverlapTable, handover_s: float = 0.0) -> float:
-        """Predicted duration of a pair under this plan, until both strands' last collectives have ended.
+        """Return the predicted duration of a pair under this plan, until the last collective has ended.
 
         Args:
             handover_s: seconds of a switch between strands.
@@ -101,21 +101,21 @@ class SegmentPlan:
         return state.ended(table).now_s
 
     def hidden(self, pair: StrandPair, table: OverlapTable) -> float:
-        """Share of the collectives' time that the plan hides behind compute or each other."""
+        """Return the share of the collectives' time that the plan hides behind compute or each other."""
         return (pair.sequential_s - self.seconds(pair, table)) / pair.comm_s if pair.comm_s else 1.0
 
 
 def turned(
     state: PairState, turn: Step | None, step: Step, table: OverlapTable, handover_s: float
 ) -> tuple[PairState, Step | None]:
-    """Return the state after a switch to the strand of ``step``, and that strand; the first step needs no switch."""
+    """Return the state after a switch to the strand of ``step``, and that strand; the first step has no switch."""
     if step is Step.weight or step is turn:
         return state, turn
     return (state if turn is None else state.handed(table, handover_s)), step
 
 
 def take(state: PairState, pair: StrandPair, step: Step, index: int, table: OverlapTable) -> PairState:
-    """The state after one step: the ``index``-th of its kind."""
+    """Return the state after one step, which is the ``index``-th of its kind."""
     if step is Step.weight:
         return state.computed(table, pair.weights[index].compute_s, pair.weights[index].kind)
     forward = step is Step.forward

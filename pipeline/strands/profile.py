@@ -1,4 +1,4 @@
-"""The strands of a cost model's YAML: kinds of layers, what each stage has of them, and how well operators overlap."""
+"""The strands of a cost model's YAML: kinds of layers, the layers of each stage, and the overlap of operators."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def strands_from_tables(data: Any, num_stages: int) -> StrandCosts:
 
 
 def strands_to_tables(pairs: StrandCosts) -> dict[str, Any]:
-    """Plain tables, for YAML."""
+    """Return plain tables, which YAML can store."""
     names: dict[StrandPair, str] = {}
     stages = [[{names.setdefault(part, f"layer{len(names)}"): n} for part, n in s.runs] for s in pairs.stages]
     compute = [
@@ -76,7 +76,7 @@ def strands_to_tables(pairs: StrandCosts) -> dict[str, Any]:
 
 
 def _stage(data: Any, name: str, layers: dict[str, StrandPair]) -> StageStrands:
-    """Parse one table of layers, or a list of tables if a layer occurs again."""
+    """Parse the layers of a stage: one table, or a list of tables if a layer occurs again after another."""
     runs = []
     for entry in data if isinstance(data, list) else [data]:
         for layer, times in known_fields(entry, name, tuple(layers)).items():

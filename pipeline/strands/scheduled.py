@@ -11,16 +11,16 @@ from weft.pipeline.strands.plan import SegmentPlan
 
 
 def pair_name(pair: Slot) -> str:
-    """Return the common name of pairs that follow one plan, such as ``0F+3B``."""
+    """Return the name of the plan of a pair, such as ``0F+3B``; all pairs of these stages and operations share it."""
     return "+".join(f"{action.stage}{action.op.value}" for action in pair)
 
 
 def plans_for(schedules: Iterable[Schedule], costs: StrandCosts | None, num_stages: int) -> dict[str, SegmentPlan]:
-    """The plan of each pair in some schedules of a run, by `pair_name` of any of its pipelines.
+    """Return the segment plans of all pairs in a run's schedules, by `pair_name`.
 
     Args:
         schedules: schedules of DP-cells, whose pipelines are alike.
-        costs: costs of one pipeline, or None if the segments of layers are unknown, and nothing is planned.
+        costs: costs of one pipeline. None means that the segments of layers are unknown; then nothing is planned.
         num_stages: virtual stages of a pipeline.
     """
     if costs is None:

@@ -1,4 +1,4 @@
-"""The search for a segment plan: which of two strands takes its turn when, and where weight gradients go."""
+"""The search for a segment plan: the order of two strands' segments, and the positions of weight gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _At = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class _Label:
-    """A way to come this far: the state it leaves, whose turn it is, and its last step."""
+    """A partial plan: its state, the strand that runs, its last step, and the partial plan before that step."""
 
     state: PairState
     turn: Step | None = None
@@ -31,17 +31,16 @@ class _Label:
 def search(
     pair: StrandPair, table: OverlapTable, *, handover_s: float = 0.0, width: int = WIDTH, band: float = 1.0
 ) -> SegmentPlan:
-    """The best plan, by dynamic programming over (F done, B done, W done).
+    """Return the best plan, by dynamic programming over (F done, B done, W done).
 
-    Of the ways to the same place those survive that no other beats in time and in what is left of both
-    collectives; a way that is ahead can always wait for one that is behind, so they are compared at
-    the later one's time, less a hand-over if it is the other strand's turn. Beyond the paper: weight
-    gradients move, collectives need no barrier, those of two link classes overlap, and changing strands
-    takes time.
+    Partial plans with the same counts compete. One is dropped if another is no later and has no more left of either
+    collective. A partial plan that is ahead can always wait, so both are compared at the later one's time, less a
+    switch if the strands that run differ. Beyond the paper: weight gradients move, collectives need no barrier,
+    collectives of two link classes overlap, and switching strands takes time.
 
     Args:
-        handover_s: seconds of a hand-over of the turn.
-        width: ways kept for each place.
+        handover_s: seconds of a switch between strands.
+        width: partial plans kept for the same counts.
         band: maximum distance of the strands, as a share of their length; 1 searches everything.
     """
     return _plan(_ways(pair, table, handover_s, width, band))
@@ -53,8 +52,8 @@ def search_stages(
     """Plan the forward of one stage concurrently with the backward of another.
 
     Up to `_SEARCHED` layers are searched directly. A longer plan begins and ends like the plan for
-    `_SEARCHED` layers, and repeats a period of its middle: a stretch in which both strands advance by
-    the same number of layers, so that they end as far apart as they began.
+    `_SEARCHED` layers, and repeats a period of its middle. In a period both strands advance by
+    the same number of layers, so their distance stays the same.
     """
     whole = forward.beside(backward)
     layer, layers = _alike(forward, backward)
@@ -77,7 +76,7 @@ _BAND = 1.5
 
 
 def _alike(forward: StageStrands, backward: StageStrands) -> tuple[StrandPair, int]:
-    """The layer that follows itself most often in both stages, and how often."""
+    """Return the layer with the longest run of repetitions in both stages, and the number of repetitions."""
     counts = dict(backward.runs)
     runs = [(min(count, counts.get(layer, 0)), layer) for layer, count in forward.runs]
     count, layer = max(runs, key=lambda run: run[0])
@@ -85,7 +84,10 @@ def _alike(forward: StageStrands, backward: StageStrands) -> tuple[StrandPair, i
 
 
 def _period(plan: SegmentPlan, layer: StrandPair, missing: int) -> tuple[int, int, int] | None:
-    """Return the period in the middle of a plan: first step, step after the last, repetitions, or None without one."""
+    """Return the period in the middle of a plan, or None if there is none.
+
+    The values are the first step, the step after the last, and how often the period has to be added.
+    """
     one, two = layer, layer.repeated(2)
     per_layer = [
         len(of(two)) - len(of(one))
@@ -107,7 +109,7 @@ def _period(plan: SegmentPlan, layer: StrandPair, missing: int) -> tuple[int, in
 
 
 def _ways(pair: StrandPair, table: OverlapTable, handover_s: float, width: int, band: float) -> _Label:
-    """The best way to the end of both strands."""
+    """Return the best complete plan."""
     ends = len(pair.forward.segments), len(pair.backward.segments), len(pair.weights)
     places: dict[_At, list[_Label]] = {(0, 0, 0): [_Label(PairState())]}
     # Every step advances one number, so places are visited by how many steps lead to them.
@@ -125,7 +127,7 @@ def _ways(pair: StrandPair, table: OverlapTable, handover_s: float, width: int, 
 
 
 def _steps(at: _At, ends: _At, pair: StrandPair, band: float) -> Iterator[tuple[Step, _At]]:
-    """Yield the possible next steps with the states that they lead to."""
+    """Yield the possible next steps, each with the counts of steps done after it."""
     forward, backward, weights = at
     if weights < pair.available(backward):
         yield Step.weight, (forward, backward, weights + 1)
@@ -139,7 +141,7 @@ def _steps(at: _At, ends: _At, pair: StrandPair, band: float) -> Iterator[tuple[
 
 
 def _keep(kept: list[_Label], label: _Label, handover_s: float, width: int) -> None:
-    """Add a way unless one that is kept is as good; drop those that it beats."""
+    """Add a partial plan unless a kept one is as good; drop those that it beats, and the worst beyond ``width``."""
     if any(_as_good(other, label, handover_s) for other in kept):
         return
     kept[:] = [other for other in kept if not _as_good(label, other, handover_s)]
@@ -153,7 +155,7 @@ def _promise(state: PairState) -> float:
 
 
 def _as_good(label: _Label, than: _Label, handover_s: float) -> bool:
-    """True if nothing is lost by going on from one way instead of another."""
+    """Return True if continuing from ``label`` loses nothing compared with continuing from ``than``."""
     state, other = label.state, than.state
     gained_s = other.now_s - state.now_s - (handover_s if label.turn is not than.turn else 0.0)
     if gained_s < 0:
@@ -164,7 +166,7 @@ def _as_good(label: _Label, than: _Label, handover_s: float) -> bool:
 
 
 def _left(transfer: Transfer, other: Transfer, gained_s: float) -> float:
-    """Return the seconds until a collective ends if nothing slows it down, ``gained_s`` later."""
+    """Return the seconds until a collective ends if nothing slows it down, counted from ``gained_s`` later."""
     queue_s = other.left_s if transfer.second else 0.0
     return max(0.0, transfer.left_s + queue_s - gained_s) if transfer is not IDLE else 0.0
 

@@ -8,7 +8,7 @@ from itertools import repeat
 
 
 class LinkScope(Enum):
-    """The class of links that a collective uses; only collectives of the same class share links."""
+    """The class of links that a collective uses; collectives of different classes do not share links."""
 
     inside_host = "inside_host"
     between_hosts = "between_hosts"
@@ -47,7 +47,7 @@ class Segment:
     trailing_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse times that are none."""
+        """Refuse negative or non-finite times."""
         for name in ("compute_s", "comm_s", "leading_s", "trailing_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"segment.{name}={getattr(self, name)}: must be 0 or more, and finite")
@@ -57,7 +57,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class WeightGradient:
-    """A weight gradient of the backward, which may wait: nothing in either strand needs it.
+    """A weight gradient of the backward; it can be deferred, because neither strand needs it.
 
     Attributes:
         after: index of the backward segment that produces its input.
@@ -86,7 +86,7 @@ class Strand:
         return sum(segment.comm_s for segment in self.segments)
 
     def then(self, other: Strand) -> Strand:
-        """This pass and another behind it; compute without a collective behind it goes on into the other's."""
+        """Return this pass followed by another; a last segment without a collective is joined to the other's first."""
         if not self.continues or not other.segments:
             return Strand(self.segments + other.segments)
         (*before, last), (first, *after) = self.segments, other.segments
@@ -96,7 +96,7 @@ class Strand:
 
     @property
     def continues(self) -> bool:
-        """True if its last segment ends without a collective, so that it is one with what follows."""
+        """True if its last segment ends without a collective, so that it is joined to what follows."""
         return bool(self.segments) and self.segments[-1].link is None
 
 
@@ -113,7 +113,7 @@ class StrandPair:
     weights: tuple[WeightGradient, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse weight gradients out of order, or of segments that are not there."""
+        """Refuse weight gradients that are out of order, or that follow segments that do not exist."""
         after = [weight.after for weight in self.weights]
         if after != sorted(after) or not all(0 <= index < len(self.backward.segments) for index in after):
             raise ValueError(
@@ -123,7 +123,7 @@ class StrandPair:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of compute: no plan is shorter."""
+        """Seconds of compute; no plan is shorter."""
         return self.forward.compute_s + self.backward.compute_s + sum(weight.compute_s for weight in self.weights)
 
     @property
@@ -137,11 +137,14 @@ class StrandPair:
         return self.compute_s + self.comm_s
 
     def available(self, done: int) -> int:
-        """Weight gradients that are possible once ``done`` segments of the backward have run."""
+        """Return how many weight gradients can run once ``done`` segments of the backward have run."""
         return sum(weight.after < done for weight in self.weights)
 
     def then(self, other: StrandPair) -> StrandPair:
-        """These layers and others behind them: forwards first these, backwards first the others."""
+        """Return the pair of these layers followed by other layers.
+
+        The forward runs these layers first, the backward the others first.
+        """
         backward = other.backward.then(self.backward)
         shift = len(backward.segments) - len(self.backward.segments)
         weights = (replace(weight, after=weight.after + shift) for weight in self.weights)

@@ -1,4 +1,4 @@
-"""Two strands in time: one processor, one queue per link class."""
+"""The state of two strands over time: one processor, one queue per link class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Transfer(NamedTuple):
 
     Attributes:
         left_s: seconds, alone on its link, or 0 if it has ended.
-        second: True if it waits for the other strand's, on the same link.
+        second: True if it waits for the other strand's collective on the same link.
     """
 
     left_s: float = 0.0
@@ -25,11 +25,11 @@ IDLE = Transfer()
 
 
 class PairState(NamedTuple):
-    """An instant of a pair.
+    """The state of a pair at one time.
 
     Attributes:
         now_s: the time.
-        forward, backward: each strand's collective.
+        forward, backward: the remaining collective of each strand.
     """
 
     now_s: float = 0.0
@@ -37,7 +37,7 @@ class PairState(NamedTuple):
     backward: Transfer = IDLE
 
     def waited(self, table: OverlapTable, *, forward: bool) -> PairState:
-        """Return the state when the strand's collective has ended, with the processor idle until then."""
+        """Return the state when the strand's collective has ended; the processor is idle until then."""
         state = self
         while (state.forward if forward else state.backward).left_s > 0:
             state = state.until_next_end(table, None, float("inf"))[0]
@@ -51,7 +51,7 @@ class PairState(NamedTuple):
         return state
 
     def handed(self, table: OverlapTable, seconds: float) -> PairState:
-        """Return the state after a switch of strands, which occupies the processor and slows down no collective."""
+        """Return the state after a switch of strands, which occupies the processor but delays no collective."""
         state, left_s = self, seconds
         while left_s > 0:
             state, left_s = state.until_next_end(table, None, left_s)

@@ -15,7 +15,7 @@ class Speed:
 
     Attributes:
         flops_per_s: speed of matrix products.
-        bytes_per_s: read from and written to its memory.
+        bytes_per_s: bandwidth of its memory, reads and writes together.
     """
 
     flops_per_s: float
@@ -24,11 +24,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class Work:
-    """Compute.
+    """The compute of a segment.
 
     Attributes:
         product_flops, attention_flops: operations of matrix products, and of attention's scores.
-        moved_bytes: read and written by everything else.
+        moved_bytes: bytes that all other operations read and write.
     """
 
     product_flops: float = 0.0
@@ -43,7 +43,7 @@ class Work:
         )
 
     def by_kind(self, speed: Speed) -> dict[Kind, float]:
-        """Seconds of each kind."""
+        """Return the seconds of each kind of compute."""
         return {
             Kind.gemm: self.product_flops / speed.flops_per_s,
             Kind.attention: self.attention_flops / speed.flops_per_s,
@@ -57,7 +57,7 @@ class Traffic:
 
     Attributes:
         axis: tensor, context or expert.
-        primitive: such as all_gather.
+        primitive: name of the collective, such as all_gather.
         num_bytes: bytes of the tensor; for gathers and scatters, of all members' parts together.
     """
 
@@ -68,7 +68,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """Compute, and the collective that it ends with.
+    """The compute of a segment and the collective that ends it.
 
     Attributes:
         leading_flops: operations of products that consume the result of the previous collective.
@@ -83,11 +83,12 @@ class SegmentWork:
 
 @dataclass(frozen=True)
 class PartWork:
-    """A part of a model: a decoder layer, or what comes before or after all of them.
+    """A part of a model: a decoder layer, or what comes before or after all layers.
 
     Attributes:
-        forward, backward: their segments, the last of which goes on into the part behind.
-        weights: of the weight gradients that can wait, after which segment of the backward each can run, and its work.
+        forward, backward: segments; the last one is joined to the following part.
+        weights: for each weight gradient that can be deferred, the index of the backward segment that it follows, and
+            its work.
     """
 
     forward: tuple[SegmentWork, ...]
@@ -97,11 +98,11 @@ class PartWork:
     def timed(
         self, speed: Speed, traffic_s: Callable[[Traffic], float], links: Callable[[str], LinkScope]
     ) -> StrandPair:
-        """The part in seconds.
+        """Return the part with seconds in place of work.
 
         Args:
-            traffic_s: seconds of a collective alone.
-            links: over which links the ranks of an axis communicate.
+            traffic_s: returns the seconds of a collective alone.
+            links: returns the link class of an axis.
         """
 
         def segment(given: SegmentWork) -> Segment:
@@ -126,8 +127,8 @@ class StrandWork:
 
     Attributes:
         before, after: work before and after the layers.
-        layers: one of each kind.
-        order: the kind of each layer.
+        layers: the distinct kinds of layers.
+        order: for each layer, the index of its kind.
     """
 
     before: PartWork
@@ -137,7 +138,7 @@ class StrandWork:
 
     @classmethod
     def of(cls, before: PartWork, layers: Iterable[PartWork], after: PartWork) -> StrandWork:
-        """The model with these layers."""
+        """Return the work of a model from that of its parts."""
         kinds: dict[PartWork, int] = {}
         order = tuple(kinds.setdefault(layer, len(kinds)) for layer in layers)
         return cls(before, tuple(kinds), order, after)
@@ -145,7 +146,10 @@ class StrandWork:
     def timed(
         self, speed: Speed, traffic_s: Callable[[Traffic], float], links: Callable[[str], LinkScope]
     ) -> Callable[[Collection[int], bool, bool], StageStrands]:
-        """Virtual stages in seconds, by their layers and whether they are the first and the last. See `PartWork`."""
+        """Return a function that makes the segments of a virtual stage in seconds. See `PartWork.timed`.
+
+        Its arguments are layer numbers, and whether the stage is the first and the last of the model.
+        """
         before, after = (part.timed(speed, traffic_s, links) for part in (self.before, self.after))
         kinds = [layer.timed(speed, traffic_s, links) for layer in self.layers]
 

@@ -1,4 +1,4 @@
-"""Centauri's three tiers of overlap (section 3.2): operation, layer and model, as pure functions of costs.
+"""Centauri's three tiers of overlap (section 3.2), operation, layer and model, as pure functions of costs.
 
 Names are the paper's in lower case. Costs are in seconds, or in any other common unit.
 """

@@ -24,7 +24,7 @@ class LayerCosts:
         g_w: weight gradients.
         act_ag, act_rs: tensor-parallel collectives on activations.
         g_w_rs: reduce-scatter of its weight gradients.
-        others: compute that follows and does not depend on either.
+        others: compute that follows and depends on neither gradient.
     """
 
     g_act: float
@@ -52,7 +52,7 @@ class LayerPlan:
 
 
 def layer_tier(c: LayerCosts) -> LayerPlan:
-    """Equation 1: the faster order; on a tie input gradients first, since the previous stage waits for them."""
+    """Return the faster order by equation 1; on a tie input gradients first, because the previous stage waits."""
     t1 = c.w_ag + max(c.g_act, c.act_ag) + max(c.g_w, c.act_rs) + max(c.g_w_rs, c.others)
     t2 = c.act_ag + max(c.g_w, c.w_ag) + max(c.g_act, c.g_w_rs) + c.act_rs + c.others
     if t1 <= t2:

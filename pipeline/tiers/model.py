@@ -39,7 +39,7 @@ class ModelPlan:
 
 
 def model_tier(c: ModelCosts) -> ModelPlan:
-    """Equation 2: minimise exposed communication; on a tie take the fewest micro-batches, to save memory.
+    """Minimise exposed communication by equation 2; on a tie take the fewest micro-batches, to save memory.
 
     Raises:
         ValueError: the memory does not fit a single forward, or there is no micro-batch.
@@ -55,7 +55,7 @@ def model_tier(c: ModelCosts) -> ModelPlan:
 
 
 def _candidates(c: ModelCosts) -> Iterator[tuple[float, int, int]]:
-    """(T, L1, L2) for each useful L1: up to the number that covers the all-gather."""
+    """Yield (T, L1, L2) for each useful L1: up to the number that covers the all-gather."""
     cap = _cap(c)
     for l1 in range(min(_wanted(c.c_ag, c.c_fw, c.mb), cap) + 1):
         l2 = min(_wanted(c.c_rs, c.c_bw, c.mb), cap, c.mb - l1)
@@ -63,12 +63,12 @@ def _candidates(c: ModelCosts) -> Iterator[tuple[float, int, int]]:
 
 
 def _cap(c: ModelCosts) -> int:
-    """Micro-batches that fit into memory."""
+    """Return the number of micro-batches whose activations fit into memory."""
     return c.mb if c.m * c.mb <= c.memory else int(c.memory // c.m)
 
 
 def _wanted(communication: float, compute: float, most: int) -> int:
-    """Micro-batches that cover a collective."""
+    """Return the number of micro-batches whose compute covers a collective, at most ``most``."""
     if communication <= 0:
         return 0
     return ceil(min(communication / compute, most)) if compute > 0 else most

@@ -11,12 +11,12 @@ MAX_CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class OperationCosts:
-    """Inputs of algorithm 1, without ``cost_intra``, which the algorithm never uses.
+    """Inputs of algorithm 1, except ``cost_intra``, which the algorithm never uses.
 
     Attributes:
-        comm_cost: the whole collective.
-        in_cost: compute that does not depend on it.
-        comp_cost: compute that depends on it.
+        comm_cost: time of the whole collective.
+        in_cost: time of the compute that does not depend on the collective.
+        comp_cost: time of the compute that depends on the collective.
         cost_inter: the inter-node part of the cost.
         inter_size, intra_size: nodes, and ranks per node, or 1 if the group is not partitioned.
     """
@@ -45,7 +45,7 @@ class OperationPlan:
 
     Attributes:
         granularity: shares of the workload in launch order; they sum to 1.
-        reason: why, in words.
+        reason: explanation for people.
     """
 
     granularity: tuple[float, ...]
@@ -53,7 +53,7 @@ class OperationPlan:
 
 
 def operation_tier(costs: OperationCosts, *, max_chunks: int = MAX_CHUNKS) -> OperationPlan:
-    """Algorithm 1; the comments give its line numbers."""
+    """Partition a collective by algorithm 1; the comments give its line numbers."""
     inter, intra, world = costs.inter_size, costs.intra_size, costs.world_size
     num_chunks = max_chunks  # 1
     if costs.in_cost >= costs.comm_cost:  # 2, 23
