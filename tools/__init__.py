@@ -1,1 +1,1 @@
-"""The `weft` command, and what stands behind each of its sub-commands."""
+"""The `weft` command and its sub-commands."""

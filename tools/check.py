@@ -1,4 +1,4 @@
-"""`weft check`: can a model be cut into stages, and where."""
+"""`weft check`: show whether and where a model can be cut into stages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _expand(text: str) -> str:
-    """``model=FOLDER`` for ``model.path=FOLDER``, unless it names a choice of the group ``model``."""
+    """Return ``model.path=FOLDER`` for ``model=FOLDER``, unless the text names a choice of the group ``model``."""
     key, _, value = text.partition("=")
     return f"model.path={value}" if key == "model" and value not in choices("model") else text
 
 
 def report(config: ModelConfig) -> str:
-    """Check a model and print how it is cut.
+    """Check a model and describe how it is cut.
 
     Raises:
         ValueError: see `self_check`.
@@ -58,7 +58,7 @@ def report(config: ModelConfig) -> str:
 
 
 def shared_lines(config: WeftConfig) -> list[str]:
-    """Check that members can share the layers of a model along the axes of a configuration, and print the result.
+    """Check that ranks can share the layers of a model along the configured axes, and return lines that describe it.
 
     Raises:
         ValueError: see `check_axes`.

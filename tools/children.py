@@ -26,12 +26,12 @@ _FORK = multiprocessing.get_context("fork")
 class Child:
     """A process that runs ``function(say, hear, *args)``.
 
-    ``say(value)`` sends to the parent's `hear`, and ``hear()`` receives from its `say`. The function's return value is
-    `result`. The process ends if this one dies.
+    In the function, ``say(value)`` sends a value that the parent receives by `hear`, and ``hear()`` receives a value
+    that the parent sends by `say`. The function's return value is `result`. The process ends if its parent dies.
 
-    The server that it is forked from has imported torch and DeepSpeed and done nothing else. It must not be forked from
-    a process that has done more: a process group without references would be garbage-collected in the child, and wait
-    for its threads, which a fork does not copy.
+    It is forked from a server that has only imported torch and DeepSpeed. It must not be forked from a process that has
+    created process groups: the child would garbage-collect an unreferenced group, and wait for the group's threads,
+    which a fork does not copy.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Child:
         """Start the process.
 
         Args:
-            name: names it in errors.
+            name: name of the process in errors.
             function: an importable function; its arguments must be picklable.
-            enter: functions to call first.
+            enter: called in the process before ``function``.
             environment: environment variables; None takes the server's.
-            log: file for its output, the end of which is part of errors.
-            preload: modules that the server imports, if it does not run yet.
+            log: file for its output; errors include the end of it.
+            preload: modules that the server imports when it starts.
             from_here: fork from this process, which saves the server's imports. Requires that this process has imported
                 the same modules and has no other thread, GPU or process group.
         """
@@ -75,29 +75,31 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Return the child's process id."""
+        """The child's process id."""
         assert self._process.pid is not None, "it was started"
         return self._process.pid
 
     def say(self, value: Any) -> None:
-        """Send a value to the function."""
+        """Send a value to the function, which receives it by its ``hear``."""
         self._pipe.send(value)
 
     def hear(self, timeout_s: float | None = 60.0) -> Any:
-        """Receive the next value from the function; None waits without a limit."""
+        """Receive the next value that the function sends by its ``say``; without a timeout if ``timeout_s`` is None."""
         return self._next("said", timeout_s)
 
     def has_news(self) -> bool:
-        """True if `hear` or `result` would return at once."""
+        """Return True if `hear` or `result` would return at once."""
         return self._pipe.poll()
 
     def fileno(self) -> int:
-        """Return the file descriptor for `multiprocessing.connection.wait`: a child is ready when it has sent
-        something."""
+        """Return the descriptor for `multiprocessing.connection.wait`.
+
+        It is ready when the child has sent something.
+        """
         return self._pipe.fileno()
 
     def result(self, timeout_s: float = 60.0) -> Any:
-        """Return the function's result."""
+        """Wait for the function's return value."""
         return self._next("returned", timeout_s)
 
     def kill(self) -> None:
@@ -106,16 +108,16 @@ class Child:
         self._process.join()
 
     def output(self) -> str:
-        """Return the end of its output, on a new line, or empty without a log."""
+        """Return the end of the process's output on a new line, or an empty text without a log."""
         if self._log is None or not self._log.exists():  # the child makes it, which takes long on a busy machine
             return ""
         return f"\n{self._log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
 
     def _next(self, wanted: str, timeout_s: float | None) -> Any:
-        """The next message, which must be of the ``wanted`` kind.
+        """Return the next message, which must be of the ``wanted`` kind.
 
         Raises:
-            TimeoutError: nothing came.
+            TimeoutError: no message arrived in time.
             RuntimeError: the function raised, or its process has ended.
         """
         if not self._pipe.poll(timeout_s):
@@ -130,7 +132,7 @@ class Child:
 
 
 def with_news(children: Sequence[Child], timeout_s: float) -> list[Child]:
-    """Those that have news, as soon as one has; none if the time is up."""
+    """Return the children that have sent something, as soon as one has; empty after the timeout."""
     files = multiprocessing.connection.wait([child.fileno() for child in children], timeout_s)
     return [child for child in children if child.fileno() in files]
 
@@ -139,10 +141,11 @@ def results_of(children: Sequence[Child], timeout_s: float, meanwhile: Callable[
     """Return the result of each child.
 
     Args:
-        meanwhile: called again and again until the first has ended.
+        meanwhile: called repeatedly until the first child has ended.
 
     Raises:
-        RuntimeError: one failed (of several the first, for the others fail of that), or the time was up.
+        RuntimeError: a child failed, or the time was up. If several failed, the first one is named, because its failure
+            usually causes the others.
     """
     deadline = monotonic() + timeout_s
     while meanwhile is not None and not with_news(children, 0.0) and monotonic() < deadline:
@@ -185,7 +188,7 @@ def _run(
 
 
 def end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended."""
+    """End this process as soon as its parent has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

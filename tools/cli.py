@@ -79,7 +79,7 @@ def unwind_on_termination() -> None:
 
 
 def report_bad_input(name: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit code, or prints a ValueError after the command's name and returns 2."""
+    """Run a command and return its exit code; for a ValueError, print it after the command's name and return 2."""
     try:
         _require_home()
         status = command()

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def commented(part: Any, indent: int = 0) -> Iterator[str]:
-    """YAML lines of a configuration or a part of one, with each field's docstring above it."""
+    """Yield the YAML lines of a configuration or a part of one, with each field's docstring above it."""
     docs, pad = docstrings()[type(part).__name__], " " * indent
     for field in fields(part):
         value = getattr(part, field.name)

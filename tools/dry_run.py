@@ -22,20 +22,22 @@ from weft.tools.preflight import INPUTS, preflight
 
 
 def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: CollectiveCosts | None = None) -> RunPlan:
-    """Return the expected plan of a run, from facts available before it starts on machines such as this one.
+    """Return the expected plan of a run before any rank starts, as if it ran on machines like this one.
+
+    For a new model, this may set the vocabulary size in ``config.model.overrides``; see `settled_model`.
 
     Args:
         num_nodes, collectives: see `facts_before_start`.
 
     Raises:
-        ValueError: the model or the data cannot be read, or no schedule can be had.
+        ValueError: the model or the data cannot be read, or no schedule is possible.
     """
     hf_config = settled_model(config)
     return plan_run(config, facts_before_start(config, hf_config, num_nodes=num_nodes, collectives=collectives))
 
 
 def show(config: WeftConfig) -> None:
-    """Print what `report` finds, line by line.
+    """Print the lines of `report`.
 
     Raises:
         ValueError: see `report`.
@@ -45,9 +47,9 @@ def show(config: WeftConfig) -> None:
 
 
 def report(config: WeftConfig) -> Iterator[str]:
-    """The first row of data, then each rank's stages, parameters and memory, ZeRO's collectives and the predicted step.
+    """Yield the first row of data, then stages, parameters and memory by rank, ZeRO's collectives and the step.
 
-    The row comes first, because it shows what the data is though a run with this model would be refused.
+    The row comes first so that it is shown even if a run with this model would be refused.
 
     Raises:
         ValueError: see `expected_plan`; also for inputs that a run would refuse.
@@ -93,7 +95,7 @@ def _context_lines(plan: RunPlan) -> list[str]:
 
 
 def _memory_checkpoint_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
-    """Host memory that memory checkpoints take."""
+    """Return lines about the host memory that memory checkpoints take."""
     if not config.checkpoint.memory_every:
         return []
     sizes = [rank_size(plan.facts.model, plan.split, held) for held in plan.placement.rank_stages]
@@ -112,7 +114,7 @@ def overlap_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
 
 
 def most_bytes(config: WeftConfig) -> float:
-    """Memory of the fullest rank, in bytes.
+    """Return the memory of the fullest rank, in bytes.
 
     Raises:
         ValueError: see `expected_plan`.
@@ -121,7 +123,9 @@ def most_bytes(config: WeftConfig) -> float:
 
 
 def settled_model(config: WeftConfig) -> PreTrainedConfig:
-    """The model's configuration; a new model takes the tokenizer's vocabulary.
+    """Return the model's configuration.
+
+    For a new model without a vocabulary size, the tokenizer's is set in ``config.model.overrides``.
 
     Raises:
         ValueError: the model or the tokenizer cannot be read.
@@ -133,7 +137,7 @@ def settled_model(config: WeftConfig) -> PreTrainedConfig:
 
 
 def _inside(plan: RunPlan) -> str:
-    """The axes inside of layers, where there are any."""
+    """Return a description of the axes inside of layers, or an empty text without any."""
     sizes = {" x context": plan.layout.context, " x tensor": plan.layout.tensor, ", expert": plan.layout.expert}
     return "".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 

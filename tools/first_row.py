@@ -1,4 +1,4 @@
-"""The first row of a run's data as the model will see it: its text, and which of its tokens the loss counts."""
+"""The first row of a run's data as the model receives it: its text, and the tokens that count in the loss."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MOST_CHARACTERS = 800
 
 
 def first_row_lines(config: WeftConfig) -> list[str]:
-    """Lines that show the first row of local data; none for the embedded corpus and for data of a hub.
+    """Return lines that show the first row of local data; empty for the embedded corpus and for data of a hub.
 
-    Tokens that count stand in «these», unless all of them do.
+    If only some tokens count in the loss, they stand in «these».
     """
     if config.data.kind is DataKind.corpus or not is_here(config.data.path):
         return []

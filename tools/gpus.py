@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def num_gpus() -> int:
-    """Return the number of GPUs."""
+    """Return the number of GPUs that this process may use."""
     return len(visible_gpus())
 
 
 def visible_gpus() -> list[str]:
-    """GPUs as named in CUDA_VISIBLE_DEVICES: by number or UUID."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: by number or UUID."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         named = [device.strip() for device in visible.split(",")]

@@ -26,34 +26,37 @@ class Overlap(Protocol):
     """Measured overlap of compute and collectives. See `weft.engine.strands`."""
 
     def keep(self, cache_dir: str) -> None:
-        """Store it where runs on this host look for it."""
+        """Store it in the folder from which runs on this host read it."""
 
     @property
     def factors(self) -> Mapping[str, float]:
-        """OEF of each kind of compute and a collective of all ranks."""
+        """The OEF of each kind of compute with a collective of all ranks."""
 
 
 @dataclass(frozen=True)
 class HostCollectives:
-    """The measured costs.
+    """The measured costs of collectives on this host.
 
     Attributes:
-        costs: costs of collectives by the topology's key, measured with all groups of a size at once.
-        overlap: of compute and a collective of all ranks, if strand pairs are installed.
+        costs: costs by the topology's key, measured with all groups of a size at once.
+        overlap: overlap of compute with a collective of all ranks; None if strand pairs are not installed.
     """
 
     costs: dict[str, CollectiveCosts]
     overlap: Overlap | None
 
     def line_of_all(self, ranks: int) -> tuple[float, float]:
-        """Seconds of each message and of each byte that a rank sends among all ranks: mean of gather and scatter."""
+        """Return the seconds per message and per byte sent among all ranks.
+
+        They are means of all-gather and reduce-scatter.
+        """
         (table,) = [costs.table for key, costs in self.costs.items() if f" on {ranks} ranks" in key]
         lines = [line for (_, primitive), line in table.items() if primitive in _MEANT]
         return mean(line.alpha_s for line in lines), mean(line.beta_s for line in lines)
 
 
 def measure_host(ranks: int) -> HostCollectives:
-    """Start ``ranks`` processes, one per GPU if there are any, and measure among them.
+    """Start ``ranks`` processes, one per GPU if there are any, and measure collectives among them.
 
     Raises:
         RuntimeError: a rank failed, or was not done in time.
@@ -89,5 +92,5 @@ def _measure(device: torch.device) -> HostCollectives:
 
 
 def _parts(size: int) -> Sequence[int]:
-    """Sizes of groups that share a host without a rest, from two to all."""
+    """Return the sizes of groups that divide a host's ranks evenly, from two to all."""
     return [part for part in range(2, size + 1) if size % part == 0]

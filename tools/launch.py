@@ -35,7 +35,7 @@ from weft.tools.processes import GRACE_S, run_group
 
 
 def main(argv: Sequence[str]) -> int:
-    """See `run`."""
+    """Run `weft launch`. See `run`."""
     return run(read_arguments(argv))
 
 
@@ -43,7 +43,7 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
     """Start the run of a command line; return the ranks' exit code.
 
     Args:
-        early: the agent of this host, if it was started before.
+        early: the agent of this host, if it has been started already.
 
     Raises:
         ValueError: bad input, found before any rank starts.
@@ -92,11 +92,13 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
 
 
 def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
-    """True if a supervisor starts the ranks: if enabled, or on several hosts without options for DeepSpeed's launcher.
+    """Return True if a supervisor starts the ranks.
+
+    It does if supervision is enabled, or on several hosts if there are no options for DeepSpeed's launcher.
 
     Raises:
-        ValueError: it is enabled, with options of DeepSpeed's launcher; or the cluster's settings need a
-            supervisor.
+        ValueError: supervision is enabled, but there are options for DeepSpeed's launcher; or the cluster's settings
+            need a supervisor.
     """
     cluster, enabled = config.cluster, config.supervise.enabled
     if enabled and options:
@@ -116,7 +118,7 @@ def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
 
 
 def starts_here(config: WeftConfig, options: Sequence[str], *, supervised: bool) -> bool:
-    """True if an agent of this host starts all ranks. Without supervision, DeepSpeed's launcher starts them."""
+    """Return True if an agent of this host starts all ranks; otherwise DeepSpeed's launcher does."""
     cluster = config.cluster
     if options or not is_installed("supervision") or cluster.manager not in (ClusterManager.local, ClusterManager.ssh):
         return False
@@ -126,10 +128,10 @@ def starts_here(config: WeftConfig, options: Sequence[str], *, supervised: bool)
 def run_here(config: WeftConfig, folder: Path, early: EarlyProcess, *, supervised: bool) -> int:
     """Run all ranks on this host, forked from a process with their imports; return the exit code.
 
-    That process checks the inputs, too, so that nothing is imported twice.
+    The same process checks the inputs, so that nothing is imported twice.
 
     Args:
-        supervised: True if the run starts again after a fault, and goes on when this process ends.
+        supervised: True if the run restarts after a fault, and continues when this process ends.
     """
     preflight(config, checks=MACHINE)
     RunLock.check(folder)
@@ -151,7 +153,7 @@ def run_here(config: WeftConfig, folder: Path, early: EarlyProcess, *, supervise
 
 
 def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> NoReturn:
-    """Become the driver of a run on several hosts; what this process has imported for the checks is given back.
+    """Replace this process by the driver of a run on several hosts, which frees the imports of the checks.
 
     Raises:
         ValueError: a restart would resume from another run's checkpoints.
@@ -163,7 +165,7 @@ def supervise(config: WeftConfig, folder: Path, env: Mapping[str, str]) -> NoRet
 
 
 def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) -> list[str]:
-    """The call of DeepSpeed's launcher that starts the ranks of ``config``."""
+    """Return the command of DeepSpeed's launcher that starts the ranks of ``config``."""
     cluster = config.cluster
     hosts = ["--hostfile", str(Path(cluster.hostfile).expanduser())] if cluster.hostfile else []
     # Without a hostfile the launcher would count accelerators, of which a CPU machine has one.
@@ -174,15 +176,17 @@ def command(config: WeftConfig, config_file: Path, options: Sequence[str] = ()) 
 
 
 def environment(outer: Mapping[str, str]) -> dict[str, str]:
-    """See `completed`."""
+    """Return the environment of the ranks. See `completed`."""
     return completed(outer, num_gpus())
 
 
 def job_key(config: WeftConfig, outer: Mapping[str, str], options: Sequence[str] = ()) -> dict[str, str]:
-    """The key by which ranks of different hosts and sites know each other: the one in WEFT_KEY, or a new one.
+    """Return the key by which ranks of different hosts and sites authenticate each other, as an environment variable.
+
+    It is WEFT_KEY if this is set, otherwise a new key.
 
     Raises:
-        ValueError: WEFT_KEY is too short, or every machine's launcher needs the same and it is not set.
+        ValueError: WEFT_KEY is too short; or it is not set, and the launchers of several machines need the same key.
     """
     if len(config.cluster.sites) < 2 and is_loopback(config.cluster.master_addr):
         return {}
@@ -204,7 +208,7 @@ def write_environment(env: Mapping[str, str], path: Path) -> Path:
     """Write the variables that ssh does not carry, after those of the user's own `.deepspeed_env`.
 
     DeepSpeed's launchers write them into command lines, which every user of every host can read. So
-    secrets are in a separate file, and only its name is a variable.
+    secrets are in a separate file, whose name is passed in a variable.
     """
     variables = own_environment()
     variables |= {name: value for name, value in for_other_hosts(env).items() if "\n" not in value}

@@ -1,4 +1,4 @@
-"""The start of `weft launch` before its imports: its arguments, and the environment of its processes."""
+"""The part of `weft launch` that runs before its imports: arguments, and the environment of its processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Arguments:
         options: options of DeepSpeed's launcher.
         overrides: settings of the run.
         recipe_file: a recipe's YAML file.
-        attach: folder of a run to drive on.
+        attach: folder of a supervised run whose driver has ended, to which this process attaches as the new driver.
         write: file for the request to a cluster manager.
     """
 
@@ -60,32 +60,32 @@ class Arguments:
 
     @property
     def may_run_here(self) -> bool:
-        """True if nothing in it rules out that all ranks start on this host."""
+        """True unless an argument excludes that all ranks start on this host."""
         elsewhere = any(name in word for word in self.overrides for name in ELSEWHERE)
         return not (self.options or self.attach or self.write or elsewhere)
 
 
 class EarlyProcess(Protocol):
-    """A process of this host that has begun to import what ranks need."""
+    """A process of this host that is already importing what ranks need."""
 
     def run(self, target: str, arguments: Sequence[str]) -> int:
-        """Run a function in a fork of it, with this process's output, and return its exit code."""
+        """Run a function in a fork of the process, with this process's output, and return its exit code."""
         ...
 
     def close(self) -> None:
-        """End it, unless the run has begun."""
+        """End the process, unless the run has begun."""
         ...
 
 
 def early_agent() -> EarlyProcess:
-    """Start the agent of this host, and print what takes so long."""
+    """Start the agent of this host, and print a message because its imports take time."""
     print(ANNOUNCEMENT, file=sys.stderr, flush=True)
     agent: EarlyProcess = entry("supervision").early_agent(completed({**os.environ, **own_environment()}, num_gpus()))
     return agent
 
 
 def completed(outer: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """The ranks' environment: one thread each, and CPUs where there is no GPU, unless set."""
+    """Return the ranks' environment: one thread per rank, and CPUs if there is no GPU; variables that are set stay."""
     env = dict(outer)
     env.setdefault("OMP_NUM_THREADS", "1")
     if not gpus:
@@ -94,7 +94,7 @@ def completed(outer: Mapping[str, str], gpus: int) -> dict[str, str]:
 
 
 def own_environment() -> dict[str, str]:
-    """The variables of the user's own `.deepspeed_env`, at home and in this folder."""
+    """Return the variables of the user's own `.deepspeed_env` files, in the home folder and in the current one."""
     variables: dict[str, str] = {}
     for own in (Path("~/.deepspeed_env").expanduser(), Path(".deepspeed_env")):
         lines = own.read_text().splitlines() if own.is_file() else []

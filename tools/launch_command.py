@@ -1,4 +1,4 @@
-"""The command `weft launch`: imports begin in another process before this one has its own."""
+"""The command `weft launch`: another process begins the ranks' imports before this one runs its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link between two ranks of this machine, as a cost."""
+"""Measure the link between two ranks of this machine."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class Way(Enum):
 
 
 def measure_link(num_bytes: int, way: Way, *, run: Callable[..., list] = _HERE, idle_s: float = 0.0) -> LinkCost:
-    """Latency of a small message, and the bandwidth at which ``num_bytes`` follow.
+    """Measure the latency of a small message, and the bandwidth of ``num_bytes``.
 
     Args:
         run: starts the two ranks, as `run_ranks` does.
-        idle_s: before each message, as ranks compute between two: a processor that has slept is slower.
+        idle_s: seconds without work before each message, because a processor that has slept is slower. Ranks compute
+            between two messages.
     """
     (small_s, large_s), _ = run(_round_trips, num_bytes, way, idle_s, timeout_s=TIMEOUT_S)
     rest_s = max(large_s - small_s, 0.1 * large_s)  # where noise hides the difference
@@ -78,7 +79,7 @@ def _round_trips(num_bytes: int, way: Way, idle_s: float) -> tuple[float, float]
 
 
 def _one_way_s(send: Send, receive: Receive, num_bytes: int, idle_s: float) -> float:
-    """Median of half a round trip with both receives posted first."""
+    """Return half of the median round trip, with both receives posted first."""
     me = dist.get_rank()
     tensor = torch.zeros(num_bytes // 4)
     spec = TensorSpec(tuple(tensor.shape), tensor.dtype)

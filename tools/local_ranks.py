@@ -1,4 +1,4 @@
-"""Run a function on ranks of this host that talk over NCCL where it has GPUs, and over gloo where it has none."""
+"""Run a function on ranks of this host, which communicate over NCCL with GPUs, and over gloo without."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ _ARRIVE_S = 120.0  # imports take long if the disk is cold or the host busy; cal
 
 
 def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) -> dict[int, Any]:
-    """Return the results of ``work(device, *args)`` on ``ranks`` new processes of this host; one per GPU, if it has
-    any.
+    """Return the results of ``work(device, *args)`` on ``ranks`` new processes of this host, one per GPU if it has any.
 
     Args:
         work: importable. A collective call.
         most_s: time limit in seconds, from when all ranks have started.
 
     Returns:
-        By rank: the result, or the traceback of an error, a text. Ranks that did not answer are left out.
+        By rank: the result, or the traceback of an error as text. Ranks that did not finish in time are left out.
     """
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
         told = ranks, os.path.join(folder, "store"), most_s, work, args
@@ -43,7 +42,7 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
 
 
 def _is_fit_to_fork() -> bool:
-    """True if this process runs no other thread, and has not touched a GPU."""
+    """Return True if this process has no other thread, and has not used a GPU."""
     return len(os.listdir("/proc/self/task")) == 1 and "libcuda.so" not in Path("/proc/self/maps").read_text()
 
 

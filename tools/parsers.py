@@ -1,4 +1,4 @@
-"""Command lines of the commands whose modules import torch, so that ``--help`` does not."""
+"""Option parsers of commands whose modules import torch, so that ``--help`` does not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INSIDE, BETWEEN = "20,100", "30,50"
 
 
 def train() -> argparse.ArgumentParser:
-    """Options of `weft train`; settings are left over."""
+    """Return the parser of `weft train`; settings are left over."""
     parser = argparse.ArgumentParser(
         prog="weft train",
         usage="weft train [--config-file FILE] [recipe=NAME] [key=value ...]",
@@ -25,7 +25,7 @@ def train() -> argparse.ArgumentParser:
 
 
 def check() -> argparse.ArgumentParser:
-    """Options of `weft check`; settings are left over."""
+    """Return the parser of `weft check`; settings are left over."""
     return argparse.ArgumentParser(
         prog="weft check",
         usage="weft check model=FOLDER|HUB_NAME | model.arch=TYPE [parallel.tensor=N ...] [key=value ...]",
@@ -35,7 +35,7 @@ def check() -> argparse.ArgumentParser:
 
 
 def profile() -> argparse.ArgumentParser:
-    """Options of `weft profile`; settings are left over."""
+    """Return the parser of `weft profile`; settings are left over."""
     parser = argparse.ArgumentParser(
         prog="weft profile",
         usage="weft profile [options] [recipe=NAME] [key=value ...]",
@@ -57,7 +57,7 @@ def profile() -> argparse.ArgumentParser:
 
 
 def emulate() -> argparse.ArgumentParser:
-    """Options of `weft emulate`; settings are left over."""
+    """Return the parser of `weft emulate`; settings are left over."""
     parser = argparse.ArgumentParser(
         prog="weft emulate",
         usage="weft emulate [options] recipe=NAME [key=value ...]",
@@ -103,7 +103,7 @@ def emulate() -> argparse.ArgumentParser:
 
 
 def _link(text: str) -> LinkCost:
-    """LATENCY_US,GBIT_PER_S."""
+    """Parse LATENCY_US,GBIT_PER_S."""
     try:
         latency, bandwidth = (float(part) for part in text.split(","))
         if latency < 0 or bandwidth <= 0:

@@ -32,7 +32,7 @@ def preflight(
     checks: Mapping[str, Callable[[WeftConfig], None]] | None = None,
     leave_out: Collection[str] = (),
 ) -> None:
-    """Run checks in order, all of `CHECKS` by default, except those to leave out.
+    """Run checks in order, by default all of `CHECKS`, except those in ``leave_out``.
 
     Raises:
         ValueError: the first problem, with the field, its value and a remedy.
@@ -43,7 +43,7 @@ def preflight(
 
 
 def check_inputs(argv: Sequence[str]) -> int:
-    """Run the checks of `INPUTS` on the configuration in a file, as a process, and return its exit code."""
+    """Run the checks of `INPUTS` on the configuration file that ``argv`` names, and return an exit code."""
     (file,) = argv
     try:
         preflight(load([], recipe_file=file), checks=INPUTS)
@@ -55,7 +55,7 @@ def check_inputs(argv: Sequence[str]) -> int:
 
 
 def check_cluster(config: WeftConfig) -> None:
-    """Check that the processes to start fit the pipeline and can reach the rendezvous."""
+    """Check that the number of processes fits the pipeline, and that they can reach the rendezvous."""
     cluster = config.cluster
     check_world(config, world_size(cluster))
     one_machine = (ClusterManager.local, ClusterManager.slurm)  # Slurm itself reports its nodes
@@ -103,7 +103,7 @@ def check_device(config: WeftConfig) -> None:
 
 
 def check_model(config: WeftConfig) -> None:
-    """Check that the model can be made or read, with layers for all stages and positions for all tokens."""
+    """Check that the model can be created or read, with layers for all stages and positions for all tokens."""
     path = config.model.path
     if not path or is_here(path) or (_is_hub_name(path) and _runs_here(config)):
         from weft.engine.stages.files.loading import (
@@ -120,25 +120,28 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _runs_here(config: WeftConfig) -> bool:
-    """True if all ranks are on this machine; others may have another cache, and another way to the hub."""
+    """Return True if all ranks are on this machine; otherwise their cache and their access to the hub may differ."""
     manager = config.cluster.manager
     return manager is ClusterManager.local or (manager is ClusterManager.ssh and not config.cluster.hostfile)
 
 
 def is_here(path: str) -> bool:
-    """True if ``path`` is a file or folder of this machine, and not a name of the hub."""
+    """Return True if ``path`` is a file or folder of this machine, rather than a name of the hub."""
     return bool(path) and Path(path).expanduser().exists()
 
 
 def check_schedule(config: WeftConfig) -> None:
-    """Check that the files of a schedule and of costs are readable and have the right number of virtual stages."""
+    """Check that the schedule and cost files are readable and have the right number of virtual stages."""
     first, *_ = open_placements(config.pipeline).values()
     if config.pipeline.costs_file:
         read_costs(config.pipeline, first.num_stages)
 
 
 def check_data(config: WeftConfig) -> None:
-    """Check that the data source exists and is well formed, local files line by line; and what becomes of the first."""
+    """Check that the data source exists and is well formed.
+
+    Local files are read line by line. If the tokenizer is on this machine, their first row is tokenised.
+    """
     from weft.engine.data import check_source, encode_first, load_tokenizer  # torch, which other checks do not need
     from weft.engine.data.tokenizer import require_rows
     from weft.engine.stages.files.loading import load_hf_config
@@ -170,7 +173,7 @@ def check_hub(config: WeftConfig) -> None:
 
 
 def check_resume(config: WeftConfig) -> None:
-    """Check that the checkpoint to resume from is there, and was trained from the same base model."""
+    """Check that the checkpoint to resume from exists, and was trained from the same base model."""
     where = config.checkpoint.resume
     folder = run_folder(config) / "checkpoints" if where == "auto" else Path(where).expanduser()
     if where == "never" or (where == "auto" and not folder.is_dir()):
@@ -185,7 +188,10 @@ def check_resume(config: WeftConfig) -> None:
 
 
 def _weights_are_here(path: str) -> bool:
-    """Return True for a new model, a folder, and a model of the hub that is in its cache; others only ranks can see."""
+    """Return True for a new model, a folder, and a model of the hub that is in this machine's cache.
+
+    Other weights are visible only to ranks.
+    """
     from weft.engine.stages.files.folder import weight_files, weights_folder
 
     if not path or is_here(path):
@@ -196,7 +202,7 @@ def _weights_are_here(path: str) -> bool:
 
 
 def check_run_folder(config: WeftConfig) -> None:
-    """Check that the run's folder can be written, with room for more than its logs."""
+    """Check that the run's folder is writable, with space for more than its logs."""
     folder = run_folder(config)
     try:
         make_shared_folder(folder) if config.train.shared else make_run_folder(folder)
@@ -212,7 +218,7 @@ def check_run_folder(config: WeftConfig) -> None:
 
 
 def check_caches(config: WeftConfig) -> None:
-    """Check that what ranks keep between runs can be written: tokenised data, measurements, compiled code."""
+    """Check that the caches that ranks keep between runs are writable: tokenised data, measurements, compiled code."""
     folders = {
         f"data.cache_dir={config.data.cache_dir}": Path(config.data.cache_dir).expanduser(),
         f"XDG_CACHE_HOME={os.environ.get('XDG_CACHE_HOME', '')}": cache_folder(),

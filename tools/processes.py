@@ -1,4 +1,4 @@
-"""Run a process group: signals reach every member, and none is left behind."""
+"""Run a process group: signals reach every member, and none outlives the command."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LAUNCHER = "WEFT_LAUNCHER"
 
 
 def run_group(command: Sequence[str], *, env: Mapping[str, str], grace_s: float) -> int:
-    """Run ``command`` in a new process group, until the last member has ended.
+    """Run ``command`` in a new process group until the last member has ended.
 
-    The first SIGINT or SIGTERM goes to the ranks among the members as SIGTERM, and to every member
-    where there are none: a launcher would end its ranks soon after its own end. A second one, or ``grace_s``
-    seconds later, goes to every member as SIGKILL. Members that outlive the command itself are ended alike.
+    The first SIGINT or SIGTERM is sent to the ranks among the members as SIGTERM. Without ranks it is sent to every
+    member. (Launchers are spared, because a launcher ends its ranks soon after its own end.) A second signal, or
+    ``grace_s`` seconds, sends SIGKILL to every member. Members that outlive the command are ended in the same way.
 
     Returns:
-        The command's exit code; 128 plus the signal's number where a signal ended it, and 1
-        where it ended well but left members behind.
+        The command's exit code; 128 plus the signal's number if a signal ended it; 1 if it succeeded but left members
+        behind.
     """
     # DeepSpeed's outer launcher ends on SIGTERM without stopping its ranks, hence the group.
     own = {LAUNCHER: f"{os.getpid()} {socket.gethostname()}"}
@@ -48,7 +48,7 @@ def run_group(command: Sequence[str], *, env: Mapping[str, str], grace_s: float)
 def end_with_launcher(environment: Mapping[str, str]) -> None:
     """End this rank when the `weft launch` that started it ends for any reason.
 
-    DeepSpeed's launcher is between them, and outlives a killed `weft launch`.
+    DeepSpeed's launcher is the process between them, and outlives a killed `weft launch`.
     """
     pid, _, host = environment.get(LAUNCHER, "").partition(" ")
     if not pid or host != socket.gethostname():
@@ -110,7 +110,7 @@ class _Group:
         self._send(signal.SIGKILL)
 
     def _ranks(self) -> Iterator[psutil.Process]:
-        """Members that a launcher has started as ranks, without the processes that these have started."""
+        """Yield the members that a launcher has started as ranks, without their child processes."""
         for process in self._members():
             parent = process.parent()
             if "LOCAL_RANK" in _environment(process) and parent and "LOCAL_RANK" not in _environment(parent):
@@ -124,7 +124,7 @@ class _Group:
                 continue
 
     def _members(self) -> Iterator[psutil.Process]:
-        """Members that still run, without zombies."""
+        """Yield the members that are running, without zombies."""
         for process in psutil.process_iter():
             try:
                 if os.getpgid(process.pid) == self.leader.pid and process.status() != psutil.STATUS_ZOMBIE:

@@ -79,7 +79,7 @@ _HEAD = (
 
 
 def _ranks(asked: str | None) -> int:
-    """Return how many processes measure collectives: one per GPU, or two without GPUs."""
+    """Return the number of processes that measure collectives: one per GPU, or two without GPUs."""
     most = torch.cuda.device_count() if torch.cuda.is_available() else MOST_PROCESSES
     if asked is None:
         return min(most, torch.cuda.device_count() or 2)
@@ -92,7 +92,7 @@ def _ranks(asked: str | None) -> int:
 
 
 def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
-    """Measure collectives within this host, store what runs read, print it, and return what plans read.
+    """Measure collectives within this host, store and print the results, and return those that plans read.
 
     Raises:
         RuntimeError: a rank failed.
@@ -124,7 +124,7 @@ def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
 
 
 def _local(stages: Sequence[StageCost]) -> LinkCost:
-    """Measure the link between two ranks of this machine with a layer's output."""
+    """Measure the link between two ranks of this machine with messages as large as a layer's output."""
     return measure_link(max(4, int(max(stage.output_bytes for stage in stages)) // 4 * 4), Way.shared)
 
 

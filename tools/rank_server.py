@@ -1,4 +1,4 @@
-"""Imported once by the server that ranks are forked from: the imports that all ranks share, for CPUs."""
+"""The imports that all ranks on CPUs share; the server from which ranks are forked imports this module once."""
 
 import gc
 import os

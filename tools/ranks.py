@@ -1,4 +1,4 @@
-"""Run functions on ranks: new processes on this machine, with a hard time limit, none left behind."""
+"""Run functions on ranks: new processes on this machine, with a hard time limit, none of which is left behind."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def run_ranks(
     when this function ends, and end by themselves if this process dies.
 
     Args:
-        function: importable and return plain data. It finds the usual RANK, WORLD_SIZE,
+        function: an importable function that returns plain data. The environment has the usual RANK, WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT.
         timeout_s: seconds after which the run is aborted.
-        meanwhile: called again and again until the first rank has ended.
+        meanwhile: called repeatedly until the first rank has ended.
 
     Raises:
         RuntimeError: a rank failed, with its traceback, or the time was up.
@@ -53,7 +53,12 @@ def run_with(
     enter: Sequence[Callable[[], object]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Run ranks like `run_ranks`, with variables for each; ``enter`` and ``environment`` are those of `Child`."""
+    """Run ranks like `run_ranks`, each with its own environment variables.
+
+    Args:
+        own: variables of each rank, one mapping per rank.
+        enter, environment: see `Child`; ``enter`` has one function per rank.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
         ranks = []

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     """Run ``weft schedule KIND --ranks P --microbatches M ...`` and return the exit code.
 
     Raises:
-        ValueError: an option does not go with the others; names it and the remedy.
+        ValueError: an option contradicts the others; the message names it and the remedy.
     """
     args = _parser().parse_args(argv)
     _check_numbers(args)
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def _made(args: argparse.Namespace, placement: Placement) -> tuple[Schedule, CostModel]:
-    """The schedule on one placement, and the costs that it is for."""
+    """Return the schedule on one placement, and its costs."""
     cell = args.kind == "auto"
     alone = costs_of(args.costs, placement)
     costs = alone.for_cell(args.cell)
@@ -73,7 +73,7 @@ def _made(args: argparse.Namespace, placement: Placement) -> tuple[Schedule, Cos
 
 
 def _choose(args: argparse.Namespace) -> Choice:
-    """`auto` on every placement that the costs can be cut for."""
+    """Run `auto` on every placement for which the costs can be cut."""
     chunks = args.chunks or 2
     pieces = load_pieces(args.costs) if args.costs else CostModel.unit(args.ranks * chunks)
     check_size(args.ranks * chunks * args.cell, args.microbatches)
@@ -90,7 +90,7 @@ def _choose(args: argparse.Namespace) -> Choice:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    """Refuse what no schedule can be made with, by the name of the option."""
+    """Refuse numbers from which no schedule can be generated, by the name of the option."""
     count(args.ranks, "--ranks", most=MOST_RANKS)
     count(args.microbatches, "--microbatches")
     count(args.cell, "--cell", most=MOST_CELL)
@@ -141,7 +141,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def place(kind: str, num_ranks: int, layout: str | None, sites: tuple[int, ...], chunks: int | None) -> Placement:
-    """The placement of ``kind`` over ``num_ranks`` ranks.
+    """Return the placement of ``kind`` over ``num_ranks`` ranks.
 
     Args:
         layout: one of `LAYOUTS`; None or any takes the default of the kind.
@@ -150,7 +150,7 @@ def place(kind: str, num_ranks: int, layout: str | None, sites: tuple[int, ...],
             straight layout are interleaved.
 
     Raises:
-        ValueError: the numbers do not go together.
+        ValueError: the numbers contradict each other.
     """
     count(num_ranks, "--ranks", most=MOST_RANKS)
     sites = _checked_sites(sites, num_ranks)
@@ -175,7 +175,7 @@ def _checked_sites(sites: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
 
 
 def costs_of(path: Path | None, placement: Placement) -> CostModel:
-    """The costs in a file, or unit costs; of a cell, if the placement is one."""
+    """Return the costs in a file, or unit costs without one; for a DP-cell, the costs of the cell."""
     num_stages = placement.single.num_stages
     costs = load_costs(path, num_stages) if path else CostModel.unit(num_stages)
     return costs.for_cell(placement.pipelines) if placement.pipelines > 1 else costs

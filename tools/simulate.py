@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     """Run ``weft simulate SCHEDULE [--costs FILE]`` and return the exit code.
 
     Raises:
-        ValueError: a file cannot be read, or the schedule cannot run; names the place.
+        ValueError: a file cannot be read, or the schedule cannot run; the message names the place.
     """
     args = _parser().parse_args(argv)
     schedule = load_schedule(args.schedule)

@@ -1,4 +1,4 @@
-"""Tables in a terminal, as benches and other commands print them."""
+"""Tables in a terminal, as benchmarks and other commands print them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 130
 
 
 def table_of(rows: Iterable[Mapping[str, object]], title: str = "", *, left: int = 1) -> Table:
-    """A table of rows by the heads of their columns, of which the first ``left`` are words."""
+    """Return a table of rows, whose keys are the column heads; the first ``left`` columns are text."""
     table = Table(title=f"\n{title}", title_justify="left", box=box.SIMPLE_HEAD, show_edge=False)
     for row in rows:
         if not table.columns:

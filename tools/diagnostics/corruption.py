@@ -1,4 +1,4 @@
-"""Silent corruption: products of integers that any correct device computes exactly, so that every bit is known."""
+"""Silent corruption: products of integers that any correct device computes exactly, bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORMATS = {torch.float32: 16, torch.bfloat16: 2}
 
 
 def factor(seed: int, spread: int) -> torch.Tensor:
-    """A matrix of odd numbers from 1 - ``spread`` to ``spread`` - 1, mixed from row and column in integers.
+    """Return a matrix of odd numbers from 1 - ``spread`` to ``spread`` - 1, a hash of row, column and seed.
 
     Returns:
         int64 [SIZE, SIZE].
@@ -39,7 +39,7 @@ def factor(seed: int, spread: int) -> torch.Tensor:
 
 
 def check_bits(device: torch.device, flip: bool = False) -> Finding:
-    """Multiply `ROUNDS` times in each format; every tile of every product has to have the known checksum.
+    """Multiply `ROUNDS` times in each format; every tile of every product must have the known checksum.
 
     Args:
         flip: for tests: flip the lowest bit of one number of a result, as a faulty device would.
@@ -70,7 +70,7 @@ def check_bits(device: torch.device, flip: bool = False) -> Finding:
 
 
 def _tiles(device: torch.device, form: torch.dtype, spread: int) -> int:
-    """Return the tiles in a row of a product: enough to fill a GPU, on a CPU as many as the time allows.
+    """Return the tiles per row of a product: enough to fill a GPU, and on a CPU as many as the time limit allows.
 
     A CPU without bfloat16 instructions takes half a second for a bfloat16 tile, others take milliseconds.
     """
@@ -91,7 +91,7 @@ def checksum(tile: torch.Tensor) -> str:
 
 
 def _product(device: torch.device, form: torch.dtype, spread: int, tiles: int) -> torch.Tensor:
-    """The product of ``tiles`` copies of a factor, below one another, and of the other side by side; on the host."""
+    """Return the product of a column of ``tiles`` copies of one factor and a row of copies of another, on the host."""
     left = factor(1, spread).to(device, form).repeat(tiles, 1)
     right = factor(2, spread).to(device, form).repeat(1, tiles)
     return (left @ right).float().cpu()

@@ -19,10 +19,10 @@ _MOST_BYTES, _MOST_S = 128 << 20, 1.5
 
 
 def check_disk(folder: Path, judge: Judge, piece_s: float = 0.0) -> Finding:
-    """Megabytes per second that reach the disk of ``folder``.
+    """Measure the write speed to the disk of ``folder`` in megabytes per second.
 
     Args:
-        piece_s: for tests: seconds by which the disk is slower with every 4 MiB.
+        piece_s: for tests: additional seconds per 4 MiB.
     """
     probe = folder / f".weft-doctor-{os.getpid()}"
 
@@ -47,7 +47,7 @@ def check_disk(folder: Path, judge: Judge, piece_s: float = 0.0) -> Finding:
 
 
 def check_free_space(folder: Path, least_bytes: int = MIN_FREE_BYTES) -> Finding:
-    """Gigabytes that are free for this user."""
+    """Check that at least ``least_bytes`` of the disk are free for this user."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:

@@ -14,11 +14,11 @@ _NUMBERS = 1 << 21  # int32, 8 MiB
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A rank's measurement of an operation.
+    """A rank's measurement of a collective.
 
     Attributes:
         bytes_per_s: bytes per second sent by the rank, in the best of a few rounds.
-        wrong_from: ranks whose contribution arrived wrong; all ranks if the operation does not distinguish them.
+        wrong_from: ranks whose contribution arrived wrong; all ranks if the collective does not distinguish them.
     """
 
     bytes_per_s: float
@@ -55,7 +55,7 @@ def all_to_all(
 def all_reduce(
     device: torch.device, *, rounds: int = 3, damage: bool = False, clock: Clock = time.perf_counter
 ) -> Exchanged:
-    """The sum over all ranks. A collective call. See `all_to_all`."""
+    """Sum known numbers over all ranks. A collective call. See `all_to_all`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     begun = _numbers(rank, 0, _NUMBERS, device) & 0xFFFF
     if damage:
@@ -75,7 +75,7 @@ def all_reduce(
 def with_neighbour(
     other: int, device: torch.device, *, rounds: int = 3, damage: bool = False, pause_s: float = 0.0
 ) -> Exchanged:
-    """Send ``other`` numbers and receive its own, both at once; called by both.
+    """Exchange numbers with rank ``other``, sending and receiving at the same time; both ranks call it.
 
     Args:
         damage: for tests: this rank sends one wrong number.

@@ -25,7 +25,7 @@ _APPLICATION = {13, 31, 43, 45, 68}
 
 
 def check_gpus() -> Finding:
-    """True if any GPU reports uncorrectable memory errors, pages to retire, or a slowdown by its hardware."""
+    """Fail if a GPU reports uncorrectable memory errors, pages to retire, or a slowdown by its hardware."""
     if shutil.which("nvidia-smi") is None:
         return Finding("GPU state", Verdict.does_not_apply, "nvidia-smi is not installed")
     command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
@@ -49,10 +49,10 @@ def check_gpus() -> Finding:
 
 
 def check_xid(log: str | None = None) -> Finding:
-    """True if the kernel's log holds an Xid that speaks of the device rather than of a program.
+    """Fail if the kernel's log has an Xid that points to the device rather than to a program.
 
     Args:
-        log: the log; None reads it.
+        log: text of the log; None reads the kernel's log.
     """
     if log is None:
         if shutil.which("nvidia-smi") is None:

@@ -15,10 +15,10 @@ TRIES = 3
 
 @dataclass(frozen=True)
 class Judge:
-    """Compares figures, and remembers the best ones of this host.
+    """Compares measurements with references, and stores the best measurements of this host.
 
     Attributes:
-        cache: figures by check and device.
+        cache: best measurements by check and device.
     """
 
     cache: Measurements
@@ -32,7 +32,7 @@ class Judge:
         return Finding(check, _verdict(figure >= least), says, figure, unit, least)
 
     def by_own_best(self, check: str, device: str, measure: Callable[[], float], *, share: float, unit: str) -> Finding:
-        """Pass if a measurement reaches ``share`` of the best that passed here before; the first one passes."""
+        """Pass if a measurement reaches ``share`` of this host's best so far; the first measurement always passes."""
         name = f"{check}, {device}"
         known = self.cache.read().get(name)
         best = float(known.value) if known and isinstance(known.value, (int, float)) and known.value > 0 else 0.0

@@ -21,9 +21,9 @@ MOST_S = 15.0
 
 
 def check_local_collectives(ranks: int, judge: Judge, *, damaged: int = -1, hung: int = -1) -> Finding:
-    """Bytes per second and rank of an all-to-all and an all-reduce among ``ranks`` processes.
+    """Measure an all-to-all and an all-reduce among ``ranks`` processes, in gigabytes per second of the slowest rank.
 
-    Processes without GPUs are timed by the time that the processor spends on them, which others do not change.
+    Without GPUs, only the processor time of the ranks counts, which other processes do not affect.
 
     Args:
         ranks: number of ranks on this host; with GPUs, one per GPU.
@@ -59,7 +59,7 @@ def _answers(ranks: int, damaged: int, hung: int) -> dict[int, Any]:
 
 
 def _slowest(answers: Mapping[int, Any]) -> float:
-    """Gigabytes per second of the slowest rank, or 0 if one did not answer."""
+    """Return the gigabytes per second of the slowest rank, or 0 if a rank sent no result."""
     if not all(isinstance(answer, tuple) for answer in answers.values()):
         return 0.0
     return min((each.bytes_per_s / 1e9 for answer in answers.values() for each in answer), default=0.0)

@@ -18,10 +18,12 @@ _MOST_S = 10.0
 
 
 def check_loopback(judge: Judge, damage: bool = False) -> Finding:
-    """Gigabits that one connection carries per second of processor time, which other processes do not affect.
+    """Measure the gigabits that one connection carries per second of processor time.
+
+    Other processes do not affect processor time.
 
     Args:
-        damage: for tests: change a bit on the way.
+        damage: for tests: flip a bit of the data.
     """
     arrived: list[bool] = []
 
@@ -40,7 +42,7 @@ def check_loopback(judge: Judge, damage: bool = False) -> Finding:
 
 
 def _transfer(piece: bytes, damage: bool) -> tuple[float, bool]:
-    """Bits per second in units of 1e9, and whether the last piece came as it was sent."""
+    """Return the rate in 1e9 bits per second, and whether the last piece arrived unchanged."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(_MOST_S)
         with socket.create_connection(listener.getsockname(), timeout=_MOST_S) as sender:

@@ -32,13 +32,13 @@ FAULTS = NODE_FAULTS
 
 @dataclass(frozen=True)
 class Node:
-    """The subject of the checks.
+    """The host to check, and how.
 
     Attributes:
-        folder: whose disk is meant.
+        folder: folder whose disk is checked.
         ranks: number of ranks on this host.
-        driver: whose clock is meant, or empty for none.
-        judge: compares speeds.
+        driver: host with whose clock this one's is compared, or empty to leave this out.
+        judge: compares speeds with references.
         faults: simulated faults of `FAULTS`, to verify that checks detect them.
     """
 
@@ -49,7 +49,7 @@ class Node:
     faults: Collection[str] = ()
 
     def devices(self) -> list[torch.device]:
-        """This host's GPUs, or its processor."""
+        """This host's GPUs, or its CPU."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
 
@@ -89,7 +89,7 @@ CHECKS: Mapping[str, Callable[[Node], Sequence[Finding]]] = {
 
 
 def diagnose(node: Node, checks: Collection[str] = tuple(CHECKS)) -> list[Finding]:
-    """Run ``checks`` one after the other; one that breaks is a failure of the host."""
+    """Run ``checks`` one after the other; a check that raises an error counts as a failure of the host."""
     findings: list[Finding] = []
     for name, check in CHECKS.items():
         if name not in checks:
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def table(findings: Sequence[Finding]) -> Table:
-    """Return a table with a line for each check."""
+    """Return a table with one row for each check."""
     made = Table("check", "verdict", "what it says")
     colours = {Verdict.passed: "green", Verdict.failed: "red", Verdict.does_not_apply: "dim"}
     for finding in findings:

@@ -1,4 +1,4 @@
-"""Command lines of the checks of `weft doctor`, without the imports of the checks."""
+"""The options of the checks of `weft doctor`, without the imports that the checks need."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RING_FAULTS = ("slow", "wrong", "hung")
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``weft doctor node``."""
+    """Add the options of ``weft doctor node``."""
     parser.add_argument("--folder", type=Path, default=Path("."), help="whose disk is checked; default: this one")
     parser.add_argument("--ranks", type=int, default=0, help="of this host; default: its GPUs, or 2")
     parser.add_argument("--driver", default="", help="whose clock is compared: HOST:PORT, or a Unix socket's name")
@@ -59,7 +59,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ring_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``weft doctor ring``."""
+    """Add the options of ``weft doctor ring``."""
     parser.add_argument(
         "--ranks", type=int, default=0, help="start so many ranks on this host; default: be one of a job"
     )
@@ -72,7 +72,7 @@ def add_ring_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``weft doctor cache``."""
+    """Add the options of ``weft doctor cache``."""
     parser.add_argument("--folder", default="", help="a run's data.cache_dir; default: the usual one")
     parser.add_argument(
         "--clear", nargs="*", metavar="NAME", help="remove values by name, part of a name or file; all if none is given"

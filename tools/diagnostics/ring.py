@@ -30,7 +30,7 @@ _JOIN_S = 120.0  # imports take a while on a busy host
 
 @dataclass(frozen=True)
 class _Seen:
-    """A rank's measurement of a pair."""
+    """One rank's measurement of a pair."""
 
     pair: tuple[int, int]
     bytes_per_s: float
@@ -74,7 +74,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> list[Finding]:
-    """Return a `Finding` for each pair.
+    """Return a finding for each pair of ranks.
 
     Args:
         seen: the reports of both ranks of each pair.
@@ -113,7 +113,7 @@ class _Ring:
         self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
 
     def run(self) -> list[Finding]:
-        """Run all exchanges; return rank 0's results on every rank."""
+        """Run all exchanges; return the findings of rank 0 on every rank."""
         timeout = timedelta(seconds=self._args.timeout)
         self._store.set(f"host/{self._rank}", socket.gethostname())
         on_gpu = self._device.type == "cuda"
@@ -161,7 +161,7 @@ class _Ring:
         return _Seen(pair, done.bytes_per_s, problem)
 
     def _judge(self) -> list[Finding]:
-        """Evaluate the reports of all ranks, and name ranks without one."""
+        """Evaluate the reports of all ranks, and name ranks that sent no report."""
         seen: list[_Seen] = []
         silent: dict[int, Finding] = {}
         deadline = time.monotonic() + 2 * self._args.timeout
@@ -209,7 +209,7 @@ def _first_line(error: RuntimeError) -> str:
 
 
 def _start(args: argparse.Namespace) -> int:
-    """All ranks on this host; the first one's code."""
+    """Start all ranks on this host, and return the first rank's exit code."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     options = ["--share", str(args.share), "--timeout", str(args.timeout), "--inject", args.inject]

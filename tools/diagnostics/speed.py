@@ -21,10 +21,10 @@ _REPEATS = 5
 
 
 def check_memory(device: torch.device, judge: Judge, slow: float = 1.0) -> Finding:
-    """Bytes that a copy reads and writes per second.
+    """Measure the bytes per second that a copy on the device reads and writes.
 
     Args:
-        slow: for tests: take the device to be so many times slower.
+        slow: for tests: factor by which the result is slower.
     """
     mebibytes = 1024 if device.type == "cuda" else 64  # beyond every cache
     source = torch.zeros(mebibytes << 20, dtype=torch.uint8, device=device)
@@ -37,10 +37,10 @@ def check_memory(device: torch.device, judge: Judge, slow: float = 1.0) -> Findi
 
 
 def check_gemm(device: torch.device, judge: Judge, slow: float = 1.0) -> Finding:
-    """Floating-point operations per second of a large product: bf16 on GPUs, fp32 elsewhere.
+    """Measure the floating-point operations per second of a large product: bf16 on GPUs, fp32 elsewhere.
 
     Args:
-        slow: for tests: take the device to be so many times slower.
+        slow: for tests: factor by which the result is slower.
     """
     size, form = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a = torch.ones(size, size, device=device, dtype=form)
@@ -53,7 +53,7 @@ def check_gemm(device: torch.device, judge: Judge, slow: float = 1.0) -> Finding
 
 
 def device_kind(device: torch.device) -> str:
-    """Name under which figures are comparable: the GPU's or the processor's, threads, and torch's build."""
+    """Return a name under which measurements are comparable: GPU or processor, threads, and torch's build."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, GPU {device.index or 0}, torch {torch.__version__}"
     return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
@@ -82,7 +82,7 @@ def _judged(
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """The shortest of several times. On CPUs it is processor time, which other processes do not affect."""
+    """Return the shortest of several times; on CPUs it is processor time, which other processes do not affect."""
     work()
     best = float("inf")
     for _ in range(_REPEATS):

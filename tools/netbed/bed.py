@@ -1,4 +1,4 @@
-"""A bed that is up: its nodes, processes in them, faults on its lines, and its end."""
+"""A running bed: its nodes, processes in them, faults on its lines, and how it is taken down."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 
 
 def missing() -> str:
-    """Return the requirements of a bed that this machine lacks, in words, or empty if it has everything."""
+    """Return a description of the requirements that this machine lacks, or an empty text if it has all of them."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not Path("/dev/net/tun").exists():
@@ -54,9 +54,9 @@ class Status:
     """A bed's state.
 
     Attributes:
-        lag_ms: the longest time by which a packet was delivered late since the last status.
+        lag_ms: the longest delay of a packet behind its delivery time since the last status.
         in_flight: packets on the lines.
-        faults: faults in force, in words.
+        faults: descriptions of the active faults.
     """
 
     pid: int
@@ -67,18 +67,18 @@ class Status:
 
 
 class NetBed:
-    """A bed by its name; `up` builds it, and as a context manager it also comes down.
+    """A bed by its name. `up` builds it; leaving it as a context manager takes it down.
 
         with NetBed.up(topology) as bed:
             bed.run("e0", ["ping", "-c1", bed.address("w0")])
 
-    Everything hangs on one process, the line (`router.c`): namespaces and devices exist as its
-    descriptors only, so a crash leaves nothing behind. It ends with the process that built
-    the bed, unless that `detach`es it.
+    Everything depends on one process, the router (`router.c`). Namespaces and devices exist only as its
+    descriptors, so a crash leaves nothing behind. It ends with the process that built
+    the bed, unless that process calls `detach`.
     """
 
     def __init__(self, name: str) -> None:
-        """A handle on the bed called ``name``, which is up."""
+        """Connect to the running bed ``name``."""
         self.name = name
         self._router: subprocess.Popen[str] | None = None
 
@@ -87,7 +87,7 @@ class NetBed:
         """Build the bed.
 
         Raises:
-            ValueError: this machine cannot, or a bed of that name is up.
+            ValueError: this machine lacks a requirement, or a bed with this name is running.
         """
         if lack := missing():
             raise ValueError(f"weft netbed: {lack}")
@@ -116,7 +116,7 @@ class NetBed:
         self.down()
 
     def address(self, node: str) -> str:
-        """The IPv4 address of ``node``."""
+        """Return the IPv4 address of ``node``."""
         return self._addresses[self._known(node)]
 
     @property
@@ -125,19 +125,19 @@ class NetBed:
         return list(self._addresses)
 
     def popen(self, node: str, command: Sequence[str | Path], **keywords: Any) -> subprocess.Popen:
-        """Start ``command`` in ``node``; keywords as of `subprocess.Popen`."""
+        """Start ``command`` in ``node``; the keywords are those of `subprocess.Popen`."""
         return subprocess.Popen(self._enter(node, command), **keywords)
 
     def run(self, node: str, command: Sequence[str | Path], **keywords: Any) -> subprocess.CompletedProcess:
-        """Run ``command`` in ``node`` to its end; keywords as of `subprocess.run`."""
+        """Run ``command`` in ``node`` until it ends; the keywords are those of `subprocess.run`."""
         return subprocess.run(self._enter(node, command), **keywords)
 
     def namespace(self, node: str) -> str:
-        """Path of the network namespace of ``node``, while the bed is up."""
+        """Return the path of the network namespace of ``node``, which is valid while the bed is up."""
         return self._netns("node", self._known(node))
 
     def enter(self, node: str) -> None:
-        """Move this thread, and processes that it starts later, into ``node``; for forked children."""
+        """Move this thread, and processes that it starts later, into ``node``. Forked children call it."""
         netns = os.open(self.namespace(node), os.O_RDONLY)
         try:
             if ctypes.CDLL(None, use_errno=True).setns(netns, _CLONE_NEWNET):
@@ -146,11 +146,11 @@ class NetBed:
             os.close(netns)
 
     def cut(self, a: str, b: str = "", *, for_s: float = _FOREVER_S) -> None:
-        """Drop every packet between ``a`` and ``b`` (nodes or sites; no ``b`` is all the others)."""
+        """Drop every packet between ``a`` and ``b`` (nodes or sites); without ``b``, between ``a`` and all others."""
         self._fault("cut", a, b, 0, for_s)
 
     def flap(self, a: str, b: str = "", *, every_s: float, for_s: float = _FOREVER_S) -> None:
-        """Cut for ``every_s``, heal for as long, and so on."""
+        """Alternate between a cut and a healthy line, each for ``every_s``."""
         self._fault("flap", a, b, every_s, for_s)
 
     def slow(self, a: str, b: str = "", *, by: float, for_s: float = _FOREVER_S) -> None:
@@ -158,11 +158,11 @@ class NetBed:
         self._fault("slow", a, b, by, for_s)
 
     def drop(self, a: str, b: str = "", *, share: float, for_s: float = _FOREVER_S) -> None:
-        """Lose that share of packets."""
+        """Drop this share of packets at random."""
         self._fault("drop", a, b, share, for_s)
 
     def flip(self, a: str, b: str = "", *, packets: int = 1, for_s: float = _FOREVER_S) -> None:
-        """Flip a byte in the next packets' TCP payload, in each direction, and mend the checksum."""
+        """Flip a byte of the TCP payload of the next packets in each direction, and correct the checksum."""
         self._fault("flip", a, b, packets, for_s)
 
     def heal(self) -> None:
@@ -170,7 +170,7 @@ class NetBed:
         self._ask("heal")
 
     def status(self) -> Status:
-        """Counters of the lines, and the faults in force."""
+        """Return the counters of the lines, and the active faults."""
         lines = [line.split() for line in self._ask("status").splitlines()]
         _, _, pid, in_flight, lag_ns = lines[0]
         names = [line[1] for line in lines if line[0] == "node"]
@@ -183,12 +183,12 @@ class NetBed:
         return Status(int(pid), int(in_flight), int(lag_ns) / 1e6, nodes, faults)
 
     def detach(self) -> None:
-        """Let the bed outlive this process; `down` ends it."""
+        """Let the bed outlive this process; `down` takes it down."""
         self._ask("detach")
         self._router = None
 
     def down(self) -> None:
-        """End every process in the bed, and the bed."""
+        """End every process in the bed, and take it down."""
         with contextlib.suppress(ValueError):
             self._ask("stop")
         self._end_router()
@@ -256,7 +256,7 @@ class NetBed:
             self._ask(f"fault {kind} {sender:x} {receiver:x} {value!r} {for_s!r}")
 
     def _mask(self, name: str) -> int:
-        """The set of nodes that a node's or a site's name stands for, as the router writes it."""
+        """Return the set of nodes that a node's or a site's name stands for, as the router writes it."""
         sites = [line[1] for line in self._layout if line[0] == "site"]
         nodes = [line for line in self._layout if line[0] == "node"]
         found = [i for i, line in enumerate(nodes) if name in (line[1], sites[int(line[2]) - 1])]
@@ -293,7 +293,7 @@ class NetBed:
 
 
 def beds() -> list[str]:
-    """Names of all beds that are up on this machine."""
+    """Return the names of all beds that are up on this machine."""
     prefix = "@" + _CONTROL[1:]
     lines = Path("/proc/net/unix").read_text().splitlines()
     names = [line.split()[-1].removeprefix(prefix) for line in lines if prefix in line]
@@ -301,7 +301,7 @@ def beds() -> list[str]:
 
 
 def _address(line: list[str]) -> str:
-    """The address in a router's ``node NAME SITE HOST ...`` line."""
+    """Return the address in a router's ``node NAME SITE HOST ...`` line."""
     return f"10.77.{line[2]}.{line[3]}"
 
 

@@ -105,7 +105,7 @@ def _status(args: argparse.Namespace) -> None:
 
 
 def _bed(args: argparse.Namespace) -> NetBed:
-    """The bed that is meant: by name, or the only one."""
+    """Return the bed with the name in the arguments, or the only one without a name."""
     up = beds()
     if args.bed:
         return NetBed(args.bed)

@@ -1,4 +1,4 @@
-"""A topology in the words of those that build it: the router, ``ip`` and the kernel."""
+"""A topology as commands for the router, ``ip`` and the kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.tools.netbed.topology import Topology
 
 
 def router_input(topology: Topology) -> str:
-    """The topology in the words of ``router.c``; sites count from 1, as in addresses."""
+    """Return the topology in the input format of ``router.c``; sites count from 1, as in addresses."""
     number = {site: i for i, site in enumerate(topology.sites, start=1)}
     lines = [f"bed {topology.name} {topology.mtu} {int(topology.queue_ms * 1e6)}"]
     lines += [f"site {site}" for site in topology.sites]
@@ -22,7 +22,7 @@ def router_input(topology: Topology) -> str:
 
 
 def site_commands(topology: Topology, site: str, netns: Callable[[str], str]) -> list[str]:
-    """A bridge, and a cable from it to every node of the site, whose namespace ``netns`` names."""
+    """Return commands that create a site's bridge and its cables to all nodes, whose namespaces ``netns`` names."""
     commands = ["link set lo up", "link add lan type bridge", "link set lan up"]
     for i, name in enumerate(topology.members(site)):
         commands += [
@@ -33,7 +33,7 @@ def site_commands(topology: Topology, site: str, netns: Callable[[str], str]) ->
 
 
 def node_commands(topology: Topology, name: str) -> list[str]:
-    """Return the commands that give a node its address: the site's subnet is on the bridge, all else over the line."""
+    """Return commands that give a node its address in the site's subnet, and a route through the line to all others."""
     address = topology.address(name)
     return [
         "link set lo up",

@@ -1,4 +1,4 @@
-"""A Python function that runs in a node, in a process of its own."""
+"""A process that runs a Python function in a node."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class Job(Child):
     """A `Child` in a node, with this process's environment variables."""
 
     def __init__(self, bed: NetBed, node: str, function: Callable[..., Any], *args: Any) -> None:
-        """Start it. See `Child`."""
+        """Start the process. See `Child`."""
         name = f"{function.__name__} in node {node}"
         super().__init__(name, function, *args, enter=partial(bed.enter, node), environment=os.environ)

@@ -1,4 +1,4 @@
-"""A run on the bed of its own `cluster`: every rank is a machine, and sites are a WAN apart."""
+"""A run on a bed built from its own `cluster`: every rank is a machine, and sites are joined by a WAN."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def launch(overrides: Sequence[str], *, window_kb: float) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen], *, patience_s: float) -> int:
-    """Wait until all ranks have ended, after the first failure for at most ``patience_s``; return the exit code."""
+    """Wait for all ranks, at most ``patience_s`` seconds after the first failure; return the exit code."""
     code, limit = 0, float("inf")
     while any(rank.poll() is None for rank in ranks) and monotonic() < limit:
         failed = next((rank.returncode for rank in ranks if rank.returncode), 0)

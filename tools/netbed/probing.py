@@ -1,4 +1,4 @@
-"""`weft doctor net`: probe the link between two hosts, or the links of a bed between nodes that are idle."""
+"""`weft doctor net`: probe the link between two hosts, or the links between idle nodes of a bed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _KEY = WanKey(b"the key of a bed that no other process can reach")
 def probe_nodes(
     bed: NetBed, near: str, far: str, *, settings: Mapping[str, Any] | None = None, **effort: Any
 ) -> tuple[LinkProfile, LinkProfile]:
-    """The ways from ``near`` to ``far`` and back.
+    """Return the link profiles from ``near`` to ``far`` and back.
 
     Args:
         settings: arguments of `WanEndpoint` for both endpoints.
-        effort: arguments of `weft.comm.wan.probe.probe_both`, with ``most``.
+        effort: arguments of `weft.comm.wan.probe.probe_both`.
 
     Raises:
         ChannelError: the link failed.
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _probe_hosts(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
-    """The link between this host and one other, from real addresses."""
+    """Probe the link between this host and one other, by their real addresses."""
     settings = {"connections": args.most, "congestion": args.congestion, "port": args.port}
     first = bool(args.peer)
     rank = 0 if first else 1
@@ -100,7 +100,7 @@ def _peer_address(text: str) -> tuple[str, int]:
 
 
 def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
-    """Probe the first nodes of every pair of sites; cached under the topology's hash."""
+    """Probe the first nodes of every pair of sites; the results are cached by the topology's hash."""
     topology = load_topology(args.netbed)
     cache = ProfileCache(bed_cache(topology))
     wanted = [f"{a} -> {b}" for a, b in permutations(topology.sites, 2)]
@@ -118,13 +118,13 @@ def _probe_bed(args: argparse.Namespace) -> Mapping[str, LinkProfile]:
 
 
 def bed_cache(topology: Topology) -> Path:
-    """File of a bed's link profiles, named by its topology and not by its name."""
+    """Return the file of a bed's link profiles; its name depends on the topology, not on the bed's name."""
     shape = repr((topology.nodes, topology.links, topology.mtu, topology.window_kb, topology.congestion))
     return cache_folder().parent / "links" / f"{hashlib.sha256(shape.encode()).hexdigest()[:16]}.json"
 
 
 def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:
-    """Profiles by link name."""
+    """Return a table of profiles, one row for each link."""
     table = Table("link", "round trip ms", "1 connection Mbit/s", "many Mbit/s", "both ways Mbit/s", "connections")
     for name, profile in profiles.items():
         table.add_row(
@@ -139,7 +139,7 @@ def profile_table(profiles: Mapping[str, LinkProfile]) -> Table:
 
 
 def hints(profiles: Collection[LinkProfile], settings: Path) -> list[str]:
-    """Return improvements for an administrator, from the kernel's ``settings`` folder (/proc/sys/net/ipv4)."""
+    """Return advice for an administrator, from the kernel's ``settings`` folder (/proc/sys/net/ipv4)."""
     found = []
 
     def last(name: str) -> int:

@@ -64,7 +64,7 @@ class Topology:
     """The kernel's congestion control for connections between sites."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be built."""
+        """Refuse topologies that cannot be built."""
         _check_names(self)
         _check_numbers(self)
         _check_links(self)
@@ -75,20 +75,20 @@ class Topology:
         return tuple(dict.fromkeys(node.site for node in self.nodes))
 
     def node(self, name: str) -> Node:
-        """The node of that name, or ValueError."""
+        """Return the node with this name; ValueError if there is none."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise ValueError(f"there is no node {name} in bed {self.name}; it has {_names(self.nodes)}")
 
     def address(self, name: str) -> str:
-        """The IPv4 address of node ``name``."""
+        """Return the IPv4 address of node ``name``."""
         node = self.node(name)
         peers = [other.name for other in self.nodes if other.site == node.site]
         return f"10.77.{self.sites.index(node.site) + 1}.{peers.index(name) + 1}"
 
     def members(self, name: str) -> list[str]:
-        """Node names of a site, or the node itself."""
+        """Return the names of a site's nodes; for a node, its own name."""
         found = [node.name for node in self.nodes if name in (node.name, node.site)]
         if not found:
             known = ", ".join(self.sites)
@@ -97,9 +97,9 @@ class Topology:
 
     @classmethod
     def even(cls, sites: Sequence[int], *, uplink_mbps: float, latency_ms: float, **more: Any) -> Topology:
-        """Create sites s0, s1 and so on with ``sites[i]`` nodes each, equal and equally far apart.
+        """Create sites s0, s1 and so on with ``sites[i]`` nodes each; all uplinks and all latencies are equal.
 
-        Nodes are n0, n1 and so on, in the order of sites; ``more`` is as of `Topology`.
+        Nodes are n0, n1 and so on, in the order of sites; ``more`` has other fields of `Topology`.
         """
         places = [f"s{site}" for site, count in enumerate(sites) for _ in range(count)]
         return cls(
@@ -113,9 +113,9 @@ class Topology:
     def of_cluster(
         cls, cluster: ClusterConfig, *, name: str = "weft", replicas: int = 1, window_kb: float = 0.0
     ) -> Topology:
-        """The bed of a run's ``cluster``: one node per rank or host, each site's slowest link as uplink.
+        """Return the bed for a run's ``cluster``: one node per rank or host, with the rate of each site's slowest link.
 
-        Nodes stand in the order of global ranks.
+        Nodes are in the order of global ranks.
 
         Args:
             replicas: number of pipelines, each on its own nodes.
@@ -136,8 +136,8 @@ class Topology:
 def load(path: Path) -> Topology:
     """Read a topology from YAML.
 
-    ``sites`` maps a site's name to its nodes' names, or to their number; ``uplink_mbps`` is a
-    node's rate unless ``uplinks`` names the node; everything else is as in `Topology`:
+    ``sites`` maps a site's name to its nodes' names, or to their number. ``uplink_mbps`` is the
+    rate of all nodes that ``uplinks`` does not name. Everything else is as in `Topology`:
 
         name: atlas
         sites: {east: [e0, e1], west: 2}
@@ -158,7 +158,7 @@ def load(path: Path) -> Topology:
 
 
 def from_mapping(raw: Mapping[str, Any]) -> Topology:
-    """A topology from the mapping that `load` describes."""
+    """Return a topology from the mapping that `load` describes."""
     given = dict(raw)
     sites = given.pop("sites", None)
     if not isinstance(sites, Mapping):
@@ -177,7 +177,7 @@ def from_mapping(raw: Mapping[str, Any]) -> Topology:
 
 
 def _read(kind: type, given: Any, where: str) -> Any:
-    """An object of ``kind`` with numbers where numbers belong, and every field known."""
+    """Return an object of ``kind`` with numbers converted; refuse unknown fields."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{where}={given!r}: expected {{{', '.join(field.name for field in fields(kind))}}}")
     hints = get_type_hints(kind)

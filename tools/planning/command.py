@@ -121,7 +121,7 @@ def _show(found: Plan, seconds: float, args: argparse.Namespace) -> None:
 
 
 def _answer(found: Plan, question: str, cluster: Cluster) -> None:
-    """Print what another cluster does to the best plan."""
+    """Print how the cluster of a question changes the best plan."""
     try:
         other = plan(cluster, found.work, found.request)
     except ValueError as error:
@@ -163,14 +163,14 @@ def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Req
 
 
 def _effort(cluster: Cluster) -> int:
-    """Actions to schedule at most; in a small cluster each takes less time, and the search may end."""
+    """Return the maximum number of actions to schedule; in a small cluster each takes less time."""
     if sum(site.gpus for site in cluster.sites) <= SMALL:
         return 60_000
     return 14_000 if len(cluster.sites) <= FEW_SITES else 110_000
 
 
 def _home(cluster: Cluster, name: str) -> frozenset[int]:
-    """The sites of that name or region."""
+    """Return the sites whose name or region is ``name``."""
     if not name:
         return frozenset()
     found = frozenset(number for number, site in enumerate(cluster.sites) if name in (site.name, site.region))
@@ -181,7 +181,7 @@ def _home(cluster: Cluster, name: str) -> frozenset[int]:
 
 
 def _whole(text: str, name: str, least: int = 1, most: int = 10**9) -> int:
-    """A whole number, such as 4096, 8 or 1e9."""
+    """Parse a whole number, such as 4096, 8 or 1e9."""
     try:
         value: float = int(text)
     except ValueError:
@@ -197,7 +197,7 @@ def _share(value: float) -> float:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Words that cannot be read are bad input like any other."""
+        """Raise words that cannot be parsed as bad input."""
         raise ValueError(f"{message}; `weft plan --help` lists what there is")
 
 

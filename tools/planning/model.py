@@ -18,8 +18,8 @@ def model_work(model: str, sequence_length: int, cache: Path, lora: LoraConfig |
     """Return the operations and bytes per sequence of each layer of a model.
 
     Args:
-        model: a config.json or a file like it, a folder with one, or a hub name.
-        cache: a JSON file.
+        model: a file such as config.json, a folder with a config.json, or a hub name.
+        cache: a JSON file in which results are stored.
         lora: adapters that are trained instead of the model's weights.
 
     Raises:
@@ -40,7 +40,7 @@ def model_work(model: str, sequence_length: int, cache: Path, lora: LoraConfig |
 
 
 def config_of(model: str) -> dict[str, Any] | None:
-    """The fields of a model's config.json; None of a hub name.
+    """Return the fields of a model's config.json, or None for a hub name.
 
     Raises:
         ValueError: the file cannot be read.

@@ -20,11 +20,11 @@ _WIDTH_INCHES, _ROW_INCHES, _DPI = 12.0, 0.55, 150
 
 
 def plot_plans(found: Plan, most: int, path: Path) -> None:
-    """Draw the ranking, a bar of seconds for each plan, and save it in the format of the suffix, else as PNG.
+    """Draw the ranking, a bar of seconds for each plan, and save it in the format of the suffix, or as PNG without one.
 
     Raises:
-        OSError: it cannot be written.
-        ValueError: matplotlib has no such format.
+        OSError: the file cannot be written.
+        ValueError: matplotlib does not support the format.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A plan as a recipe that `weft launch` runs: YAML, a hostfile in pipeline order, and the costs it rests on."""
+"""A plan as a recipe that `weft launch` runs: YAML, a hostfile in pipeline order, and the assumed costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_recipe(
     """Write the best plan and return the files.
 
     Args:
-        config: the model's fields, where it is not loaded from a folder or a hub.
+        config: the model's fields, or None if the model is loaded from a folder or a hub.
         model: the folder or name of the model.
         lora: adapters that are trained.
     """
@@ -72,7 +72,7 @@ def write_recipe(
 
 
 def _adapters(lora: LoraConfig | None) -> dict[str, Any]:
-    """Return the fields of the adapters that `weft plan` has options for."""
+    """Return the fields of the adapters for which `weft plan` has options."""
     return {"lora": {"enabled": True, "rank": lora.rank, "target_modules": lora.target_modules}} if lora else {}
 
 
@@ -85,21 +85,23 @@ def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:
 
 
 def _slowest(found: Plan, layout: Layout) -> CostModel:
-    """Costs of the route on which a step takes longest; links of sites are the configuration's."""
+    """Return the costs of the route with the most compute; the configuration has the links between sites."""
     estimates = Estimates(found.cluster, found.work)
     return max(map(estimates.costs, layout.ways), key=lambda costs: sum(map(busy_s, costs.stages)))
 
 
 def _costs_of_a_rank(costs: CostModel, layout: Layout) -> CostModel:
-    """Return the costs of one of the GPUs that share a layer: each sends its part of an activation, over its part of
-    the link."""
+    """Return the costs of one of the GPUs that share a layer.
+
+    Each GPU sends its part of an activation over its part of the link.
+    """
     sharing = layout.gpus_per_rank
     stages = tuple(replace(stage, output_bytes=stage.output_bytes / sharing) for stage in costs.stages)
     return replace(costs, stages=stages, local=replace(costs.local, bandwidth_bps=costs.local.bandwidth_bps / sharing))
 
 
 def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Yield each site with its hosts and their ranks, ordered by pipeline rank."""
+    """Yield each site with its hosts, and how many ranks each host has, ordered by pipeline rank."""
     for number, held in zip(layout.sites, layout.stages, strict=True):
         site = found.cluster.sites[number]
         left = held * layout.lines_of_route

@@ -13,7 +13,7 @@ from weft.pipeline.text import bytes_text
 
 
 def rows(found: Plan, most: int) -> list[dict[str, str]]:
-    """The ranking, a row each, in about 100 characters; `places` prints the rest of each layout."""
+    """Return the ranking with one row per plan, about 100 characters wide; `places` has the rest of each layout."""
     tokens = found.request.tokens
     return [
         {
@@ -54,20 +54,20 @@ def options(layout: Layout) -> Iterator[str]:
 
 
 def route_text(cluster: Cluster, layout: Layout) -> str:
-    """The sites with their pipeline ranks, in pipeline order; a bar between sets of replicas on different routes."""
+    """Return the sites with their pipeline ranks, in pipeline order; a bar separates routes."""
     ways = [zip(way.sites, way.stages, strict=True) for way in layout.ways]
     return " | ".join(" > ".join(f"{cluster.sites[site].name} ({held})" for site, held in way) for way in ways)
 
 
 def degrees(one: Prediction) -> str:
-    """Stages, replicas, and GPUs that share a layer."""
+    """Return stages, replicas, and GPUs that share a layer."""
     layout = one.layout
     more = "".join(f" {name}{size}" for name, size in (("cp", layout.context), ("ep", layout.expert)) if size > 1)
     return f"{layout.num_stages} x {layout.replicas} x {layout.tensor}{more}"
 
 
 def reason(found: Plan, one: Prediction) -> str:
-    """Return why a plan is worse than the best; for the best, what binds it."""
+    """Return why a plan is worse than the best; for the best plan, its bottleneck."""
     if one is found.best:
         return f"best; bound by {one.binds}"
     behind = found.request.score(one) / found.request.score(found.best) - 1
@@ -120,7 +120,7 @@ def explanation(found: Plan, one: Prediction) -> Iterator[str]:
 
 
 def as_json(found: Plan, most: int) -> str:
-    """The ranking with all figures."""
+    """Return the ranking with all figures as JSON."""
     ranked = [
         {
             "sites": [found.cluster.sites[site].name for site in one.layout.sites],
@@ -157,7 +157,7 @@ _FIGURES = (
 
 
 def as_markdown(table: list[dict[str, str]]) -> str:
-    """A table that Markdown shows."""
+    """Return a table in Markdown."""
     heads = list(table[0])
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in table)])

@@ -1,4 +1,4 @@
-"""What-if questions: the cluster with a field changed, and what each link and site is worth."""
+"""What-if questions: the cluster with a field changed, and the value of each link and site."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _SITE = ("gpus", "hosts", "price", "network_gbps", "gpu")
 
 
 def changed(cluster: Cluster, question: str) -> Cluster:
-    """The cluster of a question: ``link A B bandwidth_mbps=2000``, ``site A gpus=0``, ``gpu H100 price=2``.
+    """Return the cluster with the change that a question names.
+
+    Examples: ``link A B bandwidth_mbps=2000``, ``site A gpus=0``, ``gpu H100 price=2``.
 
     Raises:
-        ValueError: it names something unknown, or has a wrong value.
+        ValueError: a name is unknown, or a value is wrong.
     """
     words = question.split()
     name, given, value = words[-1].partition("=") if words else ("", "", "")
@@ -58,7 +60,11 @@ def changed(cluster: Cluster, question: str) -> Cluster:
 
 
 def marginal_values(found: Plan) -> Iterator[tuple[str, float]]:
-    """Yield by how much the best score falls if a link of the best plan, or any site, has a tenth more."""
+    """Yield a description and the gain of each improvement, as a share of the best score.
+
+    Each link of the best plan gets a tenth more bandwidth, and each site that has hosts a tenth more hosts. The
+    cluster is planned again each time.
+    """
     cluster, best = found.cluster, found.request.score(found.best)
     for here, there in found.best.layout.links:
         link = cluster.link(here, there)

@@ -1,1 +1,1 @@
-"""Commands of supervision, and its check of clocks."""
+"""Commands for supervised runs, and the check of clocks."""

@@ -1,4 +1,4 @@
-"""`weft evict`: keep hosts out of runs, or list those that are."""
+"""`weft evict`: exclude hosts from runs, or list the excluded hosts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def deny_table(entries: Mapping[str, Denial]) -> Table:
 
 
 def command_parser(command: str, description: str) -> argparse.ArgumentParser:
-    """A command over hosts, whose other words are settings."""
+    """Return the parser of a command over hosts; its other words are settings."""
     parser = argparse.ArgumentParser(
         prog=f"weft {command}",
         usage=f"weft {command} HOST ... [options] [key=value ...]",
@@ -59,7 +59,7 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse_hosts(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], DenyList, argparse.Namespace]:
-    """Hosts, the deny-list that the settings name, and options.
+    """Return the hosts, the deny-list of the settings, and the options.
 
     Raises:
         ValueError: a setting is wrong.
