@@ -107,7 +107,7 @@ class StrandCosts:
 
     @cached_property
     def _kinds(self) -> tuple[int, ...]:
-        """For each stage, the first stage that is equal to it."""
+        """The first equal stage of each stage."""
         firsts: dict[StageStrands, int] = {}
         return tuple(firsts.setdefault(stage, number) for number, stage in enumerate(self.stages))
 

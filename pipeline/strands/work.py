@@ -87,7 +87,7 @@ class PartWork:
 
     Attributes:
         forward, backward: segments; the last one is joined to the following part.
-        weights: for each weight gradient that can be deferred, the index of the backward segment that it follows, and
+        weights: each weight gradient that can be deferred: the index of the backward segment that it follows, and
             its work.
     """
 

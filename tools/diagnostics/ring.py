@@ -74,7 +74,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> list[Finding]:
-    """Return a finding for each pair of ranks.
+    """Return a `Finding` for each pair of ranks.
 
     Args:
         seen: the reports of both ranks of each pair.
@@ -113,7 +113,7 @@ class _Ring:
         self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
 
     def run(self) -> list[Finding]:
-        """Run all exchanges; return the findings of rank 0 on every rank."""
+        """Run all exchanges; return the results of rank 0 on every rank."""
         timeout = timedelta(seconds=self._args.timeout)
         self._store.set(f"host/{self._rank}", socket.gethostname())
         on_gpu = self._device.type == "cuda"
