@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks NAME`, from the root of a checkout. Those are the modules with a ``main``."""
+"""Run a benchmark, a module with a ``main``: `python -m benchmarks NAME`, from the root of a checkout."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def benches() -> Mapping[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``NAME [options]``, or list the benchmarks and return the exit code (2 for bad input).
+    """Run ``NAME [options]`` and return its exit code (2 for bad input), or list the benchmarks.
 
-    Each is `main(argv) -> int` of the module ``benchmarks.NAME``, and prints a table of ratios measured
-    side by side in one run.
+    Each is `main(argv) -> int` of the module ``benchmarks.NAME``. It prints a table of ratios between
+    measurements of the same run.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m benchmarks NAME ...\n")

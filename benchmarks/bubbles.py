@@ -40,7 +40,7 @@ RUN_S = 1800.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Four ranks train all along; windows with requests alternate with windows without. Returns 0."""
+    """Train on four ranks, with and without requests in alternating windows. Returns 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks bubbles", description=__doc__)
     parser.add_argument("--python", required=True, help="a Python that has vLLM")
     parser.add_argument("--trace", type=Path, help="CSV of an Azure LLM inference trace")
@@ -118,9 +118,9 @@ class _Bench:
 
     @contextlib.contextmanager
     def _bed(self) -> Iterator[str]:
-        """The name of a bed with a node per rank, whose line runs on the training's core, or empty without WAN.
+        """Build a bed with one node per rank, and yield its name, or an empty name without a WAN.
 
-        From then on this process, which sends the requests, keeps to the workers' cores.
+        The bed's line runs on the training's core. This process, which sends the requests, moves to the workers' cores.
         """
         with contextlib.ExitStack() as stack:
             name = ""
@@ -133,7 +133,7 @@ class _Bench:
             yield name
 
     def _alternate(self, trace: Sequence[Request], ranks: Future, watch: Watch) -> None:
-        """Windows off and on; ``on`` ends when its requests are answered."""
+        """Alternate windows with and without requests; a window with requests ends when all of them are answered."""
         while not all(board.state().step > 3 for board in watch.boards.values()):
             if ranks.done():
                 ranks.result()
@@ -162,7 +162,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _window(self, name: str) -> Iterator[None]:
-        """A window, and a line on the steps in it when it ends."""
+        """Record a window, and print a line about its steps when it ends."""
         with self.windows.open(name):
             yield
         steps_s = steps_within(self.training.steps_s(), self.windows.spans[name][-1:])

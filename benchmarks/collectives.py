@@ -1,4 +1,4 @@
-"""Costs of collectives on a topology, what compute hides of them, what partitioning gains."""
+"""Costs of collectives on a topology, the part that compute hides, and the gain of partitioning."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Row:
-    """The plain collective and the chosen rewrite, measured in turns.
+    """The plain collective and the selected rewrite, measured in turns.
 
     Attributes:
-        plain_s, chosen_s: medians of the slowest rank's seconds.
+        plain_s, chosen_s: median seconds of the slowest rank.
     """
 
     choice: Choice
@@ -50,8 +50,9 @@ class Found:
     """The measurements of a topology's ranks.
 
     Attributes:
-        topology: key of the costs; device: of the overlap.
-        overlap: OEF of each kind of compute and a collective of each class of links.
+        topology: cache key of the costs.
+        device: cache key of the overlap.
+        overlap: OEF of each kind of compute with a collective of each class of links.
     """
 
     topology: str
@@ -64,7 +65,7 @@ class Found:
 def main(argv: Sequence[str]) -> int:
     """Run ``collectives`` and return the exit code.
 
-    Under a launcher the ranks are the job's; otherwise nodes are made in a netbed.
+    The ranks are those of a launcher's job, or nodes of a new netbed without a launcher.
     """
     args = parse(_parser(), argv)
     if "RANK" in os.environ:

@@ -30,7 +30,7 @@ Figures = dict[str, list[dict[str, Any]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[--parts PART ...] [--jobs NAME ...] ...`` and return 1 if an error is larger than the goal, or not shown.
+    """Run ``[--parts PART ...] [--jobs NAME ...] ...`` and return 1 if an error exceeds its goal or cannot be shown.
 
     Real and emulated steps of a job alternate.
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _earlier(args: argparse.Namespace) -> Figures:
-    """Rows that the file has."""
+    """Return the rows that the result file already has."""
     none: Figures = {part: [] for part in PARTS}
     if not args.add:
         return none
@@ -99,7 +99,10 @@ def _runner(args: argparse.Namespace, links: Links, work: EmulatedWork) -> Calla
 
 
 def _links(layouts: Sequence[Layout], work: EmulatedWork) -> Links:
-    """Links of these jobs, measured between pauses as long as a layer; those between sites on a netbed of their own."""
+    """Return the links of these jobs, measured between pauses as long as a layer.
+
+    Links between sites are measured on a netbed of their own.
+    """
     local = measure_link(work.hidden_bytes, Way.shared, idle_s=work.forward_s)
     apart = any(layout.sites for layout in layouts)
     return replace(measured_links(wan_topology((2, 1)), work) if apart else Links(), local=local)

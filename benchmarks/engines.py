@@ -13,7 +13,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``host|sites|sharded [options]`` and return 1 if a goal is missed.
 
     Raises:
-        ValueError: no such ground, or it refuses its options.
+        ValueError: there is no such comparison, or it refuses its options.
     """
     ground, *rest = argv or [""]
     if ground in ("-h", "--help"):

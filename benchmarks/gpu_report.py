@@ -42,7 +42,7 @@ LLAMA_7B = ("model.arch=llama", "train.precision=bf16", "train.microbatch_size=1
 
 
 def items(out: Path) -> tuple[Item, ...]:
-    """Yield the programs to run, in order.
+    """Return the programs to run, in order.
 
     Args:
         out: output folder.
@@ -90,7 +90,7 @@ def items(out: Path) -> tuple[Item, ...]:
 
 
 def write_report(argv: Sequence[str]) -> int:
-    """Run every item that this machine can and return 1 if one failed."""
+    """Run every item that this machine supports and return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_report")
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made alongside it"
@@ -112,7 +112,7 @@ def write_report(argv: Sequence[str]) -> int:
 
 
 def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int | None]:
-    """Run a program; return its result and exit code, None if it could not be started."""
+    """Run a program; return its result, and its exit code or None if it could not be started."""
     if item.num_gpus > num_gpus:
         return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
     command = [sys.executable, *item.command] if item.command[0] == "-m" else list(item.command)
@@ -133,7 +133,7 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the process, unless it has ended."""
+    """End the process if it is running."""
     process.terminate()
     try:
         process.wait(LEAVE_S)

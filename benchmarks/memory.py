@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def layout_rows() -> Iterator[dict[str, object]]:
-    """The quickstart's layouts, a row each: of the rank that is predicted worst."""
+    """Yield a row for each of the quickstart's layouts, about the rank with the worst prediction."""
     for found in peaks(TIMEOUT_S):
         worst = max(found, key=lambda rank: abs(rank.error))
         yield {
@@ -93,7 +93,7 @@ def _batches() -> Iterator[dict[str, Tensor]]:
 
 
 def weft_peak(stage: int, width: int = WIDTH) -> tuple[int, int, int]:
-    """Memory of a Weft rank in bytes, its number of parameters, and that of its largest block."""
+    """Return a Weft rank's peak memory in bytes, its number of parameters, and that of its largest block."""
     from weft.engine.initialize import initialize
 
     before = _start()
@@ -106,7 +106,7 @@ def weft_peak(stage: int, width: int = WIDTH) -> tuple[int, int, int]:
 
 
 def deepspeed_peak(stage: int) -> int:
-    """Memory of a rank of DeepSpeed's own engine, in bytes."""
+    """Return the peak memory of a rank of DeepSpeed's own engine, in bytes."""
     import deepspeed
 
     from weft.conf.deepspeed import deepspeed_config
@@ -129,14 +129,14 @@ def deepspeed_peak(stage: int) -> int:
 
 
 def _start() -> int:
-    """Resident bytes now; from now on freed memory returns to the system."""
+    """Return the resident bytes now; from now on freed memory returns to the system."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
     torch.set_num_threads(1)
     return _status("VmRSS")
 
 
 def _peak(step: Callable[[], object], before: int) -> int:
-    """Peak resident bytes above ``before`` in a step after the optimiser's state was created."""
+    """Return the peak resident bytes above ``before`` in a step after the optimiser's state has been created."""
     step()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak of the set-up
     for _ in range(STEPS - 1):

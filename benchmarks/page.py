@@ -17,7 +17,7 @@ BLOCK = re.compile(r"(?ms)^<!-- results: ([\w -]+?) -->\n.*?^<!-- end -->$")
 
 
 def with_tables(page: str) -> str:
-    """Return the page with every generated part written anew."""
+    """Return the page with every generated part replaced."""
     return BLOCK.sub(lambda found: "\n".join(_block(found[1].split())), page)
 
 
@@ -33,7 +33,7 @@ def _block(names: list[str]) -> Iterator[str]:
 
 
 def _source(name: str, result: dict[str, Any]) -> str:
-    """Command, commit, day and machine of a result, and a link to its file."""
+    """Return a line with the command, commit, day and machine of a result, and a link to its file."""
     retired = result.get("retired", False)
     command = f"{result['command']} (since removed)" if retired else f"`{result['command']}`"
     machine = f"{result['cores']} cores, GPU: {result['gpu']}, torch {result['torch']}"

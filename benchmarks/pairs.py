@@ -35,13 +35,13 @@ SAME = (HALVES, ROUND_ROBIN, OURS)
 
 @dataclass(frozen=True)
 class Found:
-    """An engine's steps, all rounds together.
+    """An engine's steps over all rounds.
 
     Attributes:
         seconds: median of a step.
-        spread: range of the middle half of the steps over it.
+        spread: range of the middle half of the steps over the median.
         losses: losses of the first round.
-        most_live: layers that the fullest rank held, the most.
+        most_live: maximum number of layers alive on the fullest rank.
         planned_s: step time predicted by the engine, or None if it predicts none.
     """
 
@@ -53,7 +53,7 @@ class Found:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Layers of Llama-25B on 4 pipeline ranks x tensor 2, whose compute sleeps and whose links take their time.
+    """Race engines on layers of Llama-25B on 4 pipeline ranks x tensor 2, with emulated compute and links.
 
     Returns:
         0 if the goals are met, 1 if not.
@@ -110,7 +110,7 @@ def _timeout_s(args: argparse.Namespace, count: int) -> float:
 
 
 def _race(engines: Sequence[str], case: SharedCase, rounds: int) -> dict[str, Found]:
-    """Run each engine ``rounds`` times in new processes, in turns."""
+    """Run each engine ``rounds`` times in new processes, alternating between engines."""
     runs: dict[str, list[list[SharedRun]]] = {name: [] for name in engines}
     for turn in range(rounds):
         for name in engines:
@@ -121,7 +121,10 @@ def _race(engines: Sequence[str], case: SharedCase, rounds: int) -> dict[str, Fo
 
 
 def _most_live(case: SharedCase) -> dict[str, int]:
-    """Layers that the fullest rank holds in a step in which nothing takes time: orders do not depend on it."""
+    """Return, by engine, the maximum number of layers alive on the fullest rank.
+
+    It is measured in a step that takes no time, because orders do not depend on durations.
+    """
     ranks = case.ranks * case.tensor
     runs = {name: run_ranks(ranks, ENGINES[name], case, timeout_s=case.timeout_s) for name in (PLAIN, OURS)}
     return {name: max(run.most_live for run in found) for name, found in runs.items()}
@@ -134,7 +137,7 @@ def _found(turns: Sequence[Sequence[SharedRun]]) -> Found:
 
 
 def _rows(found: Mapping[str, Found]) -> list[dict[str, object]]:
-    """Return rows for people."""
+    """Return the rows of the table."""
     plain = found.get(PLAIN)
     return [
         {
@@ -152,7 +155,7 @@ def _rows(found: Mapping[str, Found]) -> list[dict[str, object]]:
 
 
 def unmet(found: Mapping[str, Found]) -> list[str]:
-    """Return the missed goals, as far as they were measured."""
+    """Return the goals that were measured and missed."""
     short = []
     ours, plain = found.get(OURS), found.get(PLAIN)
     if ours is not None and plain is not None and (gain := plain.seconds / ours.seconds) < GAIN:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def megascale(_: int) -> Iterator[Claim]:
-    """Strong scaling of the model of 175 billion parameters: batch 6144, 3,072 to 12,288 GPUs."""
+    """Yield the strong scaling of the model of 175 billion parameters: batch 6144, 3,072 to 12,288 GPUs."""
     width, tokens, heads = 12288, 2048, 64_000
     layer = LayerWork(
         parameters=12 * width**2,
@@ -93,7 +93,7 @@ def megascale(_: int) -> Iterator[Claim]:
 
 
 def dhelix(_: int) -> Iterator[Claim]:
-    """The W keeps 1F1B's bubble ratio."""
+    """Yield the bubble ratio of the W schedule, which is that of 1F1B."""
     ranks, count = 4, 16
     straight, fold = Placement.straight(ranks), Placement.named("fold", ranks)
     one = simulate(generate("1f1b", straight, count), CostModel.unit(ranks)).bubble_share
@@ -109,7 +109,7 @@ def dhelix(_: int) -> Iterator[Claim]:
 
 
 def dhelix_11(_: int) -> Iterator[Claim]:
-    """Return the share that each method of overlap hides, and the paper's speed-up over it."""
+    """Yield the share that each method of overlap hides, and the paper's speed-up over the method."""
     case = OverlapCase("tensor", 8, 0.31)
     pair = case.stage().whole
     seconds = Orders.of(pair, case.table).predicted_s(pair, case.table)
@@ -138,7 +138,7 @@ def dhelix_11(_: int) -> Iterator[Claim]:
 
 
 def centauri_10(_: int) -> Iterator[Claim]:
-    """Compare the collectives of replicas (DP) with those of the groups that shard their weights (FSDP)."""
+    """Yield a comparison of collectives over replicas (DP) with those of groups that shard weights (FSDP)."""
     weights = 6.7e9
     site = Site(name="A", hosts=6, gpus_per_host=8, gpu=GPU_KINDS["A100"], network_bps=200e9)
     for replicas, shards, longest in ((3, 16, "FSDP"), (6, 8, "DP"), (12, 4, "DP")):

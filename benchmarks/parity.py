@@ -1,4 +1,4 @@
-"""Differences of stages from Hugging Face's own run, for every architecture and variant."""
+"""Differences between stages and Hugging Face's own run, by architecture and variant."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Backend = Callable[[Sequence[ParityCase]], Iterator[Outcome]]
 
 
 def in_process(cases: Sequence[ParityCase]) -> Iterator[Outcome]:
-    """Run every stage in this process, one after the other."""
+    """Yield the outcome of each case, with all its stages run one after the other in this process."""
     return (staged_outcome(case.stages(range(case.num_stages)), case.microbatches, case.num_items) for case in cases)
 
 
@@ -45,7 +45,7 @@ AXES = ("tensor", "context", "expert")
 
 
 def hugging_face(case: ParityCase) -> Outcome:
-    """Hugging Face's own run of the whole model."""
+    """Return the outcome of Hugging Face's own run of the whole model."""
     return whole_outcome(case.whole(), case.microbatches, case.num_items)
 
 
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _all(args: argparse.Namespace) -> int:
-    """Try every causal architecture, going on where an earlier call has stopped; return 1 if one is silently wrong."""
+    """Try every causal architecture that an earlier call has not tried; return 1 if one is silently wrong."""
     from benchmarks.verification import (
         architecture_page,
         architectures,

@@ -33,7 +33,7 @@ APART = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``prediction ...`` and return 0 if the predictions are as close as they have to be."""
+    """Run ``prediction ...`` and return 0 if the predictions meet their goals."""
     args = parse(_parser(), argv)
     if unknown := [number for number in args.only or () if not 1 <= number <= len(LAYOUTS)]:
         raise ValueError(f"--only {unknown[0]}: there are {len(LAYOUTS)} layouts; choose from 1 to {len(LAYOUTS)}")
@@ -71,14 +71,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge(found: Sequence[Predicted]) -> bool:
-    """True if the errors are within their limits and the ranking is the measured one."""
+    """Return True if the errors are within their limits and the predicted ranking equals the measured one."""
     errors = [abs(one.error) for one in found]
     beyond = sum(error > NEAR for error in errors)
     return max(errors) <= FAR and beyond <= MOST_BEYOND_NEAR * len(found) and not misranked(found)
 
 
 def misranked(found: Iterable[Predicted]) -> list[tuple[Predicted, Predicted]]:
-    """Layouts whose measured steps differ by more than `APART`, and which are predicted the other way round."""
+    """Return pairs of layouts that differ by more than `APART` when measured, but are predicted in the other order."""
     return [
         (one, other)
         for one, other in combinations(sorted(found, key=lambda layout: layout.measured_s), 2)
@@ -87,7 +87,7 @@ def misranked(found: Iterable[Predicted]) -> list[tuple[Predicted, Predicted]]:
 
 
 def verdict(found: Sequence[Predicted]) -> list[str]:
-    """The goals in words, and who misses them."""
+    """Return the goals, and the layouts that miss them, as text."""
     errors = [abs(one.error) for one in found]
     wrong = misranked(found)
     lines = [

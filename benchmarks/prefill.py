@@ -1,4 +1,4 @@
-"""Time to find a bubble and a worker for a prompt."""
+"""The time that it takes to choose a bubble and a worker for a prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COST = PromptWork(step_s=5e-3, token_s=107e-6, context_s=3.5e-9)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the time per prompt over fleet, load and patterns and return 0."""
+    """Print the time per prompt by fleet, load and patterns, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks prefill", description=__doc__)
     parser.add_argument("--requests", type=int, default=5_000, help="prompts placed in each row")
     args = parse(parser, argv)
@@ -55,7 +55,7 @@ def _row(num_ranks: int, own: bool, load: float, num_requests: int) -> dict[str,
 
 
 def _fleet(num_ranks: int, *, own: bool) -> list[BubblePattern]:
-    """The bubbles of DP-cells over two sites, as planned, or as each rank might measure its own."""
+    """Return the bubbles of DP-cells over two sites, as planned, or with ``own`` as each rank might measure them."""
     stage = StageCost(forward_s=0.05, input_s=0.05, weight_s=0.05, activation_bytes=1, output_bytes=1)
     wan = LinkCost(latency_s=0.02, bandwidth_bps=8 / 0.05)
     placement = Placement.straight(STAGES, (STAGES // 2, STAGES // 2))
@@ -75,7 +75,7 @@ def _fleet(num_ranks: int, *, own: bool) -> list[BubblePattern]:
 
 
 def _place(patterns: Sequence[BubblePattern], load: float, num_requests: int) -> tuple[list[float], float]:
-    """Microseconds of each placement, and the share of prompts that had to wait."""
+    """Return the microseconds of each placement, and the share of prompts that had to wait."""
     placement = PrefillPlacement(patterns[0].period_s)
     for worker, pattern in enumerate(patterns):
         placement.set(worker, pattern, 0.0)
@@ -95,7 +95,7 @@ def _place(patterns: Sequence[BubblePattern], load: float, num_requests: int) ->
 
 
 def _requests(rate: float, num_requests: int) -> Iterator[tuple[float, float]]:
-    """(arrival, work) in seconds; ``rate`` is seconds of work per second."""
+    """Yield (arrival, work) in seconds; ``rate`` is the work in seconds per second."""
     rng = random.Random(2)
     works = [COST.work_s(min(max(int(rng.lognormvariate(7.1, 1.0)), 3), 8192)) for _ in range(num_requests)]
     mean_s, now_s = statistics.mean(works), 0.0

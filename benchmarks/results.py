@@ -29,13 +29,13 @@ ROUNDING = 1 + 1e-9
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collection) -> argparse.Namespace:
-    """The arguments of a benchmark, which has ``--json FILE`` besides its own.
+    """Return the arguments of a benchmark, with ``--json FILE`` as an additional option.
 
     Args:
         known: allowed names, by option.
 
     Raises:
-        ValueError: a name is not known, or the file could not be written when minutes have been measured.
+        ValueError: a name is unknown, or the file cannot be written. It is checked before minutes are spent.
     """
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure here")
     args = parser.parse_args(argv)
@@ -49,7 +49,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collect
 
 
 def ratio_cells(ratios: Sequence[float]) -> dict[str, str]:
-    """Return how often one side was shorter, equal and longer, from the ratios of durations."""
+    """Return how often one side was shorter, equal and longer, as cells of a table, from ratios of durations."""
     cells = {
         "shorter": sum(ratio < 1 / ROUNDING for ratio in ratios),
         "equal": sum(1 / ROUNDING <= ratio <= ROUNDING for ratio in ratios),
@@ -62,7 +62,7 @@ def ratio_cells(ratios: Sequence[float]) -> dict[str, str]:
 
 
 def finish(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> int:
-    """`write_json` with these arguments; the benchmark's exit status, 1 if its goals were not met."""
+    """Call `write_json`, and return the exit status: 1 if the goals were not met, else 0."""
     write_json(args, bench, figures, met=met)
     return 1 if met is False else 0
 
@@ -84,7 +84,7 @@ def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool 
 
 
 def show(*parts: Table | str) -> None:
-    """Print tables and lines; `write_json` also writes the tables as they were printed, for `benchmarks.page`."""
+    """Print tables and lines, and keep them so that `write_json` can write them as printed (see `benchmarks.page`)."""
     _SHOWN.extend(part for part in parts if isinstance(part, Table))
     tables.show(*parts)
 
@@ -120,7 +120,7 @@ def _measured_on() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, with a plus if files differ from it; None outside of one."""
+    """Return the commit of this checkout, with a plus if files differ from it, or None outside of a checkout."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -1,4 +1,4 @@
-"""Losses of models with shared layers against one process; a race of two ranks beside other engines."""
+"""Losses of models with shared layers against one process; a race of two ranks against other engines."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SHARINGS: Mapping[str, ParallelConfig] = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout that a sharing is combined with.
+    """A layout with which a sharing is combined.
 
     Attributes:
         replicas: data-parallel replicas; an expert axis multiplies them.
@@ -217,7 +217,7 @@ def _config(arch: str, parallel: ParallelConfig, how: Layout, args: argparse.Nam
 
 
 def batches(replica: int, num_replicas: int, packed: bool) -> Iterator[dict[str, Tensor]]:
-    """Micro-batch k of a replica is number k R + r of one sequence of them; they have unequally many labels."""
+    """Yield one-sequence micro-batches; the k-th of a replica has number k R + r. Their numbers of labels differ."""
     for number in itertools.count(replica, num_replicas):
         generator = torch.Generator().manual_seed(1000 + number)
         ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
@@ -231,9 +231,9 @@ def batches(replica: int, num_replicas: int, packed: bool) -> Iterator[dict[str,
 
 
 def one_process(config: WeftConfig, replicas: int, packed: bool) -> list[float]:
-    """Losses of plain transformers and torch's AdamW on the micro-batches of all replicas.
+    """Return the losses of plain transformers and torch's AdamW on the micro-batches of all replicas.
 
-    In bf16 the model that runs is a copy, whose gradients are added up in fp32 on the master weights.
+    In bf16 the model is a copy, and its gradients are added up in fp32 on the master weights.
     """
     torch.set_num_threads(1)
     low = config.train.precision is Precision.bf16
@@ -273,7 +273,7 @@ def _add_gradients(model: nn.Module, master: nn.Module) -> None:
 
 
 def _trained(cases: Sequence[tuple[WeftConfig, bool]]) -> list[list[float]]:
-    """Losses of this rank's engines, one after the other."""
+    """Return the losses of this rank's engines, which run one after the other."""
     from weft.engine.initialize import initialize
 
     torch.set_num_threads(1)

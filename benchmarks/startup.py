@@ -61,6 +61,6 @@ def _ratio_row(begun: Mapping[str, Sequence[Run]]) -> dict[str, object]:
 
 
 def _is_no_slower(begun: Mapping[str, Sequence[Run]]) -> bool:
-    """True if first step and exit come no later than the peer's, for at most `MOST_CPU` of its processor time."""
+    """Return True if first step and exit are not later than the peer's, with at most `MOST_CPU` of its CPU time."""
     ratios = _ratios(begun)
     return ratios["first_step_s"] <= 1.0 and ratios["exit_s"] <= 1.0 and ratios["cpu_s"] <= MOST_CPU

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> int:
-    """The table of faults."""
+    """Run the faults, print the table and return the exit code."""
     found: list[Survival] = []
 
     def tell(outcome: Survival) -> None:

@@ -48,7 +48,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A case: both programs on the same netbed, one after the other."""
+    """A case: the rates of both programs on the same netbed, measured one after the other."""
 
     latency_ms: float
     connections: int
@@ -119,7 +119,7 @@ def _median(rates: list[Rate]) -> Rate:
 
 
 def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Rate:
-    """Return iperf3's goodput at the receiver, with two spinning processes if Weft's main threads spin."""
+    """Return iperf3's goodput at the receiver; two other processes spin if Weft's main threads spin."""
     spinners = [_FORK.Process(target=_spin, args=(3600.0,), daemon=True) for _ in range(2 if spinning else 0)]
     try:
         with _iperf3_server(bed):
@@ -158,7 +158,7 @@ def _iperf3_end(bed: NetBed, connections: int, seconds: float) -> dict[str, Any]
 
 
 def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespace) -> Rate:
-    """The same over a WAN channel: as many messages as the line could carry, received into memory in use."""
+    """Return the same over a WAN channel: enough messages to fill the line, received into reused memory."""
     messages = int(args.rate * 1e6 / 8 * (_SETTLE_S + args.seconds + 1.0) / _MESSAGE_BYTES) + 16
     plan = (messages, _SETTLE_S, args.seconds, spinning)
     settings = {"connections": connections, "tls": args.tls, "congestion": args.congestion}
@@ -205,7 +205,7 @@ def _send(
 def _watch(
     endpoint: WanEndpoint, peer: int, post: Callable[[], None], settle_s: float, seconds: float, spinning: bool
 ) -> tuple[int, float, float]:
-    """Bytes that arrive between two moments, the time between them, and the transport's CPU time."""
+    """Return the bytes that arrive within ``seconds``, the elapsed time, and the transport's processor time."""
     _pass(settle_s, spinning, post)
     bytes_before, start, cpu_before = endpoint.counters(peer).received_bytes, monotonic(), transport_cpu_s()
     _pass(seconds, spinning, post)
@@ -216,7 +216,7 @@ def _watch(
 
 
 def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
-    """Wait, and post messages every 10 ms."""
+    """Wait ``seconds``, and post messages every 10 ms."""
     limit = monotonic() + seconds
     while monotonic() < limit:
         _spin(0.01) if spinning else sleep(0.01)
@@ -224,14 +224,17 @@ def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
 
 
 def transport_cpu_s() -> float:
-    """Processor seconds of this process's transport thread; ticks of ``stat`` are too coarse for a slow connection."""
+    """Return the processor seconds of this process's WAN transport thread since its start.
+
+    They are read from ``schedstat``, because the ticks of ``stat`` are too coarse if the connection is slow.
+    """
     tasks = Path("/proc/self/task").iterdir()
     of_transport = [task for task in tasks if (task / "comm").read_text().startswith("weft wan")]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in of_transport) / 1e9
 
 
 def _spin(seconds: float) -> None:
-    """Hold the interpreter's lock, as pure Python does."""
+    """Hold the interpreter's lock for ``seconds``, as pure Python does."""
     limit = monotonic() + seconds
     while monotonic() < limit:
         pass

@@ -11,13 +11,13 @@ GetLatencyDp = Callable[[int], float]
 
 @dataclass(frozen=True, kw_only=True)
 class CellCount:
-    """The cost of a number of DP-cells.
+    """The result of the algorithm with one number of DP-cells.
 
     Attributes:
-        cells: the D of the algorithm.
-        partitions: pipeline ranks by data centre, of those that hold any.
-        total_time: seconds of a step; infinite where GPUs do not suffice.
-        throughput: steps of one pipeline per second, over all.
+        cells: number of DP-cells, the D of the algorithm.
+        partitions: pipeline ranks by data centre, without data centres that have none.
+        total_time: seconds of a step; infinite if there are too few GPUs.
+        throughput: steps per second of one pipeline, times the number of pipelines.
     """
 
     cells: int
@@ -36,17 +36,17 @@ def algorithm1(
     get_latency_pp: GetLatencyPp,
     get_latency_dp: GetLatencyDp,
 ) -> list[CellCount]:
-    """The paper's algorithm, its inputs by their names (table 2).
+    """Run the paper's algorithm; its inputs have the names of table 2.
 
-    Line 7 of the paper reads ``part_left -= part_assigned`` where the assignment is meant to go on.
+    Line 7 of the paper reads ``part_left -= part_assigned`` although the assignment is meant to continue.
     `weft.pipeline.planner.search` goes beyond it: other cell sizes, mixed GPUs, uneven links, and
-    an order of data centres that is searched.
+    a searched order of data centres.
 
     Args:
-        d_max: most DP-cells.
+        d_max: maximum number of DP-cells.
         dcs: data centres in the order in which they are filled.
         num_gpu: GPUs by data centre.
-        c: pipelines of a DP-cell, communication over compute.
+        c: pipelines of a DP-cell, the ratio of communication to compute.
         p: partitions, the pipeline ranks.
     """
     found = []

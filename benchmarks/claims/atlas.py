@@ -21,7 +21,10 @@ SINGLE_MBPS = {10: 1220, 20: 600, 30: 396, 40: 293}
 
 @cache
 def atlas_step_s(ratio: float, partitions: tuple[int, ...], count: int, cell: int, kind: str = "auto") -> float:
-    """A DP-cell's step, of forwards of one second; gradients take three with recomputation, a transfer ``ratio``."""
+    """Return the seconds of a DP-cell's step if a forward takes one second.
+
+    A backward with recomputation takes three seconds, a transfer ``ratio`` seconds.
+    """
     return pipeline_latency(*_atlas(ratio, partitions, count, cell), INFINITE, kind).step_s
 
 
@@ -33,7 +36,7 @@ def _atlas(ratio: float, partitions: tuple[int, ...], count: int, cell: int) -> 
 
 
 def atlas_throughput(gpus: dict[str, int], ratio: int, stages: int) -> tuple[float, int]:
-    """Micro-batches of a second by Algorithm 1, and its number of DP-cells."""
+    """Return the micro-batches per second by Algorithm 1, and its number of DP-cells."""
 
     def quick(partitions: Mapping[str, int], cells: int) -> float:
         return latency_bound_s(*_atlas(ratio, tuple(partitions.values()), stages, ratio))
@@ -51,10 +54,10 @@ def atlas_throughput(gpus: dict[str, int], ratio: int, stages: int) -> tuple[flo
 
 
 def apart_throughput(gpus: dict[str, int], ratio: int, stages: int, kind: str) -> float:
-    """The same for pipelines that each have their own uplink, as many as there are GPUs for.
+    """Return the micro-batches per second of pipelines with an uplink each, as many as there are GPUs for.
 
     Args:
-        kind: ``auto``, the scheduler that cells have too, or ``1f1b``.
+        kind: ``auto``, the scheduler that cells use too, or ``1f1b``.
     """
     pipelines = sum(gpus.values()) // stages
     while pipelines:
@@ -71,7 +74,7 @@ def apart_throughput(gpus: dict[str, int], ratio: int, stages: int, kind: str) -
 
 
 def figure_11(stages: int) -> Iterator[Claim]:
-    """Throughput with more data centres, and over Varuna."""
+    """Yield the throughput with more data centres, alone and compared with Varuna."""
     sets = {"DC-set-1": [600] * 5, "DC-set-2": [600, 500, 400, 300, 200]}
     gains: dict[tuple[int, str], float] = {}
     for ratio, scaled in ((4, 4.7), (2, 4.3)):
@@ -103,7 +106,7 @@ def figure_11(stages: int) -> Iterator[Claim]:
 
 
 def figure_12(stages: int) -> Iterator[Claim]:
-    """Throughput with 0 to 100 % of 600 GPUs more in a second data centre."""
+    """Yield the throughput with a second data centre of 0 to 100 % of 600 GPUs."""
     shares = range(0, 101, 10)
     found = {share: atlas_throughput({"dc1": 600, "dc2": 6 * share}, 2, stages) for share in shares}
     alone = found[0][0]
@@ -127,7 +130,7 @@ def figure_12(stages: int) -> Iterator[Claim]:
 
 
 def figure_9_10(_: int) -> Iterator[Claim]:
-    """GPT-A and GPT-B on 4 stages over 3 data centres."""
+    """Yield the results of GPT-A and GPT-B on 4 stages over 3 data centres."""
     speedups: dict[tuple[str, str], float] = {}
     for layer_parameters, tokens, width in ((412e6, 4096, 4096), (1.2e9, 6144, 8192)):
         forward_s = (2.0 * layer_parameters * tokens + 2 * tokens**2 * width) / (312e12 * 0.4)
@@ -155,7 +158,7 @@ def figure_9_10(_: int) -> Iterator[Claim]:
 def _testbed(
     forward_s: float, num_bytes: float, delay_ms: float, mbps: float, count: int, kind: str, cell: int
 ) -> float:
-    """Seconds of a step of a pipeline of 4 stages over 3 sites."""
+    """Return the seconds of a step of a pipeline of 4 stages over 3 sites."""
     stage = StageCost(
         forward_s=forward_s, input_s=2 * forward_s, weight_s=forward_s, activation_bytes=1.0, output_bytes=num_bytes
     )
@@ -168,7 +171,7 @@ def _testbed(
 
 
 def run_time(stages: int) -> Iterator[Claim]:
-    """Algorithm 1 on five data centres of 600 GPUs."""
+    """Yield the time of Algorithm 1 on five data centres of 600 GPUs."""
     atlas_step_s.cache_clear()
     started = perf_counter()
     atlas_throughput({f"dc{number}": 600 for number in range(5)}, 4, stages)
@@ -183,7 +186,7 @@ def run_time(stages: int) -> Iterator[Claim]:
 
 
 def savings(stages: int) -> Iterator[Claim]:
-    """Return the value of the throughput over Varuna."""
+    """Yield the value of the throughput gained over Varuna."""
     gpus = {f"dc{number}": 600 for number in range(5)}
     found, _ = atlas_throughput(gpus, 4, stages)
     gain = found / apart_throughput(gpus, 4, stages, "1f1b")

@@ -1,4 +1,4 @@
-"""One job, real and emulated, in turns: both start once, and one is stopped while the other trains."""
+"""One job, real and emulated, in turns: both start once, and each is stopped while the other trains."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Beside:
 
     @property
     def own(self) -> float:
-        """Largest relative difference of a real run from their median."""
+        """The largest relative difference of a real run from the median of real runs."""
         return max(abs(s / median(self.real_s) - 1) for s in self.real_s)
 
     @property
@@ -72,7 +72,7 @@ class Turns:
         self._file("go", number).touch()
 
     def wait(self, number: int) -> None:
-        """Wait until the real ranks may run. A collective call of them."""
+        """Wait until the real ranks may run. They all call it."""
         dist.barrier()
         if dist.get_rank() == 0:
             self._file("ready", number).touch()
@@ -87,7 +87,7 @@ def compare(layout: Layout, links: Links, work: EmulatedWork, rounds: int, steps
     """Run rounds of one job, emulated and real.
 
     Args:
-        at_once: real ranks of the emulated job that run concurrently, as all ranks of the real job do.
+        at_once: number of real ranks of the emulated job, which run concurrently like all ranks of the real job.
     """
     between = links.near if layout.sites else links.local
     setting = Setting(
@@ -117,7 +117,7 @@ def compare(layout: Layout, links: Links, work: EmulatedWork, rounds: int, steps
 def real_rounds(
     case: EngineCase, config: WeftConfig, slow: tuple[int, float] | None, folder: Path, rounds: int
 ) -> list[tuple[float, ...]]:
-    """Seconds of the measured steps of each round on one rank of the real job."""
+    """Return, by round, the seconds of the measured steps on one rank of the real job."""
     work = case.work
     if slow is not None and int(os.environ["RANK"]) == slow[0]:
         times = {name: getattr(work, name) / slow[1] for name in ("forward_s", "input_s", "weight_s")}

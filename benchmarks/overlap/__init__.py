@@ -1,1 +1,1 @@
-"""Emulated strands: compute that sleeps, real collectives over links that take their time."""
+"""Emulated strands: compute that sleeps, and real collectives that also take an emulated link's time."""

@@ -40,13 +40,13 @@ _LATENCY_BYTES = 1e6
 
 @dataclass(frozen=True)
 class OverlapCase:
-    """A pair to interleave.
+    """A strand pair to interleave.
 
     Attributes:
-        axis: along which ranks share the layers.
+        axis: the axis along which ranks share the layers.
         members: number of ranks of the axis.
         share: share of collectives in the pair's time without overlap.
-        factor: overlap effectiveness of everything.
+        factor: overlap effectiveness of all pairs of operators.
         layers: number of layers of the stage.
         seconds: duration of the pair without overlap.
     """
@@ -59,12 +59,12 @@ class OverlapCase:
     seconds: float = 0.8
 
     def __str__(self) -> str:
-        """Such as tensor 2, 31 %."""
+        """Return a title such as ``tensor 2, 31 %``."""
         return f"{self.axis} {self.members}, {self.share:.0%}" + (f", OEF {self.factor:g}" if self.factor < 1 else "")
 
     @property
     def table(self) -> OverlapTable:
-        """The OEFs of operators."""
+        """The OEF of all pairs of operators."""
         return OverlapTable(default=self.factor, links=self.factor)
 
     def stage(self) -> StageStrands:
@@ -84,11 +84,11 @@ class OverlapCase:
 
 @dataclass(frozen=True)
 class Orders:
-    """The ways to run a pair that are compared.
+    """The orders of a pair's segments that are compared.
 
     Attributes:
-        plans: the segment plans of the strands.
-        paired: the paper's, with a barrier after each pair of operators.
+        plans: segment plans by name.
+        paired: the paper's order, with a barrier after each pair of operators.
     """
 
     plans: dict[str, SegmentPlan]
@@ -96,7 +96,7 @@ class Orders:
 
     @classmethod
     def of(cls, pair: StrandPair, table: OverlapTable) -> Orders:
-        """Those of a pair."""
+        """Return the orders of a pair."""
         plans = {
             B_THEN_F: backward_then_forward(pair),
             ROUND_ROBIN: round_robin(pair),
@@ -105,7 +105,7 @@ class Orders:
         return cls(plans, pair_operators(pair, table))
 
     def predicted_s(self, pair: StrandPair, table: OverlapTable) -> dict[str, float]:
-        """Seconds by the simulation, of every way, of a host that runs ahead."""
+        """Return the simulated seconds of each order, as if the host ran ahead."""
         seconds = {name: plan.seconds(pair, table) for name, plan in self.plans.items()}
         alone = {SEQUENTIAL: pair.sequential_s, COMPUTE: pair.compute_s}
         found = alone | seconds | {CHUNKS: chunked_s(pair, table), PAIRS: self.paired.seconds}
@@ -113,7 +113,7 @@ class Orders:
 
 
 def planned_rows(factor: float) -> Iterator[dict[str, str]]:
-    """Rows of the share of communication that each order hides by the simulation."""
+    """Yield the share of communication that each order hides in the simulation, one row per case."""
     cases = [OverlapCase("tensor", 2, share, factor) for share in SHARES]
     for case in (*cases, *(OverlapCase(axis, 2, SHARES[2], factor) for axis in ("context", "expert"))):
         pair = case.stage().whole

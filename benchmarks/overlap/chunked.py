@@ -14,7 +14,7 @@ CHUNKS = 4
 
 
 class Do(Enum):
-    """A rank's next operation."""
+    """The kinds of a rank's operations."""
 
     compute = "compute"
     start = "start"
@@ -25,7 +25,7 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class ChunkStep:
-    """A step, and the seconds for which it occupies the processor or the link.
+    """An operation on one chunk, and the seconds for which it occupies the processor or the link.
 
     Attributes:
         last: True for the last chunk of a collective.
@@ -39,11 +39,11 @@ class ChunkStep:
 
 
 def chunked(pair: StrandPair, chunks: int = CHUNKS) -> Iterator[ChunkStep]:
-    """A backward, then a forward, each pipelined with its own collectives.
+    """Yield the steps of a backward, then a forward, each pipelined with its own collectives.
 
     A product that consumes a collective's result begins with its first chunk. A product that produces a
-    collective's input sends each chunk of its result at once. Chunks cost nothing. Weight gradients
-    stay in place, where they hide their own strand's collectives, as Megatron-LM has it.
+    collective's input sends each chunk of its result at once. Division into chunks costs nothing. Weight gradients
+    stay in place, where they hide their own strand's collectives, as in Megatron-LM.
     """
     yield from chunked_strand(pair.backward, pair.weights, chunks)
     yield from chunked_strand(pair.forward, (), chunks)
@@ -100,5 +100,5 @@ def chunked_strand(
 
 
 def _is_cut(product_s: float, longest_s: float) -> bool:
-    """True if a product is one of the large ones, of the feed-forward part: MegaScale fuses these only."""
+    """Return True for a large product of the feed-forward part, because MegaScale fuses only these."""
     return product_s > 0 and product_s >= longest_s / 2

@@ -17,7 +17,7 @@ PROCESSOR = "compute"
 
 @dataclass(frozen=True)
 class StrandSpan:
-    """A computation or a transfer of a strand.
+    """A computation or a transfer of a strand, with its times.
 
     Attributes:
         lane: the processor, or a link.
@@ -34,8 +34,8 @@ class _Transfer:
     """A transfer on a link.
 
     Attributes:
-        end_s: when it ends if nothing slows it down any more.
-        carried: the collective itself, or None for a part that goes without.
+        end_s: when it ends if nothing more slows it down.
+        carried: the real collective, or None if only its time is emulated.
     """
 
     link: LinkScope
@@ -72,7 +72,7 @@ class Machine:
         """True if nothing takes time, as in a step that only warms up."""
 
     def compute(self, seconds: float, kind: Kind, step: Step) -> None:
-        """Compute for ``seconds``; while links are busy, both compute and transfers are slower."""
+        """Compute for ``seconds``; while links are busy, both the compute and the transfers are slowed down."""
         begin_s, seconds = self._now_s, 0.0 if self.hurries else seconds
         busy = [t for t in self._transfers if t.end_s > begin_s]
         self._transfers = busy
@@ -94,7 +94,7 @@ class Machine:
         return transfer
 
     def stood_still(self, until_s: float) -> None:
-        """Record that there was nothing to compute until ``until_s``."""
+        """Record that the processor had nothing to compute until ``until_s``."""
         self._free_s = max(self._free_s, until_s)
 
     @property

@@ -1,4 +1,4 @@
-"""Engines that train emulated layers which ranks share, each with its way to run a forward and a backward."""
+"""Engines that train emulated layers which ranks share, each with its own order of forwards and backwards."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class SharedCase:
     """A pipeline of layers that ranks share.
 
     Attributes:
-        layer: its own forward, backward and weight gradients.
-        table: OEFs of operators.
+        layer: forward, backward and weight gradients of one layer.
+        table: OEF of pairs of operators.
         ranks: number of ranks of the pipeline.
-        tensor: ranks that share each layer.
+        tensor: number of ranks that share each layer.
         layers: number of layers of the whole model.
-        microbatches: micro-batches of a step.
-        steps: number of measured steps, after one without durations.
-        timeout_s: time limit for all steps.
+        microbatches: micro-batches per step.
+        steps: number of measured steps, after one that is not measured.
+        timeout_s: time limit of all steps together.
     """
 
     layer: StrandPair
@@ -83,7 +83,7 @@ class SharedCase:
 
     @property
     def plain(self) -> EngineCase:
-        """Return the case without the insides of layers."""
+        """The same case without the segments of layers."""
         layer = self.layer
         work = EmulatedWork(
             forward_s=layer.forward.compute_s + layer.forward.comm_s,
@@ -107,7 +107,7 @@ class SharedCase:
 
     @property
     def layout(self) -> RankLayout:
-        """Return the layout of the ranks."""
+        """The layout of the ranks."""
         return RankLayout((self.ranks,), tensor=self.tensor)
 
 
@@ -118,7 +118,7 @@ class SharedRun:
     Attributes:
         step_s: seconds of each measured step.
         losses: losses of all steps.
-        most_live: layers whose forward had begun and whose input gradient was not complete, at most.
+        most_live: maximum number of layers between the begin of their forward and the end of their input gradient.
         planned_s: step time predicted by the engine, or None if it predicts none.
     """
 
@@ -130,7 +130,7 @@ class SharedRun:
 
 @dataclass(frozen=True)
 class OrderedPairs(StrandCosts):
-    """Pairs that follow an order instead of the search's."""
+    """Pairs whose plan is a given order instead of a searched one."""
 
     order: Order = round_robin
 
@@ -148,11 +148,11 @@ class OrderedPairs(StrandCosts):
 def weft(
     case: SharedCase, kind: str, placement: str, pairs: str, order: Order | None = None, *, chunked: bool = False
 ) -> SharedRun:
-    """Weft's engine on one rank.
+    """Run one rank of Weft's engine.
 
     Args:
         pairs: the strand pairs that run interleaved.
-        order: order of their segments; None takes the search's.
+        order: order of their segments; None searches for one.
         chunked: True if layers overlap with their own collectives.
     """
     config = _config(case, kind, placement, pairs)
@@ -184,7 +184,7 @@ def weft(
 
 
 def deepspeed(case: SharedCase) -> SharedRun:
-    """DeepSpeed's 1F1B on one rank, on the same layers shared by the same groups."""
+    """Run one rank of DeepSpeed's 1F1B, with the same layers shared by the same groups."""
     import deepspeed
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -238,7 +238,7 @@ def _run(case: SharedCase, step: Callable[[], Tensor], shared: SharedRank, plann
 
 @dataclass(frozen=True)
 class SharedEngine:
-    """An engine with its way: a function of this module, called on every rank."""
+    """An engine by its name, with a function of this module that every rank calls."""
 
     function: Callable[..., SharedRun]
     arguments: Mapping[str, Any] | None = None

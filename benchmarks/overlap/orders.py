@@ -1,4 +1,4 @@
-"""Plans that others use, to compare with: one strand after the other, and round robin."""
+"""Segment plans of other systems: one strand after the other, and round robin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.pipeline.strands.segments import StrandPair
 
 
 def backward_then_forward(pair: StrandPair) -> SegmentPlan:
-    """No interleaving: only weight gradients overlap with their own strand's collectives."""
+    """Return the plan without interleaving: only weight gradients overlap with their own strand's collectives."""
     return in_place(pair, [Step.backward] * len(pair.backward.segments) + [Step.forward] * len(pair.forward.segments))
 
 

@@ -15,7 +15,7 @@ _Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Operator:
-    """A base of the paper: compute, or a collective with the weight gradients that its own strand overlaps with it."""
+    """An operator of the paper: compute, or a collective with the weight gradients of its strand that overlap it."""
 
     compute_s: float = 0.0
     comm_s: float = 0.0
@@ -29,12 +29,12 @@ class Operator:
 
 @dataclass(frozen=True)
 class Pairing:
-    """The pairing that the recurrence yields.
+    """The best pairing of operators by the recurrence.
 
     Attributes:
         seconds: the paper's T_opt(N_f, N_b).
         plan: the same order of steps, without the barriers.
-        together: the operators between each two barriers.
+        together: the operators between successive barriers.
     """
 
     seconds: float
@@ -78,7 +78,7 @@ def _operators(strand: Strand, pair: StrandPair, *, weights: bool) -> list[Opera
 
 
 def _together(operators: list[Operator], table: OverlapTable) -> float:
-    """P: seconds of operators at once; those that need the same resource follow each other."""
+    """Return P, the seconds of concurrent operators; those that need the same resource run one after the other."""
     compute_s = sum(operator.compute_s for operator in operators)
     kind = next((operator.kind for operator in operators if operator.compute_s), None)
     busy_s: dict[LinkScope, float] = {}
@@ -96,7 +96,7 @@ def _together(operators: list[Operator], table: OverlapTable) -> float:
 
 
 def _path(best: dict[_Place, tuple[float, _Place]], i: int, j: int) -> list[tuple[_Place, _Place]]:
-    """The places that the best pairing goes through, each with the one before it."""
+    """Return the steps of the best pairing through the table, each with the entry before it."""
     at, path = (i, j), []
     while at != (0, 0):
         path.append((at, best[at][1]))
@@ -105,7 +105,7 @@ def _path(best: dict[_Place, tuple[float, _Place]], i: int, j: int) -> list[tupl
 
 
 def _order(path: list[tuple[_Place, _Place]], forward: list[Operator], backward: list[Operator]) -> list[Step]:
-    """The steps of a pairing, pair by pair: segments first, so that their collectives start early."""
+    """Return the steps of a pairing, pair by pair; segments come first, so that their collectives start early."""
     steps = []
     for (i, j), (before_i, before_j) in path:
         if j > before_j and backward[before_j].begins:

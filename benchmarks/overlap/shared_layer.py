@@ -1,4 +1,4 @@
-"""Emulated layers that ranks share: compute sleeps, the collectives between are real and take a link's time besides."""
+"""Emulated layers that ranks share: compute sleeps, and collectives are real but also take an emulated link's time."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ HIDDEN = 64
 
 @dataclass
 class SharedRank:
-    """The shared state of one rank's layers.
+    """The state that one rank's layers share.
 
     Attributes:
-        group: the ranks that share them; its operations give no turn away.
-        turns: of this rank's strands.
-        live, most_live: layers whose forward has begun and whose input gradient is not complete, now and at most.
+        group: the ranks that share the layers; its operations never switch to the other strand.
+        turns: scheduler of this rank's strands.
+        live: layers between the begin of their forward and the end of their input gradient; ``most_live`` is its
+            maximum.
     """
 
     machine: Machine
@@ -42,18 +43,21 @@ class SharedRank:
     most_live: int = 0
 
     def compute(self, segment: Segment | WeightGradient, step: Step) -> None:
-        """Take a segment's time."""
+        """Spend a segment's compute time."""
         self.machine.compute(segment.compute_s, segment.kind, step)
 
     def mean(self, tensor: Tensor, segment: Segment, step: Step) -> Tensor:
-        """Members' mean, as long after as the segment's link says; the other strand runs meanwhile."""
+        """Return the mean of ``tensor`` over the members, once the segment's link would have carried it.
+
+        The other strand runs meanwhile.
+        """
         assert segment.link is not None
         carried = self.group.all_reduce(tensor.clone())
         transfer = self.machine.start(segment.comm_s, segment.link, step, carried)
         return TurnTakingHandle(transfer, self.turns).wait() / self.group.size
 
     def chunked(self, tensor: Tensor, strand: Strand, weights: tuple[WeightGradient, ...], step: Step) -> Tensor:
-        """Run a strand in chunks that overlap within it; members' mean of ``tensor``."""
+        """Run a strand in chunks that overlap with each other; return the mean of ``tensor`` over the members."""
         coming: deque[Any] = deque()
         for part in chunked_strand(strand, weights):
             if part.do is Do.compute:
@@ -67,26 +71,26 @@ class SharedRank:
         return tensor
 
     def begin_layer(self, step: Step) -> None:
-        """A forward saves from now on; before it, or a backward, the rank may have stood still."""
+        """Record the begin of a layer: idle time of the processor ends, and a forward adds a live layer."""
         self.machine.stood_still(perf_counter())
         self.live += step is Step.forward
         self.most_live = max(self.live, self.most_live)
 
 
 class SharedLayer(nn.Module):
-    """A layer that runs the segments of a traced one.
+    """A layer that runs the segments of a traced layer.
 
-    It adds to the hidden state the mean over members of what its matrices come to. Every collective of the forward
-    carries that, every collective of the backward the gradient, and each matrix is real to whatever
-    splits, delays or moves its gradient. So losses show what was left out, or done twice.
+    It adds to the hidden state the mean over members of the sum of its matrices' products. Every collective of the
+    forward carries this sum, and every collective of the backward its gradient. Each matrix is a real parameter to code
+    that splits, delays or moves its gradient. So losses reveal operations that were left out or done twice.
     """
 
     def __init__(self, pair: StrandPair, rank: SharedRank, *, chunked: bool = False) -> None:
-        """Take a layer's own forward, backward and weight gradients.
+        """Create the layer from the forward, backward and weight gradients of a traced layer.
 
         Args:
-            chunked: True if each of the two overlaps with its own collectives, a chunk at a time; then the times
-                of weight gradients are the backward's.
+            chunked: True if forward and backward each overlap with their own collectives, in chunks. The backward then
+                includes the times of weight gradients.
         """
         super().__init__()
         self.pair, self.rank, self.chunked = pair, rank, chunked
@@ -97,7 +101,7 @@ class SharedLayer(nn.Module):
             matrix.weight.register_hook(partial(self._weight_gradient, weight))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[1, `HIDDEN`] to the same."""
+        """Return the hidden state after the layer, [1, `HIDDEN`] like the input."""
         self.rank.begin_layer(Step.forward)
         if not hidden.requires_grad:
             hidden = hidden.detach().requires_grad_()  # a first layer computes its input's gradient, too
@@ -122,7 +126,7 @@ class SharedLayer(nn.Module):
 
 
 class _Chunked(torch.autograd.Function):
-    """A whole layer, in chunks."""
+    """A whole layer in chunks."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: SharedLayer, *products: Tensor) -> Tensor:
@@ -156,7 +160,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _BackwardSegment(torch.autograd.Function):
-    """Identity; the backward is the compute of a segment, and gives the products of it their gradient."""
+    """Identity; its backward computes one segment and provides the gradient of the segment's products."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, segment: Segment, rank: SharedRank, first: bool, *products: Tensor) -> Tensor:
@@ -172,7 +176,7 @@ class _BackwardSegment(torch.autograd.Function):
 
 
 class _BackwardEnd(torch.autograd.Function):
-    """Identity; the backward is the collective at the end of a segment, if it has one."""
+    """Identity; its backward is the collective at the end of a segment, if the segment has one."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, segment: Segment, rank: SharedRank, last: bool) -> Tensor:
@@ -188,7 +192,7 @@ class _BackwardEnd(torch.autograd.Function):
 
 
 class SharedStage(EmulatedStage):
-    """A virtual stage of such layers, each of whose matrices is cut among the members."""
+    """A virtual stage of shared layers, whose matrices are divided among the members."""
 
     def __init__(
         self, make: Callable[[], SharedLayer], group: AxisGroup, *, index: int, layers: Sequence[range]
@@ -199,7 +203,7 @@ class SharedStage(EmulatedStage):
         self.cuts = {name: Cut((size, 1), 0, group.index, size) for name, _ in self.named_global_parameters()}
 
     def forward(self, hidden: Tensor | None, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> Tensor:
-        """The next stage's hidden state, or on the last stage a loss over ``num_items``."""
+        """Return the next stage's hidden state, or on the last stage a loss over ``num_items``."""
         if hidden is None:
             hidden = first_hidden(batch["input_ids"])
         for layer in self.layers:
@@ -211,17 +215,17 @@ class SharedStage(EmulatedStage):
 
 
 def first_hidden(ids: Tensor) -> Tensor:
-    """Return the input of a micro-batch, [1, `HIDDEN`]: no two of a step are alike."""
+    """Return the input of a micro-batch, [1, `HIDDEN`]; all micro-batches of a step differ."""
     return ids[:, :1].float().expand(1, HIDDEN) / 10
 
 
 def shared_loss(hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-    """A scalar whose gradient depends on ``hidden``."""
+    """Return a scalar whose gradient depends on ``hidden``."""
     return hidden.flatten()[0].square()
 
 
 def micro_batches(count: int) -> Iterator[dict[str, Tensor]]:
-    """The same ``count`` again and again."""
+    """Yield the same ``count`` micro-batches endlessly."""
     while True:
         for number in range(count):
             ids = torch.full((1, 2), number + 1)

@@ -15,7 +15,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 class StageProfile:
     """Measured costs of two stages, by number of layers; other stages are interpolated linearly.
 
-    So what an engine does once for each computation counts once, and what each layer takes for each.
+    So the engine's cost per computation counts once per stage, and its cost per layer once per layer.
     """
 
     SECONDS: ClassVar = ("forward_s", "input_s", "weight_s", "step_s")
@@ -76,7 +76,7 @@ class EngineCase:
 
 @dataclass(frozen=True)
 class RankRun:
-    """The report of one rank.
+    """The measurements of one rank.
 
     Attributes:
         step_s: seconds of each measured step, from barrier to barrier or in a row.
@@ -94,7 +94,7 @@ class RankRun:
 
 
 def middle_and_spread(step_s: Sequence[float]) -> tuple[float, float]:
-    """Median, and the range of the middle half over the median."""
+    """Return the median, and the range of the middle half divided by the median."""
     middle = median(step_s)
     if len(step_s) < 2:
         return middle, 0.0

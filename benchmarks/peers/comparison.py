@@ -12,15 +12,15 @@ from weft.tools.tables import table_of
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Steps of an engine on a case.
+    """The steps of an engine on a case.
 
     Attributes:
         engine: name of the engine in the registry.
         title: name of the engine in the table.
-        case: title of its table.
+        case: title of the table.
         step_s: seconds of every step, of all rounds.
-        references: seconds that a step is compared with, by name, or None if the engine does not report them.
-        ratios: references over which the table has a ratio.
+        references: seconds with which a step is compared, by name, or None if the engine does not report them.
+        ratios: names of the references for which the table has a ratio.
         compared_s: seconds that are compared with the references; None takes the median step.
         notes: further cells, by column.
     """
@@ -40,7 +40,7 @@ class Measured:
         return middle_and_spread(self.step_s)[0]
 
     def over(self, reference: str) -> float | None:
-        """Measured over reference."""
+        """Return the measured seconds divided by the reference, or None without the reference."""
         seconds = self.references[reference]
         return None if seconds is None else (self.compared_s or self.median_s) / seconds
 

@@ -58,8 +58,8 @@ def run_sharded(case: ZeroCase, stage: int) -> list[ZeroRun]:
 def run_pipelined(case: ZeroCase, num_stages: int) -> list[ZeroRun]:
     """Run one rank of ZeRO-1 over the replicas of a 1F1B pipeline.
 
-    A rank has a share of the layers and, for the same global batch, as many times the
-    micro-batches: its compute is the same as without a pipeline.
+    A rank has a share of the layers. For the same global batch it has as many times the
+    micro-batches, so its compute is the same as without a pipeline.
     """
     init_distributed(case.timeout_s)
     config = _config(case.num_microbatches * num_stages) | _zero(case, 1)
@@ -70,7 +70,7 @@ def run_pipelined(case: ZeroCase, num_stages: int) -> list[ZeroRun]:
 def _pipeline(
     work: EmulatedWork, num_layers: int, num_stages: int, config: dict[str, Any], kind: type = PipelineModule
 ) -> tuple[PipelineEngine, Callable[[], object]]:
-    """The engine of a pipeline, and its training step."""
+    """Return the engine of a pipeline, and a function that trains a step."""
     module = kind(
         layers=[EmulatedLayer(work) for _ in range(num_layers)],
         num_stages=num_stages,
@@ -96,7 +96,7 @@ def _config(num_microbatches: int) -> dict[str, Any]:
 
 
 def _zero(case: ZeroCase, stage: int) -> dict[str, Any]:
-    """Buckets of one layer, and every overlap that DeepSpeed has switched on."""
+    """Return settings with buckets of one layer, and every overlap that DeepSpeed enables."""
     return {
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
@@ -112,7 +112,10 @@ def _zero(case: ZeroCase, stage: int) -> dict[str, Any]:
 
 
 def _cells(engine: PipelineEngine) -> Iterator[str]:
-    """The engine's own schedule, in our letters; it names buffers, whose order is the micro-batches'."""
+    """Yield the engine's own schedule in our text form.
+
+    It numbers buffers in place of micro-batches; their order gives the micro-batches.
+    """
     letters = {instructions.ForwardPass: "F", instructions.BackwardPass: "B"}
     counts: Counter[tuple[str, int]] = Counter()
     for commands in engine._train_schedule().steps():

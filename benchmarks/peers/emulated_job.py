@@ -1,4 +1,4 @@
-"""Emulated layers as a job of which all ranks but a few are emulated, too."""
+"""Emulated layers as a job most of whose ranks are emulated, too."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Emulated compute: layers that take their time by sleeping, and are real to autograd and to engines.
+"""Emulated compute: layers that sleep for the time of their operations, but are real to autograd and to engines.
 
-So a dozen ranks run truly concurrently on two cores, while schedule, engine and network are
+So a dozen ranks run concurrently on two cores, while schedule, engine and network are
 the real ones (NeuronaBox section 3 emulates the rest of a job in the same spirit).
 """
 
@@ -39,7 +39,7 @@ class EmulatedWork:
     def costs(
         self, num_layers: int, num_stages: int, *, local: LinkCost | None = None, wan: LinkCost | None = None
     ) -> CostModel:
-        """Costs of ``num_layers`` such layers, cut evenly into ``num_stages`` virtual stages.
+        """Return the costs of ``num_layers`` such layers, cut evenly into ``num_stages`` virtual stages.
 
         Raises:
             ValueError: the layers cannot be cut evenly.
@@ -48,7 +48,7 @@ class EmulatedWork:
         return CostModel(stages=(stage,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
 
     def cost(self, num_layers: int) -> StageCost:
-        """Return the cost of a virtual stage of so many such layers."""
+        """Return the cost of a virtual stage of ``num_layers`` such layers."""
         return StageCost(
             forward_s=self.forward_s * num_layers,
             input_s=self.input_s * num_layers,
@@ -59,7 +59,7 @@ class EmulatedWork:
 
 
 def layers_per_stage(num_layers: int, num_stages: int) -> int:
-    """Layers of each virtual stage.
+    """Return the number of layers of each virtual stage.
 
     Raises:
         ValueError: the layers cannot be cut evenly.
@@ -80,9 +80,9 @@ _LIBC = ctypes.CDLL(None)
 
 @cache
 def keep_freed_memory() -> None:
-    """Make glibc keep freed tensor memory for this process, as a GPU's allocator does.
+    """Make glibc keep freed tensor memory in this process, as a GPU's allocator does.
 
-    Otherwise each product's memory is returned to Linux and faulted in again, which with nine ranks on two cores
+    Otherwise each product's memory is returned to Linux and faulted in again. With nine ranks on two cores this
     took 2 to 3 ms of a layer's weight gradient.
     """
     if hasattr(_LIBC, "mallopt"):
@@ -91,7 +91,7 @@ def keep_freed_memory() -> None:
 
 
 def pause(seconds: float) -> None:
-    """Take ``seconds``, to within some microseconds: sleep until just before, then watch the clock."""
+    """Wait ``seconds``, to within some microseconds: sleep until just before the end, then poll the clock."""
     deadline = perf_counter() + seconds
     set_timer_slack(0.0)
     while (left := deadline - WAKE_UP_S - perf_counter()) > 0:
@@ -101,12 +101,12 @@ def pause(seconds: float) -> None:
 
 
 class EmulatedLayer(nn.Module):
-    """Hands its input on unchanged; forward, input gradient and weight gradient take their time.
+    """A layer that returns its input unchanged, after the time of its forward, input gradient or weight gradient.
 
-    It has a linear layer of one column, so whatever splits, delays or repeats the weight
-    gradient of an nn.Linear does so here. Its time is spent by a hook on the weight, and thus
-    wherever that gradient is accumulated: in B, or in W. What torch takes for those few
-    operations is part of the time, as the kernels' launches hide behind those of a real layer.
+    It has a linear layer of one column, so code that splits, delays or repeats the weight
+    gradient of an nn.Linear does the same here. A hook on the weight spends the time of the weight gradient, so it is
+    spent wherever that gradient is accumulated: in B, or in W. The time of torch's own
+    operations is included, because kernel launches are hidden behind a real layer's compute.
     """
 
     def __init__(self, work: EmulatedWork) -> None:
@@ -122,7 +122,7 @@ class EmulatedLayer(nn.Module):
         self._since: float | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hand on ``hidden``, of any shape, after ``forward_s``."""
+        """Return ``hidden``, of any shape, after ``forward_s``."""
         self.begin()
         if not hidden.requires_grad and torch.is_grad_enabled():
             hidden = hidden.detach().requires_grad_()  # a first layer computes its input's gradient too
@@ -135,11 +135,11 @@ class EmulatedLayer(nn.Module):
         return self.linear(self.one)
 
     def begin(self) -> None:
-        """Restart the clock: later spending counts from now."""
+        """Restart the clock from which the next `spend` counts."""
         self._since = perf_counter()
 
     def spend(self, op: str) -> None:
-        """Take the time of ``op``: F, I or W."""
+        """Wait until the time of ``op`` (F, I or W) has passed since `begin`."""
         now = perf_counter()
         start = now if self._since is None else self._since
         pause({"F": self.work.forward_s, "I": self.work.input_s, "W": self.work.weight_s}[op] - (now - start))
@@ -153,7 +153,7 @@ class EmulatedLayer(nn.Module):
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory, and to autograd no view: torch's pipelining detaches outputs in place."""
+    """Return a tensor on the same memory that is no view to autograd: torch's pipelining detaches outputs in place."""
     return tensor.new_empty(0).set_(tensor.detach())
 
 
@@ -173,7 +173,7 @@ class _InputGradient(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The hidden state unchanged, as if it depended on the product of the weight; a layer's backward begins here."""
+    """Return the hidden state unchanged, as if it depended on the weight's product; a layer's backward begins here."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, product: Tensor, layer: EmulatedLayer) -> Tensor:
@@ -189,17 +189,17 @@ class _Join(torch.autograd.Function):
 
 
 def emulated_loss(hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-    """A scalar that depends on ``hidden``."""
+    """Return a scalar that depends on ``hidden``."""
     return hidden.flatten()[:1].sum()
 
 
 def emulated_hidden(work: EmulatedWork) -> Tensor:
-    """The hidden state that enters the first layer: [1, hidden_bytes / 4] zeros."""
+    """Return the hidden state that enters the first layer: [1, hidden_bytes / 4] zeros."""
     return torch.zeros(1, work.hidden_bytes // 4)
 
 
 class EmulatedStage(nn.Module):
-    """A virtual stage of emulated layers, with what the engine uses of `weft.engine.stages.cutting.stage.Stage`."""
+    """A virtual stage of emulated layers, with the interface of `weft.engine.stages.cutting.stage.Stage`."""
 
     def __init__(
         self,
@@ -209,10 +209,10 @@ class EmulatedStage(nn.Module):
         layers: Sequence[range],
         make: Callable[[], nn.Module] | None = None,
     ) -> None:
-        """Take the layers of stage ``index``, of those of every stage.
+        """Create stage ``index`` from the layers of every stage.
 
         Args:
-            make: a layer; None makes an `EmulatedLayer`.
+            make: creates a layer; None creates an `EmulatedLayer`.
         """
         super().__init__()
         self.index = index
@@ -225,7 +225,7 @@ class EmulatedStage(nn.Module):
         self.layers = nn.ModuleList(make() for _ in layers[index])
 
     def forward(self, hidden: Tensor | None, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> Tensor:
-        """The next stage's hidden state, or on the last stage a loss over ``num_items``."""
+        """Return the next stage's hidden state, or on the last stage a loss over ``num_items``."""
         if hidden is None:
             hidden = emulated_hidden(self.work)
         for layer in self.layers:
@@ -236,11 +236,11 @@ class EmulatedStage(nn.Module):
         return loss if num_items is None else loss / num_items
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, in order."""
+        """Return the layers, in order."""
         return list(self.layers)
 
     def hidden_spec(self, batch: Mapping[str, Tensor], *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of the hidden state, the same everywhere."""
+        """Return the shape and dtype of the hidden state, which are the same at every boundary."""
         return torch.Size((1, self.work.hidden_bytes // 4)), torch.float32
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

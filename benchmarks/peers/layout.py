@@ -1,4 +1,4 @@
-"""Layouts: emulated layers on the ranks of one host, or on sites of a netbed with a node for every rank."""
+"""Layouts: emulated layers on ranks of one host, or on sites of a netbed with one node per rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WARM_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The measured links between ranks: on one host, between nodes of a site, between sites."""
+    """The measured links between ranks on one host, between nodes of a site, and between sites."""
 
     local: LinkCost = field(default_factory=LinkCost)
     near: LinkCost = field(default_factory=LinkCost)
@@ -73,12 +73,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks of all replicas."""
+        """The number of ranks of all replicas."""
         return self.stages * self.replicas
 
     @property
     def what_if(self) -> WhatIf:
-        """Return the emulation's conditions that differ from the links and layers as measured."""
+        """The emulation's conditions that differ from the links and layers as measured."""
         slow = dict([self.slow]) if self.slow else {}
         return WhatIf(slow=slow, bandwidth=self.bandwidth, jitter_ms=self.jitter_ms)
 
@@ -122,7 +122,7 @@ class Layout:
     def topology(
         self, rate_mbps: float = UPLINK_MBPS, latency_ms: float = LATENCY_MS, window_kb: float = WINDOW_KB
     ) -> Topology:
-        """The netbed that it runs on, a node for each rank in their order.
+        """Return the netbed that the layout runs on, with one node per rank, in order.
 
         Packets vary either way, so the latency has half of the jitter.
         """
@@ -137,14 +137,14 @@ def wan_topology(
     latency_ms: float = LATENCY_MS,
     window_kb: float = WINDOW_KB,
 ) -> Topology:
-    """Create a netbed with nodes at each site, whose queues hold a window of each of many connections."""
+    """Return a netbed with these numbers of nodes per site; its queues hold the windows of many connections."""
     return Topology.even(
         nodes, uplink_mbps=rate_mbps, latency_ms=latency_ms, mtu=1500, window_kb=window_kb, queue_ms=200.0
     )
 
 
 def profile(bed: NetBed) -> LinkProfile:
-    """Measure what one and up to `MANY` connections carry from the first node to the last, alone and opposed."""
+    """Measure one and up to `MANY` connections from the first node to the last, in one and in both directions."""
     effort = {"connections": MANY, "most": MANY, "seconds": 1.0, "message_bytes": _PROBE_BYTES}
     found, _ = probe_nodes(bed, bed.nodes[0], bed.nodes[-1], settings={"chunk_bytes": CHUNK_KB << 10}, **effort)
     return found

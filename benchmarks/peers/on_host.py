@@ -91,7 +91,7 @@ def _cases(num_steps: int) -> list[EngineCase]:
 
 
 def race(engines: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) -> Iterator[Measured]:
-    """Run every engine on every case, a case at a time, in turns, so that the machine's load affects all alike.
+    """Run every engine on every case, alternating engines, so that the machine's load affects all alike.
 
     Raises:
         RuntimeError: an engine failed or took too long.

@@ -1,4 +1,4 @@
-"""Pipeline engines over three emulated sites, with and without sharing the uplinks in time."""
+"""Pipeline engines over three emulated sites, with and without pooled uplinks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _run(bed: NetBed, name: str, case: EngineCase, link: LinkProfile, title: str
 
 
 def _simulated_s(engine: Engine, placement: Placement, microbatches: int, costs: CostModel) -> float:
-    """Seconds of a step with the links as probed; gloo's wait for a posted receive is not simulated."""
+    """Return the seconds of a step on the probed links; gloo's wait until a receive is posted is not simulated."""
     shared = costs.for_cell(engine.cell)
     if engine.schedule == "auto" and engine.cell > 1:
         cell = generate("auto", replace(placement, pipelines=engine.cell), microbatches, costs=shared)

@@ -25,7 +25,7 @@ class Engine:
         schedule: kind of its schedule across sites, for the simulation.
         connections: TCP connections per pair of ranks across sites; with gloo, contexts.
         cell: pipelines that share their uplinks.
-        moves: plain collectives over the whole model that a sharded step without overlap takes.
+        moves: number of plain collectives over the whole model in a sharded step without overlap.
         across: True if ranks of one node hold different pipeline stages, so that replicas are on different nodes.
     """
 
@@ -40,17 +40,17 @@ class Engine:
     across: bool = False
 
     def run(self, *case: Any) -> Any:
-        """Run one rank of it."""
+        """Run one rank of the engine."""
         return getattr(import_module(f"{__package__}.{self.module}"), self.function)(*case, **self.arguments)
 
     @property
     def is_weft(self) -> bool:
-        """True if it is Weft's, whose ranks of one host exchange tensors through shared memory."""
+        """True for Weft's engine, whose ranks of one host exchange tensors through shared memory."""
         return self.module == "weft_engine"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of its ranks in a netbed."""
+        """Environment variables of the engine's ranks in a netbed."""
         return {} if self.is_weft else {"GLOO_SOCKET_IFNAME": ",".join(["lan0"] * self.connections)}
 
 

@@ -82,7 +82,7 @@ def _case(args: argparse.Namespace, compute_s: tuple[float, ...], cache_dir: str
 
 
 def run_engine(name: str, bed: NetBed, nodes: Sequence[str], case: ZeroCase) -> Any:
-    """Return what rank 0 of the engine measured; for ``plain``, seconds of each collective over the whole model.
+    """Return rank 0's measurements; with ``plain``, the seconds of each collective over the whole model.
 
     Raises:
         RuntimeError, TimeoutError: see `run_ranks_in`.
@@ -98,7 +98,7 @@ def run_engine(name: str, bed: NetBed, nodes: Sequence[str], case: ZeroCase) -> 
 def row_of(name: str, step_s: tuple[float, ...], compute_s: float, plain_s: Mapping[str, float]) -> Measured:
     """Return the row of an engine at one amount of compute.
 
-    Alpha is the share of communication in a step that overlaps nothing, with plain collectives of the engine's ZeRO
+    Alpha is the share of communication in a step without overlap, with the plain collectives of the engine's ZeRO
     stage. The bound of the speed-up is min(1/alpha, 1/(1 - alpha)) (Centauri section 5.4).
     """
     moved_s = sum(plain_s[collective] for collective in SHARDED[name].moves)
@@ -115,19 +115,19 @@ def row_of(name: str, step_s: tuple[float, ...], compute_s: float, plain_s: Mapp
 
 
 def speedup(row: Measured) -> float:
-    """Speed-up over the step that overlaps nothing."""
+    """Return the speed-up over the step without overlap."""
     return (row.references["no overlap"] or 0.0) / row.median_s
 
 
 def of_bound(row: Measured) -> float:
-    """Speed-up over its bound."""
+    """Return the speed-up divided by its bound."""
     whole, compute_s = row.references["no overlap"] or 0.0, row.references["compute"] or 0.0
     alpha = 1 - compute_s / whole
     return speedup(row) / min(1 / alpha, 1 / (1 - alpha))
 
 
 def _verdict(rows: Mapping[tuple[str, float], Measured]) -> bool:
-    """Print whether the goals are met: compare each of Weft's engines with peers of the same kind."""
+    """Compare each of Weft's engines with peers of the same kind, and print whether the goals are met."""
     ours = [row for row in rows.values() if row.engine in OVER]
     if not ours:
         return True
@@ -141,7 +141,7 @@ def _verdict(rows: Mapping[tuple[str, float], Measured]) -> bool:
 
 
 def _is_near_bound(ours: Sequence[Measured]) -> bool:
-    """The bound ignores a pipeline's bubbles, so it is not a goal for pipelines."""
+    """Return True if Weft's engines are near the bound. Pipelines are left out, because the bound ignores bubbles."""
     worst = min((row for row in ours if not SHARDED[row.engine].across), key=of_bound, default=None)
     if worst is None:
         return True
@@ -154,7 +154,7 @@ def _is_near_bound(ours: Sequence[Measured]) -> bool:
 
 
 def _is_faster(mine: Measured, other: Measured, compute_s: float) -> bool:
-    """A step cannot be shorter than its compute, so a peer that hides nearly all limits the possible ratio."""
+    """Return True if ``mine`` is faster by the goal's ratio, or by as much as the compute of a step permits."""
     gain, most = other.median_s / mine.median_s, other.median_s / compute_s
     met = gain >= GOAL_OVER_DEEPSPEED
     verdict = (

@@ -12,7 +12,7 @@ from benchmarks.peers.case import EngineCase
 
 
 def time_steps(case: EngineCase, step: Callable[[], object]) -> tuple[float, ...]:
-    """Seconds of each measured step: from barrier to barrier, or from end to end of steps in a row."""
+    """Return the seconds of each measured step: between barriers, or between the ends of consecutive steps."""
     if case.in_a_row:
         return _in_a_row(case, step)
     seconds = []

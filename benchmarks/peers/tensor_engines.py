@@ -64,7 +64,7 @@ class TrainingCase:
     clip: float = 0.5
 
     def step(self, number: int) -> list[dict[str, Tensor]]:
-        """The micro-batches of a step; all of their tokens are predicted."""
+        """Return the micro-batches of a step; the labels are all of their tokens."""
         generator = torch.Generator().manual_seed(number)
         shape = (self.microbatches, self.rows, self.length)
         return [{"input_ids": ids, "labels": ids} for ids in torch.randint(self.vocabulary, shape, generator=generator)]
@@ -72,7 +72,7 @@ class TrainingCase:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """The result of an engine's rank; of an engine that could not run, the reason.
+    """The result of an engine's rank, or the reason why the engine could not run.
 
     Attributes:
         losses: loss of each step.
@@ -103,7 +103,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def race(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
-    """Race all engines on each architecture and return the runs, and True if Weft's losses are those of one process."""
+    """Race all engines on each architecture; return the runs, and True if Weft's losses equal those of one process."""
     met, figures = True, []
     for arch in args.race:
         with TemporaryDirectory(prefix="weft-bench-tensor-") as folder:
@@ -114,7 +114,7 @@ def race(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _race(arch: str, args: argparse.Namespace, folder: str) -> dict[str, TrainingRun]:
-    """Each engine's first rank, one process of plain transformers first."""
+    """Return the run of each engine's first rank, beginning with one process of plain transformers."""
     case = _case(arch, args, folder)
     topology = Topology.even((1, 1), uplink_mbps=args.rate, latency_ms=args.latency)
     found = {}
@@ -127,7 +127,7 @@ def _race(arch: str, args: argparse.Namespace, folder: str) -> dict[str, Trainin
 
 
 def _case(arch: str, args: argparse.Namespace, folder: str) -> TrainingCase:
-    """A model that is saved in a folder, and how it is trained."""
+    """Save a model to a folder, and return the settings of its training."""
     vocabulary = 4096
     shape = SHAPE | {"hidden_size": args.hidden, "intermediate_size": 3 * args.hidden, "vocab_size": vocabulary}
     config = ModelConfig(arch=arch, overrides={**shape, "head_dim": args.hidden // 8}, self_check=False)
@@ -136,7 +136,7 @@ def _case(arch: str, args: argparse.Namespace, folder: str) -> TrainingCase:
 
 
 def hops(args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
-    """Bytes that leave each of two sites in a step; True if members send no more than one rank does."""
+    """Return the bytes that leave each of two sites in a step, and True if members send no more than one rank does."""
     topology = Topology.even((1, 1), uplink_mbps=args.rate, latency_ms=args.latency)
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="weft-bench-tensor-") as folder, NetBed.up(topology) as bed:
@@ -164,7 +164,7 @@ def _attempt(name: str, case: TrainingCase) -> TrainingRun:
 
 
 def _timed(case: TrainingCase, train: Callable[[list[dict[str, Tensor]]], tuple[float, float]]) -> TrainingRun:
-    """Train with a function of a step's micro-batches to its loss and the norm of its gradient."""
+    """Train with a function that maps a step's micro-batches to its loss and gradient norm."""
     found, seconds, sent = [], [], []
     for number in range(case.steps):
         before, start = _sent(), perf_counter()
@@ -176,19 +176,19 @@ def _timed(case: TrainingCase, train: Callable[[list[dict[str, Tensor]]], tuple[
 
 
 def _sent() -> int:
-    """Bytes that have left this rank's node."""
+    """Return the number of bytes that have left this rank's node."""
     return sum(card.bytes_sent for name, card in psutil.net_io_counters(pernic=True).items() if name != "lo")
 
 
 def one_process(case: TrainingCase) -> TrainingRun:
-    """Plain transformers and torch's AdamW."""
+    """Train with plain transformers and torch's AdamW."""
     from transformers import AutoModelForCausalLM
 
     return _trained(case, AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch.float32))
 
 
 def transformers_own(case: TrainingCase) -> TrainingRun:
-    """Transformers' own tensor parallelism, trained as one process trains."""
+    """Train with transformers' own tensor parallelism, like `one_process` otherwise."""
     from transformers import AutoModelForCausalLM
 
     dist.init_process_group("gloo")
@@ -215,7 +215,10 @@ def _trained(case: TrainingCase, model: torch.nn.Module) -> TrainingRun:
 
 
 def _clip(gradients: Sequence[Tensor], limit: float) -> float:
-    """Clip like torch, for whole gradients next to DTensors, which torch does not take together; return the norm."""
+    """Clip gradients to the norm ``limit`` like torch, and return their norm before.
+
+    Some gradients are DTensors and others plain tensors. torch's own function does not accept both together.
+    """
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     sharded, whole = torch.zeros(()), torch.zeros(())
     for gradient, part in zip(gradients, local, strict=True):
@@ -230,7 +233,7 @@ def _clip(gradients: Sequence[Tensor], limit: float) -> float:
 
 
 def deepspeed_autotp(case: TrainingCase) -> TrainingRun:
-    """DeepSpeed's AutoTP."""
+    """Train with DeepSpeed's AutoTP."""
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -265,12 +268,12 @@ def deepspeed_autotp(case: TrainingCase) -> TrainingRun:
 
 
 def weft(case: TrainingCase) -> TrainingRun:
-    """Weft with ``parallel.tensor=2``."""
+    """Train with Weft and ``parallel.tensor=2``."""
     return _weft(case, ParallelConfig(tensor=int(os.environ["WORLD_SIZE"]), tensor_across_hosts=True), ())
 
 
 def over_sites(case: TrainingCase, tensor: int) -> TrainingRun:
-    """Run Weft with a stage of ``tensor`` members at each of two sites."""
+    """Train with Weft and a stage of ``tensor`` members at each of two sites."""
     torch.set_num_threads(1)
     return _weft(case, ParallelConfig(tensor=tensor), ("n0", "n1"))
 
@@ -318,7 +321,7 @@ def _off(found: Sequence[float], alone: Sequence[float]) -> float:
 
 
 def _show(arch: str, found: Mapping[str, TrainingRun], args: argparse.Namespace) -> bool:
-    """Print the table; whether Weft's losses are those of one process."""
+    """Print the table; return True if Weft's losses equal those of one process."""
     alone, ours = found["one process"], found.get("Weft")
 
     def rows() -> Iterator[dict[str, object]]:

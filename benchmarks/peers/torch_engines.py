@@ -59,7 +59,7 @@ def run(case: EngineCase, timeout_s: float, kind: str) -> RankRun:
 
 
 def _groups(case: EngineCase) -> tuple[int, dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """This rank's place in its pipeline, the group of the pipeline, and that of the stage's replicas."""
+    """Return this rank's index in its pipeline, the group of the pipeline, and the group of the stage's replicas."""
     count = case.num_replicas
     if count == 1:
         return dist.get_rank(), None, None

@@ -66,7 +66,7 @@ def run(
 
 
 def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:
-    """Weft's engine on the emulated layers of ``case``, with the layout and schedule of ``config``, with its data.
+    """Return Weft's engine on the emulated layers of ``case``, with layout and schedule from ``config``.
 
     Args:
         work: work of this rank's layers, if it differs from the plan's.
@@ -88,10 +88,10 @@ def engine_of(
     stage: Callable[[PreparedRun, int], EmulatedStage],
     data: Iterator[Batch],
 ) -> WeftEngine:
-    """Weft's engine of emulated stages, planned from ``facts``. A collective call.
+    """Return Weft's engine of emulated stages, planned from ``facts``. A collective call.
 
     Args:
-        stage: makes the virtual stage of a number, once all is planned.
+        stage: creates the virtual stage with a number, from the finished plan.
         data: micro-batches.
     """
     placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
@@ -114,7 +114,7 @@ def engine_of(
 
 
 def emulated_facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
-    """Return the facts of emulated layers: all but the costs of their collectives."""
+    """Return the facts of emulated layers, except the costs of their collectives."""
     layer = PartSize(case.work.weight_elements, case.work.weight_elements)
     sites = range(len(case.sites))
     if layers := config.pipeline.layers:

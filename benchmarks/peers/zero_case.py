@@ -25,8 +25,8 @@ class ZeroCase:
         num_layers: number of layers of the whole model.
         layer_elements: fp32 parameters of a layer.
         num_microbatches: micro-batches per step and rank, without a pipeline.
-        num_warmup, num_steps: steps before those that are measured, and those, for each of ``compute_s``.
-        timeout_s: after which a collective fails.
+        num_warmup, num_steps: steps before the measured ones, and measured steps, for each of ``compute_s``.
+        timeout_s: seconds after which a collective fails.
         cache_dir: folder of Weft's measurements.
     """
 
@@ -41,11 +41,11 @@ class ZeroCase:
 
     @property
     def num_elements(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return self.num_layers * self.layer_elements
 
     def work(self, compute_s: float) -> EmulatedWork:
-        """A layer's share of ``compute_s``."""
+        """Return the work of one layer if a step's compute takes ``compute_s``."""
         each = compute_s / (3 * self.num_layers * self.num_microbatches)
         return EmulatedWork(
             forward_s=each, input_s=each, weight_s=each, hidden_bytes=1024, weight_elements=self.layer_elements
@@ -54,16 +54,16 @@ class ZeroCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
-    """The techniques of Weft that are on.
+    """The techniques of Weft that are switched on.
 
     Attributes:
         zero_stage: 1 to 3.
         num_stages: pipeline ranks.
-        chunks: virtual stages of a rank, where it has as many layers; of several, micro-batches are
-            launched together, as the model tier determines.
+        chunks: maximum number of virtual stages per rank. If there are several, micro-batches are launched
+            together, as the model tier determines.
         partition: axes by which collectives may be rewritten.
-        layer_by_layer: gradients are reduced and weights gathered a layer at a time, not all at once.
-        weights_first: a layer's weight gradient goes before its input gradient.
+        layer_by_layer: True to reduce gradients and gather weights one layer at a time, not all at once.
+        weights_first: True to compute a layer's weight gradient before its input gradient.
     """
 
     zero_stage: int = 1
@@ -79,8 +79,8 @@ class ZeroRun:
     """The measurements of one rank for one amount of compute.
 
     Attributes:
-        ends_s: when each measured step ended by `perf_counter`, and before them the last of the warm-up.
-        spans: all computations since then.
+        ends_s: when the last warm-up step and each measured step ended, by `perf_counter`.
+        spans: all computations since the first of these times.
     """
 
     ends_s: tuple[float, ...]
@@ -95,7 +95,7 @@ class ZeroRun:
 def time_computes(case: ZeroCase, layers: Iterable[EmulatedLayer], step: Callable[[], object]) -> list[ZeroRun]:
     """Run the steps of each of ``case.compute_s``.
 
-    They follow one another without a barrier: what one leaves under way delays the next.
+    There is no barrier between steps, so that unfinished work of one step delays the next.
     """
     layers = list(layers)
     runs = []

@@ -1,4 +1,4 @@
-"""torch's own on emulated layers: plain collectives, DistributedDataParallel, and fully_shard (FSDP2)."""
+"""torch's engines on emulated layers: plain collectives, DistributedDataParallel, and fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.engine.distributed import init_distributed
 
 
 def run_plain(case: ZeroCase) -> dict[str, float]:
-    """Seconds of an all-reduce, a reduce-scatter and an all-gather of all weights, layer by layer."""
+    """Return the seconds of an all-reduce, a reduce-scatter and an all-gather of all weights, layer by layer."""
     init_distributed(case.timeout_s)
     world = dist.group.WORLD
     assert world is not None, "init_distributed has made it"
@@ -58,7 +58,7 @@ def run_ddp(case: ZeroCase) -> list[ZeroRun]:
 
 
 def run_fsdp2(case: ZeroCase) -> list[ZeroRun]:
-    """Run one rank of FSDP2, layer by layer, gradients reduced once in a step."""
+    """Run one rank of FSDP2, layer by layer, with gradients reduced once per step."""
     init_distributed(case.timeout_s)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     work = case.work(case.compute_s[0])
@@ -88,7 +88,7 @@ def _training(case: ZeroCase, model: nn.Module, micro_batch: Callable[[bool], No
 
 
 class _ShardableLayer(EmulatedLayer):
-    """Spends the weight gradient's time in its graph: fully_shard drops hooks on parameters."""
+    """A layer that spends the weight gradient's time in its graph, because fully_shard drops hooks on parameters."""
 
     def product(self) -> Tensor:
         return F.linear(self.one, _WeightTimed.apply(self.linear.weight, self))

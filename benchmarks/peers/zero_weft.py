@@ -29,7 +29,7 @@ NUM_RANKS = 4
 
 
 def run(case: ZeroCase, technique: Technique) -> list[ZeroRun]:
-    """Run one rank of Weft, planned anew for each amount of compute."""
+    """Run one rank of Weft, with a new plan for each amount of compute."""
     return [_run(replace(case, compute_s=(compute_s,)), technique) for compute_s in case.compute_s]
 
 

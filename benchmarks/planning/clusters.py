@@ -36,18 +36,18 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks of all sites."""
+        """The number of ranks of all sites."""
         return sum(self.sites)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """`auto` and the best fixed schedule of any placement, under one cap.
+    """The steps of `auto` and of the best fixed schedule on any placement, under one cap.
 
     Attributes:
         fixed: kind and placement of the best fixed schedule under the cap, or empty if none keeps to it.
         fixed_s: step of the best fixed schedule; infinite without one.
-        auto: over all placements.
+        auto: step of `auto` over all placements.
         slower: fixed kinds and placements that were faster, where `auto` was held to the same placement.
     """
 
@@ -90,7 +90,7 @@ _STRANDS = StageStrands(((StrandPair(_PASS, _PASS, (WeightGradient(1, 1.0), Weig
 
 
 def random_cluster(seed: int) -> Cluster:
-    """1 to 4 sites of 1 to 3 ranks, links from free to several forwards, uneven layers, any cap that holds one."""
+    """Return 1 to 4 sites of 1 to 3 ranks with uneven layers, random links, and a cap that some schedule keeps."""
     random = Random(seed)
     sites = tuple(random.randint(1, 3) for _ in range(random.randint(1, 4)))
     num_ranks = sum(sites)
@@ -172,7 +172,7 @@ def _goes_with(candidates: dict[str, Placement]) -> Iterator[tuple[str, str, Pla
 
 
 def fixed_step_s(cluster: Cluster, kind: str, placement: Placement) -> float:
-    """Return the step of a fixed kind as an engine runs it; infinite without a schedule under the cap."""
+    """Return the step of a fixed kind as an engine runs it, or infinity if no such schedule keeps the cap."""
     costs = cluster.layers.cut(placement.num_stages)
     try:
         schedule = as_run(generate(kind, placement, cluster.num_microbatches), costs)

@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> tuple[object, bool]:
 
 
 def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result]:
-    """The first ``count`` random cases for which the solver proves the optimum."""
+    """Yield results of the first ``count`` random cases for which the solver proves the optimum."""
     seed = found = 0
     while found < count:
         result = solve_both(random_case(seed), limit_s, search_s)
@@ -91,7 +91,7 @@ def solve_both(case: SchedulingCase, limit_s: float, search_s: float) -> Result:
 
 
 def random_case(seed: int) -> SchedulingCase:
-    """A random case: 2-6 ranks in 1-3 sites, 1-12 micro-batches, uneven stages and links, any feasible cap."""
+    """Return 2-6 ranks in 1-3 sites, 1-12 micro-batches, uneven stages and links, and a feasible cap."""
     random = Random(seed)
     num_ranks = random.randint(2, 6)
     sites = _sites(random, num_ranks)
@@ -138,7 +138,7 @@ def _stage(random: Random) -> StageCost:
 
 
 def large_cases() -> Iterator[SchedulingCase]:
-    """Pipelines that are too large for the solver, so `auto` is compared with the solver's lower bound."""
+    """Yield pipelines that are too large to solve, on which `auto` is compared with the solver's lower bound."""
     for num_ranks, num_microbatches in ((4, 16), (8, 16), (8, 32)):
         wan = LinkCost(latency_s=2, bandwidth_bps=8 / 6)
         halves = (num_ranks // 2, num_ranks // 2)

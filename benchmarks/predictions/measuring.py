@@ -17,13 +17,13 @@ from weft.pipeline.timeline import Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class RankSteps:
-    """The report of a rank.
+    """The measurements of a rank.
 
     Attributes:
-        step_s: seconds of each measured step, from its end to the next one's.
+        step_s: seconds of each measured step, between the ends of consecutive steps.
         pipeline_s: seconds of each step from the first action to the last on any rank of the replica.
-        predicted_s: step time predicted by the plan, before the first step.
-        told_s: the same plan's step with the stages' seconds as they were measured.
+        predicted_s: step time predicted by the plan before the first step.
+        told_s: step time predicted by the same plan with the measured seconds of the stages.
     """
 
     step_s: tuple[float, ...]
@@ -62,10 +62,10 @@ def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
 
 
 def _between(timeline: Timeline) -> float:
-    """Seconds from the first action to the last."""
+    """Return the seconds from the first action to the last."""
     return max(span.end_s for span in timeline.spans) - min(span.start_s for span in timeline.spans)
 
 
 def slowest(ranks: list[RankSteps]) -> RankSteps:
-    """The rank whose middle step took longest."""
+    """Return the rank with the longest median step."""
     return max(ranks, key=lambda rank: median(rank.step_s))

@@ -39,14 +39,12 @@ _STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RankPeak:
-    """Bytes of a rank in one layout.
+    """Peak bytes of a rank in one layout.
 
     Attributes:
         predicted: bytes predicted by the plan.
-        measured: that tensors took at most, set-up included, by the profiler, which follows one thread. What
-            collectives put together in theirs is left out, and what they free would be missed (ZeRO 2 and 3). Where
-            ranks share layers, collectives run in that one; what gloo frees in threads of its own is missed,
-            some MB.
+        measured: peak bytes of tensors, including set-up, by the profiler. It records one thread, so collectives run
+            on that thread. Some MB that gloo frees in threads of its own are missed.
     """
 
     layout: str
@@ -56,16 +54,16 @@ class RankPeak:
 
     @property
     def error(self) -> float:
-        """Return the error of the prediction, as a share of the measurement."""
+        """The error of the prediction, as a share of the measurement."""
         return self.predicted / self.measured - 1
 
 
 def peaks(timeout_s: float, *settings: str) -> Iterator[list[RankPeak]]:
-    """Each rank's memory in each layout, in processes of their own.
+    """Yield the peaks of all ranks for each layout, measured in new processes.
 
     Args:
         timeout_s: time limit for one layout.
-        settings: further ones, of all layouts.
+        settings: additional settings of all layouts.
     """
     for layout in LAYOUTS:
         yield run_ranks(NUM_RANKS, _peak, layout, settings, timeout_s=timeout_s)
@@ -83,7 +81,7 @@ class _InlineExecutor:
 
 
 def _peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak:
-    """This rank's memory in a layout. A collective call."""
+    """Return this rank's peak in a layout. A collective call."""
     from weft.engine.initialize import initialize
 
     config = compose([*QUICKSTART, *layout, *settings])
@@ -104,7 +102,7 @@ def _peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak:
 
 
 def _most_allocated(profiled: profile) -> int:
-    """The most bytes that tensors took, by the profiler's record of each that was made or freed."""
+    """Return the peak bytes of tensors, from the profiler's record of each allocation and release."""
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A layout's step.
+    """A layout's step, predicted and measured.
 
     Attributes:
-        measured_s: the middle one, and ``spread`` the range of the middle half over it.
-        told_s: predicted with the seconds that stages and collectives turned out to take: what it
-            differs by from ``predicted_s`` is the machine's doing, or an estimate's.
+        measured_s: median of the measured steps.
+        spread: range of the middle half of the steps over the median.
+        told_s: step predicted with the measured seconds of stages and collectives. The difference from ``predicted_s``
+            is due to the machine, or to an estimate.
     """
 
     name: str
@@ -25,5 +26,5 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """Return the error of the prediction, as a share of the measurement."""
+        """The error of the prediction, as a share of the measurement."""
         return self.predicted_s / self.measured_s - 1

@@ -1,4 +1,4 @@
-"""Ways in which a worker, its callers or at last the trainer go wrong."""
+"""Faults of a worker, of its callers, and of the trainer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LONG = 2000
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a fault.
+    """The processes and files on which a fault acts.
 
     Attributes:
-        traces: folder of the workers' notes of their steps.
+        traces: folder with the workers' records of their steps.
         key: API key of the workers.
     """
 
@@ -40,7 +40,11 @@ class Target:
     key: str
 
     def processes(self, number: int) -> list[psutil.Process]:
-        """Those of a worker, its engine included."""
+        """Return the processes of a worker, including its engine.
+
+        Raises:
+            RuntimeError: the worker is not running.
+        """
         port = str(self.workers[number].port)
         for process in psutil.process_iter(["cmdline"]):
             line = process.info["cmdline"] or []
@@ -53,7 +57,7 @@ class Target:
         return BoardReader(self.workers[number].boards[0])
 
     def until_bubble(self, number: int) -> None:
-        """Return inside a bubble of the worker's rank."""
+        """Wait until the worker's rank is in a bubble, at most 5 s."""
         board = self.board(number)
         deadline_s = time.monotonic() + 5.0
         while board.state().bubble is None and time.monotonic() < deadline_s:
@@ -64,7 +68,7 @@ class Target:
         return send(self.urls[number], tokens, key=self.key)
 
     def post(self, body: bytes) -> Answer:
-        """Send the last worker a body."""
+        """Send a request body to the last worker, unchanged."""
         return post(self.urls[-1], body, key=self.key)
 
 
@@ -179,7 +183,7 @@ def _trainer_killed(target: Target) -> str:
 
 
 def _reason(board: Path, number: int) -> str:
-    """Return the reason in a worker's log for which nothing is granted."""
+    """Return the last line of a worker's log that explains why it grants no prefill, or ``silent`` without one."""
     log = board.with_name(f"worker{number}.log").read_text(errors="replace").splitlines()
     said = [line for line in log if "nothing is granted" in line]
     return said[-1].partition("] ")[2] if said else "silent"

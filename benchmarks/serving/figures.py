@@ -15,23 +15,23 @@ LATE_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
 def length_s(spans: Spans) -> float:
-    """Seconds of all spans."""
+    """Return the total seconds of all spans."""
     return sum(end_s - start_s for start_s, end_s in spans)
 
 
 def idle_between(work: Spans) -> list[tuple[float, float]]:
-    """The bubbles between pieces of work."""
+    """Return the bubbles between spans of work."""
     return [(end_s, start_s) for (_, end_s), (start_s, _) in pairwise(work) if start_s > end_s]
 
 
 def steps_within(steps: Spans, windows: Spans) -> list[float]:
-    """Durations of the steps that lie whole in one window."""
+    """Return the durations of the steps that lie completely within one window."""
     return [end - start for start, end in steps if any(low <= start and end <= high for low, high in windows)]
 
 
 @dataclass(frozen=True)
 class RankUse:
-    """The use of a rank's time in some windows, as shares."""
+    """How a rank's time in some windows is used, as shares."""
 
     trained: float
     prefilled: float
@@ -64,7 +64,7 @@ def histogram(late_s: Sequence[float]) -> list[tuple[str, int]]:
 
 
 def slowdown(on_s: Sequence[float], off_s: Sequence[float]) -> float:
-    """The median step with prefill over the one without, less one."""
+    """Return the median step with prefill divided by the one without, minus 1."""
     return median(on_s) / median(off_s) - 1.0
 
 
@@ -80,12 +80,15 @@ class FaultFigures:
 
     @property
     def change(self) -> float:
-        """Return the change of the step, against the mean of before and after."""
+        """The change of the step, against the mean of before and after."""
         return 2 * self.hit_s / (self.before_s + self.after_s) - 1.0
 
 
 def fault_figures(steps: Spans, windows: Mapping[str, Spans], faults: Sequence[str]) -> list[FaultFigures]:
-    """Each fault between two windows named ``calm``; the last may have none after it."""
+    """Return the steps around each fault.
+
+    A fault lies between two windows named ``calm``; the last fault may have none after it.
+    """
     calm = [_median(steps_within(steps, [span])) for span in windows["calm"]] + [nan]
     hits = [steps_within(steps, windows[name]) for name in faults]
     return [FaultFigures(calm[n], _median(hit), calm[n + 1], len(hit)) for n, hit in enumerate(hits)]

@@ -1,4 +1,4 @@
-"""The picture: what ranks compute, and prefills in between, over two steps (BubbleTea figure 13)."""
+"""The picture: the computations of ranks with prefills between them, over two steps (BubbleTea figure 13)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def draw(
     steps: Spans,
     windows: Spans,
 ) -> None:
-    """Draw the two steps of ``windows`` in which the rank with the least prefill had the most.
+    """Draw two steps of ``windows``: those with most prefill on the rank that has least.
 
     Args:
         cells: computations by rank.
-        work: busy times from each rank's board, in which the optimiser's step waits for other ranks.
+        work: busy times from each rank's board; in them the optimiser's step includes waiting for other ranks.
         prefills: prefill steps by rank.
         steps: begin and end of each training step.
     """
@@ -72,7 +72,7 @@ def draw(
 def _best(
     cells: Mapping[int, Sequence[Cell]], prefills: Mapping[int, Spans], steps: Spans, windows: Spans
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Two steps in a row, both known and in a window, with most prefill."""
+    """Return two consecutive steps with most prefill, both recorded and within a window."""
     known_s = max(found[0].start_s for found in cells.values())
     whole = [pair for pair in pairwise(steps) if pair[0][0] >= known_s]
     busy = [pair for pair in whole if any(low <= pair[0][0] and pair[1][1] <= high for low, high in windows)] or whole

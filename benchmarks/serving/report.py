@@ -1,4 +1,4 @@
-"""Report of a run of `benchmarks bubbles`, in words and figures."""
+"""Report of a run of `benchmarks bubbles`, as text and as figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Findings:
 
     Attributes:
         steps: begin and end of each training step.
-        prefills: notes of each worker's steps, by worker.
+        prefills: records of each worker's steps, by worker.
         costs: cost model of each worker.
         answers: responses to the requests of the trace.
         said: outcome of each fault.
@@ -111,7 +111,7 @@ def _within(record: dict, spans: Spans) -> bool:
 
 
 def _mark_ns(folder: Path) -> float:
-    """Nanoseconds that the engine spends on a mark."""
+    """Return the nanoseconds that the engine spends on a mark."""
     writer = BoardWriter(board_path(folder / "marks", 0), rank=0, plan=[], max_edges=64)
     begin_ns = time.perf_counter_ns()
     for _ in range(MARKED_STEPS):

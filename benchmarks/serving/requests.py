@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a request; seconds of CLOCK_MONOTONIC."""
+    """The outcome of a request; times are seconds of CLOCK_MONOTONIC."""
 
     tokens: int
     sent_s: float
@@ -42,15 +42,15 @@ class Answer:
 
 
 def read_trace(path: Path, count: int, *, most_tokens: int, over_s: float) -> list[Request]:
-    """The first requests of an Azure LLM trace, scaled to a small model and a short time.
+    """Return the first requests of an Azure LLM trace, scaled to a small model and a short time.
 
     Args:
         path: CSV with TIMESTAMP and ContextTokens.
-        most_tokens: the longest of these prompts becomes this long, the others in proportion.
-        over_s: the arrivals are spread over this time, in their proportions.
+        most_tokens: length of the longest prompt after scaling.
+        over_s: seconds between the first and the last arrival after scaling.
 
     Raises:
-        ValueError: no such file, or not such a trace.
+        ValueError: the file does not exist, or is not such a trace.
     """
     trace = read_arrivals(path)[:count]
     scale, longest = over_s / max(trace[-1].at_s, 1e-9), max(arrival.tokens for arrival in trace)
@@ -58,14 +58,14 @@ def read_trace(path: Path, count: int, *, most_tokens: int, over_s: float) -> li
 
 
 def send(url: str, tokens: int, *, seed: int = 0, key: str = "") -> Answer:
-    """Ask for the first token of a random prompt."""
+    """Request the first token after a random prompt."""
     draw = random.Random(seed)
     body = {"prompt": [draw.randrange(256) for _ in range(tokens)], "max_tokens": 1, "temperature": 0}
     return post(url, json.dumps(body).encode(), tokens=tokens, key=key)
 
 
 def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
-    """Send a body as it is."""
+    """Send a request body unchanged."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url}/v1/completions", data=body, headers=headers)
     sent_s, predicted_ms = time.monotonic(), 0.0
@@ -81,7 +81,7 @@ def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
 
 
 def replay(requests: Sequence[Request], urls: Sequence[str], *, key: str, seed: int = 0) -> list[Answer]:
-    """Send each request at its time, to the workers in turn and return when all are answered."""
+    """Send each request at its time, to the workers in turn, and return all answers."""
     begin_s = time.monotonic()
     with ThreadPoolExecutor(NUM_SENDERS) as senders:
         waiting = []

@@ -1,4 +1,4 @@
-"""A small random Llama whose tokens are bytes, for workers that are tried or measured and not used.
+"""A small random Llama whose tokens are bytes, to try out or measure workers.
 
 `python -m benchmarks.serving.served_model FOLDER` writes one.
 """

@@ -23,7 +23,7 @@ START_S = 300.0
 
 
 def settings_of(config: WeftConfig) -> list[str]:
-    """The settings of `weft serve` and `weft controller`."""
+    """Return the settings of `weft serve` and `weft controller`."""
     prefill, controller = config.inference.prefill, config.inference.controller
     given = {
         "train.name": config.train.name,
@@ -45,7 +45,7 @@ def settings_of(config: WeftConfig) -> list[str]:
 
 @contextlib.contextmanager
 def weft_server(config: WeftConfig, command: str, *options: str, key: str = "") -> Iterator[subprocess.Popen]:
-    """`weft serve` or `weft controller`, until the block ends; the first one's boards go with it."""
+    """Run `weft serve` or `weft controller` until the block ends, and remove the boards of `weft serve` with it."""
     words = [sys.executable, "-m", "weft.tools.cli", command, *options, *settings_of(config)]
     env = os.environ | ({config.inference.controller.api_key_env: key} if key else {})
     try:
@@ -58,7 +58,7 @@ def weft_server(config: WeftConfig, command: str, *options: str, key: str = "") 
 
 @contextlib.contextmanager
 def stock_server(config: WeftConfig, port: int, log: Path) -> Iterator[subprocess.Popen]:
-    """A stock vLLM server of the same model, with the workers' arguments."""
+    """Run a stock vLLM server of the same model, with the workers' arguments."""
     prefill = config.inference.prefill
     words = [prefill.python, "-m", "vllm.entrypoints.openai.api_server", "--model", prefill.model, "--port", str(port)]
     words += ["--max-model-len", str(prefill.max_tokens), "--max-num-batched-tokens", str(prefill.max_tokens)]
@@ -82,7 +82,7 @@ def until_ready(urls: Sequence[str], process: subprocess.Popen, path: str = "/he
     """Wait until all servers answer with success.
 
     Raises:
-        RuntimeError: one does not, or its process has ended.
+        RuntimeError: a server does not, or its process has ended.
     """
     deadline_s = time.monotonic() + START_S
     for url in urls:

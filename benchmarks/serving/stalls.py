@@ -34,7 +34,7 @@ RUN_S = 1800.0
 
 
 def measure_stalls(args: argparse.Namespace, config: WeftConfig, folder: Path) -> int:
-    """Print how many prompts were answered and when, here and by a stock server, in ``args.stalls`` rounds; 0."""
+    """Run ``args.stalls`` rounds, print when prompts were answered here and by a stock server, and return 0."""
     prefill, front = config.inference.prefill, config.inference.controller
     prefill.yield_cores = False
     front.port, front.deadline_s, front.max_queue = prefill.first_port + 8, DEADLINE_S, 2 * PROMPTS
@@ -94,7 +94,7 @@ def _stalled(url: str, processes: Callable[[], Sequence[psutil.Process]], *, see
 
 
 def _figures(answers: Sequence[Answer]) -> dict[str, str]:
-    """Answers by HTTP status (0 is none within a minute), and quantiles of the first token's time."""
+    """Return answers by HTTP status (0 means none within a minute), and quantiles of the first token's time."""
     times_s = sorted(answer.ttft_s for answer in answers if answer.status == 200)
     statuses = sorted(Counter(answer.status for answer in answers).items())
     return {"statuses": ", ".join(f"{count} x {status}" for status, count in statuses)} | {

@@ -61,12 +61,12 @@ class Training:
 
     @property
     def stop(self) -> Path:
-        """The file that ends the run."""
+        """The file whose creation ends the run."""
         return self.folder / "stop"
 
     @property
     def steps_file(self) -> Path:
-        """A line for each step of rank 0: its begin and its end."""
+        """The file with a line for each step of rank 0: its begin and end."""
         return self.folder / "steps"
 
     def steps_s(self) -> Spans:
@@ -75,7 +75,7 @@ class Training:
 
 
 def settings(name: str, *, ranks: int, microbatches: int, schedule: str, wan: bool) -> WeftConfig:
-    """A pipeline of ``ranks`` ranks with their bubbles published, on one site or on two that are a WAN apart."""
+    """Return a pipeline that publishes its bubbles, with all ranks on one site or on two sites joined by a WAN."""
     given = ["cluster=two_sites"] if wan else []
     config = load([*given, f"cluster.ranks={ranks}", f"pipeline.stages={ranks}"])
     config.train.name, config.pipeline.schedule = name, ScheduleKind[schedule]

@@ -1,4 +1,4 @@
-"""Records of the ranks' work, collected from boards that remember a few steps, and named windows."""
+"""Records of the ranks' work, collected from boards that hold only a few steps, and named windows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PAUSE_S = 0.3
 
 
 class Watch:
-    """Collects the work of each served rank, until it `end`s."""
+    """A thread that collects the work of each served rank until `end`."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """Watch the first rank of each worker."""
+        """Collect from the first rank of each worker."""
         self.boards = {worker.index: BoardReader(worker.boards[0]) for worker in workers}
         self._steps: dict[int, dict[int, list[tuple[float, float]]]] = {index: {} for index in self.boards}
         self._ended = threading.Event()
@@ -31,7 +31,7 @@ class Watch:
         return [span for _, spans in sorted(self._steps[worker.index].items()) for span in spans]
 
     def marks(self, worker: Worker) -> int:
-        """Marks on the board in the last step that was seen."""
+        """Return the number of marks on the board in the last recorded step."""
         steps = self._steps[worker.index]
         return 2 * len(steps[max(steps)])
 
@@ -48,16 +48,16 @@ class Watch:
 
 
 class Windows:
-    """Named spans of time, and how busy the machine's cores were in them."""
+    """Named spans of time, and the load of the machine's cores in them."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Create an empty set of windows."""
         self.spans: dict[str, list[tuple[float, float]]] = {}
         self._cores_s: dict[str, list[tuple[float, float]]] = {}
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[None]:
-        """The time that the block takes."""
+        """Record the time of the block under ``name``."""
         begin_s, before = time.monotonic(), psutil.cpu_times()
         yield
         self.spans.setdefault(name, []).append((begin_s, time.monotonic()))
@@ -67,6 +67,6 @@ class Windows:
         self._cores_s.setdefault(name, []).append((whole_s - idle_s, whole_s))
 
     def cores_busy(self, name: str) -> float:
-        """Share of all cores' time that anything ran."""
+        """Return the busy share of all cores' time."""
         busy_s, whole_s = map(sum, zip(*self._cores_s[name], strict=True))
         return busy_s / whole_s

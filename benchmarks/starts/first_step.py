@@ -51,7 +51,7 @@ def compare(rounds: int) -> dict[str, list[Run]]:
 
 
 def _make_inputs(folder: Path) -> None:
-    """A model of four small layers, its tokenizer, and 40 conversations."""
+    """Write a model of four small layers, its tokenizer, and 40 conversations."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from weft.engine.data.tokenizer import train_bpe

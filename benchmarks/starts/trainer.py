@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 
 
 class _Steps(TrainerCallback):
-    """A line in a file for every step, by rank 0."""
+    """A callback with which rank 0 writes a line to a file for every step."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

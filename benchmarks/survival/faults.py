@@ -47,7 +47,7 @@ class Inflicted:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a run.
+    """A fault of a run, and its expected consequences.
 
     Attributes:
         inflict: causes the fault.
@@ -75,12 +75,12 @@ def _blame(rank: RankProcess) -> Inflicted:
 
 
 def _row(run: SupervisedRun, rank: RankProcess) -> list[Slot]:
-    """The row that a rank executes, from the run's plan."""
+    """Return the row that a rank executes, from the run's plan."""
     return list(read_rows((run.folder / "plan.json").read_text()).row(rank.rank))
 
 
 def kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
-    """SIGKILL while the rank is in a slot of such an operation."""
+    """Send SIGKILL while the rank executes a slot with one of these operations."""
     rank = run.rank(number)
     row, page = _row(run, rank), run.page(rank.host)
     wanted = {index for index, slot in enumerate(row) if any(action.op in ops for action in slot)}
@@ -94,7 +94,7 @@ def kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
 
 
 def kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
-    """SIGKILL while the rank saves a checkpoint."""
+    """Send SIGKILL while the rank saves a checkpoint."""
     rank = run.rank(number)
     page = run.page(rank.host)
     limit = monotonic() + 60.0
@@ -107,14 +107,14 @@ def kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def stop(run: SupervisedRun, number: int) -> Inflicted:
-    """SIGSTOP, for good."""
+    """Stop the rank by SIGSTOP permanently."""
     rank = run.rank(number)
     os.kill(rank.pid, signal.SIGSTOP)
     return _blame(rank)
 
 
 def stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
-    """Half of the time stopped, for 15 s."""
+    """Stop and continue the rank every 0.1 s during 15 s."""
     rank = run.rank(number)
 
     def turns() -> None:
@@ -140,7 +140,7 @@ def hold_lock(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def _hold_lock_in_save(run: SupervisedRun, number: int) -> Inflicted:
-    """The same where it saves a checkpoint, which may take long, but not without a sign of life."""
+    """Make the rank hold the lock while it saves a checkpoint, which may take long but has to show progress."""
     rank, begun = run.rank(number), run.orders / "saves"
     begun.unlink(missing_ok=True)
     run.order(number, "hold_lock_in_save", seconds=60)
@@ -149,7 +149,7 @@ def _hold_lock_in_save(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def exhaust_memory(run: SupervisedRun, number: int) -> Inflicted:
-    """Let the rank fill more than its control group may have."""
+    """Make the rank allocate more memory than its control group may have."""
     rank = run.rank(number)
     shrink_memory(rank.pid)
     run.order(number, "take_memory", num_bytes=1 << 30)
@@ -166,7 +166,7 @@ def shrink_memory(pid: int) -> None:
 
 
 def _flip(run: SupervisedRun, number: int) -> Inflicted:
-    """Flip a bit; of two replicas both are to be named, because either may be wrong."""
+    """Flip a bit; both of two replicas are blamed, because either may be wrong."""
     run.order(number, "flip")
     return Inflicted({"ranks": sorted((number, number ^ 1)), "kind": "corruption"})
 
@@ -175,7 +175,7 @@ def _flip(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
-    """All processes of hosts at once, and what would start them again there finds nothing for a while."""
+    """Kill all processes of these hosts at once."""
     victims = run.agents(hosts)
     everyone = [child for agent in victims for child in agent.children(recursive=True)] + victims
     for process in everyone:
@@ -185,7 +185,7 @@ def kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
 
 
 def kill_agent(run: SupervisedRun, host: str) -> Inflicted:
-    """SIGKILL of the agent alone, with which its ranks end."""
+    """Kill only the agent by SIGKILL; its ranks end with it."""
     for process in run.agents([host]):
         process.kill()
     return Inflicted({"host": host})
@@ -199,7 +199,7 @@ def _kill_driver(run: SupervisedRun) -> Inflicted:
 
 
 def _shout_at_ports(run: SupervisedRun) -> Inflicted:
-    """Garbage on every port on which any process of the run listens."""
+    """Send garbage to every port on which a process of the run listens."""
     begun = Inflicted()
     pids = {each.pid for each in run.ranks()} | {agent.pid for agent in run.agents()} | {run.process.pid}
     for connection in psutil.net_connections("tcp"):
@@ -239,7 +239,7 @@ def _held_still(run: SupervisedRun) -> Iterator[None]:
 
 
 def damaged(damage: Callable[[Path], object], run: SupervisedRun, number: int = 5) -> Inflicted:
-    """Damage the newest checkpoint, and have it read: the copies in memory are taken away, and a rank is killed."""
+    """Damage the newest checkpoint. Then remove the copies in memory and kill a rank, so that it is read."""
     run.wait_for(lambda: len(_complete(run)) > 1, "two checkpoints")
     rank = run.rank(number)
     with _held_still(run):
@@ -254,7 +254,7 @@ def _complete(run: SupervisedRun) -> list[Path]:
 
 
 def forget_memory(run: SupervisedRun) -> None:
-    """Take the copies in hosts' memory away."""
+    """Remove the copies in hosts' memory."""
     for page in (page_path(run.folder, host) for host in HOSTS):
         for path in page.parent.glob(f"{page.name}.memory*/**/*.safetensors"):
             path.unlink(missing_ok=True)
@@ -265,7 +265,7 @@ def _shard(checkpoint: Path) -> Path:
 
 
 def truncate(checkpoint: Path) -> None:
-    """Take away half of a shard."""
+    """Remove the second half of a shard."""
     with open(_shard(checkpoint), "r+b") as file:
         file.truncate(file.seek(0, os.SEEK_END) // 2)
 

@@ -1,4 +1,4 @@
-"""The hosts of a run of `benchmarks survive`: this machine plays them, as processes or as nodes of a netbed."""
+"""The hosts of a run of `benchmarks survive`, emulated on this machine as processes or as nodes of a netbed."""
 
 from __future__ import annotations
 
@@ -61,46 +61,46 @@ class Hosts(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the resources."""
+        """Release the resources of the hosts."""
         ...
 
 
 class OneMachine:
-    """All ranks on one host, which is this machine; supervised, because then they are forked from one process."""
+    """This machine as the only host; the run is supervised, so that all ranks are forked from one process."""
 
     def __init__(self, *, stages: int) -> None:
-        """Sites of as many pipeline ranks as hosts would give them."""
+        """Create settings with two sites, each with half of the ``stages`` pipeline ranks."""
         sites = ", ".join(f"{{name: {site}, ranks: {stages // len(SITES)}}}" for site in SITES)
         self.settings = [f"cluster.ranks={NUM_RANKS}", f"cluster.sites=[{sites}]", "supervise.enabled=true"]
 
     def popen(self, command: Sequence[str], environment: dict[str, str], **keywords: Any) -> subprocess.Popen:
-        """Start it here."""
+        """Start the driver on this machine."""
         return subprocess.Popen(command, env=environment, **keywords)
 
     def close(self) -> None:
-        """No resources to release."""
+        """Do nothing, because there are no resources."""
 
 
 class LocalHosts(OneMachine):
     """Hosts that share this machine's network."""
 
     def __init__(self, folder: Path, slots: Mapping[str, int] = SLOTS) -> None:
-        """Leave the hostfile in ``folder``; hosts of other than the usual slots are of one site."""
+        """Write the hostfile to ``folder``; with other slots than `SLOTS`, all hosts belong to one site."""
         self.settings = [*_cluster(folder, slots), "cluster.manager=local"]
 
 
 class BedHosts:
-    """Hosts with a network of their own each, reached by a stand-in for ssh; sites are a line apart.
+    """Hosts that are nodes of a netbed, with a WAN between sites, reached by a replacement of ssh.
 
     Attributes:
-        bed: on whose lines faults are done.
+        bed: the netbed, on whose lines faults can be caused.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Build the bed; ``folder`` gets what belongs to it.
+        """Build the bed, and write the hostfile, host names and the replacement of ssh to ``folder``.
 
         Raises:
-            ValueError: this machine cannot have a bed.
+            ValueError: this machine cannot build a bed.
         """
         self._folder, self._off = folder, set[str]()
         topology = Topology(
@@ -127,7 +127,7 @@ class BedHosts:
         return path
 
     def popen(self, command: Sequence[str], environment: dict[str, str], **keywords: Any) -> subprocess.Popen:
-        """Start the driver on the first host, where names of hosts are known."""
+        """Start the driver on the first host, with the names of all hosts in /etc/hosts."""
         environment = environment | {
             "PATH": f"{self._folder / 'bin'}:{environment['PATH']}",
             NODES: str(self._nodes),
@@ -145,7 +145,7 @@ class BedHosts:
         return self.bed.popen(HOSTS[0], [*known, str(self._folder / "hosts"), *command], env=environment, **keywords)
 
     def switch_off(self, *hosts: str, run_folder: Path) -> None:
-        """Take hosts off the network, end their processes, and lose their memory; until `switch_on`."""
+        """Disconnect hosts, kill their processes, and delete the checkpoints in their memory, until `switch_on`."""
         for host in hosts:
             (self._nodes / f"{host}.off").touch()
             self.bed.cut(host)
@@ -160,7 +160,7 @@ class BedHosts:
         self._off |= set(hosts)
 
     def switch_on(self) -> None:
-        """Restore every host, without processes, and every line."""
+        """Restore every line and every host; processes are not restarted."""
         self.bed.heal()
         for host in self._off:
             self._lan(host, "up")
@@ -181,7 +181,7 @@ class BedHosts:
         return found
 
     def close(self) -> None:
-        """Take the bed down, and all that runs in it."""
+        """Take down the bed, which ends all processes in it."""
         self.bed.down()
 
 

@@ -19,7 +19,7 @@ def _hosts(run: SupervisedRun) -> BedHosts:
 
 
 def _kill_connection(run: SupervisedRun) -> Inflicted:
-    """Close one TCP connection of the pair of hosts at different sites that has most."""
+    """Close one TCP connection between two hosts at different sites, of the pair with most connections."""
     bed = _hosts(run).bed
     for near in HOSTS[:2]:
         for far in HOSTS[2:]:

@@ -17,15 +17,15 @@ class Survival:
     """The outcome of a fault.
 
     Attributes:
-        culprit: as the journal has it, and whether it is right.
-        named_s: until it was named.
-        next_step_s: until the first good step after, or after training could go on again; the longest step meanwhile
-            where it never has to stop.
+        culprit: the culprit in the journal; ``right`` is True if it is correct.
+        named_s: seconds until the culprit was named.
+        next_step_s: seconds from the fault, or from when training could continue, to the next good step. If training
+            never has to stop, the longest step meanwhile.
         lost: steps that were trained again.
-        difference: of the losses from the fault to the next one from those of an undisturbed run, the largest,
-            relatively, or None if none was compared.
+        difference: the largest relative difference of a loss, until the next fault, from an undisturbed run. None if no
+            loss was compared.
         rounds: True if sums are made in another order than in the undisturbed run.
-        ends: True if the run is to end.
+        ends: True if the run is expected to end.
         note: other problems.
     """
 
@@ -42,18 +42,18 @@ class Survival:
 
     @property
     def equal(self) -> bool:
-        """True if the losses are those of an undisturbed run: to the last digit where sums have the same order."""
+        """True if the losses equal those of an undisturbed run, up to rounding if sums have another order."""
         return self.difference is not None and self.difference <= (ROUNDING if self.rounds else 0.0)
 
     @property
     def met(self) -> bool:
-        """True if it was survived as it should be."""
+        """True if the culprit, the losses and the times are as required."""
         in_time = (self.named_s or 0.0) <= NAMED_WITHIN_S and (self.next_step_s or 0.0) <= NEXT_STEP_WITHIN_S
         return self.right and self.equal and in_time and not self.note
 
     @property
     def row(self) -> dict[str, object]:
-        """Return the row of the table."""
+        """The row of the table."""
         return {
             "fault": self.fault,
             "blamed": self.note or self.culprit,
@@ -74,7 +74,7 @@ class Survival:
 
 
 def is_right(said: Mapping[str, Any], blamed: Mapping[str, Any], host_of: Mapping[int, str]) -> bool:
-    """True if a journal's culprit and kind are who is to blame. See `Inflicted`.
+    """Return True if a journal's culprit and kind match ``blamed``. See `Inflicted`.
 
     Args:
         host_of: the host of each rank.

@@ -1,7 +1,7 @@
 """Training by peers of Weft's supervisor in `benchmarks survive --peers`: a tiny Llama, data-parallel.
 
-Started by a peer's launcher on each rank with a folder: resumes from its newest checkpoint, writes one every so many
-steps, and appends a line per step to `steps`. Signals have a rank do harm to itself.
+A peer's launcher starts it on each rank with a folder. It resumes from the newest checkpoint in the folder, writes a
+checkpoint every few steps, and appends a line per step to the file `steps`. Signals make a rank fail.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _save(folder: Path, rank: int, state: dict[str, Any]) -> None:
 
 
 def _resume(folder: Path, model: Any, optimizer: Any) -> int:
-    """The step of the newest checkpoint that is there."""
+    """Load the newest checkpoint, and return its step."""
     import torch
 
     found = sorted(folder.glob("step-*.pt"))

@@ -1,4 +1,4 @@
-"""Peers of Weft's supervisor under the same eight faults: seconds until training goes on, or how it ends."""
+"""Peers of Weft's supervisor under the same eight faults: seconds until training continues, or how it ends."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def is_here(name: str) -> bool:
 
 
 class PeerJob:
-    """A job that a peer has started, on nodes that this machine plays."""
+    """A job that a peer has started on nodes that are all on this machine."""
 
     def __init__(self, peer: Peer, folder: Path) -> None:
-        """Start it; ``folder`` gets its checkpoints and logs."""
+        """Start the job, with its checkpoints and logs in ``folder``."""
         folder.mkdir(parents=True)
         self.folder, self._peer, self._port = folder, peer, _free_port()
         self._nodes = [self._start(node) for node in range(NODES)]
@@ -161,17 +161,17 @@ class PeerJob:
         return all(node.poll() is not None for node in self._nodes)
 
     def steps(self) -> list[tuple[float, int, int]]:
-        """Time of day, process of rank 0 and number of each step."""
+        """Return the time of day, the process of rank 0 and the number of each step."""
         path = self.folder / "steps"
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [(float(line[0]), int(line[1]), int(line[2])) for line in lines if len(line) == 4]
 
     def rank(self, number: int) -> int:
-        """The process of a rank."""
+        """Return the process id of a rank."""
         return int((self.folder / f"rank{number}").read_text())
 
     def agent(self, node: int) -> int:
-        """The process that a node was started with."""
+        """Return the process id with which a node was started."""
         return self._nodes[node].pid
 
     def processes(self, node: int | None = None) -> list[psutil.Process]:
@@ -184,7 +184,7 @@ class PeerJob:
         return found
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes of the job."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -246,7 +246,7 @@ FAULTS: Mapping[str, Pair] = {
 
 
 def survive(name: str, fault: str, folder: Path, patience_s: float) -> str:
-    """Seconds until training goes on, or how it ends, in words."""
+    """Cause a fault; return the seconds until training continues, or a description of how it ends."""
     if name == WEFT:
         return _weft(fault, folder)
     (peer,) = (peer for peer in PEERS if peer.name == name)
@@ -262,9 +262,11 @@ def survive(name: str, fault: str, folder: Path, patience_s: float) -> str:
 
 
 def _goes_on(job: PeerJob, before: int, begun: float, patience_s: float) -> str:
-    """Return when training continues, in a process other than ``before`` if there is one.
+    """Wait until training continues, and return the seconds since ``begun`` as text, or how the job ended.
 
-    "Unwatched" ranks continue although their agent has ended, and no other agent supervises them.
+    Training continues once a process has logged `STEADY` steps. It is usually another process than ``before``. If
+    it is the same process after half of ``patience_s``, the text adds "unwatched": ranks continue, but no agent may
+    supervise them.
     """
     while time() < begun + patience_s:
         later = [(at, pid) for at, pid, _ in job.steps() if at > begun]

@@ -25,7 +25,7 @@ PLAIN = (
 
 
 class Undisturbed:
-    """A run on one host with given settings; between queries it is stopped, and takes no processor time."""
+    """A run on one host with given settings; between queries it is stopped, and uses no processor time."""
 
     def __init__(
         self, folder: Path, settings: Sequence[str], *, stages: int, left_out: tuple[int, int] | None = None
@@ -33,8 +33,8 @@ class Undisturbed:
         """Create a run, which starts at the first query.
 
         Args:
-            stages: pipeline ranks, halved among sites.
-            left_out: the first sequence that is not read, and the one after the last.
+            stages: pipeline ranks, half of them at each site.
+            left_out: the first sequence that is left out, and the first one after these.
         """
         self._folder, self._settings, self._stages, self._left_out = folder, settings, stages, left_out
         self._run: SupervisedRun | None = None
@@ -59,7 +59,7 @@ class Undisturbed:
         return self._run.losses()
 
     def close(self) -> None:
-        """End it."""
+        """End the run."""
         if self._run is not None:
             self._run.signal_all(signal.SIGCONT)
             self._run.close()

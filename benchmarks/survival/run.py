@@ -30,10 +30,10 @@ _AGENT = "weft.engine.supervision.agent"
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank that runs.
+    """A running rank.
 
     Attributes:
-        host: where.
+        host: host of the rank.
         local_rank: number of its record in the host's page.
     """
 
@@ -52,7 +52,7 @@ class Metrics:
         self._records: dict[int, dict[str, Any]] = {}
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """Records of training, by step; the file is read again only if it has changed."""
+        """Return the records of training by step; the file is read again only if it has changed."""
         if not self._path.exists():
             return {}
         stat = self._path.stat()
@@ -68,13 +68,13 @@ class Metrics:
 
 
 class SupervisedRun:
-    """A `weft launch` of its own session, its journal, its losses and the places of its ranks."""
+    """A `weft launch` in its own session, with its journal, its losses and the progress of its ranks."""
 
     def __init__(self, folder: Path, settings: Sequence[str], hosts: Hosts) -> None:
-        """Start it.
+        """Start the run.
 
         Args:
-            folder: gets the run, and the orders for its ranks; it is there.
+            folder: existing folder for the run, and for the commands to its ranks.
             hosts: the hosts on which it runs.
         """
         self.folder, self.hosts = folder / "survive", hosts
@@ -112,7 +112,7 @@ class SupervisedRun:
 
     @property
     def step(self) -> int:
-        """The last that has ended."""
+        """The last step that has ended, or 0."""
         return max(self._metrics.read(), default=0)
 
     @property
@@ -127,7 +127,7 @@ class SupervisedRun:
         return len(self.events("attempt")[-1]["ranks"])
 
     def ranks(self) -> list[RankProcess]:
-        """Those that run now."""
+        """Return the ranks that are running."""
         found = []
         for host in HOSTS:
             with suppress(ValueError):
@@ -139,11 +139,11 @@ class SupervisedRun:
         return sorted(found, key=lambda each: each.rank)
 
     def rank(self, number: int) -> RankProcess:
-        """A rank that runs."""
+        """Return a running rank by its number."""
         return next(each for each in self.ranks() if each.rank == number)
 
     def page(self, host: str) -> ProgressReader:
-        """A host's page of places."""
+        """Return the reader of a host's published progress."""
         return ProgressReader(page_path(self.folder, host))
 
     def reading(self, rank: RankProcess) -> Reading | None:
@@ -151,7 +151,7 @@ class SupervisedRun:
         return self.page(rank.host).read(rank.local_rank)
 
     def agents(self, hosts: Sequence[str] = HOSTS) -> list[psutil.Process]:
-        """The agents of hosts, by their ranks' ancestors."""
+        """Return the agents of hosts, which are ancestors of running ranks."""
         found = {}
         for each in self.ranks():
             if each.host in hosts:
@@ -167,7 +167,7 @@ class SupervisedRun:
         """Wait until ``done`` returns a true value, and return it.
 
         Raises:
-            RuntimeError: the run has ended, or it does not come.
+            RuntimeError: the run has ended, or the time is up.
         """
         limit = monotonic() + timeout_s
         while True:
@@ -180,11 +180,11 @@ class SupervisedRun:
             sleep(_POLL_S)
 
     def _has_ended(self) -> bool:
-        """True if the run has ended; the end of the driver that the benchmark started does not imply it."""
+        """Return True if the run has ended, because the driver of the benchmark may end earlier."""
         return self.process.poll() is not None and (bool(self.events("end")) or not self.ranks())
 
     def wait_for_step(self, step: int, *, timeout_s: float = 180.0) -> None:
-        """Let steps end until there is this one."""
+        """Wait until the run has completed this step."""
         self.wait_for(lambda: self.step >= step, f"step {step}", timeout_s=timeout_s)
 
     def output(self) -> str:
@@ -192,7 +192,7 @@ class SupervisedRun:
         return (self.folder.parent / "output.log").read_text(errors="replace")
 
     def tail(self) -> str:
-        """The end of it."""
+        """Return the end of the run's output."""
         return self.output()[-1500:]
 
     # -- what is done to it ----------------------------------------------------------------------
@@ -204,7 +204,7 @@ class SupervisedRun:
         draft.replace(self.orders / str(rank))
 
     def close(self) -> None:
-        """End it, and everything that it has started."""
+        """End the run and everything that it has started."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=20)
@@ -229,5 +229,5 @@ def _end_with_bench() -> None:
 
 
 def now() -> float:
-    """The time of day, as the journal has it."""
+    """Return the time of day on the journal's clock."""
     return time()

@@ -1,4 +1,4 @@
-"""Faults of one run, one after the other; what became of each is known, and compared, as soon as it has passed."""
+"""Faults of one run, one after the other; each outcome is compared with an undisturbed run at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LONG_S = 240.0
 
 @dataclass(frozen=True)
 class Session:
-    """Faults of one run.
+    """A sequence of faults in one run.
 
     Attributes:
         settings: settings of the run, in addition to those of all runs.
@@ -75,7 +75,7 @@ SESSIONS = (
 
 
 class Outcomes:
-    """Runs sessions, and holds each fault's losses against those of an undisturbed run."""
+    """Runs sessions, and compares the losses after each fault with those of an undisturbed run."""
 
     def __init__(self, folder: Path, settings: Sequence[str], tell: Callable[[Survival], None]) -> None:
         """Create a session of runs in ``folder``; ``tell`` is called with each outcome."""
@@ -89,7 +89,7 @@ class Outcomes:
             each.close()
 
     def run(self, session: Session, faults: Sequence[Fault]) -> None:
-        """Inflict ``faults`` of a session, each once steps come again."""
+        """Inflict the faults of a session, each after training has continued from the previous one."""
         folder = Path(self._folder, f"session{self._numbers}")
         self._numbers += 1
         rounds = False
@@ -118,7 +118,7 @@ class Outcomes:
                     break
 
     def _compare(self, session: Session, fault: Fault, outcome: Survival, run: SupervisedRun, before: int) -> None:
-        """Hold the losses since the fault against an undisturbed run, which is continued that far."""
+        """Compare the losses since the fault with an undisturbed run, which is continued to the same step."""
         found = {step: loss for step, loss in run.losses().items() if step >= before}
         poisoned = run.orders / "poisoned"
         skipped = int(poisoned.read_text()) if poisoned.exists() else 0
@@ -135,7 +135,7 @@ class Outcomes:
     def _expected(
         self, session: Session, until: int, left_out: tuple[int, int] | None, skipped: int
     ) -> Mapping[int, float]:
-        """Losses of a run to which nothing happens, or that goes without the sequences of a step that is skipped."""
+        """Return the losses of an undisturbed run, or of one that leaves out the sequences of a skipped step."""
         usual = self._reference(session, None).losses(until)
         if left_out is None:
             return usual
@@ -152,7 +152,7 @@ class Outcomes:
 
 
 def inflict(run: SupervisedRun, fault: Fault, outcome: Survival) -> None:
-    """Do it, and see what becomes of it, until some usual steps have come after.
+    """Cause the fault, and record its outcome until a few usual steps have followed.
 
     Raises:
         RuntimeError: an expected event did not happen in time.
@@ -228,7 +228,7 @@ def _see_restart(run: SupervisedRun, done: Inflicted, looked_s: float, outcome: 
 
 
 def _tells(alert: Mapping, blamed: Mapping) -> bool:
-    """True if an alert names the site or the line before it is a fault: links have time to heal."""
+    """Return True if an alert names the site or the line before a fault is declared; links have time to recover."""
     site = blamed.get("site") or blamed.get("between", ("", "-"))[1]
     hosts = alert["culprit"].get("hosts", ())
     return bool(hosts) and all(host.startswith(site) for host in hosts)
@@ -250,7 +250,7 @@ def _text(event: Mapping) -> str:
 def running(
     folder: Path, settings: Sequence[str], hosts: Callable[[Path], Hosts] = LocalHosts, disk_mib: int = 0
 ) -> Iterator[SupervisedRun]:
-    """A run in ``folder``, which ends with the context."""
+    """Run in ``folder`` until the block ends."""
     folder.mkdir(parents=True)
     disk = folder / "survive"
     if disk_mib:

@@ -1,8 +1,8 @@
 """Faults inside a rank in `benchmarks survive`: Python imports this first in every process of the run.
 
 A fault inside of a process, such as a held interpreter lock or a flipped bit, cannot be caused from outside.
-The bench puts this file's folder on PYTHONPATH and leaves an order for a rank in a folder; a thread of
-the rank carries it out. Nothing of Weft knows of it.
+The benchmark puts this file's folder on PYTHONPATH, and writes a command for a rank into a folder. A thread of
+the rank executes it. Weft itself does not use this file.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _obey() -> None:
 
 
 def _hold_lock(_: Any, seconds: int) -> None:
-    """Hold the interpreter's lock: functions of a PyDLL are called with it."""
+    """Hold the interpreter's lock, as every function of a PyDLL does while it runs."""
     ctypes.PyDLL(None).sleep(seconds)
 
 
 def _hold_lock_in_save(module: Any, seconds: int) -> None:
-    """Hold it where the main thread next saves a checkpoint."""
+    """Hold the lock when the main thread next saves a checkpoint."""
     engine = _engine(module)
     save = engine.save_checkpoint
 
@@ -60,7 +60,7 @@ def _hold_lock_in_save(module: Any, seconds: int) -> None:
 
 
 def _engine(module: Any) -> Any:
-    """The engine of this rank, in its present attempt: the one that the main thread is busy with."""
+    """Return the engine of this rank's current attempt, from the main thread's stack."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     while True:
         for value in frame.f_locals.values():
@@ -71,10 +71,10 @@ def _engine(module: Any) -> Any:
 
 
 class _FlipInBackward:
-    """Flips a bit of a replica's weights where its next backward begins.
+    """An observer that flips a bit of a replica's weights when the next backward begins.
 
-    Between the update of a step and the next forward, shards of other replicas are still being gathered: a bit that
-    flips then is overwritten without effect. In a backward all weights are complete.
+    Between the update of a step and the next forward, shards of other replicas are still being gathered. A bit that
+    flips then is overwritten without effect. During a backward all weights are complete.
     """
 
     def __init__(self, module: Any) -> None:
@@ -82,7 +82,7 @@ class _FlipInBackward:
         self._has_flipped = False
 
     def step_begins(self, num_microbatches: int) -> None:
-        """It is to come."""
+        """Do nothing."""
 
     def slot_begins(self, slot: Any) -> None:
         from weft.pipeline.action import Op
@@ -96,7 +96,7 @@ class _FlipInBackward:
         next(iter(self._module.parameters())).data.view(-1).view(torch.int32)[0] ^= 1 << 20
 
     def slot_ends(self, slot: Any) -> None:
-        """It is over."""
+        """Do nothing."""
 
 
 def _flip(module: Any) -> None:
@@ -106,7 +106,7 @@ def _flip(module: Any) -> None:
 
 
 def _poison(module: Any, times: int) -> None:
-    """Let the next ``times`` steps begin their backwards with NaN."""
+    """Make the backwards of the next ``times`` steps begin with NaN."""
     import torch
 
     engine = _engine(module)
@@ -126,7 +126,7 @@ def _poison(module: Any, times: int) -> None:
 
 
 def _leave_out(_: Any, first: int, after: int) -> None:
-    """Let the loader, which is made later, begin without these sequences of the data."""
+    """Make loaders that are created from now on leave out these sequences of the data."""
     from weft.engine.data import MicrobatchLoader
 
     begin = MicrobatchLoader.__init__
@@ -139,7 +139,10 @@ def _leave_out(_: Any, first: int, after: int) -> None:
 
 
 class _Paused:
-    """A replacement of the event that a heartbeat's thread waits for between two ticks; blocks it until ``over``."""
+    """A replacement of the event on which a heartbeat's thread waits between two ticks.
+
+    The thread is blocked until ``over`` is set.
+    """
 
     def __init__(self) -> None:
         self.over = threading.Event()
@@ -164,7 +167,7 @@ def _watch(module: Any, on: bool) -> None:
 
 
 def _pad_steps(seconds: float) -> None:
-    """Let every step take longer, as it does where a device computes."""
+    """Make every step take longer, as if a device computed."""
     from weft.engine.engine import WeftEngine
 
     train = WeftEngine.train_batch
@@ -177,13 +180,13 @@ def _pad_steps(seconds: float) -> None:
 
 
 def _shift_clock(_: Any, seconds: float) -> None:
-    """Let the wall clock of this process be wrong."""
+    """Shift the wall clock of this process by ``seconds``."""
     true = time.time
     time.time = lambda: true() + seconds
 
 
 def _take_memory(_: Any, num_bytes: int) -> None:
-    """Fill so much memory; a control group with less kills this process."""
+    """Allocate ``num_bytes``; a control group with less memory kills this process."""
     held.append(bytearray(os.urandom(1 << 20) * (num_bytes >> 20)))
 
 

@@ -46,7 +46,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def note_of(finding: Finding) -> str:
-    """Return the reason without the model's name and figures, the same for all models with this reason."""
+    """Return the reason without the model's name and figures, so that models with the same reason share it."""
     text = finding.reason.replace(finding.model_class, "the model")
     for pattern, replacement in _DETAILS:
         text = re.sub(pattern, replacement, text)

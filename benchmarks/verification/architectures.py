@@ -95,7 +95,7 @@ def causal_types() -> list[str]:
 
 
 def causal_class(model_type: str) -> str:
-    """The name of its causal language model."""
+    """Return the name of the type's causal language model."""
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
@@ -179,7 +179,7 @@ def _packing(config: PreTrainedConfig) -> str:
 
 
 def _folder(small: PreTrainedModel) -> str:
-    """Save the model, load its stages, export them, load that as a whole: the same logits each time."""
+    """Save the model, load and export its stages, and load the export; describe a difference in the logits."""
     batch = tried_batch(small.eval())
     try:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -206,7 +206,7 @@ def _folder(small: PreTrainedModel) -> str:
 
 
 def realigned(model: nn.Module) -> nn.Module:
-    """The same weights in memory of their own: where a file begins decides how products of them are rounded."""
+    """Return a model with copies of the weights, because their alignment in a file affects rounding."""
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     return model
@@ -232,11 +232,11 @@ def survey(
     note: Callable[[Finding], None],
     trial: Callable[[str], Finding] = examine,
 ) -> None:
-    """Examine each in a process of its own, with limits of time and memory.
+    """Examine each type in a new process, with limits of time and memory.
 
     Args:
         jobs: number of concurrent processes.
-        stop_after_s: start none after this time; 0 goes on to the end.
+        stop_after_s: seconds after which no process is started; 0 is no limit.
         note: called with each result.
         trial: examines an architecture.
     """

@@ -117,7 +117,7 @@ class _Step:
         self.model.minimize(self.makespan)
 
     def hint(self, known: Schedule) -> None:
-        """Start from a known schedule, and look for nothing worse."""
+        """Start from ``known``, and admit only solutions that are no longer."""
         timeline = simulate(known, self.costs)
         for span in (span for lane in timeline.compute for span in lane):
             now_s = span.start_s
@@ -149,7 +149,7 @@ class _Step:
         return total + sum(occupancy + latency for _, occupancy, latency in filter(None, ways))
 
     def _way(self, action: Action) -> tuple[tuple[int, str], int, int] | None:
-        """Link, occupancy and latency of what ``action`` sends, or None if it sends nothing."""
+        """Return link, occupancy and latency of the transfer after ``action``, or None if it sends nothing."""
         to = {Op.F: action.stage + 1, Op.I: action.stage - 1}.get(action.op, -1)
         ranks, sites = self.placement.stage_ranks, self.placement.rank_sites
         if not 0 <= to < len(ranks) or ranks[to] == ranks[action.stage]:
@@ -161,7 +161,7 @@ class _Step:
         return (here, lane), self._quanta(link.occupancy_s(sent_bytes)), self._quanta(link.latency_s)
 
     def _compute(self) -> None:
-        """Start times, and one action at a time on each rank."""
+        """Create the start times, and allow one action at a time on each rank."""
         busy: list[list[Any]] = [[] for _ in range(self.placement.num_ranks)]
         for action in self._actions():
             self.start[action] = self.model.new_int_var(0, self.horizon, str(action))
@@ -171,7 +171,7 @@ class _Step:
             self.model.add_no_overlap(intervals)
 
     def _order(self) -> None:
-        """Micro-batches in order; a full backward is an I with its W right behind it."""
+        """Keep the micro-batches of a stage in order; a full backward is an I with its W directly after it."""
         for action, start in self.start.items():
             if action.microbatch:
                 before = action._replace(microbatch=action.microbatch - 1)
@@ -182,7 +182,10 @@ class _Step:
                 self.model.add(start == self._end(action._replace(op=Op.I))).only_enforce_if(whole)
 
     def _made(self, action: Action) -> cp_model.LinearExpr:
-        """Return when the fact that ``action`` establishes holds on its own rank."""
+        """Return when the result of ``action`` exists on its own rank.
+
+        In a full backward, the input gradient exists only after the weight gradient.
+        """
         if action.op is not Op.I:
             return self._end(action)
         weight = action._replace(op=Op.W)
@@ -214,7 +217,7 @@ class _Step:
                     self.model.add(start >= (self._end(need) if action.op is Op.W else self._made(need)))
 
     def _serve(self, transfers: list[_Transfer]) -> None:
-        """Constrain a link to one transfer at a time, in the order in which their facts are established."""
+        """Constrain a link to one transfer at a time, in the order in which the results exist."""
         self.model.add_no_overlap(
             [self.model.new_fixed_size_interval_var(t.leaves, t.occupancy, f"send {t.action}") for t in transfers]
         )
@@ -229,7 +232,7 @@ class _Step:
                 self.model.add(first.leaves + first.occupancy <= second.leaves).only_enforce_if(holds)
 
     def _memory(self, cap_bytes: float) -> None:
-        """The saved bytes of a rank, at every moment."""
+        """Limit the saved bytes of each rank at any time."""
         saved = [s.activation_bytes for s in self.costs.stages] + [s.weight_saved_bytes for s in self.costs.stages]
         quantum = 1.0 if all(float(b).is_integer() for b in [*saved, cap_bytes]) else cap_bytes / 1e6
         for held in self.placement.rank_stages:
@@ -245,7 +248,7 @@ class _Step:
             self.model.add_cumulative(intervals, demands, int(cap_bytes / quantum))
 
     def _span(self, start: Any, end: Any, name: str) -> Any:
-        """An interval between two expressions."""
+        """Return an interval between two expressions."""
         size = self.model.new_int_var(0, self.horizon, f"{name} size")
         stop = self.model.new_int_var(0, self.horizon, f"{name} end")
         self.model.add(stop == end)
@@ -254,7 +257,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """The transfer of one action over a link: when it leaves, and for how long it occupies it."""
+    """The transfer of one action over a link, with its start and its duration."""
 
     action: Action
     leaves: Any

@@ -22,7 +22,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class ParityCase:
-    """A comparison."""
+    """A model and a batch on which a backend is compared with Hugging Face."""
 
     arch: str
     variant: str
@@ -40,13 +40,13 @@ class ParityCase:
         return [{name: tensor[m : m + 1] for name, tensor in self.batch.items()} for m in range(count)]
 
     def whole(self) -> nn.Module:
-        """The whole model, as transformers (and peft) make it."""
+        """Return the whole model as transformers (and peft) create it."""
         model = build_model(self.model, dtype=self.dtype, seed=SEED)
         _wake_adapters([model])
         return model
 
     def stages(self, held: Sequence[int]) -> list[Stage]:
-        """Stages of the same model."""
+        """Return stages of the same model."""
         split = split_layers(load_hf_config(self.model), self.num_stages, SplitKind.even)
         stages = load_stages(self.model, split, held, dtype=self.dtype, seed=SEED)
         _wake_adapters(stages)
@@ -54,7 +54,7 @@ class ParityCase:
 
 
 def _wake_adapters(models: Sequence[nn.Module]) -> None:
-    """New adapters add nothing yet; give their second matrix weights, the same in every split."""
+    """Give the second matrix of each new adapter weights, equal in every split, because new adapters add nothing."""
     with torch.no_grad():
         for model in models:
             for name, parameter in model.named_parameters():
@@ -93,7 +93,7 @@ def cases(archs: Sequence[str], variants: Sequence[str], stage_counts: Sequence[
 
 
 def _batch(packed: bool) -> Batch:
-    """Two sequences of 12 tokens; packed ones hold documents of 5 and 7."""
+    """Return two sequences of 12 tokens; packed ones hold documents of 5 and 7."""
     ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[:, :3] = -100

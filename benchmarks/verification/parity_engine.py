@@ -1,4 +1,4 @@
-"""Parity through the engine's executor: stages on ranks of their own, joined by channels, under a schedule."""
+"""Parity through the engine's executor: stages on different ranks, joined by channels, under a schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 1800.0
 
 
 def through_engine(kind: str, cases: Sequence[ParityCase]) -> Iterator[Outcome]:
-    """Run every case under a schedule of ``kind``, on ranks of one job, one micro-batch a sequence."""
+    """Yield the outcome of every case under a schedule of ``kind``, on ranks of one job."""
     num_ranks = max(case.num_stages for case in cases)
     names = [(case.arch, case.variant, case.num_stages) for case in cases]  # tensors would need a file each
     by_rank = run_ranks(num_ranks, _run_cases, names, kind, timeout_s=TIMEOUT_S)

@@ -113,7 +113,7 @@ def examine_scheduled(
 
 
 def small_model(model_type: str, tensor: int) -> PreTrainedModel:
-    """A small copy of four layers at least, with all biases that its config knows of."""
+    """Return a small copy with at least four layers, and with all biases that its config supports."""
     config = small_config(model_type)
     text = config.get_text_config()
     for name in BIASES:
@@ -125,7 +125,7 @@ def small_model(model_type: str, tensor: int) -> PreTrainedModel:
 
 
 def adapted(model: PreTrainedModel) -> nn.Module:
-    """The model with adapters on all matrices, and a resized vocabulary that is trained as a whole."""
+    """Return the model with adapters on all matrices, and a resized vocabulary that is fully trained."""
     model.resize_token_embeddings(model.get_input_embeddings().weight.shape[0] + 8, mean_resizing=False)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is end for end in ends)]
@@ -143,7 +143,7 @@ def adapted(model: PreTrainedModel) -> nn.Module:
 
 
 def _in_fp64(model: nn.Module) -> nn.Module:
-    """A copy in which rounding is negligible, so that only an error differs from the whole model."""
+    """Return a copy in fp64, so that rounding is negligible and only errors differ from the whole model."""
     precise = copy.deepcopy(model).double()
     whole = hf_model(precise)
     if whole._can_set_experts_implementation():
@@ -152,7 +152,7 @@ def _in_fp64(model: nn.Module) -> nn.Module:
 
 
 def schedule_of(kind: str, num_stages: int) -> Schedule:
-    """A schedule of two pipeline ranks in the order in which one rank can execute all of it."""
+    """Return a schedule of two pipeline ranks as one row that a single rank can execute."""
     if num_stages == 1:
         slots = tuple(map(parse_slot, BY_HAND.split()))
     else:
@@ -179,7 +179,7 @@ def _make_only(
 
 
 def _batches(whole: PreTrainedModel) -> Sequence[Batch]:
-    """Four micro-batches, one of them with padding."""
+    """Return four micro-batches, one of which has padding."""
     plain = tried_batch(whole)
     rows: list[dict[str, Tensor]] = [
         {name: tensor[row % 2 :][:1].clone() for name, tensor in plain.items()} for row in range(MICROBATCHES)

@@ -105,10 +105,10 @@ def _packs(config: PreTrainedConfig) -> bool:
 
 
 def _most_stages(small: PreTrainedModel, sizes: Mapping[str, int]) -> int:
-    """Two, if the architecture can be cut and members share what crosses the cut.
+    """Return 2 if the architecture can be cut, and members can share the tensors that cross the cut.
 
     Raises:
-        ValueError: why it has to stay on one stage.
+        ValueError: it has to stay on one stage; the message has the reason.
     """
     cuttable_layers(small)
     batch = _told(tried_batch(small))

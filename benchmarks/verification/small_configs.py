@@ -1,4 +1,4 @@
-"""Configurations that a small text-only model can be made of, where an architecture's default is not one."""
+"""Configurations of small text-only models, if an architecture's default is none."""
 
 from __future__ import annotations
 
@@ -175,5 +175,5 @@ DEPARTURES: Mapping[str, Mapping[str, Any]] = {
 
 
 def small_config(model_type: str) -> PreTrainedConfig:
-    """The default configuration of a type, or the nearest that can be built."""
+    """Return the default configuration of a type, or the nearest one from which a model can be built."""
     return AutoConfig.for_model(model_type, **DEPARTURES.get(model_type, {}))

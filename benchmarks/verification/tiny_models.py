@@ -1,4 +1,4 @@
-"""Tiny models with random weights, of every architecture that parity is shown for."""
+"""Tiny models with random weights, one for every architecture of the parity benchmark."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Gemma3 has one layer of full attention among those with a window. Layers of Gemm
 
 
 def tiny_model(arch: str = "llama", **overrides: Any) -> ModelConfig:
-    """The configuration of a tiny model.
+    """Return the configuration of a tiny model.
 
     Raises:
         ValueError: there is no tiny model of that architecture.
