@@ -22,8 +22,8 @@ class Baton:
     """Switches between two strands at the ends of segments.
 
     Only one strand runs at any time. So all ranks launch their collectives in the same order. This is the plan's order.
-    After the end of the plan the strands alternate. A switch takes some tens of microseconds. Consecutive segments of
-    one strand need no switch.
+    After the end of the plan the strands alternate. Without a plan the backward begins. A switch takes some tens of
+    microseconds. Consecutive segments of one strand need no switch.
 
     Each strand has its own random states, because a recomputation resets the generators, and a switch may interrupt
     it.

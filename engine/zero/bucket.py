@@ -166,7 +166,7 @@ class Bucket:
     # -- gradients -------------------------------------------------------------------------------
 
     def add_gradient(self, parameter: nn.Parameter, place: Tensor) -> None:
-        """Move ``parameter.grad`` to ``place`` (see `gradient_place`), and add it to earlier gradients of the step."""
+        """Move ``parameter.grad`` to ``place`` (see `gradient_place`), and add it to those since the last reduction."""
         assert parameter.grad is not None
         self.present.add(parameter)
         if parameter in self._arrived:
