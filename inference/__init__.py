@@ -1,4 +1,4 @@
-"""Prefill serving in the training pipeline's bubbles: what the core calls of it, imported at the first call."""
+"""Prefill serving in the training pipeline's bubbles: the functions that the core calls, imported at the first call."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Refusal(Exception):
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The response body, in OpenAI's error format."""
+        """Return the response body, in OpenAI's error format."""
         kind = "invalid_request_error" if self.status < 500 else "service_unavailable"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.status}}
 
@@ -43,13 +43,13 @@ def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
     """Parse ``body`` as a JSON object.
 
     Raises:
-        Refusal: invalid, nested deeper than ``max_depth``, or with text that is not Unicode or a number that is
-            not finite.
+        Refusal: the body is invalid, nested deeper than ``max_depth``, or has text that is not Unicode or a number that
+            is not finite.
     """
     if nests_deeper(body, max_depth):
         raise Refusal(400, f"the body is nested deeper than {max_depth} levels")
     try:
-        # Not from bytes: `json` would accept UTF-16, of which `nests_deeper` finds no brackets.
+        # Not from bytes, because `json` would accept UTF-16, in which `nests_deeper` finds no brackets.
         value = json.loads(body.decode())
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
@@ -72,7 +72,7 @@ def check_prefill_only(value: Mapping[str, Any]) -> None:
     """Refuse a request that this worker would have to decode.
 
     Raises:
-        Refusal: with a remedy.
+        Refusal: the request needs decoding. The message has a remedy.
     """
     if decodes_elsewhere(value):
         return
@@ -93,12 +93,12 @@ def decodes_elsewhere(value: Mapping[str, Any]) -> bool:
 
 
 def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
-    """The request to compute: with `do_remote_decode` the prompt only, as one sequence and one token.
+    """Return the request to compute. With `do_remote_decode` it is only the prompt, as one sequence and one token.
 
     Each further sequence would keep a KV cache that no instance fetches until its lease ends.
 
     Raises:
-        Refusal: the response could not describe the KV cache that is computed, or vLLM's engine would end.
+        Refusal: the response could not describe the computed KV cache, or the request would make vLLM's engine exit.
     """
     inner = value.get("vllm_xargs")
     if isinstance(inner, dict) and (wrong := _INNER_FIELDS & inner.keys()):
@@ -122,7 +122,7 @@ def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def num_prompts(value: Mapping[str, Any]) -> int:
-    """Number of prompts in the body of any of vLLM's generating routes."""
+    """Return the number of prompts in the body of any of vLLM's generating routes."""
     prompts, conversations = value.get("prompt"), value.get("messages")
     if isinstance(prompts, list) and all(map(_is_int, prompts)):
         prompts = "tokens"
@@ -135,18 +135,18 @@ def num_prompts(value: Mapping[str, Any]) -> int:
 
 
 class Completion:
-    """Finds out whether a response of status 200 completes its request, from its parts or the whole.
+    """Detects, from the parts of a response of status 200, whether the response completes its request.
 
-    When vLLM shuts down, it ends all requests with status 200: with a finish reason of their own, or a stream
-    without any. Quotes inside generated text are escaped, so text cannot match.
+    When vLLM shuts down, it ends all requests with status 200, either with a special finish reason or with a stream
+    without any. Quotes inside generated text are escaped, so the text cannot match.
     """
 
     def __init__(self) -> None:
-        """Start before the first byte."""
+        """Start before the first part."""
         self._ended = False
 
     def is_aborted(self, part: bytes) -> bool:
-        """True if the response ends with ``part``, and the request was not completed."""
+        """Process the next part. Return True if the response ends with it, and the request was not completed."""
         self._ended = self._ended or _ENDED.search(part) is not None
         return _ABORTED.search(part) is not None or (not self._ended and b"data: [DONE]" in part)
 

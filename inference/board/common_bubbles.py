@@ -19,7 +19,7 @@ class Opening:
         opened_s: when it opened.
         closes_s: when the first rank's bubble is predicted to close.
         step: the training step.
-        index: the bubble's index in the step, on the rank whose bubble closes first.
+        index: the bubble's index in the step of the rank whose bubble closes first.
     """
 
     opened_s: float
@@ -29,7 +29,7 @@ class Opening:
 
 
 def opening(states: Sequence[BoardState]) -> Opening | None:
-    """The current common bubble, or None if a rank computes or its state is unknown."""
+    """Return the current common bubble, or None if a rank computes or its state is unknown."""
     bubbles = [state.bubble for state in states]
     known = [bubble for bubble in bubbles if bubble is not None]
     if not known or len(known) < len(bubbles):
@@ -46,7 +46,7 @@ class CommonBubbles:
         self._boards = boards
 
     def upcoming(self, horizon_s: float) -> Spans | None:
-        """Common bubbles within the next ``horizon_s``, see `BoardReader.upcoming`, or None if training has ended."""
+        """Return the common bubbles within ``horizon_s``, or None if training has ended. See `BoardReader.upcoming`."""
         if any(board.ended for board in self._boards):
             return None
         found = reduce(intersection, [board.upcoming(horizon_s) for board in self._boards])
@@ -54,7 +54,7 @@ class CommonBubbles:
 
 
 def intersection(spans: Spans, others: Spans) -> list[tuple[float, float]]:
-    """The intersection of two sorted lists of disjoint spans."""
+    """Return the intersection of two sorted lists of disjoint spans."""
     found, one, other = [], 0, 0
     while one < len(spans) and other < len(others):
         start = max(spans[one][0], others[other][0])

@@ -10,10 +10,10 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted edges of a step, in seconds from its begin.
+    """Predicted edges of a step, in seconds from the step's begin.
 
     Attributes:
-        typical_s: median time of each edge; even ones open bubbles, odd ones close them.
+        typical_s: median time of each edge. Even edges open bubbles, odd edges close them.
         earliest_s: minimum time of each edge.
         shortest_s: minimum time between each edge and the previous one, or 0 for edge 0.
         period_s: median time between step begins, or 0 if unknown.
@@ -27,17 +27,17 @@ class Forecast:
     num_steps: int
 
     def closes_s(self, edge: int, at_s: float) -> float | None:
-        """The earliest end of the bubble that ``edge`` opened ``at_s`` after the begin, or None if unknown.
+        """Return the earliest end of the bubble that ``edge`` opened ``at_s`` after the begin, or None if unknown.
 
-        The minimum of two predictions, from the step's begin and from the edge itself: a step that
-        is late on all ranks cannot be distinguished from one that is late on this rank only.
+        This is the minimum of two predictions, one from the step's begin and one from the edge itself, because a step
+        that is late on all ranks cannot be distinguished from one that is late on this rank only.
         """
         if edge + 1 >= len(self.typical_s):
             return None
         return min(self.earliest_s[edge + 1], at_s + self.shortest_s[edge + 1])
 
     def bubbles(self, edge: int, at_s: float, now_s: float, until_s: float) -> Iterator[tuple[float, float]]:
-        """Bubbles from ``now_s`` to ``until_s``, as (start, end) after the begin of the running step.
+        """Yield the bubbles from ``now_s`` to ``until_s``, as (start, end) after the begin of the running step.
 
         Args:
             edge: the latest edge of the running step, ``at_s`` after its begin.
@@ -60,10 +60,10 @@ class Forecast:
 
 
 def forecast(steps: Sequence[Sequence[float]], begins_s: Sequence[float]) -> Forecast:
-    """A forecast from measured steps of one kind.
+    """Return a forecast from measured steps of one kind.
 
     Args:
-        steps: edges of each step, in seconds from its begin; the same number in each.
+        steps: edges of each step, in seconds from its begin. All steps have equally many.
         begins_s: begins of consecutive steps.
     """
     columns = list(zip(*steps, strict=True))
@@ -79,7 +79,7 @@ def forecast(steps: Sequence[Sequence[float]], begins_s: Sequence[float]) -> For
 
 
 def planned(edges_s: Sequence[float], period_s: float = 0.0) -> Forecast:
-    """A forecast from the schedule, before any step was measured."""
+    """Return a forecast from the schedule, for use before any step is measured."""
     edges = tuple(edges_s)
     gaps = tuple(later - earlier for earlier, later in pairwise(edges))
     return Forecast(edges, edges, (0.0, *gaps) if edges else (), period_s, 0)

@@ -39,11 +39,11 @@ class Futex:
         self._call(*self._wake)
 
     def read(self) -> int:
-        """The current value, for `wait`."""
+        """Return the current value, to be passed to `wait`."""
         return self._word.value
 
     def wait(self, seen: int, timeout_s: float) -> bool:
-        """Block until the word differs from ``seen``, at most ``timeout_s`` and return whether it does.
+        """Block until the word differs from ``seen``, for at most ``timeout_s``. Return False after a time-out.
 
         Spurious wake-ups are possible.
         """

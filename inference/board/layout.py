@@ -33,7 +33,7 @@ class Header:
 
 
 class RowHeader:
-    """Indices of a row's words. A row is a seqlock: its generation is odd while the row is being reset."""
+    """Indices of a row's header words. A row is a seqlock: its generation is odd while it is being reset."""
 
     GENERATION, STEP, KIND, COUNT = range(4)
 
@@ -43,17 +43,17 @@ ROWS = 8
 
 
 def num_words(rows: int, edges: int) -> int:
-    """Number of words of a board."""
+    """Return the number of words of a board."""
     return HEADER + edges + rows * (ROW_HEADER + edges)
 
 
 def row_at(step: int, rows: int, edges: int) -> int:
-    """Index of the first word of a step's row; steps count from 1."""
+    """Return index of the first word of a step's row; steps count from 1."""
     return HEADER + edges + (step % rows) * (ROW_HEADER + edges)
 
 
 def boards_folder(config: WeftConfig, user: int) -> Path:
-    """The folder of a run's boards on this host.
+    """Return the folder of a run's boards on this host.
 
     Args:
         user: numeric id of the user that trains.
@@ -64,12 +64,12 @@ def boards_folder(config: WeftConfig, user: int) -> Path:
 
 
 def board_path(folder: str | Path, rank: int) -> Path:
-    """Path of a rank's board in a run's folder of boards."""
+    """Return the path of a rank's board in a run's folder of boards."""
     return Path(folder) / f"rank{rank}.board"
 
 
 def map_board(path: Path) -> tuple[mmap.mmap, tuple[int, int]]:
-    """Map an existing board and return its memory and its file's (device, inode).
+    """Map an existing board. Return its memory, and the (device, inode) of its file.
 
     Raises:
         OSError: it cannot be opened.

@@ -28,7 +28,7 @@ CLOSE_S = 10.0
 
 
 class Marks(Protocol):
-    """The marks of a step: of the host (`BoardWriter`), or in the order of a device's work (`DeviceMarks`)."""
+    """Marks the times of a step: on the host (`BoardWriter`), or in the order of a device's work (`DeviceMarks`)."""
 
     def begin(self, kind: int) -> None:
         """Mark the beginning of a step, without computations yet."""
@@ -72,7 +72,7 @@ class BubbleObserver:
             self.busy()
 
     def slot_ends(self, slot: Slot) -> None:
-        """Mark the rank as idle, if the slot computed and was not the optimiser's step, after which the host works."""
+        """Mark the rank as idle if the slot computed, except after the optimiser's step, when the host still works."""
         if slot[0].op in WORK and slot[0].op is not Op.STEP:
             self.idle()
 
@@ -81,7 +81,7 @@ class Times(Protocol):
     """Events of a device. See `weft.engine.observability.clock.DeviceTimes`."""
 
     def mark(self) -> Any:
-        """An event behind what is queued now."""
+        """Return an event behind the work that is queued now."""
         ...
 
     def passed_ns(self, event: Any) -> int:
@@ -90,15 +90,14 @@ class Times(Protocol):
 
 
 class DeviceMarks:
-    """Marks in the order of the current CUDA stream, each with the time at which the device came to it.
+    """Marks in the order of the current CUDA stream, each with the time at which the device reached it.
 
-    The host runs ahead of the device, so a thread waits for an event per mark. The queue is
-    bounded by what the host runs ahead. The thread may be late, because it waits for the
-    interpreter; the times on the board are not.
+    The host runs ahead of the device, so a thread waits for an event per mark. Its queue is as long as the host is
+    ahead. The thread may write late, because it waits for the interpreter, but the times on the board are exact.
     """
 
     def __init__(self, board: BoardWriter, times: Times) -> None:
-        """Mark on ``board``."""
+        """Start the thread that writes the marks on ``board``."""
         self._board, self._times = board, times
         self._marks: queue.SimpleQueue = queue.SimpleQueue()
         shorten_switch_interval()
@@ -106,19 +105,19 @@ class DeviceMarks:
         self._thread.start()
 
     def begin(self, kind: int) -> None:
-        """A step begins, with nothing to compute yet."""
+        """Mark the beginning of a step, without computations yet."""
         self._put(lambda at_ns: self._board.begin(kind, at_ns))
 
     def busy(self) -> None:
-        """The device will compute from here on."""
+        """Mark that the device starts to compute after the work queued so far."""
         self._put(self._board.busy)
 
     def idle(self) -> None:
-        """The device will have nothing to compute from here on."""
+        """Mark that the device is idle after the work queued so far."""
         self._put(self._board.idle)
 
     def close(self) -> None:
-        """The engine ends: what is marked already still reaches the board, unless the device hangs."""
+        """Write the marks that are queued, unless the device hangs, and remove the board."""
         self._marks.put(None)
         self._thread.join(CLOSE_S)
         self._board.close()
@@ -131,7 +130,7 @@ class DeviceMarks:
             while (found := self._marks.get()) is not None:
                 event, mark = found
                 mark(self._times.passed_ns(event))
-        except RuntimeError:  # the device has failed: readers find no writer
+        except RuntimeError:  # the device has failed, so readers find no writer
             self._board.close()
             raise
 
@@ -143,7 +142,7 @@ def observe_bubbles(
 
     Args:
         predicted: the rank's computations in a step, as planned.
-        longest_row: most slots of a rank in a step.
+        longest_row: maximum number of slots of a rank in a step.
 
     Raises:
         ValueError: the folder of boards is not this user's alone.

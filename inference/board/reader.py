@@ -43,11 +43,11 @@ class BoardState:
 
     Attributes:
         now_s: CLOCK_MONOTONIC when it was read.
-        alive: True if its writer is alive; otherwise nothing may be granted.
+        alive: True if its writer is alive. Otherwise no tokens may be granted.
         why_not: why it is not alive, or empty.
         step: the number of training steps begun.
-        busy_since_s: since when the rank computes; 0.0 if idle.
-        bubble: the open bubble, if its end can be predicted.
+        busy_since_s: time at which the rank began to compute, or 0.0 if it is idle.
+        bubble: the open bubble, or None if there is none or its end cannot be predicted.
         bell: the futex's value, for `BoardReader.wait`.
     """
 
@@ -69,12 +69,12 @@ class BoardReader:
     def __init__(self, path: str | Path) -> None:
         """Read the board at ``path``, once it exists."""
         self.path = Path(path)
-        # What the path named when it was last checked. Immutable: threads replace it atomically.
+        # The board at the path when it was last checked. Immutable: threads replace it atomically.
         self._seen: _Seen = _Seen(None, None, "no board yet; has training begun, with inference.enabled=true?")
         self._look()
 
     def state(self) -> BoardState:
-        """The current state."""
+        """Return the current state."""
         seen = self._look()
         now_s = time.monotonic()
         bell = seen.view.bell.read() if seen.view is not None else 0
@@ -95,10 +95,10 @@ class BoardReader:
         return BoardState(now_s, True, "", row.step, 0.0, bubble, bell)
 
     def upcoming(self, horizon_s: float) -> list[tuple[float, float]]:
-        """Predicted bubbles within the next ``horizon_s``: (start, end) in seconds of CLOCK_MONOTONIC, in order.
+        """Return the predicted bubbles within ``horizon_s`` in order: (start, end) in seconds of CLOCK_MONOTONIC.
 
-        The first one is the open bubble, from now on. Before the first measured step the schedule's
-        prediction is used, or empty if the writer is dead or has not begun a step.
+        An open bubble is the first one, and starts now. Before the first measured step the schedule's prediction is
+        used. The list is empty if the writer is dead or has not begun a step.
         """
         seen = self._look()
         now_s = time.monotonic()
@@ -112,17 +112,17 @@ class BoardReader:
         return [(begin_s + start_s, begin_s + end_s) for start_s, end_s in found if end_s - start_s >= SHORTEST_S]
 
     def work(self) -> list[tuple[int, list[tuple[float, float]]]]:
-        """The rank's work in the recorded, completed steps: (step, [(start, end), ...]).
+        """Return the rank's work in the recorded, completed steps: (step, [(start, end), ...]).
 
-        In seconds of CLOCK_MONOTONIC. The last work of a step lasts until the next step begins.
+        Times are seconds of CLOCK_MONOTONIC. The last work of a step lasts until the next step begins.
         """
         rows = self._rows()
         return [(row.step, list(_work_of(row, after))) for row, after in pairwise(rows) if after.step == row.step + 1]
 
     def busy_from(self, begin_s: float, end_s: float) -> float | None:
-        """The first time between ``begin_s`` and ``end_s`` at which the rank computed, or None if it did not.
+        """Return the first time between ``begin_s`` and ``end_s`` at which the rank computed, or None if it did not.
 
-        Considers all recorded steps, including the running one.
+        All recorded steps are considered, including the running one.
         """
         rows = self._rows()
         for row, after in zip_longest(rows, rows[1:]):
@@ -132,7 +132,7 @@ class BoardReader:
         return None
 
     def wait(self, state: BoardState, timeout_s: float) -> None:
-        """Block until the board has changed since ``state`` was read, at most ``timeout_s``."""
+        """Block until the board has changed since ``state`` was read, for at most ``timeout_s``."""
         view = self._seen.view
         if view is None:
             time.sleep(min(timeout_s, REOPEN_S))
@@ -161,7 +161,7 @@ class BoardReader:
         return [] if view is None else view.rows()
 
     def _look(self) -> _Seen:
-        """Check whether the path names a new board, or another run's."""
+        """Return the board at the path, after checking whether the path names a new board or another run's."""
         seen = self._seen
         try:
             stat = os.stat(self.path)
@@ -183,7 +183,7 @@ class BoardReader:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The board at a path: the file, and its board or the problem with it; and whether an earlier board was closed."""
+    """A file at the path: its board or the problem with it, and whether an earlier board was closed."""
 
     file: tuple[int, int] | None
     view: BoardView | None
@@ -199,7 +199,7 @@ class _Seen:
 
 
 def _work_of(row: Row, after: Row | None) -> Iterator[tuple[float, float]]:
-    """The work of a step as (start, end) in seconds; unfinished work ends at infinity."""
+    """Yield the work of a step as (start, end) in seconds. Unfinished work ends at infinity."""
     times = [edge / 1e9 for edge in row.edges[1:]]
     if len(times) & 1:
         times.append(after.edges[0] / 1e9 if after is not None else inf)

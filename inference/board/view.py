@@ -21,12 +21,13 @@ ATTEMPTS = 100
 
 @dataclass(frozen=True)
 class Row:
-    """The row of a step.
+    """A step that is recorded on a board.
 
     Attributes:
         step: the training step.
-        kind: steps of the same kind have similar timing.
-        edges: times in nanoseconds of CLOCK_MONOTONIC, at least one. See `weft.inference.board.layout`.
+        kind: number of the step's kind. Steps of the same kind have similar timing.
+        edges: times at which work starts or ends, in nanoseconds of CLOCK_MONOTONIC, at least one. See
+            `weft.inference.board.layout`.
     """
 
     step: int
@@ -67,7 +68,7 @@ class BoardView:
         return not self.writer or start_ticks(self.writer) != self._words[Header.STARTED]
 
     def why_dead(self, now_s: float) -> str:
-        """Return why the writer is not alive, or empty if it is."""
+        """Return why the writer is not alive, or an empty string if it is."""
         words = self._words
         if not words[Header.PID]:
             return f"{self.path}: training has ended"
@@ -82,24 +83,27 @@ class BoardView:
         return f"{self.path}: the trainer (process {words[Header.PID]}) has been silent for {silent_s:.1f} s"
 
     def running(self) -> Row | None:
-        """The running step, or None before the first."""
+        """Return the running step, or None before the first."""
         return self._row(self._words[Header.STEP])
 
     def rows(self) -> list[Row]:
-        """The recorded steps, in order; the running one is last."""
+        """Return the recorded steps, in order. The running one is last."""
         newest = self._words[Header.STEP]
         steps = range(max(1, newest - self._num_rows + 1), newest + 1)
         return [row for row in map(self._row, steps) if row is not None]
 
     def forecast(self, running: Row) -> Forecast:
-        """Return the forecast from earlier steps of the same kind with as many edges as the latest one."""
+        """Return the forecast from earlier steps of the same kind with as many edges as the latest of them.
+
+        Without such steps it is the schedule's prediction.
+        """
         known = self._forecast
         if known is None or known[0] != running.step:
             self._forecast = known = running.step, self._forecast_for(running)
         return known[1]
 
     def _row(self, step: int) -> Row | None:
-        """A consistent read of a step's row, or None if it does not exist or was overwritten."""
+        """Read a step's row consistently. Return None if it does not exist or was overwritten."""
         words, first = self._words, row_at(step, self._num_rows, self._num_edges)
         for _ in range(ATTEMPTS if step else 0):
             generation = words[first + RowHeader.GENERATION]

@@ -41,9 +41,9 @@ WAKING_GAP_NS = 1_000_000
 
 
 class BoardWriter:
-    """A rank's board; the calls of a step are `begin`, then alternating `busy` and `idle`.
+    """A rank's board. The calls of a step are `begin`, then alternating `busy` and `idle`.
 
-    `busy` while busy and `idle` while idle are no-ops, so marks may be nested.
+    Calling `busy` while busy or `idle` while idle has no effect, so marks may be nested.
     """
 
     def __init__(self, path: Path, *, rank: int, plan: Sequence[tuple[float, float]], max_edges: int) -> None:
@@ -53,7 +53,8 @@ class BoardWriter:
             path: the file. See `board_path`.
             rank: global rank.
             plan: predicted work of a step: (start, end) in seconds from its begin, in order.
-            max_edges: maximum number of marks per step; later ones are dropped, and nothing is predicted there.
+            max_edges: maximum number of marks per step; later marks are dropped, and bubbles after them are not
+                predicted.
 
         Raises:
             OSError: shared memory or futexes are not available.
@@ -90,7 +91,7 @@ class BoardWriter:
         self._bell = Futex(memoryview(self._memory), Header.BELL * WORD_BYTES)
 
     def _restore(self) -> None:
-        """Publish the board in a new file, because the old one was removed; readers map it by themselves."""
+        """Publish the board in a new file, because the old one was removed. Readers map the new file by themselves."""
         self._file_lost = False
         before = self._words
         try:
@@ -101,7 +102,7 @@ class BoardWriter:
             logger.warning("%s was removed, and cannot be made again: %s", self.path, error)
 
     def begin(self, kind: int, at_ns: int | None = None) -> None:
-        """A step begins; the rank is idle until the first `busy`.
+        """Mark the beginning of a step. The rank is idle until the first `busy`.
 
         Args:
             kind: steps of the same kind have similar timing, such as those with as many micro-batches.
@@ -125,12 +126,12 @@ class BoardWriter:
         self._wake()
 
     def busy(self, at_ns: int | None = None) -> None:
-        """The rank starts to compute; ``at_ns`` as in `begin`."""
+        """Mark that the rank starts to compute. ``at_ns`` is as in `begin`."""
         if self._count & 1:
             self._mark(at_ns)
 
     def idle(self, at_ns: int | None = None) -> None:
-        """The rank is idle until the next `busy`; ``at_ns`` as in `begin`."""
+        """Mark that the rank is idle until the next `busy`. ``at_ns`` is as in `begin`."""
         if self._count and not self._count & 1:
             self._mark(at_ns)
             self._wake()

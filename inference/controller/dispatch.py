@@ -51,7 +51,7 @@ class Dispatch:
     """Requests in flight, and periodic health probes of all workers."""
 
     def __init__(self, fleet: Fleet, settings: ControllerConfig, metrics: Metrics, client: httpx.AsyncClient) -> None:
-        """``client`` connects to the workers of ``fleet``."""
+        """Create the dispatch. ``client`` connects to the workers of ``fleet``."""
         self._fleet, self._settings, self._metrics, self._client = fleet, settings, metrics, client
 
     async def probe_all(self) -> None:
@@ -78,13 +78,13 @@ class Dispatch:
                 logger.exception("probing the workers failed; retrying in %g s", self._settings.probe_s)
 
     async def probe(self, worker: Worker) -> None:
-        """Check a worker's health."""
+        """Check a worker's health, and update whether it is up."""
         timeout_s = min(self._settings.silence_s, max(1.0, self._settings.probe_s))
         try:
             response = await self._client.get(f"{worker.url}/health", timeout=timeout_s)
         except httpx.ConnectError:
             self._fleet.set_up(worker, False)
-        except httpx.TransportError:  # slow, or closed an idle connection; if dead it refuses the next one
+        except httpx.TransportError:  # slow, or closed an idle connection. If dead it refuses the next one
             if time.monotonic() - worker.heard_s > self._settings.silence_s:
                 self._fleet.set_up(worker, False)
         else:
@@ -94,7 +94,7 @@ class Dispatch:
         """Prefill a prompt on the best worker, and on failure on the next best.
 
         Raises:
-            Refusal: no worker would finish in time, or two failed on it.
+            Refusal: no worker would finish in time, or two workers failed on the prompt.
         """
         start_s, failed, leaving = time.monotonic(), set[int](), set[int]()
         while True:
@@ -115,7 +115,7 @@ class Dispatch:
                 pass
             finally:
                 self._fleet.done(ticket, answered=is_answer)
-            if response is not None and response.is_client_error:  # about the request, which was not computed
+            if response is not None and response.is_client_error:  # an error in the request, which was not computed
                 self._metrics.refused(response.status_code)
                 return response, ticket
             if response is not None and is_answer:
@@ -138,7 +138,7 @@ class Dispatch:
             self._metrics.moved(ticket)
 
     async def _send(self, worker: Worker, request: PrefillRequest, ticket: Ticket) -> httpx.Response:
-        """The worker's response, waiting as long as the worker is healthy and has bubbles ahead.
+        """Return the worker's response. Wait for it as long as the worker is healthy and has bubbles ahead.
 
         Raises:
             Refusal: training has ended, or `answer_timeout_s` passed.

@@ -23,7 +23,7 @@ NO_BUBBLES_S = 2
 
 
 class Fleet:
-    """All workers. Not thread-safe; never blocks."""
+    """All workers of a controller. Not thread-safe. Never blocks."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
     ) -> None:
-        """All workers start as down.
+        """Create the fleet with all workers down.
 
         Args:
             peers: other controllers that place prompts on these workers.
@@ -47,12 +47,12 @@ class Fleet:
 
     @property
     def max_tokens(self) -> int:
-        """Length of prompt and first token that a worker's model takes."""
+        """Maximum length of prompt and first token that a worker's model accepts."""
         return self._prefill.max_tokens
 
     @property
     def serving(self) -> int:
-        """Workers that are up and have bubbles ahead."""
+        """Number of workers that are up and have bubbles ahead."""
         return sum(1 for worker in self.workers if worker.up and worker.bubbles)
 
     def refresh(self) -> None:
@@ -73,15 +73,15 @@ class Fleet:
     def place(self, tokens: int, deadline_s: float, *, without: Collection[int] = ()) -> Ticket:
         """Place a prompt on the worker that finishes it first.
 
-        Controllers do not wait for each other. Each publishes a placement, counts what others have published until
-        then, and withdraws it if it would be late. Of two placements at the same time at least one counts the other.
+        Controllers do not wait for each other. Each publishes its placement, then reads the placements of others, and
+        withdraws its own if the prompt would be late. Of two simultaneous placements, at least one counts the other.
 
         Args:
-            deadline_s: seconds from now within which it must finish.
-            without: workers to exclude.
+            deadline_s: seconds from now within which the prompt must finish.
+            without: indices of workers to exclude.
 
         Raises:
-            Refusal: no worker would finish in time; has `retry_after_s`.
+            Refusal: no worker would finish in time. Its `retry_after_s` says when a retry may succeed.
         """
         self._count_others()
         for _ in range(MAX_PLACEMENTS):
@@ -95,7 +95,7 @@ class Fleet:
         raise Refusal(503, "other controllers place prompts at the same time; retry in 1 s", retry_after_s=1)
 
     def _place(self, tokens: int, deadline_s: float, without: Collection[int]) -> tuple[Ticket, bool]:
-        """A published ticket, and whether its end is predicted."""
+        """Return a published ticket, and whether its end is predicted."""
         now_s, work_s = self._clock(), self._work.work_s(tokens)
         for index in without:
             self._placement.remove(index)
@@ -117,7 +117,7 @@ class Fleet:
         if late_s <= 0.0:
             return self._take(worker, now_s, work_s, expected_s), True
         if not worker.waits() and worker.slowdown.is_old(now_s) and expected_s <= now_s + deadline_s:
-            return self._take(worker, now_s, work_s, expected_s), False  # measures whether it is still as slow
+            return self._take(worker, now_s, work_s, expected_s), False  # measure if it is still as slow
         if trial is not None:
             return self._take(trial, now_s, work_s, now_s + deadline_s), False
         raise Refusal(
@@ -133,11 +133,11 @@ class Fleet:
         return ticket
 
     def _trial(self, deadline_s: float, without: Collection[int], *, is_predicted: bool) -> Worker | None:
-        """A worker that may take a prompt without a prediction, because it learns its speed only from work.
+        """Return a worker for a prompt without a prediction, because workers learn their speed only from work; or None.
 
-        If a worker is predicted to take the prompt, one with few measurements may take it instead, a few at a time. If
-        none can take any, because bubbles seem too short, one with few measurements takes as many as its queue holds,
-        and another one at a time.
+        If another worker is predicted to finish in time, a worker with few measurements may take the prompt instead,
+        and has a few such prompts at a time. If no worker is, because bubbles seem too short, a worker with few
+        measurements takes as many prompts as its queue holds, and any other worker one at a time.
         """
 
         def most(worker: Worker) -> int:
@@ -155,14 +155,14 @@ class Fleet:
         return min(candidates, key=lambda worker: len(worker.tickets))
 
     def done(self, ticket: Ticket, *, answered: bool = False) -> None:
-        """The request was answered or abandoned."""
+        """Remove the ticket of a request that was answered or abandoned."""
         self._count_others()
         worker = self.workers[ticket.worker]
         worker.end(ticket, self._clock(), answered=answered)
         self._changed(worker)
 
     def close(self) -> None:
-        """Withdraw what other controllers count."""
+        """Withdraw this controller's published work."""
         if self._peers is not None:
             self._peers.close()
             self._peers = None
@@ -179,7 +179,7 @@ class Fleet:
             self._peers.publish(self._published)
 
     def _count_others(self) -> bool:
-        """Update the workers on which other controllers have placed or finished work; True if there are any."""
+        """Update the workers on which other controllers have placed or finished work. Return True if there are any."""
         others = self._peers.work() if self._peers is not None else {}
         if others == self._others:
             return False
@@ -191,7 +191,7 @@ class Fleet:
         return True
 
     def set_up(self, worker: Worker, up: bool) -> None:
-        """Set whether the worker is up; only workers that are up get requests."""
+        """Set whether the worker is up. Only workers that are up get requests."""
         if up:
             worker.heard_s = self._clock()
         if worker.up != up:
@@ -206,7 +206,7 @@ class Fleet:
             self._placement.set(worker.index, worker.pattern, worker.free_s(self._clock()))
 
     def _slowest(self) -> PromptWork:
-        """The cost of prompts on the slowest worker with a trusted cost model."""
+        """Return the cost of prompts on the slowest worker with a trusted cost model."""
         most = self._prefill.max_tokens
         known = [worker for worker in self.workers if not worker.learning] or self.workers
         works = [PromptWork.of(w.cost, gap_s=GAP_S, chunk_tokens=most, max_tokens=most) for w in known]

@@ -41,26 +41,26 @@ class Metrics:
         registry.register(_FleetMetrics(fleet))
 
     def granted(self, ticket: Ticket) -> None:
-        """A request was placed."""
+        """Count a request that was placed."""
         self._grants.labels(ticket.worker).inc()
         self._predicted.observe(ticket.expected_s - ticket.placed_s)
 
     def answered(self, ticket: Ticket, now_s: float) -> None:
-        """A request was answered."""
+        """Count a request that was answered, and observe its durations."""
         self._work.labels(ticket.worker).inc(ticket.work_s)
         self._real.observe(now_s - ticket.placed_s)
         self._late.observe(max(0.0, now_s - ticket.expected_s))
 
     def moved(self, ticket: Ticket) -> None:
-        """A worker failed before it answered."""
+        """Count a request whose worker failed before it answered."""
         self._moved.labels(ticket.worker).inc()
 
     def refused(self, status: int) -> None:
-        """The controller refused a request."""
+        """Count a request that the controller refused."""
         self._refusals.labels(status).inc()
 
     def text(self) -> bytes:
-        """Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 

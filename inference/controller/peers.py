@@ -1,4 +1,4 @@
-"""Other controllers of the same workers: each publishes its placed work, and takes that of the others into account."""
+"""Other controllers of the same workers: each publishes its placed work, and reads that of the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NONE = PlacedWork(0.0, 0.0)
 
 
 class Peers:
-    """The controllers that share a folder of boards; a file for each, which its process replaces in place."""
+    """The controllers that share a folder of boards. Each has a file, which its process replaces in place."""
 
     def __init__(self, folder: Path) -> None:
         """Publish in ``folder``, which is created if necessary.
@@ -50,11 +50,11 @@ class Peers:
     def publish(self, work: Mapping[str, PlacedWork]) -> None:
         """Publish the work that this controller has placed on each worker."""
         text = json.dumps({"process": self._identity, "at_s": monotonic(), "work": work}).encode()
-        # One write, padded: a reader never finds the end of an older and longer text.
+        # One padded write, so that a reader never finds the end of an older and longer text.
         os.pwrite(self._file, text.ljust(os.fstat(self._file).st_size), 0)
 
     def look(self) -> None:
-        """Look for other controllers; removes the files of those that have ended."""
+        """Look for other controllers, and remove the files of those that have ended."""
         found = set(self._folder.glob("controller-*.json")) - {self._path}
         self._others = {path: self._others.get(path, {}) for path in found}
         for path in found:
@@ -64,7 +64,7 @@ class Peers:
                 del self._others[path]
 
     def work(self) -> dict[str, PlacedWork]:
-        """The work that others have placed on each worker."""
+        """Return the work that other controllers have placed on each worker."""
         total: dict[str, PlacedWork] = {}
         for path in self._others:
             self._others[path] = self._read(path) or self._others[path]
@@ -80,7 +80,7 @@ class Peers:
         os.close(self._file)
 
     def _read(self, path: Path) -> dict:
-        """The content of a file; empty while it is written."""
+        """Return the content of a file. It is empty while the file is being written."""
         with contextlib.suppress(OSError, ValueError):
             value = json.loads(path.read_bytes())
             return value if isinstance(value, dict) else {}

@@ -22,7 +22,7 @@ Count = Callable[[str], int]
 
 
 def counter(tokenizer: str) -> Count:
-    """A counter that uses a tokenizer.json (or a folder with one); it estimates if ``tokenizer`` is empty.
+    """Return a function that counts tokens by a tokenizer.json (or its folder), or estimates if the path is empty.
 
     Raises:
         ValueError: there is no such tokenizer.
@@ -40,7 +40,7 @@ def counter(tokenizer: str) -> Count:
 
 
 def prompt_tokens(request: Mapping[str, Any], count: Count) -> int:
-    """Number of tokens of a completion's or a chat's prompt, as far as it is not truncated; at least 1.
+    """Return the number of tokens of a completion's or a chat's prompt, before any truncation. It is at least 1.
 
     Raises:
         Refusal: the prompt is in none of the formats of OpenAI's API.
@@ -77,6 +77,6 @@ def _message_texts(messages: object) -> Iterator[str]:
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
         text = content if isinstance(content, str) else ""
-        # What a template can print of a message besides its content: tool calls, reasoning, names.
+        # Other fields of a message that a template can print besides its content: tool calls, reasoning, names.
         further = {name: value for name, value in message.items() if name not in ("role", "content") and value}
         yield text + (json.dumps(further, ensure_ascii=False) if further else "")

@@ -29,7 +29,7 @@ LARGEST_HEADER = 16_384
 
 
 def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
-    """The application that serves a configuration's workers.
+    """Create the application that serves a configuration's workers.
 
     Raises:
         ValueError: it would be reachable by others without a key, or the tokenizer cannot be read.
@@ -65,7 +65,7 @@ def serve(app: FastAPI, settings: ControllerConfig) -> None:
 
 
 def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
-    """The HTTP server's configuration, with limits per client."""
+    """Return the HTTP server's configuration, with limits per client."""
 
     class Protocol(_HeaderTimeout):
         header_timeout_s = settings.receive_timeout_s
@@ -86,7 +86,7 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
 
 
 class _HeaderTimeout(H11Protocol):
-    """Closes connections whose client takes too long to send a request header; uvicorn has no such limit."""
+    """Closes connections whose client takes too long to send a request header. Uvicorn has no such limit."""
 
     header_timeout_s = 10.0
 

@@ -41,14 +41,14 @@ def make_app(
     estimated: bool = False,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> FastAPI:
-    """The ASGI application.
+    """Create the ASGI application.
 
     Args:
         count: counts the tokens of a text.
         api_key: required of clients; empty requires none.
         allow_decode: True if the workers decode.
         estimated: True if ``count`` is an estimate.
-        transport: transport of the HTTP client to the workers; TCP by default.
+        transport: transport of the HTTP client to the workers. The default is TCP.
     """
     service = _Service(fleet, settings, count, api_key, allow_decode, estimated, transport)
 
@@ -105,7 +105,7 @@ class _Service:
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
         body, tokens = await asyncio.to_thread(self._validate, body)
-        # As bytes: text that is not ASCII would be refused by the client that forwards it.
+        # As bytes, because the client that forwards it refuses text that is not ASCII.
         headers = {name: value for name, value in request.headers.raw if name.decode("latin-1") in _FORWARDED}
         prefill = PrefillRequest(
             path=request.url.path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s
@@ -122,7 +122,7 @@ class _Service:
             disconnected.cancel()
 
     async def models(self, request: Request) -> Response:
-        """The model list of the first worker that answers."""
+        """Return the model list of the first worker that answers."""
         self._authorize(request)
         for worker in [worker for worker in self._fleet.workers if worker.up]:
             try:
@@ -136,16 +136,16 @@ class _Service:
         raise Refusal(503, "no worker answers", retry_after_s=1)
 
     async def metrics_text(self, request: Request) -> Response:
-        """Metrics in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         self._authorize(request)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def health(self) -> Response:
-        """Liveness of the controller."""
+        """Return 200, because the controller is alive."""
         return Response()
 
     async def ready(self) -> Response:
-        """Readiness: whether a worker can take a prompt."""
+        """Return whether a worker can take a prompt."""
         workers = self._fleet.workers
         state = {
             "workers": len(workers),
@@ -155,7 +155,7 @@ class _Service:
         return JSONResponse(state, status_code=200 if self._fleet.serving else 503)
 
     async def refused(self, _: Request, refusal: Exception) -> Response:
-        """A `Refusal` as a response in OpenAI's error format."""
+        """Return a response for a `Refusal`, in OpenAI's error format."""
         assert isinstance(refusal, Refusal)
         self._metrics.refused(refusal.status)
         headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
@@ -172,7 +172,7 @@ class _Service:
             raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
 
     def _validate(self, body: bytes) -> tuple[bytes, int]:
-        """The body to forward, and its number of prompt tokens."""
+        """Return the body to forward, and its number of prompt tokens."""
         value = parse(body, max_depth=self._settings.max_json_depth)
         if not self._allow_decode:
             check_prefill_only(value)
@@ -221,7 +221,7 @@ class _Service:
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client disconnects."""
+    """Return when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""A worker's recent slowdown: seconds of bubbles that pass per second of predicted work, and how much it varies."""
+"""A worker's recent slowdown: seconds of bubbles that pass per second of predicted work, and its variation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNMEASURED = 1.5
 
 
 class Slowdown:
-    """A factor of at least 1 on a worker's predicted work: its current average, and a bound for promises."""
+    """A factor of at least 1 by which a worker is slower than predicted: its current average, and an upper bound."""
 
     def __init__(self) -> None:
         """Start without samples."""
@@ -32,27 +32,27 @@ class Slowdown:
         self._errors = deque[float](maxlen=MOST_ERRORS)
 
     def factor(self, now_s: float) -> float:
-        """The average of the samples that are not old, or 1 if there are none."""
+        """Return the average of the samples that are not old, or 1 if there are none."""
         return self._average(now_s - MEMORY_S)
 
     def bound(self, now_s: float) -> float:
-        """A factor that is rarely exceeded: the last average, times an upper quantile of the errors of predictions."""
+        """Return a factor that is rarely exceeded: `last`, times an upper quantile of the prediction errors."""
         if len(self._errors) < 2:
             error = min([UNMEASURED, *self._errors])
-        else:  # without the largest: one stall is no property of the worker
+        else:  # without the largest, because one stall is no property of the worker
             error = sorted(self._errors)[ceil(QUANTILE * (len(self._errors) - 1)) - 1]
         return (self.last(now_s) or 1.0) * max(1.0, error)
 
     def last(self, now_s: float) -> float:
-        """The average of the samples that are not old, else of the last ones, or 0 if there are none."""
+        """Return the average of the recent samples, or of all samples if they are old, or 0 without samples."""
         return self._average(-inf if self.is_old(now_s) else now_s - MEMORY_S) if self._samples else 0.0
 
     def is_old(self, now_s: float) -> bool:
-        """True if nothing was measured for a while, so that the worker's speed may be another one."""
+        """True if there was no measurement for a while, so that the worker's speed may have changed."""
         return not self._samples or now_s - self._samples[-1][0] > MEMORY_S
 
     def learn(self, now_s: float, passed_s: float, work_s: float) -> None:
-        """Add a prompt of ``work_s`` during which ``passed_s`` passed in the worker's bubbles; it has ended now."""
+        """Add a sample: a prompt of ``work_s`` has ended now, and took ``passed_s`` of the worker's bubbles."""
         if self._samples and (passed_s <= TOGETHER_S or max(self._samples[-1][1:]) < SAMPLE_S):
             _, before_s, done_s = self._samples.pop()
             passed_s, work_s = before_s + passed_s, done_s + work_s
@@ -64,9 +64,9 @@ class Slowdown:
         """Add the error of a prediction for a prompt that has ended now.
 
         Args:
-            passed_s: bubbles' seconds since it was placed.
-            work_s: work until its end, when it was placed.
-            last: `last` at that time; if nothing was measured then, what is measured now counts.
+            passed_s: seconds of the worker's bubbles since the prompt was placed.
+            work_s: when it was placed, the predicted work until its end.
+            last: `last` when it was placed. If that was 0, the current `factor` is used.
         """
         predicted_s = work_s * (last or self.factor(now_s))
         if predicted_s >= LEAST_S:
@@ -74,7 +74,7 @@ class Slowdown:
 
     def _average(self, since_s: float) -> float:
         recent = [spent for at_s, *spent in self._samples if at_s >= since_s and max(spent) >= SAMPLE_S]
-        # A worker that was stopped is late with one prompt, and as fast as before with those behind it.
+        # A worker that was stopped is late with one prompt, and as fast as before with later ones.
         counted = sorted(recent, key=lambda spent: spent[0] - spent[1])[:-1]
         passed_s, work_s = (sum(column) for column in zip(*counted, strict=True)) if counted else (1.0, 1.0)
         return max(1.0, passed_s / work_s)

@@ -1,4 +1,4 @@
-"""The controller's view of one worker: its bubbles, its cost model, its speed, and the work that it has left."""
+"""The controller's view of one worker: its bubbles, its cost model, its speed, and its remaining work."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Bubbles(Protocol):
     """Source of a worker's predicted bubbles, such as `CommonBubbles`."""
 
     def upcoming(self, horizon_s: float) -> Sequence[tuple[float, float]] | None:
-        """Bubbles within the next ``horizon_s``: (start, end) on the monotonic clock, in order.
+        """Return the bubbles within the next ``horizon_s``: (start, end) on the monotonic clock, in order.
 
-        None if training has ended, or empty if it publishes nothing at the moment.
+        The result is None if training has ended, and empty if no bubbles are published at the moment.
         """
         ...
 
@@ -40,11 +40,11 @@ class Ticket:
     Attributes:
         work_s: predicted seconds of work.
         expected_s: when it is expected to end.
-        passed_s: `Worker.passed_s` when it was placed.
-        queued_s: seconds of work until its end, without slowdown.
+        passed_s: `Worker.passed_s` when the request was placed.
+        queued_s: when it was placed, the predicted work until its end in seconds, without slowdown.
         slowdown: `Slowdown.last` when it was placed.
-        waited: True if others were before it.
-        others_done_s: work that other controllers had done on the worker.
+        waited: True if other requests were placed before it and had not ended.
+        others_done_s: when it was placed, the work that other controllers had completed on the worker.
     """
 
     worker: int
@@ -101,7 +101,7 @@ class Worker:
         self.reload_cost(quantile)
 
     def update_bubbles(self, bubbles: Sequence[tuple[float, float]] | None, now_s: float) -> None:
-        """Update the predicted bubbles; the last ones remain valid for a moment if there are none.
+        """Update the predicted bubbles. If ``bubbles`` is empty, the previous ones remain valid for a moment.
 
         Args:
             bubbles: None if training has ended.
@@ -140,28 +140,28 @@ class Worker:
         return self._cost_file is not None and self.cost.steps < TRUSTED
 
     def passed_s(self, now_s: float) -> float:
-        """Seconds of work that its bubbles had time for so far, if it was as fast as predicted."""
+        """Return the seconds of work that fitted into its bubbles so far, at the predicted speed."""
         if not self.pattern.capacity_s:
             return self._past_s
         return self._past_s + self.pattern.position(now_s) - self.pattern.position(self._refreshed_s)
 
     def left_s(self, now_s: float) -> float:
-        """Estimated seconds of work left in the tickets of this controller.
+        """Return the estimated seconds of work left in the tickets of this controller.
 
-        A worker computes prompts in their order: however late the first one is, the others are still to come.
+        A worker computes prompts in their order, so even if the first one is late, the work of the others remains.
         """
         if not self.tickets:
             return 0.0
         first = self.tickets[0]
         begun_s = max(first.passed_s, self._free_passed_s)
         ran_s = (self.passed_s(now_s) - begun_s) / self.slowdown.factor(now_s)
-        if self.others.left_s > 0.0:  # it may have run theirs
+        if self.others.left_s > 0.0:  # it may have run prompts of other controllers
             ran_s = 0.0
         left_s = min(first.work_s, max(first.work_s - ran_s, LEAST_LEFT * first.work_s))
         return left_s + sum(ticket.work_s for ticket in self.tickets[1:])
 
     def free_s(self, now_s: float) -> float:
-        """Return when its work is expected to end."""
+        """Return when its current work is expected to end."""
         return self.end_s(now_s, now_s, self.left_s(now_s) + self.others.left_s)
 
     def end_s(self, now_s: float, free_s: float, work_s: float) -> float:
@@ -169,7 +169,7 @@ class Worker:
         return self.pattern.end(free_s, work_s * self.slowdown.factor(now_s)) if work_s else free_s
 
     def latest_s(self, now_s: float, work_s: float = 0.0) -> float:
-        """Return when its work and ``work_s`` more end at the latest, but for rare cases."""
+        """Return a time that its current work and ``work_s`` more rarely exceed."""
         left_s = self.left_s(now_s) + self.others.left_s + work_s
         return self.pattern.end(now_s, left_s * self.slowdown.bound(now_s)) if left_s else now_s
 
@@ -178,7 +178,7 @@ class Worker:
         return bool(self.tickets) or self.others.left_s > 0.0
 
     def take(self, now_s: float, work_s: float, expected_s: float) -> Ticket:
-        """Add a ticket."""
+        """Add a ticket for a request that was placed on this worker, and return it."""
         ticket = Ticket(
             worker=self.index,
             work_s=work_s,
@@ -194,10 +194,10 @@ class Worker:
         return ticket
 
     def end(self, ticket: Ticket, now_s: float, *, answered: bool) -> None:
-        """Remove a ticket; learn the worker's speed from one that was answered.
+        """Remove a ticket. If it was answered, learn the worker's speed from it.
 
-        It was computed since the ticket before it ended, together with what others had done in the meantime. A short
-        one that found the worker idle is ignored: most of its time went into the wait for a bubble.
+        Its work ran since the previous ticket ended, together with prompts of other controllers. A short prompt on an
+        idle worker is ignored, because most of its time was the wait for a bubble.
         """
         self.tickets.remove(ticket)
         passed_s = self.passed_s(now_s)

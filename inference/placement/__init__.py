@@ -1,1 +1,1 @@
-"""Placement of prompts on the worker that ends first: prefill costs, bubble patterns, placement, replay."""
+"""Placement of prompts on the worker that finishes first: prefill costs, bubble patterns, placement, replay."""

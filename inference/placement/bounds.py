@@ -24,15 +24,15 @@ _SLACK_S = 1e-9
 class PlacementBounds:
     """A table with one row for each of up to `MAX_ROWS` patterns.
 
-    Positions are those of `BubblePattern.position`, relative to the current cycle. A candidate's
-    position is at least its last one, and at least that of the bubbles until now; work advances it.
-    Within a step the position is constant, then grows with time, then is constant: exact unless
-    several bubbles begin or end in that step. Within a cell time grows with the position, so bounds
-    are exact except for cells in which a bubble ends.
+    Positions are those of `BubblePattern.position`, relative to the current cycle. A candidate's position is at least
+    its previous position, and at least the position of the current time. Work advances it. Within a step of the table
+    the position is constant, then grows with time, then is constant. This is exact unless several bubbles begin or end
+    in that step. Within a cell time grows with the position, so bounds are exact except for cells in which a bubble
+    ends.
     """
 
     def __init__(self, period_s: float) -> None:
-        """An empty table; all patterns have the period ``period_s``."""
+        """Create an empty table. All patterns have the period ``period_s``."""
         self._period_s = period_s
         self._cycle = 0.0
         """The cycle that positions are relative to; the one before the current."""
@@ -57,7 +57,7 @@ class PlacementBounds:
         return not self._spare and len(self._position_s) >= MAX_ROWS
 
     def add(self, pattern: BubblePattern) -> int:
-        """Add a row for a pattern with nonzero capacity and return its index."""
+        """Add a row for a pattern with nonzero capacity, and return the row's index."""
         if not self._spare:
             self._allot(2 * len(self._position_s))
         row = self._spare.pop()
@@ -73,7 +73,7 @@ class PlacementBounds:
         self._pause_s[:, row] = np.where(at_once, 0.0, step_s - growth_s)
         positions_s = np.arange(_CELLS) / _CELLS * capacity_s
         delay_s = pattern.times(positions_s) - positions_s
-        # Each full period adds the part of it that has no space for work.
+        # Each full period adds the time in it that has no capacity for work.
         rounds = np.arange(_ROUNDS)[:, None] * (self._period_s - capacity_s)
         self._delay_s[row] = np.nextafter((delay_s + rounds).astype(np.float32), np.float32(-np.inf)).ravel()
         return row
@@ -88,7 +88,7 @@ class PlacementBounds:
         self._position_s[row] = position_s - self._cycle * self._capacity_s.item(row) - _SLACK_S
 
     def reach_s(self, now_s: float, work_s: float) -> tuple[np.ndarray, float]:
-        """Per row, a lower bound on when work that arrives now ends; and the time that it is relative to.
+        """Return a lower bound for each row on when work that arrives now ends, and the time they are relative to.
 
         The array is valid until the next call.
         """

@@ -13,8 +13,8 @@ import numpy as np
 class BubblePattern:
     """The periodic times in which a worker may run, and the end of work on it.
 
-    Work is measured in seconds and divisible (chunked prefill). It takes ``overhead_s`` more for each
-    bubble that it runs in. Patterns are equal if all their results are.
+    Work is measured in seconds and divisible (chunked prefill). It takes ``overhead_s`` more for each bubble that it
+    runs in. Patterns compare equal if all their methods return equal results.
 
     Raises:
         ValueError: the bubbles are not sorted, overlap, or exceed the period.
@@ -31,13 +31,13 @@ class BubblePattern:
         overhead_s: float = 0.0,
         guard_s: float = 0.0,
     ) -> None:
-        """Bubbles as (start, end), in seconds from the step's begin.
+        """Create a pattern from ``bubbles``: (start, end) in seconds from the step's begin.
 
         Args:
             period_s: length of a step.
             origin_s: begin of some step.
-            overhead_s: lost by work in each bubble. See `PromptWork.overhead_s`.
-            guard_s: kept free at the end of each bubble.
+            overhead_s: seconds that work loses in each bubble. See `PromptWork.overhead_s`.
+            guard_s: seconds kept free at the end of each bubble.
         """
         edges = [edge for bubble in bubbles for edge in bubble]
         if not 0 < period_s < inf or edges != sorted(edges) or (edges and (edges[0] < 0 or edges[-1] > period_s)):
@@ -85,10 +85,11 @@ class BubblePattern:
         return hash(self._key)
 
     def position(self, time_s: float) -> float:
-        """Cumulative capacity of the bubbles until ``time_s``, for work that begins at that time or later;
-        `capacity_s` per period from the origin."""
+        """Return the cumulative capacity of the bubbles from the origin until ``time_s``.
+
+        It is for work that begins at that time or later, and grows by `capacity_s` per period."""
         cycle, phase_s = divmod(time_s - self._origin_s, self._period_s)
-        # The first bubble with more room than the overhead.
+        # The first bubble that is longer than the overhead.
         index = bisect_right(self._ends, phase_s + self._overhead_s)
         if index == len(self._ends):
             return (cycle + 1) * self._total_s
@@ -96,7 +97,7 @@ class BubblePattern:
         return cycle * self._total_s + self._done[index + 1] - room_s
 
     def time(self, position_s: float) -> float:
-        """The inverse of `position`: the time at which work that ends at this position ends."""
+        """Return the time at which work ends that ends at this position. It is the inverse of `position`."""
         cycle, rest_s = divmod(position_s, self._total_s)
         if rest_s == 0.0:  # the end of a bubble, not the begin of the next
             cycle, rest_s = cycle - 1, self._total_s
@@ -105,14 +106,14 @@ class BubblePattern:
         return self._origin_s + cycle * self._period_s + open_s + rest_s - self._done[index]
 
     def positions(self, times_s: np.ndarray) -> np.ndarray:
-        """Vectorised `position`."""
+        """Return `position` of each time, vectorised."""
         cycles, phases_s = np.divmod(times_s - self._origin_s, self._period_s)
         knots_s = [(start, end - self._overhead_s) for start, end in zip(self._starts, self._ends, strict=True)]
         reached_s = list(pairwise(self._done))
         return cycles * self._total_s + np.interp(phases_s, np.ravel(knots_s), np.ravel(reached_s))
 
     def times(self, positions_s: np.ndarray) -> np.ndarray:
-        """Vectorised `time`."""
+        """Return `time` of each position, vectorised."""
         cycles, rests_s = np.divmod(positions_s, self._total_s)
         cycles, rests_s = np.where(
             rests_s == 0.0, (cycles - 1, np.full_like(rests_s, self._total_s)), (cycles, rests_s)

@@ -18,7 +18,7 @@ FORGETTING = 0.998
 
 
 def features(tokens: int, context: float) -> Coefficients:
-    """The features, multiplied by the coefficients."""
+    """Return the features of a chunk, which the coefficients multiply."""
     return 1.0, float(tokens), tokens * context + tokens * tokens / 2.0
 
 
@@ -52,7 +52,7 @@ class Sums:
                 self.square[i][j] = FORGETTING * self.square[i][j] + weight * x * y
 
     def fit(self) -> Coefficients:
-        """The best non-negative coefficients, over all choices of which are zero."""
+        """Return the best non-negative coefficients, over all choices of which coefficients are zero."""
         best, least = [0.0, 0.0, 0.0], 0.0
         for size in (3, 2, 1):
             for used in combinations(range(3), size):
@@ -69,7 +69,7 @@ class Sums:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Solve a small positive definite system by elimination, or None if singular."""
+    """Solve a small positive definite system by elimination. Return None if it is singular."""
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     size = len(rows)
     for i in range(size):

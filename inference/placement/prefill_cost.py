@@ -2,11 +2,11 @@
 
 A chunk of n tokens after c tokens of context takes ``A + B n + C (n c + n^2 / 2)`` seconds: a step's
 fixed cost, matrix products, attention. The coefficients are fitted by non-negative least squares of
-relative errors. A step after an idle gap is slower than one back to back (cold caches and clocks), so
+relative errors. A step after an idle gap is slower than one directly after another step (cold caches and clocks). So
 predictions are scaled by a high quantile of the relative errors, per class of gap.
 
-Steps that the host delays for long are rare, and no property of the chunk. The quantile leaves out a few
-outliers, and is bounded by the latest steps, so that a few of them are enough to return to normal.
+Long delays by the host are rare, and no property of the chunk. The quantile leaves out a few outliers. The latest steps
+bound it, so a few normal steps are enough to lower it again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Chunk = tuple[int, float, float]
 
 @dataclass(kw_only=True)
 class PrefillCost:
-    """The cost of chunks on one machine for one model; learns by `observe`.
+    """The cost of chunks on one machine for one model. It learns by `observe`.
 
     Attributes:
         quantile: share of chunks that should take no longer than predicted.
@@ -70,21 +70,21 @@ class PrefillCost:
     _stale: set[int] = field(default_factory=lambda: set(range(len(GAPS_S) + 1)), compare=False)
 
     def typical_s(self, tokens: int, context: float) -> float:
-        """Expected seconds of a chunk of ``tokens`` after ``context`` tokens."""
+        """Return the expected seconds of a chunk of ``tokens`` after ``context`` tokens."""
         return sum(a * x for a, x in zip(self._fit, features(tokens, context), strict=True))
 
     def predict_s(self, tokens: int, context: int, gap_s: float) -> float:
-        """The `quantile` of the seconds that such a chunk takes.
+        """Return the `quantile` of the seconds that such a chunk takes.
 
         Args:
             tokens: number of tokens of the chunk, or of all chunks of the step.
-            context: tokens computed before it.
-            gap_s: idle time before it.
+            context: number of tokens computed before the chunk.
+            gap_s: idle time before the step.
         """
         return self.typical_s(tokens, context) * self._scale(gap_class(gap_s))
 
     def tokens_within(self, seconds: float, context: int, gap_s: float, most: int) -> int:
-        """The longest chunk, up to ``most`` tokens, that is predicted to finish within ``seconds``, or 0 if none."""
+        """Return the most tokens, up to ``most``, that are predicted to finish within ``seconds``, or 0."""
         a, b, c = self._fit
         budget_s = seconds / self._scale(gap_class(gap_s)) - a
         linear = b + c * context
@@ -127,7 +127,7 @@ class PrefillCost:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The model as a JSON value."""
+        """Return the model as a JSON value."""
         return {
             "format": FORMAT,
             "quantile": self.quantile,
@@ -140,10 +140,10 @@ class PrefillCost:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> PrefillCost:
-        """The inverse of `to_dict`.
+        """Create a model from the result of `to_dict`.
 
         Raises:
-            ValueError: the format is of another version.
+            ValueError: the value has another version's format.
         """
         if value.get("format") != FORMAT:
             raise ValueError(f"format={value.get('format')}: this version of Weft reads {FORMAT}")
@@ -156,7 +156,7 @@ class PrefillCost:
         )
 
     def save(self, path: Path) -> None:
-        """Write to a file, atomically, with the date, the load and the spread of what was learnt.
+        """Write the model to a file, atomically, with the date, the host's load and the spread of the measurements.
 
         Raises:
             OSError: the file cannot be written.
@@ -169,7 +169,7 @@ class PrefillCost:
     def load(cls, path: Path, *, quantile: float) -> PrefillCost:
         """Load the model of earlier runs; a new model if there is no such file, or one that others could have written.
 
-        A model that was last saved long ago is not used either. No other one is learnt anew: each step corrects it.
+        A model that was last saved long ago is not used either. All others are used, because each step corrects them.
 
         Raises:
             ValueError: the file is not a cost model, or of another version.
@@ -188,7 +188,7 @@ class PrefillCost:
 
     @classmethod
     def load_or_set_aside(cls, path: Path, *, quantile: float) -> PrefillCost:
-        """See `load`, but move a file that cannot be read aside with a warning, and start a new model.
+        """Load the model as `load` does. If the file is invalid, rename it with a warning, and return a new model.
 
         Raises:
             OSError: the file cannot be moved.
@@ -203,14 +203,14 @@ class PrefillCost:
 
 
 def gap_class(gap_s: float) -> int:
-    """Index of the class of idle time before a step."""
+    """Return the index of the class of idle time before a step."""
     return bisect_right(GAPS_S, gap_s)
 
 
 def scale_of(ratios: Sequence[float], quantile: float) -> float:
-    """The scale of a class of gap, from the relative durations of its steps in the order of time.
+    """Return the scale of a class of gap, from the relative durations of its steps in order of time.
 
-    The quantile of all but a few outliers, bounded by the latest steps.
+    It is the quantile of all but a few outliers, bounded by the latest steps.
     """
     limit = OUTLIER * median(ratios)
     typical = [ratio for ratio in ratios if ratio <= limit]

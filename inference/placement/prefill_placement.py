@@ -16,7 +16,7 @@ _SMALL_HEAP = 4
 
 
 class Slot(NamedTuple):
-    """A prompt's worker and times, in seconds of the patterns' clock."""
+    """A worker and the times of a prompt on it, in seconds of the patterns' clock."""
 
     worker: int
     begin_s: float
@@ -48,14 +48,14 @@ class _Table:
 class PrefillPlacement:
     """The workers of one training run, by bubble pattern and free time.
 
-    Of workers with equal patterns the one that is free first finishes first, so a heap per pattern
-    yields one candidate each. `find` is a best-first search: it evaluates candidates in order of
-    their lower bounds until no other bound is below the best end found. Patterns are in tables of a
-    thousand; a worker that is free in a long enough bubble ends the search early.
+    Of workers with equal patterns, the one that is free first finishes first. So each pattern has a heap that yields
+    one candidate. `find` is a best-first search: it evaluates candidates in order of their lower bounds, until no other
+    bound is below the best end. Each table has a thousand patterns. A worker that is free in a long enough bubble ends
+    the search early.
     """
 
     def __init__(self, period_s: float) -> None:
-        """Create a placement without workers; the run's step time is ``period_s``."""
+        """Create a placement without workers. The run's step time is ``period_s``."""
         self._period_s = period_s
         self._tables = [_Table(period_s)]
         self._first = 0
@@ -68,7 +68,7 @@ class PrefillPlacement:
         """Add or update a worker.
 
         Args:
-            free_s: when its current work ends.
+            free_s: time at which the worker's current work ends.
 
         Raises:
             ValueError: the pattern has another period.
@@ -89,11 +89,11 @@ class PrefillPlacement:
         self._of_worker.pop(worker, None)
 
     def find(self, now_s: float, work_s: float) -> Slot | None:
-        """The slot with the earliest end for work that arrives now, or None if no worker has bubbles.
+        """Return the slot with the earliest end for work that arrives now, or None if no worker has bubbles.
 
         Args:
-            now_s: must not decrease between calls.
-            work_s: above 0. See `PromptWork.work_s`.
+            now_s: current time, which must not decrease between calls.
+            work_s: seconds of work, above 0. See `PromptWork.work_s`.
         """
         floor_s = now_s + work_s + self._overhead_s + _EQUAL_S
         if (slot := self._repeat_last(now_s, work_s, floor_s)) is not None:
@@ -124,7 +124,7 @@ class PrefillPlacement:
         return Slot(worker, best.pattern.begin(best_free_s), best_s) if best else None
 
     def _repeat_last(self, now_s: float, work_s: float, floor_s: float) -> Slot | None:
-        """Another worker with the last result's pattern, if it is free and its current bubble is long enough."""
+        """Return a slot on a worker with the last result's pattern that is free in a long enough bubble, or None."""
         group = self._last
         head = self._head(group) if group is not None and len(group.heap) > 1 else None
         if group is None or head is None or head[0] > now_s:
@@ -133,7 +133,7 @@ class PrefillPlacement:
         return Slot(head[1], group.pattern.begin(now_s), end_s) if end_s <= floor_s else None
 
     def _rotated(self) -> list[_Table]:
-        """All tables, starting with another one each time, to spread work."""
+        """Return all tables, starting with another one each time, to spread work."""
         if len(self._tables) > 1:
             self._first = (self._first + 1) % len(self._tables)
         return self._tables[self._first :] + self._tables[: self._first]
@@ -144,7 +144,7 @@ class PrefillPlacement:
         self._assign(slot.worker, group, slot.end_s)
         if len(group.heap) <= _SMALL_HEAP:
             head = self._head(group)
-            assert head is not None  # that worker
+            assert head is not None  # the slot's worker
             group.table.bounds.at(group.row, group.pattern.position(head[0]))
 
     def _add(self, pattern: BubblePattern) -> _Group:

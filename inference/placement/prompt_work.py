@@ -9,11 +9,12 @@ from weft.inference.placement.prefill_cost import PrefillCost
 
 @dataclass(frozen=True, kw_only=True)
 class PromptWork:
-    """A chunk of n tokens after c tokens of context takes
-    ``step_s + token_s n + context_s (n c + n^2 / 2)`` seconds.
+    """The cost of a prompt's chunks in seconds, which is additive except for a fixed cost per step.
 
-    Without ``step_s`` the sum over a prompt's chunks does not depend on how it is cut, so that placement
-    does not have to decide on chunks.
+    A chunk of n tokens after c tokens of context takes ``step_s + token_s n + context_s (n c + n^2 / 2)`` seconds.
+
+    Without ``step_s``, the sum over a prompt's chunks does not depend on how it is cut. So placement does not have to
+    decide on chunks.
     """
 
     step_s: float
@@ -41,13 +42,13 @@ class PromptWork:
         )
 
     def chunk_s(self, tokens: int, context: int = 0) -> float:
-        """Seconds of one engine step of ``tokens`` after ``context`` tokens."""
+        """Return the seconds of one engine step of ``tokens`` after ``context`` tokens."""
         return self.step_s + self._tokens_s(tokens, context)
 
     def work_s(self, tokens: int, cached: int = 0) -> float:
-        """Seconds of work of a prompt whose first ``cached`` tokens are cached.
+        """Return the seconds of work of a prompt whose first ``cached`` tokens are cached.
 
-        Includes the engine steps of full chunks; the step at the begin of each bubble is
+        This includes the fixed cost of each full chunk's step. The fixed cost of a bubble's first step is in
         `overhead_s`.
         """
         new = tokens - cached

@@ -27,7 +27,7 @@ MOST_TOKENS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A prompt: arrival time after the first one, and length."""
+    """A prompt: its arrival time in seconds after the first prompt, and its length."""
 
     at_s: float
     tokens: int
@@ -39,9 +39,9 @@ class Replay:
 
     Attributes:
         seconds: length of the window.
-        waits_s: for each accepted prompt, from arrival to the begin of its first chunk.
-        queued_s: for each accepted prompt, how much later it ends than on an idle fleet.
-        ttfts_s: for each accepted prompt, from arrival to end (time to first token).
+        waits_s: for each accepted prompt, seconds from arrival to the begin of its first chunk.
+        queued_s: for each accepted prompt, seconds by which it ends later than on an idle fleet.
+        ttfts_s: for each accepted prompt, seconds from arrival to end (time to first token).
         refused: number of prompts that would have missed the deadline.
         prefill_share: share of all ranks' time in the window spent on prefills.
         places_us: microseconds of each placement decision.
@@ -59,12 +59,12 @@ class Replay:
 
     @property
     def refused_share(self) -> float:
-        """Share of arrived prompts that were refused; 0.0 if none arrived."""
+        """Share of arrived prompts that were refused, or 0.0 if none arrived."""
         return self.refused / max(1, self.refused + len(self.ttfts_s))
 
     @property
     def mean_queued_s(self) -> float:
-        """Mean of `queued_s`; 0.0 if no prompt was accepted."""
+        """Mean of `queued_s`, or 0.0 if no prompt was accepted."""
         return sum(self.queued_s) / max(1, len(self.queued_s))
 
 
@@ -72,7 +72,7 @@ def read_trace(path: Path) -> list[Arrival]:
     """Read a CSV file with columns TIMESTAMP and ContextTokens, the format of Azure's traces.
 
     Raises:
-        ValueError: it cannot be read or is invalid; names the line.
+        ValueError: the file cannot be read or is invalid. The message names the line.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -112,12 +112,12 @@ def _row(path: Path, line: int, row: dict[str, str]) -> tuple[float, int]:
 
 
 def length_s(trace: Sequence[Arrival]) -> float:
-    """Length of a trace when repeated, with the mean inter-arrival time after its last prompt."""
+    """Return the length of a trace when repeated, with the mean inter-arrival time after its last prompt."""
     return trace[-1].at_s * len(trace) / (len(trace) - 1)
 
 
 def sped_up(trace: Sequence[Arrival], factor: float) -> Iterator[Arrival]:
-    """The trace, repeated forever and sped up by ``factor``.
+    """Yield the prompts of the trace, repeated forever and sped up by ``factor``.
 
     Raises:
         ValueError: the factor is not positive, or the trace has length 0.
@@ -137,7 +137,7 @@ def replay(
     window_s: float,
     deadline_s: float = inf,
 ) -> Iterator[Replay]:
-    """Place every prompt on arrival on the worker that finishes it first; yields statistics per window.
+    """Place every prompt on arrival on the worker that finishes it first. Yield the statistics of each window.
 
     A window is yielded when a later prompt arrives, or at the end.
 
@@ -145,7 +145,7 @@ def replay(
         patterns: the bubble pattern of each rank's worker, with the overhead of ``work``.
         arrivals: arrival times of prompts, in order.
         window_s: length of a window.
-        deadline_s: maximum time to first token; slower prompts are refused.
+        deadline_s: maximum time to first token. Prompts that would take longer are refused.
     """
     placement, idle = (PrefillPlacement(patterns[0].period_s) for _ in range(2))
     for worker, pattern in enumerate(patterns):
@@ -200,7 +200,7 @@ class _Window:
 
 
 def steady_state(windows: Iterable[Replay], *, deadline_s: float, most: int = MAX_WINDOWS) -> Replay:
-    """The first window similar to its two predecessors; the last of ``most`` if there is none.
+    """Return the first window similar to its two predecessors, or the last of ``most`` if there is none.
 
     Overloaded queues fill until requests are refused, which may take many deadlines; earlier windows
     are not representative.

@@ -1,4 +1,4 @@
-"""`weft simulate SCHEDULE --prefill TRACE`: prompts in the bubbles of many DP-cells, on paper."""
+"""`weft simulate SCHEDULE --prefill TRACE`: a simulation of prompts in the bubbles of many DP-cells."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _prefill_cost(text: str) -> PromptWork:
-    """The option's value: STEP_MS,TOKEN_US,PAIR_NS of a chunk of n tokens after c."""
+    """Parse the option's value: STEP_MS,TOKEN_US,PAIR_NS of a chunk of n tokens after c."""
     try:
         step_ms, token_us, pair_ns = (float(part) for part in text.split(","))
     except ValueError:
@@ -76,11 +76,11 @@ def _prefill_cost(text: str) -> PromptWork:
 
 
 def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> None:
-    """Print waiting, TTFT and utilisation for the trace as it is, and sped up to shares of the room.
+    """Print waiting, TTFT and utilisation for the trace as it is, and sped up to shares of the bubbles' capacity.
 
     Raises:
-        ValueError: an option is out of range, the GPUs do not come out as whole DP-cells, nothing
-            can run in the bubbles, or the trace cannot be read.
+        ValueError: an option is out of range, the number of GPUs is no multiple of a DP-cell, no prompt fits into the
+            bubbles, or the trace cannot be read.
     """
     _check(args)
     trace = read_trace(args.prefill)
@@ -117,10 +117,10 @@ def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> No
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that mean nothing, or would never end.
+    """Refuse options that have no meaning, or with which the simulation would not end.
 
     Raises:
-        ValueError: the option, its value and a remedy.
+        ValueError: an option is invalid. The message has its value and a remedy.
     """
     for name in ("gpus", "cells"):
         if (value := getattr(args, name)) < 1:
@@ -140,7 +140,7 @@ def _check(args: argparse.Namespace) -> None:
 def _run(
     patterns: Sequence[BubblePattern], trace: Sequence[Arrival], factor: float, args: argparse.Namespace, step_s: float
 ) -> Replay:
-    """The steady state, in windows of whole rounds of the trace, so that each is like the next."""
+    """Return the steady state. Windows are whole repetitions of the trace, so that they are comparable."""
     round_s = length_s(trace) / factor
     window_s = round_s * ceil(max(WINDOW_STEPS * step_s, args.deadline) / round_s)
     if (prompts := len(trace) * window_s / round_s) > MOST_PROMPTS:
@@ -154,7 +154,7 @@ def _run(
 
 
 def _shares(timeline: Timeline, cell: Sequence[BubblePattern], args: argparse.Namespace) -> float:
-    """Print where the ranks' time goes and return the share that prefills can use."""
+    """Print how the ranks spend their time, and return the share that prefills can use."""
     whole_s = timeline.step_s * timeline.num_ranks
     usable = sum(pattern.open_s for pattern in cell) / whole_s
     show(
@@ -184,5 +184,5 @@ def _cells(found: Replay, factor: float, timeline: Timeline, usable: float) -> d
 
 
 def _quantile(values: Sequence[float], share: float, unit: float, digits: int) -> str:
-    """Return a quantile of the accepted prompts; a dash if there are none."""
+    """Return a quantile of the accepted prompts, or a dash if there are none."""
     return f"{np.quantile(values, share) * unit:.{digits}f}" if values else "-"

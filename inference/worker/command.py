@@ -50,7 +50,7 @@ class Worker:
 
 
 def workers_of(config: WeftConfig) -> tuple[Worker, ...]:
-    """The workers that `weft serve` starts on this host."""
+    """Return the workers that `weft serve` starts on this host."""
     prefill, each = config.inference.prefill, config.inference.prefill.ranks_per_worker
     ranks = prefill.ranks or list(range(config.cluster.ranks))
     folder = boards_folder(config, os.getuid())
@@ -69,7 +69,7 @@ def workers_of(config: WeftConfig) -> tuple[Worker, ...]:
 
 
 def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
-    """The workers of the controller: those configured, or those that `weft serve` starts."""
+    """Return the workers of the controller: the configured ones, or those that `weft serve` starts."""
     return list(config.inference.controller.workers) or [
         PrefillWorkerConfig(
             url=f"http://{config.inference.prefill.host}:{worker.port}",
@@ -81,7 +81,7 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
 
 
 def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> WorkerSettings:
-    """The settings of a worker's scheduler plug-in."""
+    """Return the settings of a worker's scheduler plug-in."""
     prefill = config.inference.prefill
     return WorkerSettings(
         boards=tuple(map(str, worker.boards)),
@@ -95,7 +95,7 @@ def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> 
 
 
 def cost_file(config: WeftConfig, worker: Worker) -> Path:
-    """Path of the cost model for this model, machine and worker."""
+    """Return the path of the cost model for this model, machine and worker."""
     prefill = config.inference.prefill
     digest = hashlib.sha256(prefill.model.encode()).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{Path(prefill.model).name}-{digest}-{platform.node()}-{worker.index}")
@@ -103,7 +103,7 @@ def cost_file(config: WeftConfig, worker: Worker) -> Path:
 
 
 def cost_link(status: Path) -> Path:
-    """Path under which a worker publishes its cost model to controllers, whatever they call the model.
+    """Return the path under which a worker publishes its cost model to controllers, independent of the model's name.
 
     Args:
         status: path of the worker's `WorkerStatus`.
@@ -112,7 +112,7 @@ def cost_link(status: Path) -> Path:
 
 
 def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, trace_file: str = "") -> list[str]:
-    """The command line of a worker: a stock vLLM server with Weft's plug-ins.
+    """Return the command line of a worker: a stock vLLM server with Weft's plug-ins.
 
     Args:
         python: an interpreter with vLLM.
@@ -147,14 +147,14 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
 
 
 def kv_transfer(*, on_cpu: bool) -> dict[str, object]:
-    """The value of `--kv-transfer-config`, for prefill and decode instances."""
+    """Return the value of `--kv-transfer-config`, for prefill and decode instances."""
     config: dict[str, object] = {
         "kv_connector": "QuietNixlConnector",
         "kv_connector_module_path": "weft.inference.worker.vllm_nixl",
         "kv_role": "kv_both",
-        # Its hash would include each instance's path of the model.
+        # The hash would include each instance's path of the model.
         "kv_connector_extra_config": {"enforce_handshake_compat": False, "kv_lease_duration": LEASE_S},
-        # A decode instance computes a prompt itself if its worker ends before the cache is fetched.
+        # A decode instance computes a prompt itself if the prompt's worker ends before the cache is fetched.
         "kv_load_failure_policy": "recompute",
     }
     return config | ({"kv_buffer_device": "cpu"} if on_cpu else {})
@@ -163,12 +163,12 @@ def kv_transfer(*, on_cpu: bool) -> dict[str, object]:
 def environment(
     config: WeftConfig, worker: Worker, outer: Mapping[str, str], *, package: Path, devices: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The environment of a worker.
+    """Return the environment of a worker.
 
     Args:
         package: a folder that contains the package `weft`, for an interpreter without it.
-        devices: GPUs of this host as CUDA_VISIBLE_DEVICES names them, in the order of its ranks; none serves on
-            the CPU.
+        devices: GPUs of this host as CUDA_VISIBLE_DEVICES names them, in the order of its ranks. Empty serves on the
+            CPU.
 
     Raises:
         ValueError: a rank has no GPU on this host.
@@ -177,7 +177,7 @@ def environment(
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # The model runs eagerly; what else vLLM compiles are helpers, at the first request that needs them, for seconds.
+    # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
     env.setdefault("TORCH_COMPILE_DISABLE", "1")
     if config.inference.prefill.connector is KvConnector.nixl:
         # vLLM refuses segments that move, because the connector registers their addresses; training may use them.
@@ -195,7 +195,7 @@ def environment(
 
 
 def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> list[str]:
-    """The GPUs that a worker's ranks train on.
+    """Return the GPUs that a worker's ranks train on.
 
     Raises:
         ValueError: there are fewer.
@@ -210,7 +210,7 @@ def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> li
 
 
 def _first_rank(config: WeftConfig, worker: Worker) -> int:
-    """The first rank on the host of a worker's ranks."""
+    """Return the first rank on the host of a worker's ranks."""
     first = 0
     for slots in working_hosts(config.cluster).values() if config.cluster.hostfile else ():
         if worker.ranks[0] < first + slots:

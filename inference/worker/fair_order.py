@@ -1,7 +1,7 @@
-"""The order of waiting prompts: start-time fair queueing over requests, so that none waits behind many of another's.
+"""The order of waiting prompts: start-time fair queueing, so that no request waits behind many prompts of another.
 
-A request to vLLM's API can bring many prompts, or many sequences of one. Each prompt gets a start tag, the end tag
-of the same request's previous one, and prompts run in the order of their tags (Goyal, Vin and Chen, SIGCOMM 1996).
+A request to vLLM's API can bring many prompts, or many sequences of one. A prompt's start tag is the end tag of the
+same request's previous prompt, and prompts run in the order of their start tags (Goyal, Vin and Chen, SIGCOMM 1996).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_ENDS = 256
 
 
 def request_of(prompt_id: str) -> str:
-    """The id of the API request that a prompt belongs to."""
+    """Return the id of the API request that a prompt belongs to."""
     found = _PART.fullmatch(prompt_id)
     name = found["request"] if found else prompt_id
     found = _NUMBERED.fullmatch(name)
@@ -27,20 +27,20 @@ def request_of(prompt_id: str) -> str:
 
 
 class FairOrder:
-    """Tags of waiting prompts, in tokens."""
+    """Start tags of waiting prompts, in tokens."""
 
     def __init__(self) -> None:
-        """Start at tag 0."""
+        """Start without prompts, at tag 0."""
         self._now = 0
         self._ends: dict[str, int] = {}
         self._starts: dict[str, int] = {}
 
     def place(self, prompt: Any, waiting: deque[Any]) -> None:
-        """Move a prompt that was appended to ``waiting`` to its place.
+        """Move a prompt that was appended to ``waiting`` to its position in the order of tags.
 
         Args:
             prompt: has `request_id` and `num_tokens`.
-            waiting: vLLM's queue; those at its front that were preempted stay there.
+            waiting: vLLM's queue. Preempted prompts at its front stay there.
         """
         if not waiting or waiting[-1] is not prompt:
             return
@@ -58,5 +58,5 @@ class FairOrder:
         waiting.insert(index, prompt)
 
     def began(self, prompt_id: str) -> None:
-        """A prompt runs, so that new requests start from its tag."""
+        """Record that a prompt runs, so that new requests start from its tag."""
         self._now = max(self._now, self._starts.pop(prompt_id, 0))

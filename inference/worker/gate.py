@@ -32,7 +32,7 @@ class Gate:
     """Grants tokens inside bubbles of the ranks whose devices the worker shares."""
 
     def __init__(self, boards: Sequence[BoardReader], cost: PrefillCost, *, guard_s: float) -> None:
-        """Grant by ``boards``.
+        """Create a gate that grants by ``boards``.
 
         Args:
             cost: predicts the duration of a step; updated by `ended`.
@@ -56,11 +56,14 @@ class Gate:
         """Why a board's writer was not alive at the last `grant`, or empty if all were."""
 
     def grant(self, wanted: int, context: int) -> tuple[int, Opening | None]:
-        """Return how many tokens are predicted to finish before the bubble closes, less the guard, or 0 if none.
+        """Return the number of tokens to compute now, and the current bubble.
+
+        The tokens are predicted to finish before the bubble closes, minus the guard, or are a trial (`Trials`). The
+        bubble is None if no common bubble is open.
 
         Args:
             wanted: the number of pending tokens.
-            context: tokens that they attend to.
+            context: number of tokens that they attend to.
         """
         self._trials.closes_s = 0.0
         states = [board.state() for board in self.boards]
@@ -90,14 +93,14 @@ class Gate:
     def ended(
         self, start_s: float, end_s: float, tokens: int, context: float, computed_s: float | None = None
     ) -> float:
-        """Learn from a step and return by how many seconds it overlapped with training, 0.0 if it did not.
+        """Learn from a step, and return the seconds by which it overlapped with training, or 0.0.
 
         The overlap counts from the first time during the step at which a rank computed, even if that
         rank has reached its next bubble meanwhile. The first step of a process is not used for
         learning, because it includes loading and allocation.
 
         Args:
-            computed_s: seconds of the step in which it was neither preempted nor stopped, or None if unknown.
+            computed_s: seconds of the step in which the process was neither preempted nor stopped, or None if unknown.
         """
         gap_s = max(0.0, start_s - self.last_end_s)
         self._class_end_s[gap_class(gap_s)] = end_s
@@ -115,14 +118,14 @@ class Gate:
 class Trials:
     """Trial grants, made when the cost model finds all bubbles too short, with exponential back-off.
 
-    Overestimated costs would never be corrected otherwise: a few steps delayed by the host can make
-    every bubble look too short. A trial that finishes in its bubble halves the pause; a late one
-    doubles it. One that takes less than half of what was left of its bubble doubles the tokens of the
-    next: if predictions stay too long, because the host is busy, prompts still get through.
+    Otherwise overestimated costs would never be corrected. A few steps that the host delays can make every bubble seem
+    too short. A trial that finishes in its bubble halves the pause; a late one doubles it. A trial that takes less than
+    half of its bubble's remaining time doubles the tokens of the next one. So prompts make progress even if predictions
+    stay too long because the host is busy.
 
     Attributes:
         pause_s: seconds without a grant before the next trial.
-        tokens: number of tokens of the next trial, if it is soon.
+        tokens: number of tokens of the next trial, if it begins soon.
         closes_s: end of the bubble, if the last grant was a trial; otherwise 0.0.
     """
 
@@ -134,14 +137,14 @@ class Trials:
         self._ended_s = 0.0
 
     def begin(self, now_s: float, closes_s: float) -> int:
-        """The tokens of a trial in a bubble that ends at ``closes_s``."""
+        """Begin a trial in a bubble that ends at ``closes_s``, and return its number of tokens."""
         if now_s - self._ended_s > 2 * MAX_PAUSE_S:
             self.tokens = MIN_TOKENS
         self.closes_s = closes_s
         return self.tokens
 
     def ended(self, start_s: float, end_s: float, late_s: float) -> None:
-        """A step has finished, ``late_s`` after training continued; 0.0 if before."""
+        """Process the end of a step. It ended ``late_s`` after training continued, or 0.0 if before."""
         if late_s:
             self.tokens = MIN_TOKENS
         if self.closes_s:
@@ -153,20 +156,19 @@ class Trials:
 
 
 class Waker:
-    """A thread that calls back when a bubble opens while there is work, and every `period_s`.
+    """A thread that calls back when a bubble opens while there is work, and also every `period_s`.
 
-    It blocks on the first board's futex; a common bubble may open with any rank, so with several
-    boards it also polls every few milliseconds. The worker depends on it, so it survives exceptions,
-    and is restarted if it dies.
+    It blocks on the first board's futex. A common bubble may open with any rank, so with several boards it also polls
+    every few milliseconds. The worker depends on it, so it survives exceptions, and is restarted if it dies.
     """
 
     def __init__(
         self, gate: Gate, wake: Callable[[], None], *, period_s: float, status: WorkerStatus | None = None
     ) -> None:
-        """Start the thread; it calls ``wake``, which must not block.
+        """Start the thread. It calls ``wake``, which must not block.
 
         Args:
-            period_s: also wake this often while armed, for chores outside of bubbles.
+            period_s: interval in seconds of additional calls while armed, for chores outside of bubbles.
             status: publishes its liveness.
         """
         self._gate = gate

@@ -29,7 +29,7 @@ class WorkerSettings:
     """Log of steps as JSON lines, or empty for none."""
 
     def to_additional_config(self) -> dict[str, Any]:
-        """The value of `--additional-config`."""
+        """Return the value of `--additional-config`."""
         return {SECTION: asdict(self)}
 
     @classmethod

@@ -23,10 +23,10 @@ _WORDS = 5
 
 
 class WorkerStatus:
-    """The engine's side; each method is one or two stores."""
+    """The engine's side of the status file. Each method is one or two stores."""
 
     def __init__(self, path: Path | None) -> None:
-        """Publish at ``path``; None disables publishing.
+        """Publish at ``path``. None disables publishing.
 
         Raises:
             OSError: it cannot be written.
@@ -44,24 +44,24 @@ class WorkerStatus:
         self._words[_ARMED] = has_work
 
     def checked(self) -> None:
-        """The waker has checked the boards."""
+        """Record that the waker has checked the boards."""
         self._words[_CHECKED] = monotonic_ns()
 
     def woke(self) -> None:
-        """The waker has woken the engine."""
+        """Record that the waker has woken the engine."""
         if not self._words[_WOKEN]:
             self._words[_WOKEN] = monotonic_ns()
 
     def looped(self) -> None:
-        """The engine's loop has made an iteration."""
+        """Record that the engine's loop has made an iteration."""
         self._words[_WOKEN] = 0
 
     def serve(self) -> None:
-        """The engine computes requests from now on."""
+        """Record that the engine computes requests from now on."""
         self._words[_SERVING] = 1
 
     def leave(self) -> None:
-        """The engine shuts down."""
+        """Record that the engine shuts down."""
         self._words[_LEAVING] = 1
 
 
@@ -75,7 +75,7 @@ def is_leaving(path: Path) -> bool:
 
 
 def problem_of(path: Path, now_ns: int) -> str:
-    """Return why the engine that publishes at ``path`` makes no progress; empty if it does or is still unpublished."""
+    """Return why the engine that publishes at ``path`` makes no progress, or empty if it does or never published."""
     try:
         words = _read(path)
     except OSError:

@@ -1,7 +1,7 @@
 """Seeded sampling of prompts in chunks on a CPU, which vLLM 0.32.0 does for GPUs only.
 
-vLLM samples after each chunk, discards the token of all but the last, and takes the random numbers back by the
-generator's offset. Generators on a CPU have none, and the error ends the engine.
+vLLM samples after each chunk, discards the tokens of all chunks but the last, and rewinds the random numbers by the
+generator's offset. Generators on a CPU have no offset, and the error ends the engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def keep_generators(runner: type) -> None:
-    """Let a class of model runners restore the state of generators whose sample is discarded."""
+    """Make a class of model runners restore the state of generators whose samples are discarded."""
     sample, bookkeeping = runner._sample, runner._bookkeeping_sync  # type: ignore[attr-defined]
 
     @wraps(sample)

@@ -60,9 +60,9 @@ def computes_in_process(engine: EngineCore) -> bool:
 def call_when_serving(attach: Callable[[EngineCore, Callable[[], None]], None]) -> None:
     """Call ``attach(engine, wake)`` when an engine enters its loop, where requests may wait already.
 
-    vLLM gives a scheduler no access to its engine, and without the engine's input queue the loop could only be woken
-    by polling. So this wraps the loop's entry. The scheduler's module is first imported in the engine's constructor,
-    where wrapping that constructor would be too late.
+    vLLM gives a scheduler no access to its engine, and without the engine's input queue the loop could only be woken by
+    polling. So this wraps the loop's entry. It cannot wrap the engine's constructor, because that is running when the
+    scheduler's module is imported.
     """
     original = EngineCoreProc.run_busy_loop
 

@@ -42,17 +42,17 @@ class ApiMiddleware:
     """Forwards authorized requests to allowed routes, and answers all others itself."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
-        """Wrap ``app``; key and status file are read from the environment."""
+        """Wrap ``app``. The key and the status file are read from the environment."""
         self._app = app
         self._key = os.environ.get(KEY_VARIABLE, "").encode()
         status = os.environ.get(STATUS_VARIABLE, "")
         self._status = Path(status) if status else None
 
     def validate(self, body: bytes) -> bytes:
-        """The body to forward. See `as_prefill`.
+        """Return the body to forward. See `as_prefill`.
 
         Raises:
-            Refusal: this worker cannot serve the prompt; with a remedy.
+            Refusal: this worker cannot serve the prompt. The message has a remedy.
         """
         value = parse(body, max_depth=MOST_DEPTH)
         self.check(value)
@@ -60,10 +60,10 @@ class ApiMiddleware:
         return body if prefill == value else json.dumps(prefill).encode()
 
     def check(self, value: Mapping[str, Any]) -> None:
-        """Further checks of a request.
+        """Check a request further. Subclasses override this.
 
         Raises:
-            Refusal: with a remedy.
+            Refusal: the request is not served. The message has a remedy.
         """
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -114,9 +114,9 @@ class PrefillOnlyMiddleware(ApiMiddleware):
 
 
 class _Completed:
-    """A ``send`` that answers 503 where vLLM has dropped the request because it shuts down.
+    """A ``send`` that answers 503 if vLLM dropped the request because it shuts down.
 
-    It aborts requests with status 200, or finds its engine gone and answers 500.
+    vLLM itself would abort the request with status 200, or find its engine gone and answer 500.
     """
 
     def __init__(self, send: Send, status: Path | None) -> None:
@@ -149,7 +149,7 @@ class _Completed:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that replays a body that was read already."""
+    """Return a ``receive`` that replays a body that was read already."""
     replayed = False
 
     async def receive_again() -> Message:
@@ -170,7 +170,7 @@ async def _read(receive: Receive) -> bytes:
             raise Refusal(400, "the connection was closed before the body was complete")
         body += message.get("body", b"")
         if is_too_large := is_too_large or len(body) > MOST_BYTES:
-            body.clear()  # and read on, because closing the connection of a client that still sends resets it
+            body.clear()  # and read on, because closing the connection while a client still sends resets it
         if not message.get("more_body"):
             break
     if is_too_large:

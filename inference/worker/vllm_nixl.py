@@ -18,8 +18,9 @@ class QuietNixlConnector(NixlPullConnector):
     """vLLM's `NixlConnector` with `enable_prog_thread=False` for its agent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Its worker creates the agent's configuration in its constructor and takes no argument for it,
-        so the constructor it calls is patched meanwhile (vLLM 0.32.0)."""
+        """Create the connector, while the constructor of the agent's configuration is patched.
+
+        The connector's worker creates that configuration itself, and takes no argument for it (vLLM 0.32.0)."""
         original = base_worker.nixl_agent_config
         base_worker.nixl_agent_config = partial(original, enable_prog_thread=False)
         try:

@@ -53,7 +53,7 @@ class BubbleScheduler(Scheduler):
     """Schedules prefills into the bubbles of a training pipeline."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Like vLLM's; settings are read from `--additional-config`, see `WorkerSettings`.
+        """Create the scheduler with the settings in `--additional-config`. See `WorkerSettings`.
 
         Raises:
             ValueError: settings are missing, or vLLM has incompatible arguments.
@@ -99,17 +99,17 @@ class BubbleScheduler(Scheduler):
             self._trace = open(settings.trace_file, "a", buffering=1)  # noqa: SIM115
 
     def attach(self, engine: Any, wake: Callable[[], None]) -> None:
-        """Prepare an engine whose loop begins, and let it block while the gate is closed; ``wake`` unblocks it."""
+        """Prepare an engine whose loop begins, and let it block while the gate is closed. ``wake`` unblocks it."""
         self._in_process = computes_in_process(engine)
         warm_up(engine)
         self._status.serve()
-        # Without a connector there are no chores to wake for, only boards that appear and disappear.
+        # Without a connector there are no chores, and only boards that appear and disappear have to be noticed.
         period_s = IDLE_S if self.connector is None else CHORES_S
         self._waker = Waker(self._gate, wake, period_s=period_s, status=self._status)
 
     @contextlib.contextmanager
     def ungated(self, tokens: int) -> Iterator[None]:
-        """Grant ``tokens`` to every step, in bubbles or not, and learn nothing; for `warm_up`."""
+        """Grant ``tokens`` to every step of the block, even outside of bubbles, and learn nothing. For `warm_up`."""
         self._ungated = tokens
         try:
             yield
@@ -117,7 +117,7 @@ class BubbleScheduler(Scheduler):
             self._ungated = 0
 
     def add_request(self, request: Request) -> None:
-        """Add a request behind those that are as entitled; without `allow_decode` it finishes with its first token."""
+        """Add a request to the queue in fair order. Without `allow_decode` it finishes with its first token."""
         if not self._settings.allow_decode:
             request.max_tokens = min(request.max_tokens, 1)
         super().add_request(request)
@@ -125,7 +125,7 @@ class BubbleScheduler(Scheduler):
             self._order.place(request, self.waiting)
 
     def has_requests(self) -> bool:
-        """True to run a step now: for tokens that fit the bubble, or for chores."""
+        """True if a step must run now: for tokens that fit into the bubble, or for chores."""
         pending = super().has_requests()
         if self._ungated:
             self._granted = self._ungated, None
@@ -142,7 +142,7 @@ class BubbleScheduler(Scheduler):
         return self._granted[0] > 0 or self._chores_due()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """vLLM's schedule, limited to the tokens granted now."""
+        """Schedule as vLLM does, limited to the tokens granted now."""
         self._started_s = self._last_chores_s = time.monotonic()
         self._started_cpu_s = time.thread_time()
         self.max_num_scheduled_tokens = self._granted[0]
@@ -156,28 +156,28 @@ class BubbleScheduler(Scheduler):
             self._granted = (0, self._granted[1])
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        """Like vLLM's; first lets the gate learn from the step's duration."""
+        """Let the gate learn from the step's duration, then update as vLLM does."""
         tokens = scheduler_output.total_num_scheduled_tokens
         if tokens and not self._ungated:
             self._learn(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
-        """Like vLLM's; all at once are aborted when the engine shuts down."""
+        """Finish requests as vLLM does. If all are aborted, publish that the engine shuts down."""
         if request_ids is None and finished_status is RequestStatus.FINISHED_ABORTED:
             self._status.leave()
         return super().finish_requests(request_ids, finished_status)
 
     def shutdown(self) -> None:
-        """Like vLLM's; also saves the cost model."""
+        """Save the cost model, then shut down as vLLM does."""
         self._save()
         super().shutdown()
 
     def _wanted(self) -> tuple[int, int]:
-        """The number of pending tokens, and the longest context that any of them attends to.
+        """Return the number of pending tokens, and the longest context that any of them attends to.
 
-        Tokens of waiting requests that are in the prefix cache count as context: they are attended
-        to, but not computed again.
+        Tokens of waiting requests that are in the prefix cache count as context, because they are attended to, but not
+        computed again.
         """
         wanted, context = 0, 0
         for request in self.running:
@@ -202,7 +202,7 @@ class BubbleScheduler(Scheduler):
 
     def _learn(self, output: SchedulerOutput, end_s: float) -> None:
         tokens = output.total_num_scheduled_tokens
-        # The context with which one chunk of all tokens has the attention work of all requests.
+        # The context with which one chunk of all tokens has as much attention work as all requests together.
         pairs = 0.0
         for request_id, count in output.num_scheduled_tokens.items():
             if (request := self.requests.get(request_id)) is None:  # aborted in the meantime
@@ -210,7 +210,7 @@ class BubbleScheduler(Scheduler):
             computed = request.num_computed_tokens - count
             pairs += count * computed + count * count / 2
         context = max(0.0, pairs / tokens - tokens / 2)
-        # Where this thread computes, its time excludes that of a step that was preempted or stopped.
+        # If this thread computes, its CPU time excludes time in which it was preempted or stopped.
         computed_s = time.thread_time() - self._started_cpu_s if self._in_process else None
         late_s = self._gate.ended(self._started_s, end_s, tokens, context, computed_s)
         if end_s - self._saved_s > SAVE_S or self._gate.cost.steps == TRUSTED:

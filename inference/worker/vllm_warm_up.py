@@ -1,4 +1,4 @@
-"""Prompts that an engine computes before it serves, so that no client's is the first of its kind.
+"""Prompts that an engine computes before it serves, so that no client's prompt is the first of its kind.
 
 First steps load kernels, allocate buffers and may compile, which takes seconds.
 """
@@ -16,7 +16,7 @@ MOST_TOKENS = 32
 
 
 def prompts(tokens: int, block_hasher: Any) -> Iterator[Request]:
-    """A prompt of each kind that takes a path of its own through vLLM's sampler."""
+    """Yield one prompt of each kind that takes its own path through vLLM's sampler."""
     kinds = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.0, seed=1),
