@@ -66,7 +66,7 @@ def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
 
 
 def watcher(variables: Mapping[str, str]) -> Heartbeat:
-    """Return the watcher of a rank that an agent has started with these environment variables."""
+    """Return the watcher of a rank that an agent started with these environment variables."""
     from weft.engine.supervision.heartbeat import Heartbeat
 
     return Heartbeat.from_environment(variables)
@@ -87,7 +87,7 @@ def has_memory(variables: Mapping[str, str]) -> bool:
 
 
 def open_memory(config: WeftConfig, engine: WeftEngine) -> str:
-    """Let a run take memory checkpoints. See `weft.engine.supervision.memory.opening.open_memory`."""
+    """Attach memory checkpoints to a run's engine. See `weft.engine.supervision.memory.opening.open_memory`."""
     from weft.engine.supervision.memory.opening import open_memory
 
     return open_memory(config, engine)

@@ -61,7 +61,7 @@ LOOK_S = 0.1
 
 
 def main() -> int:
-    """Run the agent that standard input describes, until the driver ends it. Arguments are modules to import first."""
+    """Run the agent that standard input describes, until the driver ends it. Arguments are modules to import."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # training continues when the terminal closes
     command, server = read_command(sys.argv[1:])
     if command is None:
@@ -149,7 +149,7 @@ class Agent:
             await asyncio.sleep(TOLD_S)
 
     def _ask_to_stop(self) -> None:
-        """Send SIGTERM once to each rank, which then ends after its step.
+        """Send SIGTERM once to each rank. A rank then ends after its step.
 
         Without memory checkpoints, all ranks are signalled at once. With them, a rank that still imports is
         signalled after its imports, because it may have steps to save.
@@ -170,7 +170,7 @@ class Agent:
         await _first_of(self._reconcile(), self._report(), self._ranks.failed.wait())
 
     async def _let_other_come(self) -> None:
-        """Wait up to ``yields_s`` while another live agent of the host may reconnect to the driver."""
+        """Wait up to ``yields_s`` seconds while another live agent of the host may reconnect to the driver."""
         await self._met.wait()
         met = monotonic()
         while monotonic() - met < self._command.yields_s and is_owned(self._page):
@@ -194,7 +194,7 @@ class Agent:
         self._parking.open()
 
     def _remake_page(self) -> None:
-        """Create page and socket again if they were removed. Running ranks have them open, and new ranks need them."""
+        """Create page and socket again if they were removed. Running ranks have them open, but new ranks need them."""
         if self._page.exists() and self._parking.path.exists():
             return
         print(f"weft: {self._page.parent}: what agent and ranks share was removed; made again", file=sys.stderr)

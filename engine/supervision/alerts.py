@@ -25,7 +25,7 @@ REMEMBERED = 32
 
 
 class LinkSpeed:
-    """Speed readings of a link: one for each report of a rank or, if steps are longer, one for each step.
+    """Speed readings of a link: one for each report of a rank or, if steps take longer, one for each step.
 
     Transfers differ within a step, but not between steps. So a reading is the peak speed within a whole step. It ends
     with the step, or after the usual duration of a step, because steps take longer on a slow link.
@@ -56,7 +56,7 @@ class LinkSpeed:
 
         Args:
             step: its current step.
-            sent_bytes: total bytes sent over the link.
+            sent_bytes: total bytes that the rank has sent over the link.
             peak_bps: recent peak speed, in bit/s.
             trains: whether the rank is training. Other phases, such as evaluation, have other transfers.
         """
@@ -120,7 +120,7 @@ class Alert:
 
     Attributes:
         kind: straggler, slow_link, stalled_link, disk or pattern.
-        culprit: rank and host, host, or link: a pair of ranks.
+        culprit: a rank and its host, a host, or a link (a pair of ranks).
         evidence: one line.
     """
 
@@ -131,7 +131,7 @@ class Alert:
 
 @dataclass(slots=True)
 class _Series:
-    """Readings of a rank, each with the step at which it was taken.
+    """Readings of one rank, each with the step at which it was taken.
 
     Attributes:
         count, total: cumulative figures at the last reading.
@@ -152,7 +152,7 @@ class _Series:
 
 
 class Alerts:
-    """Derives alerts from a watch's ranks."""
+    """Derives alerts from the state of a watch's ranks."""
 
     def __init__(self, watch: Watch) -> None:
         """Use the ranks of ``watch``."""
@@ -163,7 +163,7 @@ class Alerts:
         self._raised: dict[tuple[str, str], float] = {}
 
     def look(self, now: float) -> list[Alert]:
-        """Return alerts that are new, or still true after a while. To be called about as often as hosts report."""
+        """Return alerts that are new, or that still hold after a while. Call this about as often as hosts report."""
         self._read_links()
         found = [*self._stalled(now), *self._slow_links(), *self._hosts()]
         if now - self._read_at >= READ_S:
@@ -206,7 +206,7 @@ class Alerts:
         slower = {rank: median(recent) / median(before) for rank, (recent, before) in known.items()}
         usual = median(slower.values()) if slower else 1.0
         for rank, (recent, before) in known.items():
-            # Beyond the variation of its own steps, and not because all steps have become longer.
+            # Slower by more than its own steps vary, and not because all steps have become longer.
             if min(recent) > max(before) * max(1.0, usual) and slower[rank] > SLOWER * max(1.0, usual):
                 text = f"its computations take {median(recent):.4g} s a step, and took {median(before):.4g} s"
                 yield self._straggler(rank, text)
@@ -227,9 +227,9 @@ class Alerts:
             yield from self._slower_than_planned(rows, recent)
 
     def _slower_than_planned(self, rows: JobRows, recent: Mapping[int, list[float]]) -> Iterator[Alert]:
-        """Return ranks that are slower than the variation of the others, relative to the plan's prediction for each.
+        """Yield alerts for ranks that exceed the plan's prediction by more than the others' ratios vary.
 
-        The prediction for one stage may be wrong. Replicas of the stage would show that, but here there are none.
+        The prediction for one stage may be wrong. Replicas of the stage would show that, but this job has none.
         """
         predicted = {rank: rows.predicted_s(rank) for rank in recent}
         ratios = {rank: [each / predicted[rank] for each in recent[rank]] for rank in recent if predicted[rank]}

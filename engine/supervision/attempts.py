@@ -1,4 +1,4 @@
-"""Attempts: a rank that survives a fault keeps its process, releases the rest, and takes part in the next attempt."""
+"""Attempts: a rank that survives a fault keeps its process, releases all else, and joins the next attempt."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def fault_of(error: BaseException) -> FaultKind:
 
 @contextmanager
 def reported(attempt: Attempt) -> Iterator[None]:
-    """Write an error report to the path in `ERROR_FILE` if the block fails; the first report of an attempt remains."""
+    """Write an error report to the path in `ERROR_FILE` if the block fails, unless the attempt has one already."""
     try:
         yield
     except Exception as error:
@@ -98,19 +98,19 @@ THREADS_S = 10.0
 
 
 def run_attempts(argv: Sequence[str], once: Once) -> int:
-    """Run ``once`` for each attempt that the agent assigns; return the exit code.
+    """Run ``once`` for each attempt that the agent assigns, and return the exit code.
 
-    Without restarts in the same process (``WEFT_AGENT``) there is one attempt. The error that ends this process
-    propagates, after it was written for the supervisor.
+    Without restarts in the same process (``WEFT_AGENT`` is unset) there is one attempt. An error that ends this process
+    is written for the supervisor, and then propagates.
 
     Args:
-        argv: arguments of the first attempt; later ones come with the assignment.
+        argv: arguments of the first attempt. Later attempts get theirs with the assignment.
     """
     set_up = SetUpTimes()
     with reported(Attempt()):
         agent = AgentLink.from_environment(os.environ)
     if agent is None:
-        only = Attempt(set_up=set_up)  # never unwound: the process ends, and with it all that it holds
+        only = Attempt(set_up=set_up)  # never unwound, because the process ends
         with reported(only):
             return once(argv, only)
     first, threads = dict(os.environ), set(threading.enumerate())
@@ -136,7 +136,7 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
 
 
 def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, attempt: Attempt) -> int | str:
-    """Run an attempt; return its exit code, or why it ended early, after its resources were released.
+    """Run an attempt. Return its exit code or, after its resources were released, why it ended early.
 
     Raises:
         Exception: a fault of this rank.
@@ -175,11 +175,11 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
     """True if all of Weft's threads have ended except those from before the first attempt."""
     limit = monotonic() + THREADS_S
     while True:
-        gc.collect()  # a thread that has failed is held by its error, and holds a process group
+        gc.collect()  # a failed thread is referenced by its error, and references a process group
         own = (thread for thread in threading.enumerate() if thread.name.startswith(_OWN))
         left = [thread for thread in own if thread not in others]
         if not left:
-            gc.collect()  # the last may have ended since
+            gc.collect()  # the last thread may have ended since
             return True
         if monotonic() > limit:
             print(f"weft train: thread {left[0].name} does not end; this process does", file=sys.stderr)
@@ -188,13 +188,13 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
 
 
 def _leave(attempt: Attempt) -> None:
-    """Fail all waits for other ranks; runs on a thread when the agent requests that this rank leaves.
+    """Fail all waits for other ranks. This runs on a thread when the agent requests that this rank leave.
 
     A rank that does not leave prints its threads' stacks before its agent kills it.
 
-    gloo does not need this: the connections of ranks that have left are closed, so waits for them fail. A
-    transfer between sites, however, waits until its deadline, and other ranks wait for it. A rank that waits
-    for one that does not leave is killed by its agent.
+    gloo does not need this, because ranks that have left have closed their connections, so waits for them fail. A
+    transfer between sites, however, waits until its deadline, and other ranks wait for it. A rank that waits for a rank
+    that does not leave is killed by its agent.
     """
     faulthandler.dump_traceback_later(STUCK_S)
     try:

@@ -28,12 +28,12 @@ def answer_clock(message: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 async def clock_offset(address: Address, most_s: float = 5.0) -> tuple[float, float]:
-    """Return the seconds by which this host's clock is ahead of the driver's, and the largest error of that.
+    """Return the seconds by which this host's clock is ahead of the driver's, and the maximum error of this value.
 
     The answer with the shortest round trip is used. Its error is at most half of that round trip.
 
     Raises:
-        ValueError: a TCP address and no ``WEFT_KEY``.
+        ValueError: the address is a TCP address, and ``WEFT_KEY`` is not set.
         TimeoutError: no answer in ``most_s`` seconds.
     """
     answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -59,11 +59,11 @@ async def clock_offset(address: Address, most_s: float = 5.0) -> tuple[float, fl
 
 
 def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
-    """Seconds between this host's clock and the driver's.
+    """Check the difference between this host's clock and the driver's.
 
     Args:
         driver: ``HOST:PORT`` or the name of a Unix socket.
-        shift_s: for tests: seconds by which to set this host's clock off.
+        shift_s: seconds to add to this host's clock, for tests.
     """
     try:
         offset, uncertain = asyncio.run(clock_offset(_address(driver)))

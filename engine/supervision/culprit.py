@@ -1,8 +1,8 @@
-"""The culprit of a standstill, derived from each rank's place in its row.
+"""The culprit of a standstill, derived from each rank's position in its schedule row.
 
-Every rank executes a known row, so its place determines what it waits for. When no rank moves, the culprit is a rank
-whose next action has all its inputs and does not run. If a transfer was sent and does not arrive although nothing else
-is missing, the culprit is the link. (MegaScale section 5.2 derives the same from the ranks' logs.)
+Every rank executes a known row of slots, so its position determines which input it waits for. When no rank moves, the
+culprit is a rank whose next action has all its inputs and does not run. If only a transfer that was sent is missing,
+the culprit is the link. (MegaScale section 5.2 derives the same from the ranks' logs.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Replica:
     """A pipeline of the job.
 
     Attributes:
-        schedule: its schedule, without relays; replicas with equal schedules share the object.
-        ranks: the global rank of each row.
+        schedule: the pipeline's schedule, without relays. Replicas with equal schedules share the object.
+        ranks: the global rank that executes each row.
         busy_s: seconds that each row's own computations are predicted to take in a step, or empty if unknown.
     """
 
@@ -33,11 +33,12 @@ class Replica:
 
 @dataclass(frozen=True)
 class JobRows:
-    """The rows of all ranks of a job.
+    """The schedule rows of all ranks of a job.
 
     Attributes:
-        replicas: pipelines; the same row of each holds the same stages.
-        cells: numbers of replicas that share their uplinks between sites; others are left out.
+        replicas: the pipelines. A row executes the same stages in every replica.
+        cells: for each DP-cell, the numbers of the replicas that share their uplinks between sites. Other replicas are
+            in no cell.
     """
 
     replicas: tuple[Replica, ...]
@@ -45,7 +46,7 @@ class JobRows:
 
     @cached_property
     def seats(self) -> dict[int, tuple[int, int]]:
-        """Replica and row of each global rank."""
+        """Numbers of the replica and of the row of each global rank."""
         return {
             rank: (number, row)
             for number, replica in enumerate(self.replicas)
@@ -53,12 +54,12 @@ class JobRows:
         }
 
     def row(self, rank: int) -> tuple[Slot, ...]:
-        """Return a global rank's actions of a step."""
+        """Return the slots that a global rank executes in a step."""
         number, row = self.seats[rank]
         return self.replicas[number].schedule.rows[row]
 
     def predicted_s(self, rank: int) -> float:
-        """Seconds that a rank's own computations are predicted to take in a step, or 0 if that is not known."""
+        """Return the predicted seconds of a rank's own computations in a step, or 0 if unknown."""
         number, row = self.seats[rank]
         predicted = self.replicas[number].busy_s
         return predicted[row] if predicted else 0.0
@@ -84,7 +85,7 @@ class JobRows:
         return {replica: cell for cell in self.cells for replica in cell}
 
     def carriers(self, sender: int, receiver: int) -> tuple[tuple[int, int], ...]:
-        """The links, as pairs of global ranks, that carry a transfer: in a DP-cell the uplinks of all its pipelines."""
+        """Return the links, as pairs of global ranks, that carry a transfer: in a DP-cell all pipelines' uplinks."""
         (number, here), (_, there) = self.seats[sender], self.seats[receiver]
         if number not in self._cell_of or not self.crosses(sender, receiver):
             return ((sender, receiver),)
@@ -99,8 +100,8 @@ class Suspect:
 
     Attributes:
         rank: the global rank, or None for a link.
-        links: pairs of global ranks; several if the uplinks of a DP-cell carry the transfer and it is
-            unknown which of them fails.
+        links: the link as a pair of global ranks. Several pairs if the uplinks of a DP-cell carry the transfer and it
+            is unknown which of them fails.
         doing: the current action of the rank, or the transfer that does not arrive.
     """
 
@@ -114,8 +115,8 @@ class Finding:
     """The diagnosis from all ranks' progress.
 
     Attributes:
-        suspects: the culprit; several if places do not distinguish them; empty while ranks move.
-        running: ranks that moved, which are slow at most.
+        suspects: the culprit. Several if the ranks' progress does not distinguish them, empty while ranks move.
+        running: ranks that moved, and so are at most slow.
     """
 
     suspects: tuple[Suspect, ...]
@@ -124,12 +125,12 @@ class Finding:
 
 @dataclass
 class _Candidate:
-    """A rank that has all it needs, or a transfer that was sent and does not arrive.
+    """A rank that has all its inputs and does not run, or a transfer that was sent and has not arrived.
 
     Attributes:
         rank: the rank, or the receiver.
         sender: the sender of the transfer, or None if the candidate is the rank itself.
-        helpers: ranks whose processes deliver what it waits for; None stands for all ranks.
+        helpers: ranks whose processes take part in the pending operation. None stands for all ranks.
     """
 
     rank: int
@@ -141,7 +142,7 @@ class _Candidate:
         return silent if self.helpers is None else silent.intersection((self.rank, *self.helpers))
 
     def delivered(self, job: JobRows, sound: Collection[frozenset[int]]) -> _Candidate:
-        """Return the receiver alone if all links of the transfer are known to work."""
+        """Return this candidate, but blame the receiver instead of the transfer if all links of the transfer work."""
         if self.sender is None or not all(frozenset(pair) in sound for pair in job.carriers(self.sender, self.rank)):
             return self
         return _Candidate(self.rank, helpers=self.helpers)
@@ -159,12 +160,12 @@ def find_culprits(
     """Find the rank or link that holds up the others.
 
     Args:
-        places: the place of every rank of the job.
-        moved: ranks that changed their place recently; if there are any, there is no culprit.
+        places: the progress of every rank of the job.
+        moved: ranks that made progress recently. If there are any, there is no culprit.
         silent: ranks without heartbeats: stopped, or with a thread that holds the interpreter's lock. Their
             transfers and collectives stand still with them.
         broken: links, as pairs of ranks in any order, without a connection.
-        sound: links that are known to work: messages sent over them have arrived, so the receiver is the culprit.
+        sound: links that are known to work. Messages sent over them have arrived, so the receiver is the culprit.
     """
     if moved:
         return Finding((), tuple(sorted(moved)))
@@ -184,7 +185,7 @@ def find_culprits(
 def _links(
     job: JobRows, places: Mapping[int, RowProgress], stuck: Sequence[_Candidate], broken: Collection[frozenset[int]]
 ) -> list[Suspect]:
-    """The links that carry transfers which were sent and do not arrive, each once."""
+    """Return the links of transfers that were sent and have not arrived. Each set of links is returned once."""
     crossings: dict[frozenset[frozenset[int]], list[_Candidate]] = {}
     for candidate in stuck:
         assert candidate.sender is not None
@@ -205,7 +206,7 @@ def _pair(ends: frozenset[int]) -> tuple[int, int]:
 
 
 class _Judge:
-    """Judges ranks one by one; what several need is found once."""
+    """Decides for each rank whether it is a candidate. Results that several ranks need are cached."""
 
     def __init__(self, job: JobRows, places: Mapping[int, RowProgress]) -> None:
         self._job, self._places = job, places
@@ -220,7 +221,7 @@ class _Judge:
         return step, done - len(self._job.row(rank)), begun, waits
 
     def candidate(self, rank: int) -> _Candidate | None:
-        """Return the rank, or the transfer that it lacks, or None if it waits for other ranks."""
+        """Return the rank or the transfer that it lacks as a candidate, or None if it waits for other ranks."""
         place, row = self._places[rank], self._job.row(rank)
         if place.done >= len(row) or place.step == 0 or (place.begun and row[place.done][0].op is Op.STEP):
             return self._together(rank)
@@ -235,7 +236,7 @@ class _Judge:
         return _Candidate(rank, helpers=self._helpers(number, row[place.done]))
 
     def _together(self, rank: int) -> _Candidate | None:
-        """Return the rank if it is last: in ``STEP`` and later all ranks take part in each reduction."""
+        """Return the rank if it is last, or None. In ``STEP`` and later all ranks take part in each reduction."""
         return _Candidate(rank, helpers=None) if self._far[rank] == self._least else None
 
     def _receive(self, number: int, rank: int, action: Action) -> _Candidate | None:
@@ -259,7 +260,7 @@ class _Judge:
         raise ValueError(f"{receive}: no rank sends it; is the schedule lowered?")
 
     def _helpers(self, number: int, slot: Slot) -> Collection[int]:
-        """Return the ranks whose processes a computation (replicas) or a send (the receiver) relies on."""
+        """Return the ranks whose processes take part in a slot: replicas in a computation, the receiver in a send."""
         replica, op = self._job.replicas[number], slot[0].op
         ranks = replica.schedule.placement.stage_ranks
         if op in SENDS:
@@ -272,8 +273,8 @@ class _Judge:
     def _replicas_are_there(self, rank: int, stage: int) -> bool:
         """True if all replicas have used a stage in this step as often as this rank has.
 
-        Weights are gathered for, and gradients reduced after, uses of a stage; how far a rank
-        may run ahead of its replicas depends on the ZeRO stage, and no rank has to be ahead to continue.
+        Weights are gathered before a stage is used, and gradients reduced afterwards. How far a rank may run ahead of
+        its replicas depends on the ZeRO stage. A rank never has to be ahead of its replicas to continue.
         """
         _, row = self._job.seats[rank]
         if len(self._job.replicas) == 1:
@@ -284,7 +285,7 @@ class _Judge:
         return self._least_used[key] >= self._use(rank, stage)
 
     def _use(self, rank: int, stage: int) -> tuple[int, int, int]:
-        """Return the step, the uses of a stage begun in it, and the waits entered in the last use."""
+        """Return the step, the number of uses of a stage begun in it, and the waits entered in the last use."""
         place, counts = self._places[rank], self._counts(rank, stage)
         done = min(place.done, len(counts) - 1)
         using = place.begun and counts[done + 1] > counts[done]

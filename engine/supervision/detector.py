@@ -1,4 +1,4 @@
-"""Failure detection: the reports of one attempt, and the fault that ends it."""
+"""Failure detection: derives the fault that ends an attempt from the reports of the attempt."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _BEFORE_A_STEP = (*_BEFORE_TRAINING, Phase.first_step)
 
 
 class AttemptProgress:
-    """The hosts that have not yet done their imports, their first step, or all of their work.
+    """The hosts that have not yet finished their imports, their first step, or all of their work.
 
     Attributes:
         has_plan: whether a rank has begun to train. Ranks write their plan into the run's folder before that.
     """
 
     def __init__(self, layout: Layout) -> None:
-        """Start with all hosts."""
+        """Start with all hosts of ``layout``."""
         self._layout = layout
         self._importing, self._without_step, self._unfinished = (set(layout.slots) for _ in range(3))
         self.has_plan = False
@@ -50,12 +50,12 @@ class AttemptProgress:
 
     @property
     def has_imported(self) -> bool:
-        """True if every rank is past its imports."""
+        """True if every rank has finished its imports."""
         return not self._importing
 
     @property
     def has_stepped(self) -> bool:
-        """True if every rank has done the first step of the attempt."""
+        """True if every rank has finished the first step of the attempt."""
         return not self._without_step
 
     @property
@@ -65,7 +65,7 @@ class AttemptProgress:
 
 
 def step_under_way(watch: Watch) -> int | None:
-    """Return the step of the slowest rank, from 1, or None before training."""
+    """Return the step of the slowest rank, counted from 1, or None before training."""
     steps: Iterable[int] = (seen.report.place.step for seen in watch.ranks.values())
     return min(steps, default=0) or None
 
@@ -76,11 +76,11 @@ def all_lost(ends: Mapping[int, RankEnd]) -> bool:
 
 
 def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> Fault:
-    """Return the fault that ends an attempt.
+    """Return the fault that ends an attempt, from the ends of its ranks.
 
     Args:
-        ends: by rank, at least one: the failure, or the reason for standby.
-        watch: of the attempt.
+        ends: for at least one rank, its failure or the reason for its standby.
+        watch: the watch of the attempt.
     """
     rank = cause(ends)
     end = ends[rank]
@@ -89,7 +89,7 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
     if end.kind is FaultKind.bad_numbers:
         if end.ranks:
             evidence += f" (weft evict {' '.join(_hosts(culprit))})"
-        else:  # all ranks end alike, so the first is no more to blame than the others
+        else:  # all ranks end alike, so no single rank is to blame
             culprit = {}
     if all_lost(ends):
         culprit, waited = _awaited(ends, layout, watch, now)
@@ -107,7 +107,7 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
 
 
 def _named(ranks: Sequence[int], layout: Layout) -> Mapping[str, Any]:
-    """Return ranks with their hosts as a culprit. Ranks that the attempt does not have are omitted."""
+    """Return ``ranks`` with their hosts as a culprit. Ranks that are not in the attempt are omitted."""
     known = [rank for rank in ranks if 0 <= rank < layout.num_ranks]
     if len(known) == 1:
         return {"rank": known[0], "host": layout.host_of(known[0])}
@@ -119,7 +119,7 @@ def _hosts(culprit: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _awaited(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now: float) -> tuple[Mapping[str, Any], str]:
-    """Return the rank that all ranks with a lost peer waited for, empty if unknown, and a description."""
+    """Return the culprit that all ranks with a lost peer waited for (empty if unknown), and a description."""
     suspects = watch.awaited(ends, now)
     ranks = [suspect.rank for suspect in suspects if suspect.rank is not None]
     hosts = sorted({layout.host_of(rank) for rank in ranks})
@@ -186,7 +186,7 @@ class FailureDetector:
         self._alerts = Alerts(self._watch)
 
     def observe(self, said: AgentMessage, now: float) -> None:
-        """Take an agent's message of this attempt."""
+        """Process an agent's message about this attempt."""
         self._watch.observe(said.report, now)
         self._progress.observe(said.report)
         self._lines |= said.lines
@@ -204,17 +204,17 @@ class FailureDetector:
 
     @property
     def has_imported(self) -> bool:
-        """True if every rank is past its imports."""
+        """True if every rank has finished its imports."""
         return self._progress.has_imported
 
     @property
     def has_stepped(self) -> bool:
-        """True if every rank has done the first step of the attempt."""
+        """True if every rank has finished the first step of the attempt."""
         return self._progress.has_stepped
 
     @property
     def has_finished(self) -> bool:
-        """True if every rank has ended well."""
+        """True if every rank has succeeded."""
         return self._progress.has_finished
 
     @property
@@ -224,20 +224,20 @@ class FailureDetector:
 
     @property
     def step(self) -> int | None:
-        """The step of the slowest rank, from 1, or None before training."""
+        """Return the step of the slowest rank, counted from 1, or None before training."""
         return step_under_way(self._watch)
 
     @property
     def kept_step(self) -> int:
-        """The newest step of which a rank has a memory checkpoint, or 0 without one."""
+        """The step of the newest memory checkpoint of any rank, or 0 without one."""
         return max((seen.report.kept_step for seen in self._watch.ranks.values()), default=0)
 
     def last_lines(self, culprit: Mapping[str, Any]) -> list[str]:
-        """Return the last lines that a culprit printed, if it is one rank."""
+        """Return the last lines that the culprit printed if it is a single rank, otherwise an empty list."""
         return self._lines.get(culprit.get("rank", -1), [])[-LINES:]
 
     def fault(self, now: float) -> Fault | None:
-        """Return the fault that must end the attempt, if any, and raise alerts."""
+        """Return the fault that must end the attempt, or None. Raise alerts as well."""
         if self._ends and now < self._ends_since + SETTLE_S:
             return None
         if self._ends and not self._may_be_a_host(now):
@@ -263,12 +263,12 @@ class FailureDetector:
         return Fault(verdict.kind, culprit, verdict.evidence, verdict.step, verdict.seconds)
 
     def _may_be_a_host(self, now: float) -> bool:
-        """True if ranks have lost peers and a host without connection may be the cause."""
+        """True if ranks have lost peers, and a host without a connection may be the cause."""
         limit = now - 2 * self._settings.heartbeat_s
         return all_lost(self._ends) and self._fleet.is_out_of_touch(self._layout.slots, limit)
 
     def _site_patience_s(self, site: Collection[str]) -> float:
-        """Return the timeout of a silent site: 0 once a rank has ended, because waiting for links is useless then."""
+        """Return the timeout of a silent site. It is 0 once a rank has ended, because waiting is useless then."""
         return 0.0 if self._ends else self._patience.seconds(site)
 
     def _alert_of_silence(self, now: float) -> None:

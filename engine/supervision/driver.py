@@ -56,8 +56,8 @@ def drive(run_folder: Path, *, attach: bool = False, early: EarlyAgent | None = 
     """Drive a run to its end, and return its exit code.
 
     Args:
-        attach: whether the run is under way.
-        early: the agent of this host, which has all ranks, or None if agents are still to be started.
+        attach: whether the run is already in progress.
+        early: the agent of this host if the host has all ranks, or None if agents still have to be started.
     """
     collect_rarely()
     try:
@@ -75,13 +75,13 @@ def collect_rarely() -> None:
 
 
 class Driver:
-    """A job with agents, a journal and a clock."""
+    """The driver process: a `Job`, connected to agents, a journal and a clock."""
 
     def __init__(self, run_folder: Path, *, attach: bool, early: EarlyAgent | None = None) -> None:
-        """Lock the run's folder. Arguments as in `drive`.
+        """Lock the run's folder. For the arguments see `drive`.
 
         Raises:
-            ValueError: another driver has it, or there is nothing to attach to.
+            ValueError: another driver has the lock, or there is no run to attach to.
         """
         self._folder, self._attach, self._early = run_folder, attach, early
         self._lock = RunLock(run_folder / "supervisor")
@@ -137,7 +137,7 @@ class Driver:
         return self.job.code
 
     async def _leave(self) -> None:
-        """Wait for the agents to end, and kill those of this machine that do not."""
+        """Wait for the agents to end, and kill this machine's agents that do not."""
         limit = monotonic() + LEAVE_S
         while (self._server.connected or self._processes) and monotonic() < limit and self._signals < 2:
             await asyncio.sleep(TICK_S)
@@ -179,7 +179,7 @@ class Driver:
         self.job.on_report(*_parts(peer), message, monotonic())
 
     def _place(self) -> str | tuple[str, int]:
-        """Return the address to listen at: a Unix socket if all hosts are this machine."""
+        """Return the address to listen on, which is a Unix socket if all hosts are this machine."""
         cluster, settings = self._config.cluster, self._config.supervise
         if self._early or not cluster.hostfile or cluster.manager is ClusterManager.local:
             return f"weft-{os.getuid()}-{_name(self._folder)}"
@@ -220,7 +220,7 @@ class Driver:
             self.say(f"{host}: {error.strerror}: {error.filename}")
 
     def tell(self, host: str, generation: int, state: DesiredState) -> None:
-        """Send a message to an agent."""
+        """Send an agent the desired state of its host."""
         self._server.send(f"{host}#{generation}", to_fields(state), latest_of="wanted")
 
     def record(self, event: str, **fields: Any) -> None:
@@ -233,7 +233,7 @@ class Driver:
             print(f"weft: {text}", file=sys.stderr, flush=True)
 
     def rows(self) -> JobRows | None:
-        """Return the schedule rows from the plan that the ranks have written."""
+        """Return the schedule rows from the plan that the ranks have written, or None if it cannot be read."""
         try:
             return read_rows((self._folder / "plan.json").read_text())
         except (OSError, ValueError) as error:
@@ -241,7 +241,7 @@ class Driver:
             return None
 
     def denied(self) -> Mapping[str, str]:
-        """Return the hosts on the deny-list, or the last known ones while it cannot be read."""
+        """Return the hosts on the deny-list with the reasons, or the last known ones while the list cannot be read."""
         return self._denied()
 
     def _read_denied(self) -> Mapping[str, str]:
@@ -283,7 +283,7 @@ class Driver:
         )
 
     def _shortage(self, replicas: int) -> str:
-        """Return why so many replicas would not fit into memory, by the plan that the ranks have written."""
+        """Return why this number of replicas would not fit into memory, by the ranks' plan, or empty if it may."""
         try:
             plan = (self._folder / "plan.json").read_text()
         except OSError:
@@ -301,7 +301,7 @@ class Driver:
         return config, file
 
     def _resume(self, config: WeftConfig, again: bool) -> tuple[str, ...]:
-        """Let attempts after the first resume from the run's own checkpoints."""
+        """Return the arguments with which attempts after the first resume from the run's own checkpoints."""
         if not again or config.checkpoint.resume == "auto":
             return ()
         return ("checkpoint.resume=auto",) if any((self._folder / "checkpoints").glob("*")) else ()
@@ -324,7 +324,7 @@ def _own_address(hosts: Iterable[str]) -> str:
     The machine's own name is unsuitable, because many machines resolve it to a local address.
 
     Raises:
-        ValueError: the name of that host does not resolve.
+        ValueError: the name of that other host does not resolve.
     """
     others = [host for host in hosts if not is_loopback(host) and host != socket.gethostname()]
     if not others:

@@ -25,10 +25,10 @@ class Effects(Protocol):
         """Print a line for the user."""
 
     def rows(self) -> JobRows | None:
-        """Return the ranks' rows, from the plan in the run's folder, or None if it cannot be read."""
+        """Return the schedule rows of all ranks, from the plan in the run's folder, or None if it cannot be read."""
 
     def denied(self) -> Mapping[str, str]:
-        """Return the run's hosts that are denied, and why."""
+        """Return the reason for each of the run's hosts that is on the deny-list."""
 
     def deny(self, host: str, reason: str) -> None:
         """Add a host to the deny-list."""

@@ -29,8 +29,8 @@ class Denial:
 
     Attributes:
         reason: one line.
-        at: seconds since 1970.
-        by: who evicted it: "operator" or the name of a run.
+        at: time of the eviction, in seconds since 1970.
+        by: "operator", or the name of the run that evicted the host.
     """
 
     reason: str
@@ -55,10 +55,10 @@ class DenyList:
         return cls(Path(named).expanduser().absolute())
 
     def read(self) -> dict[str, Denial]:
-        """Denials by host.
+        """Return the denials by host.
 
         Raises:
-            ValueError: the file exists and cannot be read. An evicted host must not return because of that.
+            ValueError: the file exists and cannot be read. Treating it as empty would readmit evicted hosts.
         """
         try:
             found = json.loads(self.path.read_text())
@@ -71,7 +71,7 @@ class DenyList:
             ) from error
 
     def evict(self, host: str, reason: str, by: str = "operator") -> None:
-        """Add a host, or replace the reason of one that is listed."""
+        """Add a host, or replace the reason of a listed host."""
         with self._locked() as hosts:
             hosts[host] = Denial(" ".join(reason.split()), time.time(), by)
 
@@ -117,7 +117,7 @@ class Suspicions:
         self._faults: Counter[str] = Counter()
 
     def saw_fault(self, kind: str, culprit: Mapping[str, Any]) -> None:
-        """Count a fault for its hosts."""
+        """Count a fault for the hosts of its culprit."""
         if kind not in _OF_OTHERS:
             self._faults.update([culprit["host"]] if "host" in culprit else culprit.get("hosts", ()))
 
@@ -136,12 +136,12 @@ async def examine(ranks: Ranks, run_folder: Path, slots: int, driver: Address) -
         ranks: the host's ranks. Their forkserver has already imported the modules that a doctor needs.
         slots: number of ranks of this host.
     """
-    where = "" if isinstance(driver, str) else "{}:{}".format(*driver)  # a driver on this machine has the same clock
+    where = "" if isinstance(driver, str) else "{}:{}".format(*driver)  # a driver on this machine uses the same clock
     arguments = doctor_arguments(run_folder, ranks=slots, driver=where)
     printed, code = await ranks.ask("doctor", DOCTOR, arguments, DOCTOR_S)
     return [f"{finding.check}: {finding.says}" for finding in failures(read_findings(printed, code))]
 
 
 def reason_to_evict(failed: Sequence[str]) -> str:
-    """Return the reason for the deny-list."""
+    """Return the reason to evict a host, from its failed checks."""
     return f"weft doctor node: {'; '.join(failed)}"

@@ -36,7 +36,7 @@ class Policy:
     """The policy for a class of faults.
 
     Attributes:
-        response: to the fault.
+        response: the response to the fault.
         most: number of attempts with this fault at the same step after which the run ends.
     """
 
@@ -46,10 +46,10 @@ class Policy:
 
 POLICIES: Mapping[FaultKind, Policy] = {
     FaultKind.input_error: Policy(Response.stop, 1),
-    # The run has already skipped steps, gone back and omitted batches before it ends with this.
+    # Before this fault, the run has already skipped steps, gone back and omitted batches.
     FaultKind.bad_numbers: Policy(Response.stop, 1),
     FaultKind.corruption: Policy(Response.roll_back),
-    # Another process may have used the memory. A step itself needs nearly the same each time.
+    # Another process may have used the memory. A step needs nearly the same amount each time.
     FaultKind.host_memory: Policy(Response.retry, 2),
     FaultKind.device_memory: Policy(Response.retry, 2),
     FaultKind.disk_full: Policy(Response.retry),
@@ -68,10 +68,10 @@ _LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.stopped, FaultKind
 
 
 def write_report(path: Path, report: ErrorReport) -> None:
-    """Write an error file that only this user can read. An existing one stays, because the first error is the cause.
+    """Write an error file that only this user can read. An existing file stays, because the first error is the cause.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if path.exists():
         return
@@ -79,7 +79,7 @@ def write_report(path: Path, report: ErrorReport) -> None:
 
 
 def read_report(path: Path) -> ErrorReport | None:
-    """Return a rank's report, or None if there is no valid one."""
+    """Return a rank's error report, or None if there is no valid one."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             report = decode(file.read(LONGEST_FILE), ErrorReport)
@@ -92,9 +92,9 @@ def classify(status: int, report: ErrorReport | None, *, oom_killed: bool = Fals
     """Return how a rank ended, or None if it succeeded.
 
     Args:
-        status: its exit code, or minus the number of the signal that killed it.
-        report: its report, as `read_report` returns it.
-        oom_killed: whether the kernel's OOM killer has acted in its control group (`OomKills`).
+        status: the rank's exit code, or minus the number of the signal that killed it.
+        report: the rank's error report, as `read_report` returns it.
+        oom_killed: whether the kernel's OOM killer has acted in the rank's control group (`OomKills`).
     """
     if status == 0:
         return None
@@ -113,7 +113,10 @@ def classify(status: int, report: ErrorReport | None, *, oom_killed: bool = Fals
 
 
 def cause(ends: Mapping[int, RankEnd]) -> int:
-    """Return the rank whose end explains the others: the first of the most specific class. ``ends`` is not empty."""
+    """Return the rank whose end probably caused the others: the lowest rank of the most specific class of faults.
+
+    ``ends`` must not be empty.
+    """
 
     def order(rank: int) -> tuple[int, int]:
         kind = ends[rank].kind
@@ -133,7 +136,7 @@ class OomKills:
     """Counts the kernel's OOM kills in a process's control group, of cgroup v2 or v1."""
 
     def __init__(self, pid: int, *, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        """Find the group of a live process, and count from now on.
+        """Find the control group of a live process, and count OOM kills from now on.
 
         Args:
             proc, cgroups: mount points of these file systems.
@@ -142,7 +145,7 @@ class OomKills:
         self._before = self._count()
 
     def seen(self) -> bool:
-        """True if there was an OOM kill since the last call, or since the start."""
+        """Return True if there was an OOM kill since the last call, or since the start."""
         before, self._before = self._before, self._count()
         return self._before > before
 
@@ -169,7 +172,7 @@ def _event_files(pid: int, proc: Path, cgroups: Path) -> list[Path]:
 def _oom_kills(path: Path) -> int:
     try:
         words = path.read_text().split()
-    except OSError:  # no such group, or a kernel that does not count
+    except OSError:  # there is no such group, or the kernel does not count
         return 0
     counts = dict(zip(words[::2], words[1::2], strict=False))
     return int(counts.get("oom_kill", 0))
@@ -192,9 +195,9 @@ class Fault:
         kind: a class of `FaultKind`, a kind of a watch's diagnosis, agent or host.
         culprit: rank and host, ranks and hosts, host alone, or link. Empty if the culprit is unknown.
         evidence: one line.
-        step: that was under way, or None before training.
-        seconds: since a rank last moved.
-        most: times that it may occur at the same step.
+        step: the step that was in progress, or None before training.
+        seconds: seconds since a rank last made progress.
+        most: number of times that the fault may occur at the same step.
         final: whether another attempt would fail in the same way.
     """
 
@@ -235,14 +238,17 @@ class Budget:
         self.fruitless = 0
 
     def saw_fault(self, kind: str, culprit: Mapping[str, Any], step: int | None) -> int:
-        """Return how often this fault has occurred at this step."""
+        """Count a fault, and return how often it has occurred at this step."""
         key = (kind, repr(sorted(culprit.items())), step)
         self._seen.append(key)
         self.fruitless += 1
         return self._seen.count(key)
 
     def end(self, fault: Fault, same: int) -> tuple[int, str] | None:
-        """Return exit code and reason if the run ends by this fault, the ``same``-th of its kind, or None to go on."""
+        """Return exit code and reason if the run must end because of this fault, or None if it goes on.
+
+        ``same`` is the number of equal faults at this step, as `saw_fault` returned it.
+        """
         if fault.final or self._settings.enabled is False:
             return (2 if fault.kind == FaultKind.input_error.value else 1), fault.text
         if same >= (MOST_LOST if fault.kind in ("agent", "host") else fault.most):

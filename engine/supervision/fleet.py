@@ -24,20 +24,20 @@ YIELDS_S = 3.0
 
 @dataclass
 class Host:
-    """The driver's state of a host.
+    """The driver's state of one host and of its agent.
 
     Attributes:
-        generation: of its agent.
-        newest: highest generation of an agent that was started.
-        beside: True if that agent was started in addition to the host's own, which may be alive.
+        generation: number of the host's own agent.
+        newest: highest number of an agent that was started.
+        beside: True if the newest agent was started in addition to the host's own, which may be alive.
         starting: whether this driver has started the agent and has no connection from it yet.
         connected: whether its agent has a connection.
         exited: whether its agent's process is known to have ended.
         ready: whether ranks can start there at once, because the imports are done.
-        heard: time of its last message.
-        since: when the agent was started.
-        attempt: whose ranks it has, or None before its first report.
-        codes: exit codes of these ranks, or None for those that run.
+        heard: time of the agent's last message.
+        since: time at which the agent was started.
+        attempt: the attempt whose ranks it has, or None before its first report.
+        codes: by rank of that attempt, the exit code, or None while the rank runs.
         leaving: whether its agent has received a signal to end.
     """
 
@@ -58,22 +58,22 @@ class Host:
 
     @property
     def yields_s(self) -> float:
-        """Seconds that the newest agent waits for the host's own to reconnect, or 0 if it is the host's own."""
+        """Seconds that an additional agent waits for the host's own to reconnect, or 0 without an additional one."""
         return YIELDS_S if self.beside else 0.0
 
     @property
     def is_broken(self) -> bool:
-        """True if its agent has reported, but never that ranks can start."""
+        """True if the agent has reported, but its imports have never finished."""
         return self.attempt is not None and not self.ready
 
     @property
     def is_unseen(self) -> bool:
-        """True if an earlier driver has recorded its agent, and this one has not heard from it."""
+        """True if an earlier driver recorded the agent, and this driver has not heard from it."""
         unheard = self.attempt is None and not (self.connected or self.exited)
         return bool(self.generation) and unheard and not (self.starting or self.beside)
 
     def has_stopped(self, attempt: int) -> bool:
-        """True if no rank takes part in an attempt any more."""
+        """True if no rank of the host takes part in an attempt any more."""
         running = [rank for rank, code in self.codes.items() if code is None and rank not in self.parked]
         return self.attempt is not None and not (self.attempt == attempt and running)
 
@@ -83,8 +83,8 @@ class _Unreachable:
     """A host that is excluded because it could not be reached.
 
     Attributes:
-        at: when it was detected, or when an agent was last started there.
-        wait_s: from then to the next start.
+        at: time at which this was detected, or at which an agent was last started there.
+        wait_s: seconds from then to the next start.
     """
 
     at: float
@@ -95,8 +95,8 @@ class Fleet:
     """All hosts that a run has used.
 
     Attributes:
-        hosts: by name.
-        away: reasons of excluded hosts, by name.
+        hosts: the state of each host, by name.
+        away: the reason for each excluded host, by name.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Fleet:
         *,
         sites: Sequence[Collection[str]] = (),
     ) -> None:
-        """Start without hosts.
+        """Create a fleet without hosts.
 
         Args:
-            sites: the hosts of each, or empty for a single site.
+            sites: the hosts of each site, or empty for a single site.
         """
         self._start_agent, self._record, self._say = start_agent, record, say
         self._site_of = {host: tuple(site) for site in sites for host in site} if len(sites) > 1 else {}
@@ -148,12 +148,12 @@ class Fleet:
         return host if host is not None and host.generation == generation else None
 
     def is_beside(self, name: str, generation: int) -> bool:
-        """True if this agent was started in addition to the host's own, and that one has not reported since."""
+        """True if this agent was started in addition to the host's own agent, and the latter has not reported since."""
         host = self.hosts.get(name)
         return host is not None and host.beside and host.newest == generation
 
     def accept(self, name: str, generation: int) -> Host | None:
-        """Like `of_agent`, for an agent that reports. The first of two possible agents becomes the host's own."""
+        """Return the host of an agent that reports, like `of_agent`. The first of two agents becomes its own."""
         host = self.hosts.get(name)
         if host is not None and host.beside and generation in (host.generation, host.newest):
             if generation == host.newest:
@@ -172,13 +172,13 @@ class Fleet:
 
     @property
     def connect_s(self) -> float:
-        """Timeout for an agent to start and connect to the driver, in seconds."""
+        """Timeout in seconds for an agent to start and to connect to the driver."""
         if not self._connected_s:
             return CONNECT_S
         return min(CONNECT_S, max(LEAST_CONNECT_S, LONGER * self._connected_s))
 
     def start_missing(self, names: Iterable[str], now: float) -> None:
-        """Start agents on the hosts that have none."""
+        """Start agents on those hosts in ``names`` that have none."""
         for name in names:
             host = self.hosts.setdefault(name, Host())
             if not host.generation or (host.exited and not host.connected):
@@ -191,7 +191,7 @@ class Fleet:
         self._start_agent(name, generation)
 
     def _probe(self, name: str) -> None:
-        """Start an additional agent on an unreachable host. Its own agent reconnects if only the network was cut."""
+        """Start an additional agent on an unreachable host, whose own agent reconnects if only the network was cut."""
         host = self.hosts[name]
         host.newest, host.beside = host.newest + 1, True
         self._record("probe", host=name, generation=host.newest)
@@ -200,8 +200,8 @@ class Fleet:
     def replace_unseen(self, names: Iterable[str], now: float) -> None:
         """Start additional agents on hosts whose agents have not reconnected to this driver.
 
-        A driver records an agent before it starts it, and its predecessor may have been killed in between. If the
-        agent lives, the additional one ends as soon as that agent reports.
+        A driver records an agent before it starts it, and the previous driver may have been killed in between. If the
+        recorded agent lives, the additional one ends as soon as that one reports.
         """
         hosts = ((name, self.hosts[name]) for name in names if name not in self.away)
         due = [name for name, host in hosts if host.is_unseen and now - host.heard > LEAST_CONNECT_S]
@@ -238,7 +238,7 @@ class Fleet:
     def lost(
         self, names: Collection[str], silence_s: float, now: float, patience: Callable[[Collection[str]], float]
     ) -> tuple[str, str, str] | None:
-        """Return the first host without an agent: "agent" or "host", its name, and the evidence.
+        """Return the kind ("agent" or "host"), name and evidence of the first host without an agent, or None.
 
         The callable ``patience`` returns the timeout of a silent site, in seconds, from its hosts.
         """
@@ -255,7 +255,7 @@ class Fleet:
                 site = self._site_of.get(name, ())
                 site = site if site in silent_sites else ()
                 if not site and now - self._last_silent(name) <= silence_s:
-                    continue  # others of its site report again, so it is about to reconnect
+                    continue  # other hosts of its site report again, so it will reconnect soon
                 if not site:
                     return "host", name, alone
                 if silent_s > patience(site):
@@ -274,7 +274,7 @@ class Fleet:
         return found
 
     def _last_silent(self, name: str) -> float:
-        """Return when a host's site was last silent."""
+        """Return the time at which a host's site was last silent."""
         return max((at for site, at in self._silent_at.items() if name in site), default=-inf)
 
     def is_out_of_touch(self, names: Iterable[str], limit: float) -> bool:
@@ -284,7 +284,7 @@ class Fleet:
     def have_stopped(self, names: Iterable[str], attempt: int, silence_s: float, now: float) -> bool:
         """True if no rank of an attempt runs any more, as far as is known.
 
-        A host that does not answer gets another agent. A host on which none starts in time is excluded.
+        A host that does not answer gets another agent. A host on which no agent starts in time is excluded.
         """
         done = True
         for name in names:
@@ -323,8 +323,8 @@ class Fleet:
     def follow(self, denied: Mapping[str, str], now: float) -> None:
         """Exclude denied hosts, and try unreachable hosts again.
 
-        A host is readmitted when ranks can start there. So a run does not wait for its imports, and does not restart
-        for a host on which they fail.
+        An unreachable host is readmitted when its imports are done. So a run does not wait for them, and does not
+        restart for a host on which they fail.
         """
         for name, reason in denied.items():
             self.evict(name, reason)

@@ -33,7 +33,7 @@ class EarlyAgent:
     """An agent that runs checks until it receives its command. It is a `Starter` of this host's first agent.
 
     Attributes:
-        process: the agent's.
+        process: the agent's process.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -64,7 +64,7 @@ class EarlyAgent:
         return self.process
 
     def close(self) -> None:
-        """End the agent, unless it has a command."""
+        """End the agent, unless it has received its command."""
         if not self._has_command:
             self._socket.close()
             self.process.kill()
@@ -80,7 +80,7 @@ class EarlyAgent:
 
 
 def read_command(modules: Sequence[str]) -> tuple[AgentCommand | None, ForkServer | None]:
-    """Return the command on standard input, and the forkserver that was started meanwhile, if there are ``modules``.
+    """Return the command on standard input, and the forkserver that imports ``modules`` (None without modules).
 
     The command is None if the other end has closed.
     """
@@ -113,12 +113,12 @@ def die_with(parent: int) -> None:
     """Make the kernel kill this process when ``parent`` ends, which must be its parent process."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before this call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ForkServer:
-    """The agent's handle of its forkserver.
+    """The agent's handle of its forkserver process.
 
     Attributes:
         process: its process.
@@ -127,7 +127,7 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """Start the process, which imports ``modules``."""
+        """Start the forkserver process, which imports ``modules``."""
         self.ready = False
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules]
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
     die_with(int(parent))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    gc.disable()  # a garbage collection would scan everything that is imported so far
+    gc.disable()  # a garbage collection would scan all modules imported so far
     for module in modules:
         import_module(module)
     # Collections in a rank then skip imported objects. Scanning them takes a quarter of a second, and copies memory
@@ -207,7 +207,7 @@ class _Children:
         self._running: dict[int, tuple[str, int]] = {}  # by file descriptor of the process: its name and pid
 
     def serve(self) -> Fork | None:
-        """Fork and reap. Return in the forked process with its command, and in this one once the agent has closed."""
+        """Fork and reap processes. In a forked process, return its command. In this process, return None at the end."""
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor != self._agent.fileno():
@@ -223,7 +223,7 @@ class _Children:
                     return message
 
     def _fork(self, fork: Fork, files: list[int]) -> bool:
-        """True if this is the forked process."""
+        """Fork a process. Return True in the forked process, and False in this one."""
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -259,7 +259,7 @@ class _Children:
 
 
 def _become(fork: Fork) -> NoReturn:
-    """Run a function with its environment and arguments."""
+    """Run the function of ``fork`` with its environment and arguments, and exit."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     os.environ.update(fork.environment)

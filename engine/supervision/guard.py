@@ -1,4 +1,4 @@
-"""Behaviour of agents without a driver: they continue for a while, and the first host's agent starts another driver."""
+"""Behaviour of agents without a driver: they continue for a while, and the first host's agent restarts the driver."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class DriverGuard:
         self._told = set[str]()
 
     def met(self) -> None:
-        """Note that the driver is connected."""
+        """Record that the driver is connected."""
         self._lost_since = None
 
     def lost(self) -> None:
-        """Note that the connection has ended."""
+        """Record that the connection to the driver has ended."""
         self._lost_since = monotonic()
 
     async def watch(self) -> None:
-        """Restart the driver if this agent is responsible. Return when there has been none for ``orphan_s``."""
+        """Restart the driver if this agent is responsible. Return after ``orphan_s`` seconds without a driver."""
         while True:
             await asyncio.sleep(_LOOK_S)
             away_s = 0.0 if self._lost_since is None else monotonic() - self._lost_since
@@ -43,7 +43,7 @@ class DriverGuard:
                 print(f"weft: no driver for {away_s:.0f} s; ending the ranks of {self._command.host}", file=sys.stderr)
                 return
             if self._starting is not None and self._starting.returncode is not None:
-                self._starting = None  # it could not lock the run, because another driver has the lock
+                self._starting = None  # it could not lock the run's folder, because another driver has the lock
                 await asyncio.sleep(GUARD_S)
             elif away_s > GUARD_S and (stopped := self._stopped_driver()):
                 self._say_once(
@@ -56,7 +56,7 @@ class DriverGuard:
                 )
 
     def _stopped_driver(self) -> int | None:
-        """Return the pid of a driver on this machine that a signal has stopped, and that keeps the run's lock."""
+        """Return the pid of a driver on this machine that a signal has stopped and that has the run's lock, or None."""
         holder = RunLock.holder(Path(self._command.run_folder) / "supervisor")
         state = None if holder is None else process_state(holder)
         return holder if state is not None and state.state in STOPPED else None

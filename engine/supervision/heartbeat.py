@@ -1,4 +1,4 @@
-"""Publishes this rank's phase, and its progress in its row, to the supervisor."""
+"""Publishes this rank's phase, and its progress in its schedule row, to the supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ProgressObserver:
     """An observer of slots that writes each beginning and end to the host's page. See `SlotObserver`."""
 
     def __init__(self, place: ProgressWriter, steps_done: Callable[[], int]) -> None:
-        """Write to ``place``. ``steps_done`` returns the number of steps before the one that begins."""
+        """Write to ``place``. ``steps_done`` returns the number of completed steps when a step begins."""
         self._place, self._steps_done = place, steps_done
         self.slot_begins, self.slot_ends = place.slot_begins, place.slot_ends  # with no call between: each takes time
 
@@ -44,26 +44,25 @@ class Heartbeat(Watcher):
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> Heartbeat:
-        """Return the heartbeat of a rank whose agent has set ``WEFT_PLACES`` and ``WEFT_ATTEMPT``, besides torchrun's
-        variables.
+        """Return the heartbeat of a rank, from torchrun's variables, ``WEFT_PLACES`` and ``WEFT_ATTEMPT``.
 
         Raises:
-            ValueError: what ``WEFT_PLACES`` names is no page of places with room for this rank.
+            ValueError: ``WEFT_PLACES`` is not the path of a progress page with a record for this rank.
         """
         attempt = int(variables.get(ATTEMPT, "0"))
         local_rank, rank = int(variables["LOCAL_RANK"]), int(variables["RANK"])
         return cls(ProgressWriter(Path(variables[PROGRESS_PAGE]), local_rank=local_rank, rank=rank, attempt=attempt))
 
     def enter(self, phase: Phase) -> None:
-        """See `Watcher`, as for the others."""
+        """See `Watcher`, also for the methods below."""
         self.record.enter(phase)
 
     def kept(self, step: int) -> None:
-        """Write the step to the record."""
+        """Write the step of a complete memory checkpoint to the record."""
         self.record.keep(step)
 
     def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
-        """Return the one that writes to the record."""
+        """Return the observer that writes to the record."""
         return [ProgressObserver(self.record, steps_done)]
 
     def follow(self, device: torch.device, links: SiteEndpoint | None, peers: Collection[int]) -> None:
@@ -76,7 +75,7 @@ class Heartbeat(Watcher):
             self.record.gauge_links(lambda: [_reading(links, peer) for peer in peers])
 
     def measured(self, busy_s: Callable[[], float]) -> None:
-        """Publish times of a device, which are read after the step."""
+        """Publish a step's computation time on the device, which ``busy_s`` returns, unless the last one is recent."""
         if self._on_device and monotonic() - self._measured_at > MEASURE_EVERY_S:
             self._measured_at = monotonic()
             self.record.add_busy(busy_s())

@@ -19,9 +19,9 @@ class Layout:
     """The hosts of an attempt.
 
     Attributes:
-        slots: ranks by host, in the order of their numbers.
+        slots: number of ranks by host, in the order of the ranks.
         master: address and port of the ranks' rendezvous.
-        arguments: of each rank.
+        arguments: command-line arguments of each rank.
     """
 
     slots: Mapping[str, int]
@@ -30,12 +30,12 @@ class Layout:
 
     @cached_property
     def num_ranks(self) -> int:
-        """Return the number of ranks on all hosts."""
+        """Number of ranks on all hosts."""
         return sum(self.slots.values())
 
     @cached_property
     def ranks(self) -> Mapping[str, list[int]]:
-        """Return the global ranks by host."""
+        """Global ranks by host."""
         ends = accumulate(self.slots.values())
         pairs = zip(self.slots.items(), ends, strict=True)
         return {host: list(range(end - count, end)) for (host, count), end in pairs}
@@ -51,16 +51,16 @@ THIS_MACHINE = "localhost"
 
 @dataclass(frozen=True)
 class ChosenHosts:
-    """The hosts of an attempt.
+    """The hosts of an attempt, and how the pipelines are placed on them.
 
     Attributes:
-        slots: ranks by host, in the order in which ranks are numbered.
-        sites: pipeline ranks by site, in pipeline order; one entry, named "", where the run has no sites.
-        hosts_of: hosts by site.
+        slots: number of ranks by host, in the order in which ranks are numbered.
+        sites: number of pipeline ranks by site, in pipeline order. Without sites there is one entry, named "".
+        hosts_of: the hosts of each site.
         replicas: number of pipeline replicas.
-        microbatches: of a step and replica, chosen to preserve the batch size.
+        microbatches: number per step and replica, chosen to preserve the batch size.
         waiting: healthy hosts without ranks.
-        refused: why more replicas are impossible, or empty if all are used.
+        refused: why more replicas are impossible, or empty if all replicas are used.
     """
 
     slots: Mapping[str, int]
@@ -77,10 +77,10 @@ class _Site:
     """A site of the configuration.
 
     Attributes:
-        slots: of its hosts, with spares last.
-        stages: pipeline ranks while every host works.
+        slots: number of slots of each host, with spares last.
+        stages: number of pipeline ranks while every host works.
         num_working: number of hosts that are not spares.
-        route: of the replicas at this site.
+        route: the route of the replicas at this site.
     """
 
     name: str
@@ -106,7 +106,7 @@ def choose_hosts(
     same number of replicas, and a route with too few slots is omitted.
 
     Args:
-        config: the run's, with a fixed ``pipeline.microbatches`` and all hosts.
+        config: the run's configuration, with a fixed ``pipeline.microbatches`` and all hosts.
         away: hosts that were evicted or are lost.
         current: ``slots`` of the previous attempt, preserved as far as possible, or None for the first.
         shortage: returns why a number of replicas does not fit into memory, or empty if it may.
@@ -202,7 +202,7 @@ def _sites(config: WeftConfig) -> list[_Site]:
 
 
 def _numbers(full: int, routes: int) -> Iterator[tuple[int, int]]:
-    """Yield numbers of replicas with the routes that share them evenly: most replicas first, on the fewest routes."""
+    """Yield numbers of replicas, each with the number of routes that share them evenly: most replicas first."""
     for replicas in range(full, 0, -1):
         for kept in range(1, routes + 1):
             if replicas % kept == 0 and replicas // kept <= full // routes:
@@ -210,7 +210,7 @@ def _numbers(full: int, routes: int) -> Iterator[tuple[int, int]]:
 
 
 def _shares_on_routes(sites: Sequence[_Site], free: Sequence[int], ranks: int, kept: int) -> list[int] | None:
-    """Return the stages of each site on the first routes with enough slots, or None if such routes are too few."""
+    """Return the number of stages of each site on the first routes with enough slots, or None if there are too few."""
     shares, left = [0] * len(sites), kept
     for route in sorted({site.route for site in sites}):
         places = [place for place, site in enumerate(sites) if site.route == route]
@@ -223,7 +223,7 @@ def _shares_on_routes(sites: Sequence[_Site], free: Sequence[int], ranks: int, k
 
 
 def _routes_left(cluster: ClusterConfig, names: Collection[str]) -> list[list[str]]:
-    """Return the routes through the sites that have ranks, or empty if one is left."""
+    """Return the routes through the sites that have ranks, or an empty list if only one route is left."""
     left = [[name for name in route if name in names] for route in cluster.routes]
     left = [route for route in left if route]
     return left if len(left) > 1 else []
@@ -234,7 +234,10 @@ def _left(site: _Site, away: Collection[str]) -> dict[str, int]:
 
 
 def _shares(sites: Sequence[_Site], free: Sequence[int], ranks: int) -> list[int] | None:
-    """Return the stages of each site: its own as far as its slots suffice, and the rest at sites with free slots."""
+    """Return the number of stages of each site, or None if slots are too few.
+
+    A site keeps its own stages as far as its slots suffice. The rest go to sites with free slots.
+    """
     most = [count // ranks for count in free]
     shares = [min(site.stages, room) for site, room in zip(sites, most, strict=True)]
     missing = sum(site.stages for site in sites) - sum(shares)
@@ -246,11 +249,11 @@ def _shares(sites: Sequence[_Site], free: Sequence[int], ranks: int) -> list[int
 
 
 def _seats(site: _Site, healthy: Mapping[str, int], needed: int, current: Mapping[str, int] | None) -> dict[str, int]:
-    """Return ranks by host. Hosts keep their ranks, and a lost host is replaced by the first with enough slots."""
+    """Return ranks by host. Hosts keep their ranks, and a lost host is replaced by the first host with enough slots."""
     before = {host: count for host, count in (current or {}).items() if host in site.slots}
     seats = before or dict(list(site.slots.items())[: site.num_working])
     free = [host for host in healthy if host not in seats]
-    order: dict[str, int] = {}  # host to its former ranks, or to those of the host that it replaces
+    order: dict[str, int] = {}  # by host: its former ranks, or those of the host that it replaces
     for host, count in seats.items():
         if host not in healthy:
             substitute = next((other for other in free if healthy[other] >= count), None)
@@ -260,7 +263,7 @@ def _seats(site: _Site, healthy: Mapping[str, int], needed: int, current: Mappin
             host = substitute
         order[host] = count
     order |= {host: healthy[host] for host in free}
-    if sum(order.values()) < needed:  # all slots of hosts, if their former ranks are not enough
+    if sum(order.values()) < needed:  # use all slots of hosts if their former ranks are not enough
         order = {host: healthy[host] for host in order}
     taken: dict[str, int] = {}
     for host, count in order.items():
@@ -270,7 +273,7 @@ def _seats(site: _Site, healthy: Mapping[str, int], needed: int, current: Mappin
 
 
 def _fitted(config: WeftConfig, sites: Sequence[_Site], shares: Sequence[int], full: int, replicas: int) -> WeftConfig:
-    """Return the configuration with so many replicas, on hosts without names yet.
+    """Return the configuration with this number of replicas, before hosts are assigned.
 
     Raises:
         ValueError: the batch is not divisible, or the schedule does not support that number of micro-batches.
@@ -295,7 +298,7 @@ def _batch(config: WeftConfig) -> int:
 
 
 def _with_batch(config: WeftConfig, batch: int, replicas: int, microbatches: int) -> WeftConfig:
-    """A DP-cell has at most all replicas; 0 micro-batches are derived from the batch."""
+    """Return the configuration with this batch. Cells have at most all replicas. 0 micro-batches means derived."""
     config = replace(
         config,
         train=replace(config.train, batch_size=batch),

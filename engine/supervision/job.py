@@ -33,10 +33,10 @@ HOSTS_S = 2.0
 
 @dataclass(frozen=True)
 class StopRequest:
-    """The request by a signal to end the run early.
+    """A request, by a signal, to end the run early.
 
     Attributes:
-        limit: time at which the run ends in any case.
+        limit: time at which the run ends even if ranks have not.
         memory: whether memory checkpoints may hold steps that storage lacks.
     """
 
@@ -46,7 +46,7 @@ class StopRequest:
 
 
 class Stage(Enum):
-    """The stage of a job within an attempt."""
+    """The stage of an attempt, from its start to its end."""
 
     starting = "starting"
     running = "running"
@@ -57,12 +57,12 @@ class Stage(Enum):
 
 
 class Job:
-    """One run, from its start to its end, over any number of attempts.
+    """A run, from its start to its end, over any number of attempts. It makes the driver's decisions.
 
     Attributes:
-        stage: of the attempt.
-        attempt: the number of the attempt.
-        fleet: its hosts.
+        stage: the stage of the current attempt.
+        attempt: the number of the current attempt.
+        fleet: the run's hosts.
         code: exit code of the run, once it has ended.
     """
 
@@ -80,11 +80,11 @@ class Job:
         """Restore the state from the journal. Nothing starts before `launch` or `attach`.
 
         Args:
-            layouts: returns the layout of an attempt, from its number, the hosts that are away and the previous slots.
+            layouts: returns the layout of an attempt from its number, the excluded hosts and the previous slots.
             target: ``module:function`` that a rank runs.
             link_deadline_s: seconds that a transfer between sites may stand still.
-            sites: the hosts of each.
-            past: the journal so far.
+            sites: the hosts of each site.
+            past: the events in the journal so far.
         """
         self._settings, self._layouts, self._effects, self._target = settings, layouts, effects, target
         self._link_deadline_s = link_deadline_s
@@ -110,7 +110,7 @@ class Job:
                 self._replay(event)
             except (KeyError, TypeError, ValueError, AttributeError) as error:  # a damaged journal
                 effects.say(f"journal: {event.get('event')} is not understood: {error!r}")
-        self._patience.began(None)  # because its time is by the clock of another driver
+        self._patience.began(None)  # because that time is by another driver's clock
 
     def _replay(self, event: Mapping[str, Any]) -> None:
         self.fleet.replay(event)
@@ -161,7 +161,7 @@ class Job:
         """Start a run.
 
         Raises:
-            ValueError: the hosts do not suffice.
+            ValueError: the hosts do not suffice for one replica.
         """
         self._effects.record("launch")
         self._replay({"event": "launch"})
@@ -241,9 +241,9 @@ class Job:
     # Messages of agents
 
     def on_connected(self, name: str, generation: int, now: float) -> None:
-        """Note that an agent has connected, for the first time or again.
+        """Handle that an agent has connected, for the first time or again.
 
-        An agent that was started in addition to another reports only after the other's time to reconnect.
+        An agent that was started in addition to another one reports only after that one has had time to reconnect.
         """
         waits = self.stage is not Stage.ended and self.fleet.is_beside(name, generation)
         if not waits and self._accept(name, generation) is not None:
@@ -254,24 +254,24 @@ class Job:
         self._assign(name)
 
     def _accept(self, name: str, generation: int) -> Host | None:
-        """Return the host of an agent that has reported, or None if the agent must end, of which it is notified."""
+        """Return the host of an agent that has reported, or None if the agent must end. It is then notified."""
         host = self.fleet.accept(name, generation)
         if host is None or self.stage is Stage.ended:
-            # An agent of a host that was given up. Another agent may have replaced it.
+            # This agent was given up, and may have been replaced.
             self._effects.tell(name, generation, DesiredState(end=True, replaced=host is None))
             return None
         return host
 
     def on_lost(self, name: str, generation: int) -> None:
-        """Note that a connection has ended. The agent may reconnect."""
+        """Handle the end of a connection. The agent may reconnect."""
         host = self.fleet.of_agent(name, generation)
         if host is not None:
             host.connected = False
 
     def on_exit(self, name: str, generation: int, now: float) -> None:
-        """Note that the process by which this driver started an agent has ended.
+        """Handle the end of the process by which this driver started an agent.
 
-        The agent has ended, too, unless it was silent before: ssh ends when the link fails.
+        The agent has ended, too, unless it was silent before, because ssh also ends when the link fails.
         """
         host = self.fleet.of_agent(name, generation)
         if host is not None and (host.attempt is None or now - host.heard <= self._settings.silence_s):
@@ -281,7 +281,7 @@ class Job:
         """Process an agent's heartbeat.
 
         Raises:
-            ValueError: the message has another form.
+            ValueError: the message has an invalid form.
         """
         waited = self.fleet.is_beside(name, generation)
         host = self._accept(name, generation)
@@ -315,7 +315,7 @@ class Job:
     # Timers
 
     def tick(self, now: float) -> None:
-        """Check all deadlines. To be called about ten times a second."""
+        """Check all deadlines. Call this about ten times a second."""
         if self._ticked is not None and now - self._ticked > SLEPT_S:
             self.fleet.attach(now)  # this process was stopped, so it may have missed reports
         self._ticked = now
@@ -374,8 +374,8 @@ class Job:
         """Let every rank end after its step with a checkpoint, and then end the run.
 
         Args:
-            number: of the signal that requests it.
-            deadline_s: seconds after which the run ends in any case.
+            number: number of the signal that requests the end.
+            deadline_s: seconds after which the run ends even if ranks have not.
             memory: whether memory checkpoints may hold steps that storage lacks. A run between two attempts then
                 starts another attempt to save them.
         """
@@ -388,7 +388,7 @@ class Job:
         self._resume_at = min(self._resume_at, now)
 
     def _take_stop(self, now: float) -> None:
-        """Handle that every rank has ended because of a signal."""
+        """End the run or restart it, after every rank has ended because of a signal."""
         leaving = [name for name in self._layout.slots if self.fleet.hosts[name].leaving]
         if self._asked is None and (len(leaving) == len(self._layout.slots) or self._settings.enabled is False):
             self._asked = StopRequest(SIGTERM, inf, False)
@@ -441,7 +441,7 @@ class Job:
         )
 
     def _stop(self, reason: str, drop: list[int] | None, now: float) -> None:
-        """End the attempt and restart for ``reason``. Processes of ranks in ``drop`` end, or all if it is None."""
+        """End the attempt and restart for ``reason``. Processes of the ranks in ``drop`` end. None ends all."""
         self.stage, self._reason, self._drop = Stage.stopping, reason, drop
         self.fleet.start_missing(self._layout.slots, now)
         self._assign_all()

@@ -25,10 +25,10 @@ def to_fields(message: Any) -> Any:
 
 
 def from_fields(fields: Any, kind: type[T]) -> T:
-    """Return the message that `to_fields` converted, after JSON. ``kind`` may be a union.
+    """Return the message whose JSON values `to_fields` returned. ``kind`` may be a union.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: the values are no message of this kind.
     """
     if kind is AgentMessage:
         _check_lengths(fields.get("report"))
@@ -45,7 +45,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes | str, kind: type[T]) -> T:
-    """Return the message in ``data``. Errors as in `from_fields`."""
+    """Return the message in ``data``. For errors see `from_fields`."""
     return from_fields(json.loads(data), kind)
 
 
@@ -56,21 +56,21 @@ class AgentCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The command that an agent receives when it starts, as one line of JSON on its standard input.
 
     Attributes:
-        host: name of its host.
+        host: name of the agent's host.
         generation: number of this agent. The driver accepts one agent of a host.
-        address: the driver's.
-        run_folder: of the run.
-        slots: most ranks of this host.
+        address: the driver's address.
+        run_folder: folder of the run.
+        slots: maximum number of ranks on this host.
         preload: modules for the forkserver.
         environment: variables to set, some of them secret.
         heartbeat_s: seconds between reports.
-        orphan_s: seconds without a driver after which it ends its ranks and itself.
+        orphan_s: seconds without a driver after which the agent ends its ranks and itself.
         stop_s: seconds in which ranks must end after a signal to this agent.
         launch: number of this start of the run. Memory checkpoints of earlier starts are removed.
         parent: process with which this agent and its ranks end, or 0 if the run outlives it.
         driver: command that starts the driver again, or empty if another agent does.
-        yields_s: seconds that another agent of this host, which has done its imports, has to reconnect first if it
-            is alive, or 0 if there is no other.
+        yields_s: seconds that this agent waits for another agent of the host, whose imports are done, to reconnect
+            first. 0 without another agent.
     """
 
     host: str
@@ -100,16 +100,16 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attempt: the number of the attempt.
         run: whether the ranks of that attempt run.
-        ranks: of this host, in the order of their local numbers.
+        ranks: global ranks of this host, in the order of their local ranks.
         target: ``module:function`` that a rank runs.
-        arguments: of each rank.
-        environment: of each rank.
+        arguments: command-line arguments of each rank.
+        environment: environment variables of each rank.
         in_process: whether ranks may take part in several attempts.
-        drop: ranks whose processes must end with the previous attempt, or None for all.
+        drop: ranks whose processes must end with the previous attempt. None ends all processes.
         stop: the number of the signal that ends the run early, or 0.
         examine: whether the host is to be examined.
         end: whether the agent must end its ranks and itself.
-        replaced: whether it must end because the host has another agent.
+        replaced: whether the agent must end because the host has another agent.
     """
 
     attempt: int = 0
@@ -163,9 +163,9 @@ class ErrorReport:
     Attributes:
         kind: the class of the error.
         message: readable description.
-        step: the step that was under way or had just ended, from 1, or None before training.
-        data: first sequence in the global order of the batches of that step, and the one after their last.
-        ranks: the culprits, if the error names others than the rank that ends.
+        step: the step that was in progress or had just ended, counted from 1, or None before training.
+        data: the range of that step's sequences in the global order: the first, and the one after the last.
+        ranks: the culprits, if the error names other ranks than the one that ends.
     """
 
     kind: FaultKind
@@ -187,13 +187,13 @@ class RankEnd(ErrorReport):
 
 
 class RowProgress(NamedTuple):
-    """A rank's position in its row; positions in the same row are ordered by progress.
+    """A rank's position in its schedule row. Positions in the same row are ordered by progress.
 
     Attributes:
         step: the step in execution, or the last one executed, or 0 before the first.
         done: number of slots of the row that have ended.
         begun: True if the next slot has begun.
-        waits: waits entered plus waits left in the slot, plus two per phase; odd during a wait.
+        waits: number of waits begun plus waits ended in the slot, plus two per phase. Odd during a wait.
     """
 
     step: int
@@ -231,12 +231,13 @@ class RankReport(NamedTuple):
 
     Attributes:
         rank: global rank.
-        attempt: that it was started for, or has joined since.
+        attempt: the attempt that the rank was started for, or has joined since.
         phase: ``imports`` until it has written its first record.
-        place: its progress in its row.
-        num_microbatches: of its step.
+        place: the rank's progress in its schedule row.
+        num_microbatches: number of micro-batches of its step.
         still_s: seconds since its last progress, or 0 before any.
-        tick: of its background thread. Does not change while another thread holds the interpreter's lock.
+        tick: counter of the rank's background thread. It does not change while another thread holds the interpreter's
+            lock.
         busy_s: seconds of its own computations, over `measured_steps`.
         measured_steps: steps of the attempt whose computations have been measured.
         state: the process's letter in /proc; `GONE` once it has ended.
@@ -244,8 +245,8 @@ class RankReport(NamedTuple):
         exit_code: negative for a signal, or None while it lives.
         resident_bytes: memory of the process.
         device_bytes: memory that it has allocated on its device.
-        kept_step: of the attempt's newest memory checkpoint that is complete on all hosts, or 0 before the first.
-        links: to ranks at other sites.
+        kept_step: step of the attempt's newest memory checkpoint that is complete on all hosts, or 0 before the first.
+        links: readings of the links to ranks at other sites.
     """
 
     rank: int
@@ -272,7 +273,7 @@ class HostReport(msgspec.Struct, frozen=True):
     Attributes:
         host: its name.
         ranks: a report for each of its ranks.
-        vitals: of the host itself. See `weft.engine.supervision.vitals`.
+        vitals: vital signs of the host itself. See `weft.engine.supervision.vitals`.
     """
 
     host: str
@@ -284,13 +285,13 @@ class AgentMessage(msgspec.Struct, frozen=True):
     """The state of a host, reported by its agent.
 
     Attributes:
-        attempt: whose ranks it has, or 0 before the first.
+        attempt: the attempt whose ranks the host has, or 0 before the first.
         ready: whether ranks can start at once, because the imports are done.
         report: the ranks' progress.
         ends: failures, by rank.
-        lines: last output of ranks that have failed.
+        lines: last lines of output of ranks that have failed.
         examined: the attempt after which the host was last examined, or 0 before the first examination.
-        failed: the checks that failed then.
+        failed: the checks that failed in that examination.
         leaving: whether the agent has received a signal to end, because its host shuts down.
     """
 
@@ -335,7 +336,7 @@ def _is_whole(rank: Any) -> bool:
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork a process. Its output goes to two file descriptors that accompany the message.
+    """A request to fork a process. Its output goes to two file descriptors that accompany the message.
 
     Attributes:
         name: unique while the process lives.
@@ -350,20 +351,20 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Send a signal to a process by its name."""
+    """A request to send a signal to a process, which is identified by its name."""
 
     name: str
     number: int
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The imports are done. ``threads`` are the forkserver's, by name."""
+    """A notice that the imports are done. ``threads`` are the names of the forkserver's threads."""
 
     threads: list[str]
 
 
 class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A process was forked, or has ended with an exit code, negative for a signal."""
+    """A notice that a process was forked, or has ended with an exit code, which is negative for a signal."""
 
     name: str
     pid: int
@@ -374,7 +375,7 @@ class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Membership(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's state.
+    """A rank's membership in an attempt, which it reports to its agent.
 
     Attributes:
         joined: the attempt that it has joined, or None.
@@ -388,7 +389,7 @@ class Membership(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Leave the attempt."""
+    """A request to leave the attempt."""
 
 
 class Assignment(msgspec.Struct, frozen=True, tag=True):
@@ -396,7 +397,7 @@ class Assignment(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         environment: variables that differ from those at the start of the process.
-        arguments: of the command line.
+        arguments: arguments of the command line.
     """
 
     environment: Mapping[str, str]

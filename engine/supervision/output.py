@@ -31,7 +31,7 @@ class Writer:
     """A thread that writes to files and terminals, so that a paused terminal or a file system that hangs does not block
     the agent.
 
-    Data that they do not take in time is dropped, the oldest first.
+    Data that is not written in time is dropped, the oldest first.
     """
 
     def __init__(self) -> None:
@@ -93,9 +93,9 @@ class Repeats:
         self._first: dict[bytes, tuple[object, float]] = {}
 
     def without(self, data: bytes, process: object) -> bytes:
-        """Return ``data`` without complete lines that another process has printed a moment ago.
+        """Return ``data`` without complete lines that another process printed a moment ago.
 
-        Indented lines stay, because they belong to the line above, and so do redrawn lines.
+        Indented lines stay, because they belong to the line above. Redrawn lines (progress bars) stay, too.
         """
         now = self._clock()
         self._first = {line: seen for line, seen in self._first.items() if now - seen[1] <= REPEATED_S}
@@ -128,7 +128,7 @@ class Output:
         self._writer = writer
         self._on_lines = on_lines
         self._looked_at = [0, 0]  # the current second, and the number of lines passed on in it
-        self._reading: dict[int, int] = {}  # descriptor to read, and that of stdout or stderr to write to
+        self._reading: dict[int, int] = {}  # by descriptor to read: the descriptor of stdout or stderr to write to
         self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
         self._unfinished = b""
 
@@ -154,16 +154,16 @@ class Output:
         return [line.decode(errors="replace") for line in (*self._lines, self._unfinished) if line.strip()]
 
     def drain(self) -> None:
-        """Read what the process had printed when it ended, and close."""
+        """Read the output that the process had left when it ended, and close."""
         for descriptor in list(self._reading):
-            for _ in range(_MOST_AT_THE_END // _PIECE):  # another process may go on writing
+            for _ in range(_MOST_AT_THE_END // _PIECE):  # bounded, because another process may go on writing
                 if not self._read(descriptor):
                     break
             self._close(descriptor)
         self._writer.write(self._path, b"")
 
     def _read(self, descriptor: int) -> bool:
-        """True if there was something to read."""
+        """Read a piece of output. Return False if there was none."""
         try:
             data = os.read(descriptor, _PIECE)
         except BlockingIOError:
@@ -213,13 +213,13 @@ class Answer:
         return writing, os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def drain(self) -> None:
-        """Read what the process had printed when it ended, and close."""
+        """Read the output that the process had left when it ended, and close."""
         while self._read():
             pass
         self._close()
 
     def _read(self) -> bool:
-        """True if there was something to read."""
+        """Read a piece of output. Return False if there was none."""
         if self._reading < 0:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Contents of the ranks' plan that the driver reads: rows of ranks, and memory. This module does not import torch."""
+"""The parts of the ranks' plan that the driver reads: schedule rows and memory. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from weft.pipeline.schedule import Schedule
 def shortage(plan: str, replicas: int, *, zero_stage: int) -> str:
     """Return why a number of replicas cannot fit into the devices' memory, or empty if it may.
 
-    With fewer replicas, each holds a larger shard of the optimiser's state. Other memory is assumed to be unchanged.
-    This is a lower bound, so a run that passes may still run out of memory.
+    With fewer replicas, each has a larger shard of the optimiser's state. Other memory is assumed to be unchanged. The
+    estimate is a lower bound, so a run that passes may still run out of memory.
 
     Args:
         plan: text of the previous attempt's ``plan.json``. Without a readable plan the result is empty.
-        zero_stage: of the run.
+        zero_stage: ZeRO stage of the run.
     """
     try:
         tree = json.loads(plan)
@@ -39,7 +39,7 @@ def shortage(plan: str, replicas: int, *, zero_stage: int) -> str:
 
 
 def _bytes(rank: dict[str, float], times: float, zero_stage: int) -> float:
-    """Return the least bytes of a pipeline rank if its shards of optimiser state grow by a factor."""
+    """Return the least bytes of a pipeline rank if its shards of optimiser state grow by the factor ``times``."""
     whole = sum(map(float, rank.values()))
     return whole - rank["buffers"] + (times - 1) * (rank["optimizer"] if zero_stage else 0.0)
 
@@ -48,10 +48,10 @@ _COMPUTED = ("forward_s", "input_s", "weight_s")
 
 
 def read_rows(text: str) -> JobRows:
-    """Parse the rows in the text of a ``plan.json``. See `weft.engine.planning.plan_file`.
+    """Parse the schedule rows in the text of a ``plan.json``. See `weft.engine.planning.plan_file`.
 
     Raises:
-        ValueError: it is not a plan of this version of Weft.
+        ValueError: the text is not a plan of this version of Weft.
     """
     try:
         tree = json.loads(text)
@@ -82,7 +82,7 @@ def _at_sites(schedule: Schedule, sites: tuple[int, ...]) -> Schedule:
 
 
 def _busy_s(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:
-    """Return the computation seconds of each row, by the plan's costs."""
+    """Return the predicted computation seconds of each row, by the plan's costs."""
     actions = [[action for slot in row for action in slot if action.op in COMPUTE] for row in schedule.rows]
     return tuple(sum(costs[action.stage].seconds(action.op) for action in row) for row in actions)
 

@@ -1,7 +1,7 @@
 """The program of each pod of a JobSet: the agent that the driver's command in the run's folder describes.
 
-Kubernetes starts the pods, so the driver cannot. Instead it writes the agent's command into the folder that all pods
-share. This process starts that agent, and another one for each newer command.
+Kubernetes, not the driver, starts the pods. The driver writes the agent's command into the folder that all pods share.
+This process starts that agent, and another one for each newer command.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class PodProcess:
-    """The driver's handle of an agent in a pod: a command file, which it can remove."""
+    """The driver's handle of an agent in a pod: a command file, which the driver can remove."""
 
     command: Path
 
     def poll(self) -> int | None:
-        """Return 0 once the command is removed. The end of the agent itself shows only by missing reports."""
+        """Return 0 once the command file is removed, or None. An ended agent shows only by missing reports."""
         return None if self.command.exists() else 0
 
     def kill(self) -> None:
-        """Remove the command, whereupon the pod ends the agent."""
+        """Remove the command file, whereupon the pod ends the agent."""
         self.command.unlink(missing_ok=True)
 
 
@@ -49,12 +49,12 @@ class PodStarter:
 
 
 def command_file(run_folder: Path, host: str) -> Path:
-    """Return the path of a pod's command, which contains keys."""
+    """Return the path of a pod's command file, which contains keys."""
     return run_folder / "supervisor" / "orders" / f"{host}.json"
 
 
 def main(argv: list[str]) -> int:
-    """Run ``RUN_FOLDER HOST``: start agents by their commands, until this process is ended."""
+    """Run ``RUN_FOLDER HOST``: start agents according to their command files, until this process is killed."""
     folder, host = argv
     file = command_file(Path(folder), host)
     running: subprocess.Popen[bytes] | None = None

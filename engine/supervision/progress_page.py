@@ -1,7 +1,7 @@
 """The progress of a host's ranks: a page of shared memory that ranks write and their agent reads.
 
-A page is a header and a record per local rank, in 64-bit words in native byte order. A rank's progress is one word,
-so that reads are atomic, and a mark is two stores. Writers never wait for a reader.
+A page is a header and a record per local rank, in 64-bit words in native byte order. A rank's progress is one word, so
+that reads are atomic. Updating it takes two stores. Writers never wait for a reader.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ class Reading(NamedTuple):
         rank: its global rank.
         pid: its process.
         started: start time of the process, in clock ticks since boot. Unique together with the pid.
-        place: its progress in its row.
-        moved_ns: when it got there, by `time.monotonic_ns` of its host.
-        num_microbatches: of the step. They identify the schedule.
-        tick: of the background thread. Does not change while another thread holds the interpreter's lock.
+        place: its progress in its schedule row.
+        moved_ns: time of its last progress, by `time.monotonic_ns` of its host.
+        num_microbatches: number of micro-batches of the step, which identifies the schedule.
+        tick: counter of the background thread. It does not change while another thread holds the interpreter's lock.
         busy_ns: time of the rank's own computations, over `measured_steps`.
         measured_steps: steps whose computations have been measured.
-        began_ns: when the step began, or 0 before the first.
+        began_ns: time at which the step began, or 0 before the first.
         device_bytes: memory that the process has allocated on its device.
-        kept_step: of the newest memory checkpoint that is complete on all hosts, or 0 before the first.
-        links: to ranks at other sites.
+        kept_step: step of the newest memory checkpoint that is complete on all hosts, or 0 before the first.
+        links: readings of the links to ranks at other sites.
     """
 
     attempt: int
@@ -115,7 +115,7 @@ class Reading(NamedTuple):
 
 
 def make_page(path: Path, num_ranks: int) -> None:
-    """Create an empty page in a folder of this user alone. It replaces an existing one.
+    """Create an empty page in a folder that is private to this user. It replaces an existing page.
 
     Raises:
         ValueError: the folder belongs to someone else or is open to others.
@@ -126,7 +126,7 @@ def make_page(path: Path, num_ranks: int) -> None:
     draft.unlink(missing_ok=True)
     file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(file, 0, (HEADER + num_ranks * RECORD) * WORD_BYTES)  # writing to a hole may be a SIGBUS
+        os.posix_fallocate(file, 0, (HEADER + num_ranks * RECORD) * WORD_BYTES)  # writing to a hole may raise SIGBUS
         with mmap.mmap(file, 0) as memory, memoryview(memory) as whole, whole.cast("Q") as words:
             words[Header.RANKS], words[Header.OWNER], words[Header.STARTED] = num_ranks, os.getpid(), own_start()
             words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
@@ -146,10 +146,10 @@ def owner(path: Path) -> tuple[int, int]:
 
 
 def map_page(path: Path) -> memoryview:
-    """Map a page and return its words.
+    """Map a page, and return its words.
 
     Raises:
-        ValueError: there is none, others have access to it, or it has another version.
+        ValueError: there is no page, others have access to it, or it has another version.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -175,15 +175,15 @@ class ProgressReader:
     """The agent's read access to its host's page."""
 
     def __init__(self, path: Path) -> None:
-        """Open a page that `make_page` made.
+        """Open a page that `make_page` created.
 
         Raises:
-            ValueError: there is none, or others have access to it.
+            ValueError: there is no page, others have access to it, or it has another version.
         """
         self._words = map_page(path)
 
     def __len__(self) -> int:
-        """Number of records on the page."""
+        """Return the number of records on the page."""
         return self._words[Header.RANKS]
 
     def read(self, local_rank: int) -> Reading | None:

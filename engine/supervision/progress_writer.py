@@ -1,4 +1,4 @@
-"""A rank publishes its progress: its record on the host's page, a mark per slot, and ticks of a thread."""
+"""A rank publishes its progress in its record on the host's page, with a mark per slot and ticks of a thread."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _PLACE, _MOVED = int(Word.PLACE), int(Word.MOVED)
 
 
 class ProgressWriter:
-    """One rank's record. A background thread ticks, which needs the interpreter's lock.
+    """One rank's record. A background thread, which needs the interpreter's lock, increments its tick.
 
-    `slot_begins` and `slot_ends` are those of a `weft.engine.observability.slots.SlotObserver`.
+    `slot_begins` and `slot_ends` implement `weft.engine.observability.slots.SlotObserver`.
     """
 
     def __init__(self, path: Path, *, local_rank: int, rank: int, attempt: int) -> None:
@@ -66,7 +66,7 @@ class ProgressWriter:
         self._thread.start()
 
     def begin_attempt(self, attempt: int, *, rank: int) -> None:
-        """Reset the record, because the process takes part in another attempt, perhaps as another rank."""
+        """Reset the record, because the process takes part in another attempt, possibly as another rank."""
         words = self._words
         words[Word.GENERATION] |= 1
         words[Word.ATTEMPT], words[Word.RANK] = attempt, rank
@@ -86,7 +86,7 @@ class ProgressWriter:
         self._words[Word.MOVED] = monotonic_ns()
 
     def measure_device(self) -> None:
-        """Stop timing computations on the host. Times of the device come by `add_busy`."""
+        """Stop timing computations on the host. The device's times are added by `add_busy`."""
         self._own = frozenset()
 
     def keep(self, step: int) -> None:
@@ -184,13 +184,13 @@ class ProgressWriter:
                 self._gauges[:] = [read for read in self._gauges if _succeeds(read)]
 
     def close(self) -> None:
-        """Stop the thread. The record stays, for the agent to read how the rank ended."""
+        """Stop the thread. The record stays on the page, so that the agent can read how the rank ended."""
         self._closing.set()
         self._thread.join()
 
 
 def _succeeds(read: Callable[[], None]) -> bool:
-    """Read a gauge. One that fails because its source is closed must not end the ticks."""
+    """Read a gauge. Return False if that failed because its source is closed, which must not end the ticks."""
     try:
         read()
     except (RuntimeError, OSError, ValueError):

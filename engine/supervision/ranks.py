@@ -36,7 +36,7 @@ class Process:
     """A process that the forkserver has forked, or will fork.
 
     Attributes:
-        name: unique while it lives, between agent and forkserver.
+        name: identifies the process between agent and forkserver. It is unique while the process lives.
         output: sink of its output.
         pid: its pid, or 0 until it runs.
         code: its exit code, negative for a signal, or None while it runs.
@@ -68,7 +68,7 @@ class Ranks:
     Attributes:
         preload: modules that the forkserver imports.
         on_change: called when a process has ended.
-        server: the forkserver, if it was started before.
+        server: the forkserver, if it was started earlier.
         failed: set when the imports have failed, after the forkserver has printed why.
     """
 
@@ -104,10 +104,10 @@ class Ranks:
             os.close(end)
 
     async def ask(self, name: str, target: str, arguments: Sequence[str], limit_s: float) -> tuple[str, int | None]:
-        """Return the output of a process that runs ``target``, and its exit code, or None if it has not ended in time.
+        """Run ``target`` in a process. Return its output and its exit code, which is None if it did not end in time.
 
         Args:
-            limit_s: seconds after which it is killed, with its subprocesses.
+            limit_s: seconds after which the process is killed, with its subprocesses.
         """
         answer = Answer()
         process = Process(name, answer)
@@ -122,7 +122,7 @@ class Ranks:
         return answer.text, None
 
     async def stop(self, ranks: Sequence[Rank]) -> None:
-        """End ranks: SIGTERM, and SIGKILL after `TERM_S`. Stopped ranks get SIGKILL at once, as they do not react."""
+        """End ranks by SIGTERM, and by SIGKILL after `TERM_S`. Stopped ranks get SIGKILL only, as they do not react."""
         for rank in ranks:
             if rank.name not in self.running:  # it was not started yet
                 rank.code = -signal.SIGKILL
@@ -217,11 +217,11 @@ def rank_report(
     """Return the report of a rank.
 
     Args:
-        attempt: that the agent has assigned it to.
-        reading: its record on the page. A record of an earlier attempt is ignored.
-        process: None if it has ended.
+        attempt: the attempt that the agent has assigned the rank to.
+        reading: the rank's record on the page. A record of an earlier attempt is ignored.
+        process: state of the rank's process, or None if it has ended.
         now_ns: `time.monotonic_ns` of this host.
-        exit_code: of the rank.
+        exit_code: exit code of the rank, or None while it lives.
     """
     report = RankReport(rank, attempt, state=GONE, exit_code=exit_code)
     if process is not None:

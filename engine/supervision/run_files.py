@@ -23,13 +23,13 @@ from weft.engine.supervision.forkserver import PRELOAD, TARGET
 
 @dataclass(frozen=True)
 class Spec:
-    """The inputs of a driver besides the configuration.
+    """The inputs of a driver other than the configuration.
 
     Attributes:
-        target: what each rank runs, ``module:function``.
+        target: the function that each rank runs, as ``module:function``.
         preload: modules that forkservers import.
         environment: variables for agents on other hosts, some of them secret.
-        ssh_port: 0 means the default of ssh.
+        ssh_port: port of ssh. 0 means the default of ssh.
     """
 
     target: str
@@ -38,7 +38,7 @@ class Spec:
     ssh_port: int = 0
 
     def write(self, run_folder: Path) -> None:
-        """Write the specification into the run's folder, readable by its owner alone."""
+        """Write the specification into the run's folder, readable by its owner only."""
         write_private(spec_file(run_folder), json.dumps(asdict(self)))
 
     @classmethod
@@ -60,7 +60,7 @@ def spec_file(run_folder: Path) -> Path:
 
 
 def config_file(run_folder: Path) -> Path:
-    """Return the configuration that the run was started with. Each attempt has its own in the same folder."""
+    """Return the path of the run's initial configuration. Each attempt has its own in the same folder."""
     return run_folder / "supervisor" / "config.yaml"
 
 
@@ -70,7 +70,7 @@ def prepare_folder(
     """Write the configuration and the specification into the run's folder.
 
     Args:
-        environment: variables for agents.
+        environment: environment variables for agents.
         supervised: whether the run restarts after a fault, and continues when its launcher ends.
 
     Raises:
@@ -103,7 +103,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open ``path`` to append, and remove a last line that a crash has left unfinished.
+        """Open ``path`` to append, and remove an incomplete last line, which a crash may have left.
 
         Raises:
             ValueError: too many lines are damaged.
@@ -132,7 +132,7 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write queued events. Wait for a write at most `PATIENCE_S`, and not again while it hangs."""
+        """Write queued events. Wait for a write for at most `PATIENCE_S`. While it hangs, do not wait again."""
         while self._waiting:
             if self._writing is None:
                 self._writing = self._thread.submit(self._write, self._waiting, self._size)
@@ -177,12 +177,12 @@ class TimedRead(Generic[T]):
     """Reads storage on a thread, so that storage that hangs does not stop the driver's event loop."""
 
     def __init__(self, read: Callable[[], T]) -> None:
-        """Read nothing yet. ``read`` must not raise."""
+        """Store ``read``, which must not raise. Nothing is read yet."""
         self._read, self._last = read, list[T]()
         self._thread: Thread | None = None
 
     def __call__(self) -> T:
-        """Return the value in storage, or the last one that was read while a read hangs. The first read must end."""
+        """Return the value in storage, or the last one while a read hangs. The first call waits without a timeout."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=self._refresh, name="weft-storage", daemon=True)
             self._thread.start()
@@ -194,13 +194,13 @@ class TimedRead(Generic[T]):
 
 
 def read_journal(path: Path, damaged: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the events of a journal, oldest first, or none if there is no file. An unfinished last line is skipped.
+    """Return the events of a journal, oldest first; empty without a file. An incomplete last line is skipped.
 
     Args:
-        damaged: receives descriptions of damaged lines before the last. None makes them an error.
+        damaged: receives descriptions of damaged lines before the last line. None makes such lines an error.
 
     Raises:
-        ValueError: a line before the last is no JSON object.
+        ValueError: a line before the last is no JSON object, and ``damaged`` is None.
     """
     try:
         *lines, _ = path.read_bytes().split(b"\n")
@@ -222,7 +222,7 @@ def read_journal(path: Path, damaged: list[str] | None = None) -> list[dict[str,
 
 
 def _set_aside(path: Path, events: list[dict[str, Any]], problem: str) -> None:
-    """Replace a damaged journal by one of its valid lines, and store the damaged file under another name."""
+    """Replace a damaged journal by a journal of its valid lines, and store the damaged file under another name."""
     aside = path.with_suffix(".damaged")
     os.replace(path, aside)
     write_private(path, "".join(json.dumps(event) + "\n" for event in events))

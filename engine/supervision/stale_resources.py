@@ -26,7 +26,7 @@ OLD_S = 1800.0
 
 
 def page_path(run_folder: Path, host: str) -> Path:
-    """Return the path of a host's progress page, in shared memory of this user. It is a prefix of related files."""
+    """Return the path of a host's progress page, in this user's shared memory. Related files have it as a prefix."""
     name = hashlib.sha256(f"{run_folder.absolute()} {host}".encode()).hexdigest()[:16]
     return shared_memory_folder(os.getuid()) / f"{PREFIX}{name}"
 
@@ -34,11 +34,11 @@ def page_path(run_folder: Path, host: str) -> Path:
 def take_page(page: Path, num_ranks: int) -> Path:
     """Create a host's page in shared memory or, if that has no space or does not exist, in the temporary folder.
 
-    An agent that owned the page is killed with its ranks. It was stopped or unreachable, and its ranks use resources
-    such as GPUs and ports that their successors need.
+    An earlier agent that still owns the page is killed with its ranks. It was stopped or unreachable, and its ranks use
+    resources that their successors need, such as GPUs and ports.
 
     Raises:
-        OSError, ValueError: there is no space in either.
+        OSError, ValueError: the page can be created in neither folder.
     """
     with suppress(ValueError):
         _end(*owner(page))
@@ -77,7 +77,7 @@ class Ownership:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def renew(self) -> None:
-        """Update the page's time of use. To be called regularly."""
+        """Update the page's time of use. Call this regularly."""
         with suppress(OSError):
             os.utime(self._page)
 
@@ -90,9 +90,9 @@ def remove_stale(folder: Path, own: str, *, now: float | None = None) -> list[st
     """Remove resources of runs whose agents were killed, if they have not been used for `OLD_S`.
 
     Args:
-        folder: of this user, in shared memory.
+        folder: this user's folder in shared memory.
         own: name of the page to ignore.
-        now: time of day.
+        now: time of day in seconds since 1970, by default the current time.
 
     Returns:
         The names of the removed pages. Files whose names start with these are removed, too.
@@ -109,7 +109,7 @@ def remove_stale(folder: Path, own: str, *, now: float | None = None) -> list[st
 
 
 def is_owned(page: Path) -> bool:
-    """True if an agent holds a page.
+    """True if an agent owns a page.
 
     Raises:
         OSError: the page exists, and cannot be opened.

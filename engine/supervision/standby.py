@@ -1,8 +1,8 @@
 """Standby: a rank that survives a fault keeps its process, and waits for its assignment in the next attempt.
 
 One Unix socket per rank carries one JSON message per packet. The agent requests that a rank leave its attempt. The
-rank reports that it has left, on request or by itself. Then the agent sends its next environment and arguments, or
-closes the socket, which ends the rank. Both sides import this module, so it does not import torch.
+rank reports that it has left, on request or by itself. Then the agent sends the rank's next environment and arguments,
+or closes the socket, which ends the rank. Both sides import this module, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class AgentLink:
     """A rank's connection to its agent."""
 
     def __init__(self, path: Path) -> None:
-        """Connect.
+        """Connect to the agent's socket.
 
         Raises:
             OSError: no process listens there.
-            ValueError: the listener is another user's.
+            ValueError: the listener belongs to another user.
         """
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(str(path))
@@ -68,12 +68,12 @@ class AgentLink:
         self._send(Membership(joined=attempt))
 
     def tell_leaving(self) -> None:
-        """Report that this rank is releasing its attempt's resources, which may take a moment."""
+        """Report that this rank is releasing its attempt's resources, which may take a while."""
         with suppress(OSError):  # `park` handles it
             self._send(Membership(leaving=True))
 
     def park(self, reason: str) -> Assignment | None:
-        """Report that this rank has left its attempt, and wait for another. Return None if the process must end."""
+        """Report that this rank has left its attempt. Wait for the next assignment, or None if the process must end."""
         with self._changing:
             self._on_leave = None
         try:
@@ -109,7 +109,7 @@ class StandbyState:
     """An agent's state of a rank's process.
 
     Attributes:
-        attempt: its latest, or None before its first.
+        attempt: the rank's latest attempt, or None before its first.
         reason: why it has left that attempt, or None while it takes part.
         leaving: whether it is releasing the attempt's resources.
     """
@@ -122,10 +122,10 @@ class StandbyState:
 
 @dataclass
 class Standby:
-    """The agent's side, in its event loop.
+    """The agent's side of standby, in its event loop.
 
     Attributes:
-        path: of the socket, in a folder of this user alone.
+        path: path of the socket, in a folder that is private to this user.
         on_change: called when a rank has joined an attempt, left it or ended.
         processes: states of ranks by pid, which the kernel reports for the socket.
     """
@@ -135,10 +135,10 @@ class Standby:
     processes: dict[int, StandbyState] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Listen.
+        """Listen on the socket.
 
         Raises:
-            OSError: the socket cannot be made.
+            OSError: the socket cannot be created.
         """
         self.path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,7 +148,7 @@ class Standby:
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def leave(self, pid: int) -> None:
-        """Request that a rank leave its attempt. Without effect if it has left or is not connected."""
+        """Request that a rank leave its attempt. This has no effect if the rank has left or is not connected."""
         known = self.processes.get(pid)
         if known is not None and known.reason is None:
             self._send(pid, Leave())
@@ -221,6 +221,6 @@ class Standby:
 
 
 def _peer(end: socket.socket) -> tuple[int, int]:
-    """Return pid and user at the other end, from the kernel."""
+    """Return pid and user of the process at the other end, as the kernel reports them."""
     pid, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return pid, user

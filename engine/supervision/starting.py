@@ -35,7 +35,7 @@ class AgentProcess(Protocol):
 
 
 class Starter(Protocol):
-    """Starts agents, whose output appears on this process's terminal."""
+    """Starts agents, whose output appears on the driver's terminal."""
 
     def start(self, command: AgentCommand) -> AgentProcess:
         """Start an agent, which outlives this process, with its command on standard input.
@@ -60,13 +60,13 @@ class SshStarter:
     """Starts agents by ssh without a password, or directly on this machine.
 
     Attributes:
-        port: of ssh. 0 leaves it to ssh's own configuration.
+        port: port of ssh. 0 leaves the choice to ssh's own configuration.
     """
 
     port: int = 0
 
     def start(self, command: AgentCommand) -> subprocess.Popen[bytes]:
-        """Start a process there, in the same folder and with the same Python. Keys are sent by standard input."""
+        """Start a process on the agent's host, with the same folder and Python. Keys are sent by standard input."""
         if is_loopback(command.host) or command.host == socket.gethostname():
             return LocalStarter().start(command)
         port = ["-p", str(self.port)] if self.port else []
@@ -80,11 +80,11 @@ class SshStarter:
 class SlurmStarter:
     """Starts each agent as a Slurm step of its own, on the nodes of this process's allocation.
 
-    A step per host can be restarted alone, and survives failures of other nodes. It may overlap on its node with the
-    batch script and with remains of an earlier agent.
+    A step per host can be restarted alone, and survives failures of other nodes. A step may share its node with the
+    batch script and with remaining processes of an earlier agent.
 
     Attributes:
-        environment: this process's, which describes the allocation.
+        environment: this process's environment, which describes the allocation.
     """
 
     environment: Mapping[str, str]
@@ -137,6 +137,6 @@ def starter_for(manager: ClusterManager, ssh_port: int = 0) -> Starter:
 def _start(words: list[str], command: AgentCommand, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as inlet:  # it has ended at once, which is detected later
+    with suppress(BrokenPipeError), process.stdin as inlet:  # the process has ended already, which is detected later
         inlet.write(encode(command) + b"\n")
     return process

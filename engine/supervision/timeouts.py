@@ -29,14 +29,17 @@ _OPEN = frozenset({Phase.finishing, Phase.parked})
 
 
 class Deadlines:
-    """Durations of a run's steps and phases. They outlive an attempt, because the next one has similar durations."""
+    """Measured durations of a run's steps and phases, and the timeouts derived from them.
+
+    They outlive an attempt, because the next attempt has similar durations.
+    """
 
     def __init__(self, *, least_s: float, setup_s: float) -> None:
         """Start without measurements.
 
         Args:
-            least_s: least seconds without progress that are allowed in steady training.
-            setup_s: the same in imports, set-up or the first step.
+            least_s: minimum timeout without progress in steady training, in seconds.
+            setup_s: timeout without progress in imports, set-up and the first step, in seconds.
         """
         self.least_s, self._setup_s = least_s, max(least_s, setup_s)
         self._steps_s: deque[float] = deque(maxlen=STEPS_KEPT)
@@ -45,13 +48,13 @@ class Deadlines:
         self._phases_s: dict[Phase, float] = {}
 
     def saw_step(self, seconds: float) -> None:
-        """Record the duration of a step, or of each of several."""
+        """Record the duration of a step, or the average of several."""
         self._steps_s.append(seconds)
         self._still_s.append(self._still_now_s)
         self._still_now_s = 0.0
 
     def saw_still(self, seconds: float) -> None:
-        """Record a time without progress of any rank, which has ended."""
+        """Record the length of a period, now over, in which no rank made progress."""
         self._still_now_s = max(self._still_now_s, seconds)
 
     def saw_phase(self, phase: Phase, seconds: float) -> None:
@@ -64,7 +67,7 @@ class Deadlines:
         return median(self._steps_s) if self._steps_s else 0.0
 
     def steady_s(self) -> float:
-        """Seconds without progress of any rank that are allowed in steady training.
+        """Return the seconds without progress of any rank that are allowed in steady training.
 
         The limit grows with the duration of steps and with recent times without progress. A single long outage
         that healed does not raise it.
@@ -76,7 +79,7 @@ class Deadlines:
         return max(self.least_s, STILL_FACTOR * still_s, STEP_FACTOR * self.step_s)
 
     def deadline_s(self, phases: Collection[Phase]) -> float:
-        """Return the seconds without progress that are allowed to ranks in these phases: the largest limit of them."""
+        """Return the seconds without progress that are allowed in these phases: the largest of their limits."""
         return max(map(self._of, phases), default=inf)
 
     def silent_s(self, phases: Set[Phase]) -> float:
@@ -103,10 +106,10 @@ class SiteTimeout:
     """Ski-rental rule: wait as long as one restart costs, then restart. This costs at most twice the optimum.
 
     The cost of a restart is the duration of the last start without its imports, which a restart does not repeat. If
-    the run cannot continue without the site, or no start has been timed, the timeout is that of links.
+    the run cannot continue without the site, or no start has been timed, the timeout of links applies.
 
     Attributes:
-        is_importing: whether an attempt has begun whose ranks are not all known to be past their imports.
+        is_importing: whether ranks of the current attempt may still be importing.
     """
 
     def __init__(self, link_s: float, goes_on_without: Callable[[Collection[str]], bool]) -> None:
@@ -123,7 +126,7 @@ class SiteTimeout:
         self._answers: dict[frozenset[str], bool] = {}
 
     def began(self, now: float | None) -> None:
-        """Note that an attempt has begun at ``now``, or at an unknown time."""
+        """Note that an attempt has begun at ``now``, or at an unknown time if that is None."""
         self._began, self.is_importing = now, now is not None
         self._answers.clear()
 
@@ -138,7 +141,7 @@ class SiteTimeout:
         self._began = None
 
     def seconds(self, site: Collection[str]) -> float:
-        """Return the timeout in seconds of these hosts, which are all of their site's."""
+        """Return the timeout in seconds of a silent site, which consists of these hosts."""
         least = max(HEAL_S, self._restart_s)
         return least if least < self._link_s and self._enough_without(frozenset(site)) else self._link_s
 
@@ -169,10 +172,10 @@ class ReportTimes:
         return True
 
     def tells(self, now: float, phases: Any, is_one_stopped: Callable[[], bool]) -> bool:
-        """True to report, after `beats`.
+        """True if a report is due. Call this after `beats`.
 
         Args:
-            phases: of the ranks. A change is reported at once.
+            phases: phases of the ranks. A change is reported immediately.
             is_one_stopped: whether a signal has stopped a rank.
         """
         due = self._told_at == -inf or phases != self._phases

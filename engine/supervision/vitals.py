@@ -41,14 +41,14 @@ def pattern_of(line: str) -> str | None:
 
 
 class LogMatches:
-    """Matched lines of ranks' logs that are not reported yet."""
+    """Lines of ranks' logs that match a pattern and are not reported yet."""
 
     def __init__(self) -> None:
         """Start without matches."""
         self._found: deque[tuple[int, str, str]] = deque(maxlen=MOST_MATCHES)
 
     def take(self, rank: int, lines: Iterable[str]) -> None:
-        """Search lines that a rank has printed."""
+        """Search lines that a rank has printed for patterns, and keep the matches."""
         for line in lines:
             if (name := pattern_of(line)) is not None:
                 self._found.append((rank, name, line[:LONGEST_LINE].strip()))
@@ -63,9 +63,9 @@ class LogMatches:
 def host_vitals(run_folder: Path, matches: LogMatches) -> dict[str, Any]:
     """Return the vital signs of a host as JSON values, without unavailable ones.
 
-    ``disk_free_bytes`` and ``disk_bytes`` are of the run's folder, ``memory_free_bytes`` and ``memory_bytes`` of the
-    host. ``load`` is the load average, ``tcp_resent`` the number of TCP retransmissions since boot, and ``patterns``
-    the matched log lines.
+    ``disk_free_bytes`` and ``disk_bytes`` describe the disk of the run's folder, ``memory_free_bytes`` and
+    ``memory_bytes`` the host's memory. ``load`` is the load average, ``tcp_resent`` the number of TCP retransmissions
+    since boot, and ``patterns`` the matched log lines.
     """
     return {**_disk(run_folder), **_memory(), **_network(), "load": os.getloadavg()[0], "patterns": matches.drain()}
 

@@ -38,8 +38,8 @@ class Diagnosis:
             has it and waits), hung (a rank does not run what it could), link (a transfer does not arrive).
         culprit: rank and host, or link (a pair of ranks). Empty if the culprit is unknown.
         evidence: one line.
-        step: the slowest rank's, or None before training.
-        seconds: since the last progress.
+        step: the slowest rank's step, or None before training.
+        seconds: seconds since the last progress.
     """
 
     kind: str
@@ -51,18 +51,18 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class Observed:
-    """The state of a rank.
+    """The driver's knowledge of a rank.
 
     Attributes:
-        report: the last one.
-        host: that sent it.
-        heard_at: when it arrived. All times are by the driver's clock.
-        moved_at: when the rank last made progress.
-        phase_at: when its phase was first reported.
-        tick_at: when a new tick was last reported.
-        tick_cpu_s: processor time that it had used then.
-        stopped_at: since when its process is stopped, or None while it runs.
-        pauses: how often it was stopped and continued.
+        report: the rank's last report.
+        host: the host that sent it.
+        heard_at: time at which it arrived. All times are by the driver's clock.
+        moved_at: time of the rank's last progress.
+        phase_at: time at which its phase was first reported.
+        tick_at: time at which a new tick was last reported.
+        tick_cpu_s: processor time that the rank had used then.
+        stopped_at: time since which its process is stopped, or None while it runs.
+        pauses: number of times that it was stopped and continued.
     """
 
     report: RankReport
@@ -77,12 +77,12 @@ class Observed:
 
     @property
     def silent_s(self) -> float:
-        """Seconds without a tick at its last report."""
+        """Seconds without a tick at the rank's last report."""
         return self.heard_at - self.tick_at
 
 
 class Watch:
-    """Watches over the ranks of one attempt."""
+    """The progress of the ranks of one attempt, and the diagnosis when it stops."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class Watch:
         """Start with an attempt.
 
         Args:
-            deadlines: of the run, which learns durations here.
+            deadlines: the run's timeouts, which learn durations from this watch.
             heartbeat_s: seconds between reports.
             link_deadline_s: seconds that a transfer between sites may stand still, because links may heal.
-            now: time of a monotonic clock in seconds, as in the other calls.
+            now: time of a monotonic clock in seconds, also in the other methods.
         """
         self._attempt, self._num_ranks = attempt, num_ranks
         self._deadlines, self._heartbeat_s = deadlines, heartbeat_s
@@ -146,7 +146,7 @@ class Watch:
                 seen.stopped_at = now
                 self._stopped.add(rank.rank)
             elif (rank.tick, rank.place, rank.cpu_s) != (before.tick, before.place, before.cpu_s):
-                seen.stopped_at = now  # it has run in between
+                seen.stopped_at = now  # the process has run in between
                 seen.pauses += 1
         elif seen.stopped_at is not None:
             seen.stopped_at = None
@@ -192,7 +192,7 @@ class Watch:
         return self._judged(suspects, still_s, now)
 
     def _are_due(self, suspects: Sequence[Suspect], now: float) -> bool:
-        """True if the suspects have exceeded the deadline for progress, or meanwhile the one for ticks."""
+        """True if the suspects have exceeded the deadline for progress, or without progress the one for ticks."""
         phases, still_s = self._phases(suspects), now - self._moved_at
         if still_s >= self._deadlines.deadline_s(phases):
             return True
@@ -200,15 +200,15 @@ class Watch:
         return min([still_s, *silent_s]) >= self._deadlines.silent_s(phases)
 
     def _phases(self, suspects: Sequence[Suspect]) -> set[Phase]:
-        """Return the phases of the suspects. A link counts with the ranks at its ends."""
+        """Return the phases of the suspects. For a link, these are the phases of the ranks at its ends."""
         ranks = {suspect.rank for suspect in suspects if suspect.rank is not None}
         ranks |= {rank for suspect in suspects for link in suspect.links for rank in link}
         return {self.ranks[rank].report.phase if rank in self.ranks else Phase.imports for rank in ranks}
 
     def suspects(self, now: float) -> Sequence[Suspect]:
-        """Return the ranks or links that the others wait for: several if they cannot be distinguished."""
+        """Return the ranks or links that the others wait for. There are several if they cannot be distinguished."""
         key = self._moved_at, now // (self._heartbeat_s / 2), self._links_are_due(now)
-        if self._found is None or self._found[0] != key:  # too slow to repeat at every call with thousands of ranks
+        if self._found is None or self._found[0] != key:  # cached: slow with thousands of ranks
             self._found = key, self._find(now)
         return self._found[1]
 
@@ -216,7 +216,7 @@ class Watch:
         return self._judge(now, [rank for rank, seen in self.ranks.items() if self._is_silent(seen, now)])
 
     def awaited(self, ended: Collection[int], now: float) -> Sequence[Suspect]:
-        """Return the suspects when ranks of ``ended`` had lost a peer and left, which are no suspects for that."""
+        """Return the suspects. Ranks in ``ended`` do not count as silent, because they lost a peer and left."""
         left = {rank: seen for rank, seen in self.ranks.items() if rank not in ended}
         return self._judge(now, [rank for rank, seen in left.items() if self._is_silent(seen, now)])
 
@@ -229,7 +229,7 @@ class Watch:
         return [Suspect(rank, doing=self._phase_text(rank)) for rank in sorted(silent or self._last(places))]
 
     def stalled_link(self, now: float) -> Suspect | None:
-        """Return a link between sites without progress that has not reached the deadline for links."""
+        """Return a link between sites without progress that has not reached the deadline for links, or None."""
         if now - self._moved_at < self._deadlines.steady_s() or not self._is_heard(now):
             return None
         suspects = self.suspects(now)
@@ -261,7 +261,7 @@ class Watch:
         return Diagnosis(kind, self._named(rank), f"rank {rank}: {evidence}", self._step_now(), seconds)
 
     def _named(self, rank: int) -> dict[str, Any]:
-        """Return the rank, and its host if that has reported it."""
+        """Return the rank, and its host if that has sent a report."""
         return {"rank": rank, "host": self.ranks[rank].host} if rank in self.ranks else {"rank": rank}
 
     def _step_now(self) -> int | None:
@@ -280,13 +280,13 @@ class Watch:
         return "lock_held" if computed_s > BUSY * max(seen.silent_s, 1e-9) else "blocked"
 
     def _is_silent(self, seen: Observed, now: float) -> bool:
-        """True if a rank has ended or, after its imports, does not tick any more."""
+        """True if a rank has ended or, after its imports, has stopped ticking."""
         if seen.report.exit_code is not None:
             return True
         return seen.report.phase is not Phase.imports and seen.silent_s > 2 * self._heartbeat_s + SILENT_S
 
     def _is_heard(self, now: float) -> bool:
-        """True if reports of all ranks are recent, so that missing progress in them is real."""
+        """True if reports of all ranks are recent, so that missing progress is not only a missing report."""
         limit = now - 3 * self._heartbeat_s
         return all(seen.heard_at >= limit for seen in self.ranks.values())
 
@@ -320,8 +320,8 @@ class Watch:
     def _sound(self, now: float) -> Iterator[tuple[int, int]]:
         """Yield links that cannot be the cause of a stalled transfer: shared memory of a host, and connected links.
 
-        A failed link between sites loses its connections only after a while. So connections count only after the
-        deadline for links.
+        A failed link between sites loses its connections only after a while. So a link's connections prove that it
+        works only after the deadline for links.
         """
         assert self.rows is not None
         for replica in self.rows.replicas:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlClient:
-    """Exchanges messages with the driver; all calls are on one asyncio loop.
+    """Exchanges messages with the driver. All calls are on one asyncio loop.
 
     Messages sent without a connection are queued for the next one. A message arrives once and in
     order as long as both processes live. A restarted driver receives what the previous one had not
@@ -38,14 +38,14 @@ class ControlClient:
         on_lost: Callable[[], None] = lambda: None,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        """Create a client, which connects from `start` on.
+        """Create a client that begins to connect with `start`.
 
         Args:
             name: identifies this process to the driver; a new connection of the same name replaces the old one.
             on_connected: called at every authenticated connection with a driver.
 
         Raises:
-            ValueError: a TCP address and no ``WEFT_KEY``.
+            ValueError: the address is a TCP address, and ``WEFT_KEY`` is not set.
         """
         self._driver = authenticated_socket(address, Service.CONTROL, listens=False)
         self._on_message, self._on_connected, self._on_lost = on_message, on_connected, on_lost
@@ -59,11 +59,11 @@ class ControlClient:
 
     @property
     def connected(self) -> bool:
-        """True if there is a connection now."""
+        """True if there is an authenticated connection now."""
         return self._session.link is not None
 
     def send(self, message: dict[str, Any], *, latest_of: str = "") -> None:
-        """Send ``message``, now or when there is a connection.
+        """Send ``message`` now or, without a connection, when there is one.
 
         Args:
             latest_of: only the last of queued messages with the same ``latest_of`` has to arrive.

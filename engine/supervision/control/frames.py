@@ -30,17 +30,17 @@ def pack(value: dict[str, Any], most_bytes: int = MOST_BYTES) -> bytes:
         ValueError: the frame is too large, or contains a number that is not finite.
         TypeError: ``value`` contains a type that JSON does not support.
     """
-    data = _ENCODER.encode(value).encode(errors="replace")  # names of files may have surrogates, JSON may not
+    data = _ENCODER.encode(value).encode(errors="replace")  # file names may have surrogates, which JSON does not allow
     if len(data) > most_bytes:
         raise ValueError(f"a control message of {len(data)} bytes; the most is {most_bytes}")
     return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 
 class Frames:
-    """Decodes a byte stream to JSON objects."""
+    """Decodes a byte stream into JSON objects."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        """Refuse frames longer than ``most_bytes`` when they are announced."""
+        """Refuse frames longer than ``most_bytes`` as soon as their length is read."""
         self._most_bytes = most_bytes
         self._buffer = bytearray()
 
@@ -48,7 +48,7 @@ class Frames:
         """Yield the objects that ``data`` completes.
 
         Raises:
-            FrameError: too long, too deep, or no JSON object.
+            FrameError: a frame is too long, nested too deeply, or no JSON object.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH_BYTES:

@@ -19,10 +19,10 @@ MOST_UNSENT_BYTES = 8 << 20
 
 
 class Link(asyncio.BufferedProtocol):
-    """Calls ``on_frame`` with each JSON object, ``on_tick`` now and then, and at the end ``on_end`` with the reason.
+    """Calls ``on_frame`` with each JSON object, ``on_tick`` periodically, and ``on_end`` with the reason of the end.
 
-    What comes is read into a small buffer that is kept: asyncio would make room for 256 KiB at each read, which takes
-    longer than a heartbeat does.
+    Data is read into one small buffer, because asyncio would allocate 256 KiB for each read, which takes longer than
+    processing a heartbeat.
 
     Attributes:
         greeted: set when the peer's greeting has been read.
@@ -53,7 +53,7 @@ class Link(asyncio.BufferedProtocol):
         self._timer = self._loop.call_later(PING_S, self._tick)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See `asyncio.BufferedProtocol`; over TLS asyncio writes to slices of the buffer."""
+        """See `asyncio.BufferedProtocol`. Over TLS asyncio writes to slices of the buffer."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -78,7 +78,7 @@ class Link(asyncio.BufferedProtocol):
         """Wait for the peer's greeting.
 
         Raises:
-            ConnectionError: the connection ended before.
+            ConnectionError: the connection ended before the greeting.
         """
         waiting = [asyncio.create_task(event.wait()) for event in (self.greeted, self.ended)]
         try:
@@ -90,7 +90,7 @@ class Link(asyncio.BufferedProtocol):
             raise ConnectionError(self._reason or "the peer hung up before it greeted")
 
     def write(self, frame: bytes) -> None:
-        """Send ``frame``; a peer that leaves too much unread loses its connection."""
+        """Send ``frame``. The connection ends if the peer leaves too much data unread."""
         if self._transport is None or self._reason:
             return
         self._written = self._loop.time()
@@ -99,13 +99,13 @@ class Link(asyncio.BufferedProtocol):
             self.end("the peer does not read")
 
     def end(self, reason: str) -> None:
-        """Give the connection up at once; ``on_end`` follows."""
+        """Close the connection immediately. ``on_end`` is called with ``reason``."""
         self._reason = self._reason or reason
         if self._transport is not None:
             self._transport.abort()
 
     def finish(self) -> None:
-        """Close when the written data has been sent."""
+        """Close the connection when the written data has been sent."""
         self._reason = self._reason or "closed"
         if self._transport is not None:
             with suppress(RuntimeError):
@@ -113,13 +113,13 @@ class Link(asyncio.BufferedProtocol):
 
     @property
     def quiet(self) -> bool:
-        """True if the peer has had no sign of life from here for about as long as it should."""
+        """True if this side has sent nothing for about one heartbeat interval, so that a heartbeat is due."""
         return self._loop.time() - self._written >= PING_S / 2
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(PING_S, self._tick)
         now = self._loop.time()
-        if now - self._ticked > 2 * PING_S:  # this process was stopped: its own silence is not the peer's
+        if now - self._ticked > 2 * PING_S:  # this process was stopped, so the silence is not the peer's
             self._heard = now
         self._ticked = now
         if now - self._heard > SILENCE_S:

@@ -1,4 +1,4 @@
-"""The driver's end of the control wire: it listens, and knows its peers by name."""
+"""The driver's end of the control wire: a listener for agents, which are identified by name."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ Authentication = Callable[[socket.socket, Callable[[], Link]], Awaitable[Link]]
 
 
 class ControlServer:
-    """Messages from and to peers that prove to be of this job; all calls on one asyncio loop.
+    """Messages to and from peers that prove to be of this job. All calls are on one asyncio loop.
 
-    A message arrives once and in order, also over a connection that breaks and is made again, as
-    long as both processes live. A peer's process that was started again begins anew: messages that the old one has not
-    received are dropped.
+    A message arrives once and in order while both processes live, even if the connection breaks and is reopened. A
+    restarted peer begins a new session: messages that its previous process has not received are dropped.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ControlServer:
         most_bytes: int = MOST_BYTES,
         most_unknown: int = MOST_UNKNOWN,
     ) -> None:
-        """Create a server, which accepts connections from `listen` on.
+        """Create a server that begins to accept connections with `listen`.
 
         Args:
             on_message: called with the peer's name and its message.
@@ -65,10 +64,10 @@ class ControlServer:
         self.refused = 0
 
     async def listen(self, address: Address) -> Address:
-        """Begin to listen and return where, with the port that was taken for port 0.
+        """Begin to listen, and return the address, with the actual port if port 0 was requested.
 
         Raises:
-            ValueError: the address cannot be bound, or it needs ``WEFT_KEY`` and there is none.
+            ValueError: the address cannot be bound, or it is a TCP address and ``WEFT_KEY`` is not set.
         """
         end = authenticated_socket(address, Service.CONTROL, listens=True)
         if isinstance(end, AuthenticatedTcpSocket):
@@ -84,7 +83,7 @@ class ControlServer:
         return set(self._peers.values())
 
     def send(self, peer: str, message: dict[str, Any], *, latest_of: str = "") -> None:
-        """Send ``message`` to ``peer``, now or when it comes.
+        """Send ``message`` to ``peer`` now or, if it is not connected, when it connects.
 
         Args:
             latest_of: only the last of queued messages with the same ``latest_of`` has to arrive.
@@ -95,7 +94,7 @@ class ControlServer:
         self._session(peer).send(message, latest_of)
 
     def forget(self, peer: str) -> None:
-        """Close the connection of ``peer``, and drop what waits for it."""
+        """Close the connection of ``peer``, and drop messages that are queued for it."""
         session = self._sessions.pop(peer, None)
         if session is not None and session.link is not None:
             session.link.end("forgotten")
@@ -124,12 +123,12 @@ class ControlServer:
             while True:
                 try:
                     peer, _ = await loop.sock_accept(listener)
-                except OSError as error:  # too many files, or gone before it was greeted
+                except OSError as error:  # too many open files, or the peer closed before the greeting
                     log.warning("control: %s", error)
                     await asyncio.sleep(_RETRY_S)
                     continue
                 self._receive(end.authenticate, peer)
-                await asyncio.sleep(0)  # a connection that is there is accepted without one turn of the loop
+                await asyncio.sleep(0)  # a waiting connection would be accepted without yielding to the event loop
 
     def _receive(self, authenticate: Authentication, peer: socket.socket) -> None:
         """Authenticate a new connection."""
@@ -175,7 +174,7 @@ class ControlServer:
         peer = greeting["name"]
         session = self._session(peer)
         before = session.link
-        if before is not None:  # its end has not been noticed here
+        if before is not None:  # the end of that connection has not been noticed here
             self._peers.pop(before, None)
             session.link = None
             before.end("connected anew")

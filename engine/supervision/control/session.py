@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class Session:
-    """Messages to a peer and from it: numbered, kept until acknowledged, sent again over the next connection.
+    """Messages to and from a peer. They are numbered, kept until acknowledged, and resent over the next connection.
 
     A restarted process is a new session, which begins with the messages that were not acknowledged.
     """
 
     def __init__(self, *, name: str, most_bytes: int = MOST_BYTES) -> None:
-        """Begin; ``name`` is what this side is called."""
+        """Begin a session. ``name`` identifies this side to the peer."""
         self.link: Link | None = None
         self.theirs = ""
         self._name, self._most_bytes = name, most_bytes
@@ -35,11 +35,11 @@ class Session:
         self._waiting_bytes = 0
 
     def greeting(self) -> dict[str, Any]:
-        """Return the first message of either side: its identity, and how many messages it has received."""
+        """Return the first message of either side: its identity, and the number of messages that it has received."""
         return {"name": self._name, "session": self._mine, "of": self.theirs, "received": self._received}
 
     def attach(self, link: Link, greeting: dict[str, Any]) -> None:
-        """Continue over ``link``, whose peer sent ``greeting``; resend messages that it has not received."""
+        """Continue over ``link``, whose peer sent ``greeting``. Resend messages that the peer has not received."""
         if greeting["session"] != self.theirs:
             self.theirs, self._received = greeting["session"], 0
         self.link, self._told = link, self._received
@@ -49,12 +49,12 @@ class Session:
             link.write(frame)
 
     def send(self, message: dict[str, Any], latest_of: str = "") -> None:
-        """Send, now or when there is a connection.
+        """Send ``message`` now or, without a connection, when there is one.
 
         Args:
             latest_of: only the last of messages with the same ``latest_of`` has to arrive.
 
-        What waits for a peer that stays away is bounded: the oldest then make way.
+        The queue for an absent peer is bounded. When it is full, the oldest messages are dropped.
 
         Raises:
             ValueError: the message is too large.
@@ -74,10 +74,10 @@ class Session:
             self.link.write(frame)
 
     def take(self, frame: dict[str, Any]) -> dict[str, Any] | None:
-        """The message in a frame, if it has one and is not here already.
+        """Return the message in a frame, or None if there is none or it was received before.
 
         Raises:
-            FrameError: it is neither message nor acknowledgement.
+            FrameError: the frame is neither a message nor an acknowledgement.
         """
         number, message = frame.get("number"), frame.get("message")
         if number is None and isinstance(frame.get("received"), int):
@@ -112,10 +112,10 @@ class Session:
 
 
 def checked_greeting(frame: dict[str, Any]) -> dict[str, Any]:
-    """A greeting, as `Session.greeting` makes it.
+    """Return ``frame`` if it is a greeting as `Session.greeting` returns it.
 
     Raises:
-        FrameError: it is something else.
+        FrameError: the frame is no such greeting.
     """
     kinds = {"name": str, "session": str, "of": str, "received": int}
     if any(not isinstance(frame.get(key), kind) for key, kind in kinds.items()) or not frame["session"]:

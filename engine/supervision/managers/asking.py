@@ -1,4 +1,4 @@
-"""Requests of `weft launch` to a cluster manager: request hosts, or read those of the allocation."""
+"""Requests of `weft launch` to a cluster manager: request hosts, or read the hosts of the allocation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hosts_or_request(
         config: a run whose hosts a manager chooses.
         words: arguments of `weft launch`, without ``--write``.
         folder: the run's folder.
-        write: file for the request, which is then not submitted; None submits it.
+        write: file for the request, which is then not submitted. None submits the request.
 
     Raises:
         ValueError: the request cannot be made, or the manager refuses it.

@@ -20,16 +20,16 @@ from weft.engine.supervision.hosts import hostfile_text
 DRIVER = "driver"
 SETTINGS = "/etc/weft"
 """Folder of the configuration in every pod."""
-_NEVER = 2**31 - 1  # no number of failed pods fails a site's job: the driver decides
+_NEVER = 2**31 - 1  # failed pods never fail a site's job, because the driver decides
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 _PACKAGES = "python -m weft.tools.cli"
 
 
 def job_set(config: WeftConfig) -> str:
-    """The YAML of a run: its configuration as a ConfigMap, and the JobSet.
+    """Return the YAML of a run: its configuration as a ConfigMap, and the JobSet.
 
-    Hosts are pods, under the names that JobSet's headless service gives them. Of each site's pods the
-    last ``spares`` wait. The Secret with the key and the volume claim have to be there.
+    Hosts are pods, under the names that JobSet's headless service gives them. The last ``spares`` pods of each site
+    wait. The Secret with the key and the volume claim must exist.
 
     Raises:
         ValueError: a setting that a JobSet needs is missing, or a name is not valid in Kubernetes.
@@ -62,7 +62,7 @@ def job_set(config: WeftConfig) -> str:
 
 
 def host_names(config: WeftConfig, site: SiteConfig) -> list[str]:
-    """DNS names of a site's pods, spares last."""
+    """Return the DNS names of a site's pods, spares last."""
     name = config.train.name
     return [f"{name}-{site.name}-0-{index}.{name}" for index in range(site.nodes + site.spares)]
 
@@ -72,7 +72,7 @@ def _slots(config: WeftConfig) -> dict[str, int]:
 
 
 def _resolved(config: WeftConfig) -> WeftConfig:
-    """The configuration as the pods see it, with the names of all hosts."""
+    """Return the configuration as the pods see it, with the names of all hosts."""
     sites = [
         replace(site, hosts=host_names(config, site), nodes=0, spares=0, select={}) for site in config.cluster.sites
     ]
@@ -116,7 +116,7 @@ def _check(config: WeftConfig) -> None:
 
 
 def _site_job(config: WeftConfig, asked: SiteConfig, labels: Mapping[str, str]) -> dict[str, Any]:
-    """The pods of a site, one per host; a pod that ends is started again, without end."""
+    """Return the job of a site, with one pod per host. A pod that ends is always started again."""
     count = asked.nodes + asked.spares
     command = [f"exec python -m {pod.__name__} {_run_folder(config)} $(hostname).{config.train.name}"]
     fresh = f"test $(($(date +%s) - $(stat -c %Y {pod.ALIVE}))) -lt 60"
@@ -140,7 +140,7 @@ def _site_job(config: WeftConfig, asked: SiteConfig, labels: Mapping[str, str]) 
 
 
 def _driver_job(config: WeftConfig, first: str, labels: Mapping[str, str]) -> dict[str, Any]:
-    """The driver's pod, without a GPU; one that was killed is replaced and attaches to the run."""
+    """Return the job of the driver's pod, without a GPU. A killed pod is replaced, and attaches to the run."""
     folder = _run_folder(config)
     command = [
         f"if [ -e {folder}/supervisor/job.json ]; then exec {_PACKAGES} launch --attach {folder}; fi; "
@@ -151,7 +151,7 @@ def _driver_job(config: WeftConfig, first: str, labels: Mapping[str, str]) -> di
         "startupProbe": {"tcpSocket": {"port": port}, "periodSeconds": 5, "failureThreshold": 120},
         "livenessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 20, "failureThreshold": 3},
     }
-    # A run that ended with an error of its own is not tried again; a driver that was lost is.
+    # A run that ended with an error is not retried, but a lost driver is.
     rules = [
         {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},

@@ -20,14 +20,14 @@ _KINDS = ("partition", "constraint")
 
 
 def script(config: WeftConfig, overrides: Sequence[str], python: str) -> str:
-    """An sbatch script that starts the run on the first node of its allocation.
+    """Return an sbatch script that starts the run on the first node of its allocation.
 
     Sites are features of nodes in one job, or partitions in a heterogeneous job of one part each.
     A node that fails does not end the job (``--no-kill``), and spares are nodes of the allocation.
 
     Args:
-        config: with nodes for each site.
-        overrides: arguments of `weft launch`, which the allocation's `weft launch` gets, too.
+        config: a configuration with nodes for each site.
+        overrides: arguments of `weft launch`, which are passed to `weft launch` in the allocation.
         python: the Python that runs weft on the nodes.
 
     Raises:
@@ -61,22 +61,22 @@ def script(config: WeftConfig, overrides: Sequence[str], python: str) -> str:
 
 
 def submit(file: Path, folder: Path) -> str:
-    """Submit a script, whose output goes to ``folder``, and return the job's number.
+    """Submit a script, and return the job's number. The job's output goes to ``folder``.
 
     Raises:
-        ValueError: sbatch is not there, or refuses.
+        ValueError: sbatch does not exist, or refuses the script.
     """
     output = f"--output={folder / 'slurm-%j.out'}"
     return _ask(["sbatch", "--parsable", output, str(file)]).split(";")[0]
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
-    """True if this process runs inside of an allocation."""
+    """True if this process runs inside an allocation."""
     return "SLURM_JOB_ID" in environment
 
 
 def with_allocation(config: WeftConfig, environment: Mapping[str, str], hostfile: Path) -> WeftConfig:
-    """The configuration with the hosts of the allocation that ``environment`` describes; writes the hostfile.
+    """Return the configuration with the hosts of the allocation in ``environment``, and write the hostfile.
 
     Raises:
         ValueError: the allocation lacks nodes that the sites need, or Slurm does not answer.
@@ -97,7 +97,7 @@ class _Node:
     """A node of an allocation.
 
     Attributes:
-        group: number of its part in a heterogeneous job, or None in others.
+        group: number of its part in a heterogeneous job, or None in other jobs.
     """
 
     name: str
@@ -107,7 +107,7 @@ class _Node:
 
 
 def _requests(sites: Sequence[SiteConfig]) -> list[list[str]]:
-    """Options for each part of the job."""
+    """Return the sbatch options for each part of the job."""
     for site in sites:
         if unknown := set(site.select) - set(_KINDS):
             raise ValueError(
@@ -135,7 +135,7 @@ def _request(site: SiteConfig) -> list[str]:
 
 
 def _groups(environment: Mapping[str, str]) -> Iterator[tuple[int | None, str]]:
-    """Number and nodes of each part of the job."""
+    """Yield the number and the nodes of each part of the job."""
     size = int(environment.get("SLURM_HET_SIZE", "0"))
     for number in range(size):
         yield number, environment[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]
@@ -144,7 +144,7 @@ def _groups(environment: Mapping[str, str]) -> Iterator[tuple[int | None, str]]:
 
 
 def _nodes(names: str, group: int | None) -> list[_Node]:
-    """The nodes of a list such as ``node[0-3]``, in its order."""
+    """Return the nodes of a list such as ``node[0-3]``, in its order."""
     found = []
     for entry in _ask(["scontrol", "show", "node", "--oneliner", names]).splitlines():
         fields = dict(re.findall(r"(\w+)=(\S+)", entry))
@@ -155,7 +155,7 @@ def _nodes(names: str, group: int | None) -> list[_Node]:
 
 
 def _is_of(node: _Node, index: int, site: SiteConfig) -> bool:
-    """True if a node is of a site: by its part of the job, or by its features."""
+    """True if a node belongs to a site, by its part of the job or by its features."""
     if node.group is not None:
         return node.group == index
     return site.select.get("constraint") in node.features
@@ -174,17 +174,17 @@ def _ask(command: Sequence[str]) -> str:
 
 
 def with_hosts(config: WeftConfig, hosts: Mapping[str, Sequence[str]], master_addr: str, hostfile: Path) -> WeftConfig:
-    """The configuration of a run on hosts that have names now; writes the hostfile.
+    """Return the configuration of a run with the names of its hosts, and write the hostfile.
 
-    Of each site the first hosts work, and the rest are spares.
+    The first hosts of each site work, and the rest are spares.
 
     Args:
-        config: one whose hosts a manager chooses.
+        config: a configuration whose hosts a manager chooses.
         hosts: hosts of each site, in the order of `cluster.sites`.
         master_addr: address of the first host.
 
     Raises:
-        ValueError: a site has got fewer hosts than it needs.
+        ValueError: a site has fewer hosts than it needs.
     """
     cluster = config.cluster
     for site in cluster.sites:

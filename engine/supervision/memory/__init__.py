@@ -1,4 +1,4 @@
-"""Memory checkpoints: copies in the memory of this host and of one other, from which a supervised run recovers."""
+"""Memory checkpoints: copies in the memory of this host and of one other host, from which a supervised run recovers."""
 
 from weft.engine.supervision.memory.checkpoints import MemoryCheckpoints
 from weft.engine.supervision.memory.host_memory import HostMemory

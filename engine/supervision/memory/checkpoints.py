@@ -1,4 +1,4 @@
-"""Memory checkpoints of a rank: copied while training continues, replicated at a partner, restored from either."""
+"""Memory checkpoints of a rank: copied while training continues, replicated on a partner, restored from either."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Taken:
-    """The parts of a step that are recorded before training continues."""
+    """The values of a step that are recorded before training continues."""
 
     step: int
     moment: Moment
@@ -54,11 +54,11 @@ class _Taken:
 class MemoryCheckpoints:
     """Takes memory checkpoints of an engine, by all ranks after the same steps.
 
-    There are two stages (MegaScale section 4.4). While the next step's forwards and backwards run, which do not
-    change weights and optimiser state, a thread copies these to host memory. Then it hashes the copy, sends it to
-    the partner, and waits for the results of all ranks. After that the previous memory checkpoint may be overwritten.
-    Training waits before an optimiser step until the copy is done, and before a checkpoint until the previous one is
-    complete everywhere. If checkpoints take long, the interval between them grows.
+    A memory checkpoint takes two phases (MegaScale section 4.4). First a thread copies weights and optimiser state to
+    host memory. Meanwhile the next step's forwards and backwards run, which do not change them. Then the thread hashes
+    the copy, sends it to the partner, and waits for the results of all ranks. After that the previous memory checkpoint
+    may be overwritten. Training waits before an optimiser step until the copy is done, and before a checkpoint until
+    the previous one is complete everywhere. If checkpoints take long, the interval between them grows.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class MemoryCheckpoints:
         self._share, self._whole = share, whole
         self._held = fragments(engine)
         self._slots: dict[tuple[int, int], Slot] = {}
-        self._last = 1  # the index of the last complete one, so that the first uses the other
+        self._last = 1  # index of the last complete checkpoint, so that the first one uses index 0
         self._copied = threading.Event()
         self._copied.set()
         self._work: Future[tuple[int, bool]] | None = None
@@ -112,12 +112,12 @@ class MemoryCheckpoints:
         share: float = 1.0,
         whole: Callable[[int], object] = lambda step: None,
     ) -> MemoryCheckpoints:
-        """Find out which ranks share a host, and whether their memory checkpoints fit. Collective call.
+        """Create the memory checkpoints of a job, after a check that they fit into each host's memory. Collective call.
 
         Args:
             sites: the site of each rank.
             timeout_s: seconds after which a rank that does not answer counts as lost.
-            share: largest share of the time that slow copies may take.
+            share: maximum share of the time that slow copies may take.
             whole: called, on a thread, with the step of each memory checkpoint that is complete on all hosts.
 
         Raises:
@@ -147,7 +147,7 @@ class MemoryCheckpoints:
             client_state: see `save_engine`.
 
         Raises:
-            RuntimeError: another rank was lost while the last one was sent.
+            RuntimeError: another rank was lost while the previous checkpoint was sent.
         """
         begun, step = perf_counter(), self._engine.global_steps
         if step < self._not_before:
@@ -180,7 +180,7 @@ class MemoryCheckpoints:
             torch.cuda.current_stream(self._engine.device).wait_stream(self._stream)
 
     def finish(self) -> None:
-        """Wait until the last memory checkpoint has completed on all hosts or failed. Errors as in `take`."""
+        """Wait until the last memory checkpoint has completed on all hosts or failed. For errors see `take`."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -193,10 +193,10 @@ class MemoryCheckpoints:
         """Restore the newest memory checkpoint that is complete over all hosts. Collective call.
 
         Args:
-            least_step: older ones are ignored, because storage has a newer checkpoint.
+            least_step: older memory checkpoints are ignored, because storage has a newer checkpoint.
 
         Returns:
-            Its step and the caller's state, or None if there is none.
+            The checkpoint's step and the caller's state, or None if there is no complete one.
         """
         return recover(self._engine, self.memory, self.hosts, self.group, least_step=least_step)
 
@@ -210,7 +210,7 @@ class MemoryCheckpoints:
         gather(None)  # no rank writes again before everything is removed
 
     def abandon(self) -> None:
-        """Start no more copies. One in progress ends with its process group, which the caller must end next."""
+        """Start no more copies. A copy in progress ends with its process group, which the caller must end next."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
@@ -226,10 +226,10 @@ class MemoryCheckpoints:
     # -- on the thread -----------------------------------------------------------------------------
 
     def _store(self, taken: _Taken, index: int) -> tuple[int, bool]:
-        """Copy, commit, and send to the partner. Return the least step of the next one, and if all ranks succeeded.
+        """Copy, commit, and send to the partner. Return the next copy's least step, and True if all ranks succeeded.
 
-        If this takes longer than `WAIT_S`, the interval grows until copies take ``share`` of the time, by the slowest
-        rank.
+        If this takes longer than `WAIT_S`, the interval grows until the slowest rank's copies take ``share`` of the
+        time.
         """
         rank, problem, text, begun = self._engine.global_rank, "", b"", perf_counter()
         slot = None

@@ -1,4 +1,4 @@
-"""Slots sent between hosts: copies for a rank's partner, and slots that a host lacks when it restores."""
+"""Transfers of slots between hosts: to a rank's partner after a copy, and to hosts that lack them at a restore."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Transfer = tuple[int, int]
 
 
 def send_copy(group: dist.ProcessGroup, slot: Slot | None, text: bytes, partner: int | None) -> list[dist.Work]:
-    """Start to send a slot with its commit ``text``. If that is empty, send a size of zero only.
+    """Start to send a slot with its commit ``text`` to the partner, if any. Without ``text``, send sizes of zero.
 
     Returns:
-        Operations to wait for. The slot must not change until then.
+        The operations to wait for. The slot must not change until they are complete.
     """
     if partner is None:
         return []
@@ -31,10 +31,10 @@ def send_copy(group: dist.ProcessGroup, slot: Slot | None, text: bytes, partner:
 def receive_copies(
     group: dist.ProcessGroup, guests: Sequence[int], slot_of: Callable[[int], Slot]
 ) -> list[tuple[int, Exception]]:
-    """Receive the slots of ``guests``, and commit them here.
+    """Receive the slots of ``guests``, and commit them on this host.
 
     Returns:
-        The ranks in ``guests`` whose slots could not be stored, because this host has no memory left.
+        The ranks in ``guests`` whose slots could not be stored, each with the error.
     """
     failed: list[tuple[int, Exception]] = []
     for guest in guests:

@@ -25,7 +25,7 @@ class HostMemory:
         """Open the folder, or create it.
 
         Raises:
-            ValueError: other users could read or replace it.
+            ValueError: other users could read or replace the folder.
         """
         self.root = private_folder(root)
 
@@ -36,11 +36,11 @@ class HostMemory:
         return cls(Path(named)) if named else None
 
     def folder(self, lineage: int, index: int) -> Path:
-        """Return the folder of one memory checkpoint's slots. Each lineage alternates between two: 0 and 1."""
+        """Return the folder of one memory checkpoint's slots. Each lineage alternates between the indices 0 and 1."""
         return self.root / f"memory-{lineage:06d}-{'ab'[index]}"
 
     def whole(self) -> Iterator[tuple[Path, Commit]]:
-        """Return file and commit of every complete slot. Checksums of pieces are not verified."""
+        """Yield file and commit of every complete slot. Checksums of pieces are not verified."""
         for folder in self._folders():
             for path in sorted(folder.glob(FILES)):
                 commit = read_commit(path.with_suffix(COMMIT))
@@ -48,7 +48,7 @@ class HostMemory:
                     yield path, commit
 
     def forget(self, kept: Collection[Path] = ()) -> None:
-        """Remove all folders but those ``kept``."""
+        """Remove all folders except those in ``kept``."""
         for folder in self._folders():
             if folder not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -57,7 +57,7 @@ class HostMemory:
         """Check that there is memory for ``num_bytes``, including existing slots.
 
         Raises:
-            CheckpointError: there is not.
+            CheckpointError: there is too little memory.
         """
         free = shutil.disk_usage(self.root).free
         if num_bytes > free:

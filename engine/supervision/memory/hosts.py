@@ -14,7 +14,7 @@ class Hosts:
 
     Attributes:
         stores: the ranks of each host.
-        keepers: for each rank its partner, which stores its copy on another host, or None on a single host.
+        keepers: for each rank its partner, which stores its copy on another host, or None if there is only one host.
     """
 
     stores: tuple[Store, ...]
@@ -22,13 +22,13 @@ class Hosts:
 
     @classmethod
     def of(cls, stores: tuple[Store, ...], sites: Sequence[int]) -> Hosts:
-        """Assign partners. ``sites`` has the site of each rank."""
+        """Assign partners. ``sites`` contains the site of each rank."""
         numbers = [next(number for number, each in enumerate(stores) if rank in each.members) for rank in _all(stores)]
         return cls(stores, partners(numbers, sites))
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """Return the rank of each host that manages its memory checkpoints."""
+        """The rank of each host that manages its memory checkpoints."""
         return tuple(store.leader for store in self.stores)
 
     def guests(self, rank: int) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class Hosts:
         return tuple(guest for guest, keeper in enumerate(self.keepers) if keeper == rank)
 
     def kept_by(self, store: Store) -> list[int]:
-        """Return the ranks whose memory checkpoints a host stores: its own, and those of partners."""
+        """Return the ranks whose memory checkpoints a host stores: its own, and those with partners on it."""
         return [rank for member in store.members for rank in (member, *self.guests(member))]
 
 
@@ -52,7 +52,7 @@ def partners(hosts: Sequence[int], sites: Sequence[int]) -> tuple[int | None, ..
 
     Args:
         hosts: the host of each rank.
-        sites: the site of each rank. Ranks of a host may belong to several.
+        sites: the site of each rank. Ranks of one host may belong to several sites.
     """
     members = {host: [rank for rank, of_rank in enumerate(hosts) if of_rank == host] for host in sorted(set(hosts))}
     site_of = {host: sites[ranks[0]] for host, ranks in members.items()}
@@ -65,7 +65,7 @@ def partners(hosts: Sequence[int], sites: Sequence[int]) -> tuple[int | None, ..
 
 
 def _next(host: int, site_of: dict[int, int]) -> int | None:
-    """Return the next host in a ring of the site's hosts, or of all hosts if the site has no other."""
+    """Return the next host in a ring of the site's hosts, or of all hosts if the site has no other, or None."""
     near = [other for other, site in site_of.items() if site == site_of[host]]
     ring = near if len(near) > 1 else list(site_of)
     after = ring[(ring.index(host) + 1) % len(ring)]

@@ -1,4 +1,4 @@
-"""Recovery of the newest memory checkpoint that is complete over all hosts, with each piece from the nearest copy."""
+"""Recovery of the newest memory checkpoint that is complete over all hosts. Each piece comes from the nearest copy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Part:
 
     @property
     def whole(self) -> tuple[int, int, str, str, int]:
-        """Return the fields that all parts of one memory checkpoint share."""
+        """Fields that all parts of one memory checkpoint share."""
         return self.lineage, self.step, self.token, self.folder, self.num_ranks
 
 
@@ -64,10 +64,10 @@ def newest_whole(held: Sequence[Iterable[Part]], least_step: int = 0) -> dict[Pa
 
     Args:
         held: the parts on each host.
-        least_step: older ones are ignored.
+        least_step: older memory checkpoints are ignored.
 
     Returns:
-        Empty if there is none.
+        The hosts by part, or an empty dictionary if no memory checkpoint is complete.
     """
     where: dict[tuple, dict[Part, list[int]]] = {}
     for host, parts in enumerate(held):
@@ -88,10 +88,10 @@ def recover(
     Damaged parts are replaced by other copies. Without such copies, the memory checkpoint is not restored.
 
     Args:
-        group: of all ranks, in host memory.
+        group: process group of all ranks, in host memory.
 
     Returns:
-        Its step and the caller's state, or None if there is none.
+        The checkpoint's step and the caller's state, or None if there is no complete one.
     """
     ranks = Ranks(dist.get_rank(), partial(gather, kinds=(ShardEntry, Part)))
     leads = ranks.rank in hosts.leaders
@@ -134,7 +134,7 @@ class _Recovery:
         """Restore the memory checkpoint, and return the caller's state.
 
         Raises:
-            CheckpointError: on every rank, if a part is damaged or of another model.
+            CheckpointError: on every rank, if a part is damaged or belongs to another model.
             NonFiniteError: on every rank, if there are NaNs or infinities.
         """
         self._ranks.together(self._folder, self._clear)
@@ -149,23 +149,23 @@ class _Recovery:
         state = restore(self._engine, checkpoint, self._ranks)
         self._engine.check_finite()
         if self._leads:
-            self._memory.forget({self._folder})  # newer ones are of steps that are rolled back
+            self._memory.forget({self._folder})  # newer checkpoints are of steps that are rolled back
         return state
 
     def drop_damaged(self) -> None:
-        """Remove damaged parts, or all of them if none is damaged, because the memory checkpoint cannot be restored."""
+        """Remove damaged parts or, if none is damaged, all parts, because the memory checkpoint cannot be restored."""
         damaged = [path for path in self._own() if not _is_intact(path)] if self._leads else []
         none = not any(self._ranks.gather(len(damaged)))
         for path in self._own() if none and self._leads else damaged:
             path.with_suffix(COMMIT).unlink(missing_ok=True)
-        self._ranks.gather(None)  # no rank searches again before all have removed theirs
+        self._ranks.gather(None)  # no rank searches again before all ranks have removed their parts
 
     def _own(self) -> list[Path]:
         """Return the files of the parts on this host."""
         return [self._folder / file_name(part.rank) for part, held in self._where.items() if self._host in held]
 
     def _clear(self) -> None:
-        """Create the folder if it is missing, and remove incomplete slots and those of other steps from it."""
+        """Create the folder if it is missing, and remove incomplete slots and slots of other steps from it."""
         if not self._leads:
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)

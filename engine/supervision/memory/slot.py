@@ -31,9 +31,9 @@ class Commit:
     Attributes:
         lineage: counts the attempts that took memory checkpoints. ``token`` is unique to each.
         step: optimiser steps done.
-        rank, num_ranks: of the job that wrote it.
+        rank, num_ranks: the rank that wrote the slot, and the size of its job.
         num_bytes, header_bytes, header_checksum: see `StoredFile`.
-        checksums: of the pieces, in the order of the header.
+        checksums: checksums of the pieces, in the order of the header.
         meta: JSON values that do not belong to a tensor.
     """
 
@@ -65,12 +65,12 @@ class Commit:
 
     @property
     def of(self) -> tuple[int, str, int]:
-        """Identity of the memory checkpoint that it is a part of. The highest is the newest."""
+        """Identity of the memory checkpoint that the slot is a part of. The highest one is the newest."""
         return self.lineage, self.token, self.step
 
 
 class Slot:
-    """A rank's file and its commit in a folder of host memory, which are overwritten repeatedly."""
+    """A rank's slot: a file and its commit in a folder of host memory, which are overwritten repeatedly."""
 
     def __init__(self, folder: Path, rank: int, *, pinned: bool = False) -> None:
         """Use the paths of ``rank`` in an existing folder, without writing yet.
@@ -107,7 +107,7 @@ class Slot:
         """Map the existing file.
 
         Raises:
-            OSError: it is missing.
+            OSError: the file is missing.
         """
         with open(self.path, "r+b") as file:
             self.bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
@@ -118,7 +118,7 @@ class Slot:
         """Remove the commit, and return a view of the mapped memory for each piece.
 
         Args:
-            pieces: in the order of `in_order`, so that each is aligned to its element size.
+            pieces: pieces in the order of `in_order`, so that each is aligned to its element size.
         """
         wholes = json.dumps([(piece.name, piece.shape, piece.start) for piece in pieces], separators=(",", ":"))
         header = header_of(pieces, **{_WHOLES: wholes})
@@ -150,14 +150,14 @@ class Slot:
         os.rename(temporary, self._commit)
 
     def close(self) -> None:
-        """Unmap the file, which stays."""
+        """Unmap the file, which remains in the folder."""
         if self._pinned and self.bytes.numel():
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
         self._header, self._places, self.bytes = b"", [], torch.empty(0, dtype=torch.uint8)
 
 
 def read_commit(path: Path) -> Commit | None:
-    """Return the contents of a commit file's slot, or None if it is incomplete."""
+    """Return the commit of a slot from its commit file, or None if it is missing or damaged."""
     try:
         commit = Commit.parse(path.read_bytes())
         if commit is not None:
@@ -168,11 +168,11 @@ def read_commit(path: Path) -> Commit | None:
 
 
 def entry(commit: Commit, path: Path) -> ShardEntry:
-    """Return the manifest's entry of the slot of ``commit``, whose file is ``path``.
+    """Return the manifest entry for the slot of ``commit``, whose file is ``path``.
 
     Raises:
         ValueError: the file's header is not the one that was committed.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with open(path, "rb") as stream:
         header = stream.read(commit.header_bytes)
@@ -197,7 +197,7 @@ def in_order(pieces: Sequence[Piece]) -> list[Piece]:
     """Sort pieces by descending element size, so that each is aligned.
 
     Raises:
-        KeyError: a type that checkpoints do not support.
+        KeyError: a piece has an element type that checkpoints do not support.
     """
     assert all(piece.data.dtype in DTYPES for piece in pieces)
     return sorted(pieces, key=lambda piece: -piece.data.element_size())
