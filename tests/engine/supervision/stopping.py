@@ -81,7 +81,7 @@ def train_until_stopped(config: WeftConfig, page: Path, plan: Path, rank: int, f
     engine.set_dataiterator(reader)
     dist.barrier()
     place = ProgressWriter(page, local_rank=dist.get_rank(), rank=dist.get_rank(), attempt=0)
-    engine.attach_heartbeat(Heartbeat(place))
+    engine.attach_watcher(Heartbeat(place))
     if mine and slot is not None:
         row = engine.schedule.rows[engine.pipe_rank]
         engine.slot_observers.append(FaultAt(fault, step, slot % len(row), at_end=at_end))
