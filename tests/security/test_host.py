@@ -14,7 +14,6 @@ from tests.quickstart import TINY_QUICKSTART
 from weft.conf import load
 from weft.conf.host.private import private_folder, shared_memory_folder, take_secrets, write_private
 from weft.conf.host.run_lock import RunLock
-from weft.engine import supervision
 from weft.tools import launch
 
 KEY = "a-key-that-nobody-else-should-read"
@@ -239,7 +238,7 @@ def test_a_second_launch_changes_nothing_of_the_first(tmp_path, monkeypatch):
     assert first.stdout is not None
     orphan = int(first.stdout.readline())
     monkeypatch.setattr(launch, "early_agent", lambda: None)
-    monkeypatch.setattr(supervision, "drive", lambda *_, **__: pytest.fail("ranks would start"))
+    monkeypatch.setattr("weft.engine.supervision.drive", lambda *_, **__: pytest.fail("ranks would start"))
     try:
         with pytest.raises(ValueError, match="another run writes there"):
             launch.main(["recipe=quickstart", f"train.output_dir={tmp_path}", "cluster.master_port=0"])
