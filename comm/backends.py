@@ -29,10 +29,6 @@ def backend_of(inside: str) -> str:
 
     `torch.distributed.new_group` then creates a group of ``inside`` if all its ranks are at one site, for any caller. A
     job without `Sites` is one site. After a gloo group is created, it accepts no further connections.
-
-    Once it is the job's, every group that `torch.distributed.new_group` creates, for any caller, is one of
-    ``inside`` if its ranks are of one site. A job that was not made with `Sites` is of one site. Groups of gloo
-    accept no connection once they stand.
     """
     name = {"gloo": GLOO, "nccl": NCCL}[inside]
     if name.upper() not in dist.Backend._plugins:

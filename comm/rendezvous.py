@@ -100,8 +100,6 @@ def hosts_port() -> int:
     """Return, on rank 0, the rendezvous' port number if all hosts use the same number, otherwise 0.
 
     Under torchrun the rendezvous has a free port of rank 0's host. On one host, or on loopback, it has no such port.
-
-    Under torchrun the rendezvous has a free port of rank 0's host; on one host, and on loopback, it has none.
     """
     return _MEETING.address[1]
 

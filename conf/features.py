@@ -113,18 +113,18 @@ def require(name: str, asker: str) -> None:
         ValueError: the feature is not installed.
     """
     if not is_installed(name):
-        raise ValueError(
-            f"{asker}: needs the feature {name!r}, which is not installed; leave it out, or install the whole of Weft"
-        )
+        raise ValueError(_absence(name, asker))
+
+
+def _absence(name: str, asker: str) -> str:
+    return f"{asker}: needs the feature {name!r}, which is not installed; leave it out, or install the whole of Weft"
 
 
 def missing_features(config: WeftConfig) -> Iterator[str]:
     """Yield a line for each setting whose feature is not installed."""
-    for name, feature in FEATURES.items():
-        for path, harmless in feature.settings.items():
-            value, default = (reduce(getattr, path.split("."), of) for of in (config, WeftConfig()))
+    defaults = WeftConfig()
+    for name in (name for name in FEATURES if not is_installed(name)):
+        for path, harmless in FEATURES[name].settings.items():
+            value, default = (reduce(getattr, path.split("."), of) for of in (config, defaults))
             if value not in (default, *harmless):
-                try:
-                    require(name, path)
-                except ValueError as error:
-                    yield str(error)
+                yield _absence(name, path)

@@ -25,7 +25,7 @@ class ZeroCase:
         num_layers: number of layers of the whole model.
         layer_elements: fp32 parameters of a layer.
         num_microbatches: micro-batches per step and rank, without a pipeline.
-        num_warmup, num_steps: steps before the measured ones, and measured steps, for each of ``compute_s``.
+        num_warmup, num_steps: numbers of warm-up steps and of measured steps. Each value of ``compute_s`` takes both.
         timeout_s: seconds after which a collective fails.
         cache_dir: folder of Weft's measurements.
     """

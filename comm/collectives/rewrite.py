@@ -56,7 +56,7 @@ class Rewrite:
         return [(begin, end) for begin, end in pairwise([0, *ends[:-1], length]) if begin < end]
 
     def step_bytes(self) -> Iterator[float]:
-        """Yield, for each step, the workload of one sub-group in bytes, over all chunks."""
+        """Yield the workload of one sub-group in each step, in bytes over all chunks."""
         shares = self.collective.group.size if self.collective.primitive is Primitive.all_gather else 1
         for step in self.steps:
             size = self.mesh.shape[step.axis]

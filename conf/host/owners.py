@@ -39,7 +39,7 @@ def own_folder(path: Path, setting: str) -> Path:
     """Create a folder that is private to this user, for files that are trusted later. It may exist already.
 
     Args:
-        setting: the setting that names the folder, for the error.
+        setting: the setting that names the folder. The error names it.
 
     Raises:
         ValueError: another user can change the folder's contents, or it cannot be created.

@@ -38,8 +38,8 @@ def collect(
         held: fragments of the parameters that this rank's stages write.
         optimizer: the optimiser of these parameters.
         buffers: tensors that no optimiser updates.
-        shares: returns, for the axis that cuts a parameter ("" for none), this rank's index among the ranks with
-            the same part, and their number.
+        shares: takes the axis that cuts a parameter, or "" if none does. Returns this rank's index among the ranks
+            with the same part, and their number.
     """
     own: list[Piece] = []
     alike: dict[str, list[Piece]] = {"": list(buffers)}

@@ -175,7 +175,7 @@ def label(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span]) ->
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, given: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with the chat template of the training data, for the model's export.
+    """Return the tokenizer to export, which has the chat template of the training data.
 
     Args:
         given: ``data.chat_template``. An empty string returns the tokenizer itself.

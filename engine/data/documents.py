@@ -99,7 +99,7 @@ class Part:
     evaluation: bool
 
     def of_all(self, keys: np.ndarray) -> np.ndarray:
-        """Return a mask of the documents in this part, for a source of known size: bool, shape [documents].
+        """Return a mask of the documents in this part: bool, shape [documents]. The source has a known size.
 
         At least one document is held out if ``fraction`` is above 0.
         """
@@ -110,5 +110,5 @@ class Part:
         return held == self.evaluation
 
     def of_stream(self, key: int) -> bool:
-        """True if a document is in this part, for a stream of unknown size."""
+        """True if a document is in this part. The source is a stream of unknown size."""
         return (key < self.fraction * 2**32) == self.evaluation

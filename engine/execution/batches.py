@@ -27,7 +27,7 @@ def prepare_batch(
         batch: ``input_ids`` [B, S]; ``labels`` [B, S] with -100 for ignored tokens; optional
             ``position_ids`` [B, S] and ``attention_mask`` [B, S].
         context: ranks that share its sequences. Only this rank's part is kept.
-        keep_whole: also keep the whole micro-batch, for an objective.
+        keep_whole: also keep the whole micro-batch, which an objective reads.
 
     Raises:
         ValueError: the micro-batch has another form.

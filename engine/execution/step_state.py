@@ -63,7 +63,7 @@ class StepState:
     receives: dict[int, ReceiveQueue] = field(default_factory=dict)
     """Receives by pipeline rank of the sender."""
     done: set[Action] = field(default_factory=set)
-    """Actions whose results are available on this rank, for the executor's debug mode."""
+    """Actions whose results are available on this rank. The executor's debug mode checks them."""
     hidden: list[tuple[int, Tensor]] = field(default_factory=list)
     """Smallest and largest elements of the hidden states of training forwards, each with its stage."""
     peak_bytes: int = 0

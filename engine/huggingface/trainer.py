@@ -351,8 +351,9 @@ class WeftTrainer(Trainer):
         return EvalLoopOutput(None, None, metrics, num_rows)
 
     def _planned_steps(self) -> int:
-        """Return the steps of the learning-rate schedule, for an evaluation before training, or 1 without training
-        data.
+        """Return the steps of the learning-rate schedule, or 1 without training data.
+
+        An evaluation before training needs them.
         """
         if self.engine is not None or self.train_dataset is None:
             return 1

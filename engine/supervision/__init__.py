@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DRIVER = (f"{__name__}.driver", "launch")
 """Module and first argument of a driver's process. The run's folder follows."""
 
-# For `weft launch`
+# Called by `weft launch`
 
 
 def early_agent(environment: Mapping[str, str]) -> EarlyAgent:
@@ -62,7 +62,7 @@ def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
     return check_clock(driver, shift_s)
 
 
-# For ranks
+# Called by ranks
 
 
 def watcher(variables: Mapping[str, str]) -> Heartbeat:

@@ -190,11 +190,9 @@ def _threads_ended(others: set[threading.Thread]) -> bool:
 def _leave(attempt: Attempt) -> None:
     """Fail all waits for other ranks. This runs on a thread when the agent requests that this rank leave.
 
-    A rank that does not leave prints its threads' stacks before its agent kills it.
-
     gloo does not need this, because ranks that have left have closed their connections, so waits for them fail. A
-    transfer between sites, however, waits until its deadline, and other ranks wait for it. A rank that waits for a rank
-    that does not leave is killed by its agent.
+    transfer between sites, however, waits until its deadline, and other ranks wait for it. A rank that does not leave
+    prints its threads' stacks, and then its agent kills it.
     """
     faulthandler.dump_traceback_later(STUCK_S)
     try:

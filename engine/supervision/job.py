@@ -241,7 +241,7 @@ class Job:
     # Messages of agents
 
     def on_connected(self, name: str, generation: int, now: float) -> None:
-        """Handle that an agent has connected, for the first time or again.
+        """Handle the first or a repeated connection of an agent.
 
         An agent that was started in addition to another one reports only after that one has had time to reconnect.
         """

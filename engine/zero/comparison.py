@@ -210,7 +210,7 @@ class Comparison:
         return [label for label, _, _ in self._tensors()]
 
     def _tensors(self) -> Iterator[tuple[str, str, list[Tensor]]]:
-        """Yield, for each compared tensor, its name, its parameter's name, and the tensors with its elements."""
+        """Yield the name of each compared tensor, its parameter's name, and the tensors with its elements."""
         for bucket in self._sharding.buckets:
             if not bucket.sharded:
                 yield from ((member.name, member.name, [member.parameter.data]) for member in bucket.members)

@@ -14,7 +14,7 @@ from weft.engine.parallel.axis import AxisGroup
 CUT = ("input_ids", "labels", "position_ids")
 """Inputs whose positions are divided over the group."""
 WHOLE = "whole."
-"""Prefix under which a part also keeps the tensors of the whole micro-batch, for an objective."""
+"""Prefix under which a part also keeps the tensors of the whole micro-batch. Objectives read them."""
 
 
 def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict[str, Tensor]:
@@ -22,7 +22,7 @@ def part_of(batch: Batch, group: AxisGroup, *, keep_whole: bool = False) -> dict
 
     Args:
         batch: the whole micro-batch, with ``position_ids``.
-        keep_whole: also keep the whole micro-batch, for an objective.
+        keep_whole: also keep the whole micro-batch, which an objective reads.
 
     Raises:
         ValueError: the group cannot divide the sequence length.

@@ -6,7 +6,7 @@ import os
 import socket
 import struct
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -236,14 +236,17 @@ def test_a_relay_passes_messages_on_in_order_in_whichever_they_come(stack, victi
         assert bytes(received) == data
 
 
+def flood_with_empty_messages(peer):
+    """Send more messages than may wait, until the connection is closed."""
+    with suppress(ConnectionError):
+        for first in range(0, 66_000, 1000):
+            peer.socket.sendall(b"".join(peer.frame(DATA, message=first + n) for n in range(1000)))
+
+
 def test_a_relay_takes_no_messages_without_bytes_without_end(stuck_relay):
     receive = stuck_relay.channel(5, lane=1).recv("b", TensorSpec((1,), torch.uint8))
     peer = RoguePeer(stuck_relay.address)
-    for first in range(0, 66_000, 1000):
-        try:
-            peer.socket.sendall(b"".join(peer.frame(DATA, message=first + n) for n in range(1000)))
-        except ConnectionError:
-            break
+    flood_with_empty_messages(peer)
     with pytest.raises(ChannelError, match="more than 65536 messages arrived that could not be passed on"):
         receive.wait()
 
@@ -277,11 +280,7 @@ def test_a_chunk_size_that_changes_from_one_connection_to_the_next_is_refused(vi
 def test_messages_without_bytes_are_not_taken_without_end(victim):
     receive = victim.channel(5).recv("b", TensorSpec((1,), torch.uint8))
     peer = RoguePeer(victim.address)
-    for first in range(0, 66_000, 1000):
-        try:
-            peer.socket.sendall(b"".join(peer.frame(DATA, message=first + n) for n in range(1000)))
-        except ConnectionError:
-            break
+    flood_with_empty_messages(peer)
     with pytest.raises(ChannelError, match="more than 65536 messages arrived before their receives were posted"):
         receive.wait()
 

@@ -118,16 +118,22 @@ def test_a_fresh_worker_spoils_no_others_predictions(tmp_path):
     assert fleet.place(1200, 0.001).worker == 0
 
 
+async def asked_of_a_slow_worker(client, workers):
+    """A request that a worker has and does not answer yet."""
+    workers.fault = {"w0": "slow"}
+    asked = asyncio.create_task(client.post(PATH, json=PREFILL))
+    while not workers.seen:
+        await asyncio.sleep(0.01)
+    return asked
+
+
 def test_prompts_that_wait_are_sent_back_when_training_ends(monkeypatch):
     monkeypatch.setattr("weft.inference.controller.worker.QUIET_S", 0.1)
 
     async def scenario():
         workers, board = FakeWorkers(1), FakeBoard()
         async with controller(workers, [board], answer_slack_s=0.05, probe_s=0.05) as client:
-            workers.fault = {"w0": "slow"}
-            asked = asyncio.create_task(client.post(PATH, json=PREFILL))
-            while not workers.seen:
-                await asyncio.sleep(0.01)
+            asked = await asked_of_a_slow_worker(client, workers)
             board.bubbles = ()
             answer = await asked
             assert answer.status_code == 503
@@ -142,10 +148,7 @@ def test_prompts_that_wait_are_sent_back_as_soon_as_training_ends():
     async def scenario():
         workers, board = FakeWorkers(1), FakeBoard()
         async with controller(workers, [board], answer_slack_s=1000.0, probe_s=0.05) as client:
-            workers.fault = {"w0": "slow"}
-            asked = asyncio.create_task(client.post(PATH, json=PREFILL))
-            while not workers.seen:
-                await asyncio.sleep(0.01)
+            asked = await asked_of_a_slow_worker(client, workers)
             board.upcoming = lambda _: None
             answer = await asked
             assert answer.status_code == 503 and answer.headers["retry-after"]
@@ -177,10 +180,7 @@ def test_a_trainer_that_is_silent_for_a_moment_refuses_no_request():
     async def scenario():
         workers, board = FakeWorkers(1), FakeBoard()
         async with controller(workers, [board], answer_slack_s=0.05, probe_s=0.02) as client:
-            workers.fault = {"w0": "slow"}
-            asked = asyncio.create_task(client.post(PATH, json=PREFILL))
-            while not workers.seen:
-                await asyncio.sleep(0.01)
+            asked = await asked_of_a_slow_worker(client, workers)
             board.bubbles = ()
             await asyncio.sleep(0.1)
             answers = [await asked, await client.post(PATH, json=PREFILL)]
