@@ -42,7 +42,7 @@ RUN_S = 1800.0
 def main(argv: Sequence[str]) -> int:
     """Train on four ranks, with and without requests in alternating windows. Returns 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks bubbles", description=__doc__)
-    parser.add_argument("--python", required=True, help="a Python that has vLLM")
+    parser.add_argument("--python", required=True, type=os.path.abspath, help="a Python that has vLLM")
     parser.add_argument("--trace", type=Path, help="CSV of an Azure LLM inference trace")
     parser.add_argument("--requests", type=int, default=200, help="requests of the trace")
     parser.add_argument("--rounds", type=int, default=3, help="windows without and with requests")

@@ -89,7 +89,7 @@ class BubbleScheduler(Scheduler):
                 draft.symlink_to(self._cost_file)
         self._waker: Waker | None = None
         self._granted: tuple[int, Opening | None] = (0, None)
-        self._ungated = 0
+        self._ungated, self._learns = 0, True
         self._order = FairOrder()
         self._in_process = False
         self._started_s = self._started_cpu_s = 0.0
@@ -108,13 +108,17 @@ class BubbleScheduler(Scheduler):
         self._waker = Waker(self._gate, wake, period_s=period_s, status=self._status)
 
     @contextlib.contextmanager
-    def ungated(self, tokens: int) -> Iterator[None]:
-        """Grant ``tokens`` to every step of the block, even outside of bubbles, and learn nothing. For `warm_up`."""
-        self._ungated = tokens
+    def ungated(self, tokens: int, *, learn: bool = False) -> Iterator[None]:
+        """Grant ``tokens`` to every step of the block, even outside of bubbles. For `warm_up`.
+
+        Args:
+            learn: the cost model learns from these steps.
+        """
+        self._ungated, self._learns = tokens, learn
         try:
             yield
         finally:
-            self._ungated = 0
+            self._ungated, self._learns = 0, True
 
     def add_request(self, request: Request) -> None:
         """Add a request to the queue in fair order. Without `allow_decode` it finishes with its first token."""
@@ -158,8 +162,8 @@ class BubbleScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Let the gate learn from the step's duration, then update as vLLM does."""
         tokens = scheduler_output.total_num_scheduled_tokens
-        if tokens and not self._ungated:
-            self._learn(scheduler_output, time.monotonic())
+        if tokens and self._learns:
+            self._learn(scheduler_output, time.thread_time() - self._started_cpu_s, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
@@ -200,7 +204,7 @@ class BubbleScheduler(Scheduler):
             return False
         return time.monotonic() - self._last_chores_s >= CHORES_S
 
-    def _learn(self, output: SchedulerOutput, end_s: float) -> None:
+    def _learn(self, output: SchedulerOutput, cpu_s: float, end_s: float) -> None:
         tokens = output.total_num_scheduled_tokens
         # The context with which one chunk of all tokens has as much attention work as all requests together.
         pairs = 0.0
@@ -211,11 +215,11 @@ class BubbleScheduler(Scheduler):
             pairs += count * computed + count * count / 2
         context = max(0.0, pairs / tokens - tokens / 2)
         # If this thread computes, its CPU time excludes time in which it was preempted or stopped.
-        computed_s = time.thread_time() - self._started_cpu_s if self._in_process else None
+        computed_s = cpu_s if self._in_process else None
         late_s = self._gate.ended(self._started_s, end_s, tokens, context, computed_s)
         if end_s - self._saved_s > SAVE_S or self._gate.cost.steps == TRUSTED:
             self._save()
-        if self._trace is not None:
+        if self._trace is not None and not self._ungated:
             self._log_step(output, end_s, computed_s, late_s)
 
     def _log_step(self, output: SchedulerOutput, end_s: float, computed_s: float | None, late_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Prompts that an engine computes before it serves, so that no client's prompt is the first of its kind.
+"""Prompts that an engine computes before it serves: no client's prompt is the first of its kind, and costs are known.
 
 First steps load kernels, allocate buffers and may compile, which takes seconds.
 """
@@ -11,8 +11,12 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from weft.inference.placement.prefill_cost import TRUSTED
+
 MOST_TOKENS = 32
 """Length of each prompt; computed in two chunks."""
+MEASURED = (16, 64, 256)
+"""Lengths of the prompts from which the cost model learns, in turns."""
 
 
 def prompts(tokens: int, block_hasher: Any) -> Iterator[Request]:
@@ -40,9 +44,10 @@ def prompts(tokens: int, block_hasher: Any) -> Iterator[Request]:
 
 
 def warm_up(engine: Any) -> None:
-    """Compute every kind of prompt, alone and together, on an engine whose loop has not begun."""
+    """Compute every kind of prompt, alone and together, then measure some, on an engine whose loop has not begun."""
     scheduler = engine.scheduler
-    tokens = min(MOST_TOKENS, engine.vllm_config.model_config.max_model_len - 1)
+    longest = engine.vllm_config.model_config.max_model_len - 1
+    tokens = min(MOST_TOKENS, longest)
     with scheduler.ungated(max(1, tokens // 2)):
         for together in (False, True):
             for request in prompts(tokens, engine.request_block_hasher):
@@ -51,6 +56,13 @@ def warm_up(engine: Any) -> None:
                     _run(engine)
             _run(engine)
     engine.reset_prefix_cache()
+    most = min(longest, engine.vllm_config.scheduler_config.max_num_batched_tokens)
+    with scheduler.ungated(most, learn=True):
+        for step in range(TRUSTED + 1):  # the first one is not used
+            tokens = min(MEASURED[step % len(MEASURED)], most)
+            scheduler.add_request(next(prompts(tokens, engine.request_block_hasher)))
+            _run(engine)
+            engine.reset_prefix_cache()
 
 
 def _run(engine: Any) -> None:

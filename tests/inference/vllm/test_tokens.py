@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 NUM_PROMPTS = 100
@@ -86,6 +88,8 @@ def test_first_tokens_equal_those_of_an_ungated_vllm(model, tmp_path):
         "async_scheduling": False,
     }
     trainer = [sys.executable, Path(__file__).with_name("trainer.py"), board, "0.016", "0.01"]
+    first_tokens(tmp_path, [], gated, together=True)
+    assert PrefillCost.load(tmp_path / "cost.json", quantile=0.98).steps >= TRUSTED, "measured before the first prompt"
     with subprocess.Popen(trainer, stdout=subprocess.PIPE, text=True) as training:
         try:
             assert training.stdout is not None and training.stdout.readline() == "up\n"
