@@ -74,7 +74,7 @@ def measure_stalls(args: argparse.Namespace, config: WeftConfig, folder: Path) -
             watch.end()
         ranks.result()
     show(table_of(rows, f"{PROMPTS} prompts at once, one server stopped for {STALL_S:g} s; seconds", left=2))
-    write_json(args, "stalls", rows)
+    write_json(args, "bubbles", rows)
     return 0
 
 
