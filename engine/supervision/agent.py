@@ -39,7 +39,7 @@ from weft.engine.supervision.messages import (
     from_fields,
     to_fields,
 )
-from weft.engine.supervision.output import Output, Repeats, Writer
+from weft.engine.supervision.output import Output, Repeats, Writer, stderr_on_thread
 from weft.engine.supervision.progress_page import ProgressReader, Reading
 from weft.engine.supervision.ranks import Rank, Ranks, rank_report
 from weft.engine.supervision.stale_resources import Ownership, is_owned, page_path, remove_stale, take_page
@@ -67,7 +67,8 @@ def main() -> int:
     if command is None:
         return 1
     os.environ.update(command.environment)
-    return asyncio.run(Agent(command, server).run())
+    with stderr_on_thread():
+        return asyncio.run(Agent(command, server).run())
 
 
 class Agent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -199,8 +200,8 @@ class FailureDetector:
             self._ends_since = now
         self._ends |= ends
         if not self._has_rows and self._progress.has_plan:
-            self._has_rows = True
-            self._watch.rows = self._effects.rows()
+            with suppress(TimeoutError):
+                self._watch.rows, self._has_rows = self._effects.rows(), True
 
     @property
     def has_imported(self) -> bool:

@@ -34,8 +34,19 @@ from weft.engine.supervision.forkserver import EarlyAgent
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, Layout, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import STOPS_S, Job, Stage
 from weft.engine.supervision.messages import AgentCommand, DesiredState, to_fields
+from weft.engine.supervision.output import stderr_on_thread
 from weft.engine.supervision.plan import read_rows, shortage
-from weft.engine.supervision.run_files import NAME, Journal, Spec, TimedRead, config_file, spec_file
+from weft.engine.supervision.run_files import (
+    NAME,
+    PATIENCE_S,
+    Journal,
+    Spec,
+    Storage,
+    StorageHangs,
+    TimedRead,
+    config_file,
+    spec_file,
+)
 from weft.engine.supervision.starting import AgentProcess, LocalStarter, Starter, starter_for
 
 TICK_S = 0.05
@@ -61,7 +72,9 @@ def drive(run_folder: Path, *, attach: bool = False, early: EarlyAgent | None = 
     """
     collect_rarely()
     try:
-        return asyncio.run(Driver(run_folder, attach=attach, early=early).run())
+        driver = Driver(run_folder, attach=attach, early=early)
+        with stderr_on_thread():
+            return asyncio.run(driver.run())
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"weft launch: {line}", file=sys.stderr)
@@ -93,7 +106,7 @@ class Driver:
         hostfile = self._config.cluster.hostfile
         self._hosts = read_hostfile(hostfile) if hostfile else {THIS_MACHINE: self._config.cluster.ranks}
         self._deny_list = DenyList.of(self._config)
-        self._denied, self._newest = TimedRead(self._read_denied), TimedRead(self._read_newest)
+        self._storage = Storage(run_folder)
         self._starter: Starter = (
             LocalStarter() if early else starter_for(self._config.cluster.manager, self._spec.ssh_port)
         )
@@ -111,6 +124,8 @@ class Driver:
             sites=[site.hosts for site in self._config.cluster.sites],
             past=self._journal.past,
         )
+        self._denied = TimedRead(self._deny_list.path, self._read_denied)
+        self._newest = TimedRead(run_folder, self._read_newest)
         if attach and self.job.stage is Stage.ended:
             raise ValueError(f"{run_folder}: the run has ended; `weft launch` starts it again")
 
@@ -233,9 +248,15 @@ class Driver:
             print(f"weft: {text}", file=sys.stderr, flush=True)
 
     def rows(self) -> JobRows | None:
-        """Return the schedule rows from the plan that the ranks have written, or None if it cannot be read."""
+        """Return the schedule rows from the plan that the ranks have written, or None if it cannot be read.
+
+        Raises:
+            StorageHangs: call this again later.
+        """
         try:
-            return read_rows((self._folder / "plan.json").read_text())
+            return read_rows(self._storage.call(Path.read_text, self._folder / "plan.json"))
+        except StorageHangs:
+            raise
         except (OSError, ValueError) as error:
             self.say(f"the culprit of a stall will be told by its phase alone: {error}")
             return None
@@ -257,7 +278,7 @@ class Driver:
     def deny(self, host: str, reason: str) -> None:
         """Add a host to the deny-list, which other runs may share."""
         try:
-            self._deny_list.evict(host, reason, by=self._config.train.name)
+            self._storage.call(self._deny_list.evict, host, reason, self._config.train.name)
         except (OSError, ValueError) as error:
             self.say(f"{host} is left out of this run alone: {error}")
 
@@ -271,7 +292,15 @@ class Driver:
     # Attempts
 
     def _layout(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
-        """Choose the hosts of an attempt, and write its configuration next to the run's."""
+        """Choose the hosts of an attempt, and write its configuration next to the run's.
+
+        Raises:
+            ValueError: the hosts do not suffice, or storage hangs. The first attempt waits for storage instead.
+        """
+        limit_s = None if before is None else PATIENCE_S
+        return self._storage.call(self._layout_on_storage, attempt, away, before, limit_s=limit_s)
+
+    def _layout_on_storage(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:
         chosen = choose_hosts(self._config, away=away, current=before, shortage=self._shortage)
         if self._laid_out is None or self._laid_out[0] != chosen:
             self._laid_out = chosen, *self._files(attempt, chosen)

@@ -25,7 +25,11 @@ class Effects(Protocol):
         """Print a line for the user."""
 
     def rows(self) -> JobRows | None:
-        """Return the schedule rows of all ranks, from the plan in the run's folder, or None if it cannot be read."""
+        """Return the schedule rows of all ranks, from the plan in the run's folder, or None if it cannot be read.
+
+        Raises:
+            TimeoutError: storage hangs; call this again later.
+        """
 
     def denied(self) -> Mapping[str, str]:
         """Return the reason for each of the run's hosts that is on the deny-list."""

@@ -10,6 +10,7 @@ from time import monotonic
 from weft.conf.host.processes import STOPPED, process_state
 from weft.conf.host.run_lock import RunLock
 from weft.engine.supervision.messages import AgentCommand
+from weft.engine.supervision.run_files import Storage, StorageHangs
 
 GUARD_S = 1.0
 """Seconds without a driver after which the first host's agent starts another."""
@@ -21,7 +22,7 @@ class DriverGuard:
 
     def __init__(self, command: AgentCommand) -> None:
         """Start without a connection."""
-        self._command = command
+        self._command, self._storage = command, Storage(Path(command.run_folder))
         self._lost_since: float | None = monotonic()
         self._starting: asyncio.subprocess.Process | None = None
         self._told = set[str]()
@@ -57,7 +58,10 @@ class DriverGuard:
 
     def _stopped_driver(self) -> int | None:
         """Return the pid of a driver on this machine that a signal has stopped and that has the run's lock, or None."""
-        holder = RunLock.holder(Path(self._command.run_folder) / "supervisor")
+        try:
+            holder = self._storage.call(RunLock.holder, Path(self._command.run_folder) / "supervisor")
+        except StorageHangs:
+            return None
         state = None if holder is None else process_state(holder)
         return holder if state is not None and state.state in STOPPED else None
 

@@ -454,7 +454,10 @@ class Job:
             return
         newest = self._effects.newest_checkpoint(), self._detector.kept_step
         if self._grows_after is None:
-            layout = self._layouts(self.attempt + 1, set(self.fleet.away), self._layout.slots)
+            try:
+                layout = self._layouts(self.attempt + 1, set(self.fleet.away), self._layout.slots)
+            except ValueError:  # hosts of this attempt are excluded from the next, or storage hangs
+                return
             if layout.num_ranks > self._layout.num_ranks:
                 self._grows_after = newest
         elif newest != self._grows_after:

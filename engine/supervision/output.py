@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 KEPT_LINES = 20
 _MOST_OF_A_LINE = 500
@@ -82,6 +84,35 @@ class Writer:
     def _close(self, path: Path) -> None:
         if path in self._files:
             os.close(self._files.pop(path))
+
+
+@contextmanager
+def stderr_on_thread() -> Iterator[None]:
+    """Let a `Writer` perform all writes to `sys.stderr` in the block, such as prints and log messages."""
+    writer = Writer()
+    stream = io.TextIOWrapper(io.BufferedWriter(_Raw(writer, sys.stderr.fileno())), line_buffering=True)
+    try:
+        with redirect_stderr(stream):
+            yield
+    finally:
+        stream.flush()
+        writer.close()
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, writer: Writer, descriptor: int) -> None:
+        self._writer, self._descriptor = writer, descriptor
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Any) -> int:
+        copy = bytes(data)
+        self._writer.write(self._descriptor, copy)
+        return len(copy)
 
 
 class Repeats:

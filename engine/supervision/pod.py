@@ -15,6 +15,7 @@ from pathlib import Path
 from weft.conf.host.private import write_private
 from weft.engine.supervision import agent
 from weft.engine.supervision.messages import AgentCommand, decode, encode
+from weft.engine.supervision.run_files import Storage
 
 ALIVE = Path("/tmp/weft-pod-alive")
 """File that is touched regularly, for liveness probes."""
@@ -22,29 +23,38 @@ _LOOK_S = 0.5
 _END_S = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class PodProcess:
     """The driver's handle of an agent in a pod: a command file, which the driver can remove."""
 
     command: Path
+    killed: bool = False
 
     def poll(self) -> int | None:
-        """Return 0 once the command file is removed, or None. An ended agent shows only by missing reports."""
-        return None if self.command.exists() else 0
+        """Return 0 after `kill`, or None. An ended agent shows only by missing reports."""
+        return 0 if self.killed else None
 
     def kill(self) -> None:
         """Remove the command file, whereupon the pod ends the agent."""
         self.command.unlink(missing_ok=True)
+        self.killed = True
 
 
-@dataclass(frozen=True)
 class PodStarter:
     """Starts agents on hosts that are pods and wait for commands."""
 
+    def __init__(self) -> None:
+        """Write nothing yet."""
+        self._storage = Storage(Path("supervisor", "orders"))
+
     def start(self, command: AgentCommand) -> PodProcess:
-        """Write a pod's command, which replaces the previous one."""
+        """Write a pod's command, which replaces the previous one.
+
+        Raises:
+            OSError: the file cannot be written, or storage hangs.
+        """
         file = command_file(Path(command.run_folder), command.host)
-        write_private(file, encode(command).decode())
+        self._storage.call(write_private, file, encode(command).decode())
         return PodProcess(file)
 
 

@@ -448,6 +448,18 @@ def test_a_driver_that_is_stopped_is_told_and_none_takes_its_place(tmp_path):
         driver.wait()
 
 
+def test_an_agent_without_a_driver_ends_in_time_though_the_lock_of_the_run_hangs(tmp_path):
+    async def play(bed):
+        await until(lambda: bed.reports)
+        (tmp_path / "supervisor").mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / "supervisor" / "lock")
+        await bed.server.close()
+        printed, _ = await asyncio.wait_for(asyncio.to_thread(bed.agent.communicate), LIMIT_S)
+        assert b"no driver for" in printed
+
+    scenario(tmp_path, play, orphan_s=2.0)
+
+
 def test_an_agent_whose_imports_fail_says_so_and_ends(tmp_path):
     async def play(bed):
         printed, _ = await asyncio.to_thread(bed.agent.communicate)

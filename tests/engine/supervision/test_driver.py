@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+
 import pytest
 
 from weft.conf import load
@@ -10,6 +14,7 @@ from weft.conf.host.private import write_private
 from weft.conf.hosts import world_size
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.driver import Driver, _own_address
+from weft.engine.supervision.output import Writer, stderr_on_thread
 from weft.engine.supervision.run_files import Spec, config_file
 
 
@@ -74,6 +79,60 @@ def test_of_the_deny_list_this_run_heeds_its_own_hosts(driver, tmp_path, capsys)
     driver._deny_list.path.write_text("garbage")
     driver.job.fleet.away["left"] = "before"
     assert driver.denied() == {"left": "before"} and "cannot be read" in capsys.readouterr().err
+
+
+def opened(pipe):
+    """Let storage answer: open a pipe for its reader, and write nothing."""
+    os.close(os.open(pipe, os.O_WRONLY))
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan in storage that hangs, like opening a pipe without a writer."""
+    os.mkfifo(tmp_path / "run" / "plan.json")
+    return tmp_path / "run" / "plan.json"
+
+
+def test_a_layout_on_storage_that_hangs_is_refused_until_storage_answers(driver, plan):
+    slots = {"left": 2, "right": 2}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="storage has not answered for 1 s"):
+            driver._layout(2, {"right"}, slots)
+    opened(plan)
+    driver._storage._last[1].result()
+    assert dict(driver._layout(2, {"right"}, slots).slots) == {"left": 2, "spare": 2}
+
+
+def test_schedule_rows_are_read_when_storage_answers(driver, plan, capsys):
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            driver.rows()
+    assert not capsys.readouterr().err
+    opened(plan)
+    driver._storage._last[1].result()
+    assert driver.rows() is None and "not a plan" in capsys.readouterr().err, "it is empty"
+
+
+def test_a_deny_list_that_hangs_holds_up_no_driver(driver, capsys):
+    os.mkfifo(driver._deny_list.path)
+    driver.deny("right", "weft doctor node: GEMM")
+    assert "right is left out of this run alone: [Errno 110] storage has not answered" in capsys.readouterr().err
+    assert driver.denied() == {}
+    opened(driver._deny_list.path)
+
+
+def test_a_terminal_that_hangs_holds_up_no_driver(monkeypatch):
+    """A full pipe without a reader blocks like a log file on storage that hangs."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        patch.setattr(Writer.close, "__defaults__", (0.1,))
+        with stderr_on_thread():
+            for _ in range(100):
+                print("x" * 4000, file=sys.stderr)
+                logging.getLogger("weft").error("y")
+        assert sys.stderr is full
+    os.close(reading)
 
 
 def test_a_run_that_has_ended_is_not_attached_to(driver, tmp_path):

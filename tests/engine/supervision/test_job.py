@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from tests.engine.supervision.fake_agents import HOSTS, World
@@ -125,6 +127,14 @@ def test_of_ranks_that_have_lost_each_other_the_one_they_waited_for_is_the_culpr
     assert fault["kind"] == "lost_peer"
     assert {name: fault["culprit"].get(name) for name in culprit} == culprit
     assert world.told["a", 1].drop == ([culprit["rank"]] if "rank" in culprit else [])
+
+
+def test_schedule_rows_that_storage_withholds_are_read_later(monkeypatch):
+    world, rows = World(), Mock(side_effect=[TimeoutError("storage has not answered"), ROWS])
+    monkeypatch.setattr(world, "rows", rows)
+    world.train()
+    world.report("a")
+    assert world.job._detector._watch.rows is ROWS and rows.call_count == 2
 
 
 def test_ranks_that_cannot_be_told_apart_are_none_of_them_the_culprit():

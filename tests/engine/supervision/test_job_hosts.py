@@ -354,6 +354,22 @@ def test_a_run_grows_once_a_memory_checkpoint_has_become_whole():
     assert not world.told["a", 1].run
 
 
+def test_a_smaller_run_goes_on_while_its_hosts_are_denied_or_storage_hangs():
+    """It would grow with hosts that return, but no layout is possible now."""
+    world = World()
+    world.train()
+    world.on_deny_list = {"b": "by hand"}
+    world.pass_time(3.0, "a", "b")
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    world.report("a")
+    assert world.job.stage is Stage.running and world.job.attempt == 2
+    world.on_deny_list["a"] = "by hand"
+    world.pass_time(9.0, "a")
+    assert world.job.stage is Stage.running and world.told["a", 1].run
+
+
 def test_without_hosts_the_run_waits():
     world = World(hosts={"a": 2})
     world.train()

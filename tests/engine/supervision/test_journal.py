@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from weft.engine.supervision import run_files as storage
-from weft.engine.supervision.run_files import Journal, TimedRead, read_journal
+from weft.engine.supervision.run_files import Journal, Storage, StorageHangs, TimedRead, read_journal
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_disk_that_hangs_holds_up_neither_the_driver_nor_an_event(path, monkey
     assert [event["event"] for event in read_journal(path)] == ["launch", "attempt", "fault"]
 
 
-def test_storage_that_hangs_yields_the_last_value_until_it_answers(monkeypatch):
+def test_storage_that_hangs_yields_the_last_value_until_it_answers(monkeypatch, path):
     monkeypatch.setattr(storage, "PATIENCE_S", 0.01)
     answers, hangs, reads = iter("ab"), threading.Event(), []
 
@@ -122,9 +122,28 @@ def test_storage_that_hangs_yields_the_last_value_until_it_answers(monkeypatch):
             hangs.wait()
         return next(answers)
 
-    value = TimedRead(read)
-    assert value() == "a"
-    assert [value(), value()] == ["a", "a"] and len(reads) == 2, "one read hangs, and no other starts"
+    value = TimedRead(path, read)
+    assert [value(), value(), value()] == ["a"] * 3 and len(reads) == 2, "one read hangs, and no other starts"
     hangs.set()
-    value._thread.join()
-    assert value._last == ["b"]
+    value._storage._last[1].result()
+    assert value() == "b" and len(reads) == 2
+
+
+def test_storage_that_hangs_ends_a_call_with_an_error_and_the_same_call_returns_its_result(monkeypatch, path):
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.01)
+    hangs, calls, folder = threading.Event(), [], Storage(path)
+
+    def work(name, limit_s=0.01):
+        calls.append(name)
+        hangs.wait()
+        return name
+
+    for name in ("one", "two", "one"):
+        with pytest.raises(StorageHangs, match=f"storage has not answered for 0.01 s: '{path}'"):
+            folder.call(work, name, limit_s=0.01)
+    assert calls == ["one"], "nothing else is called in the meantime"
+    hangs.set()
+    assert folder.call(work, "one", limit_s=None) == "one" and calls == ["one"]
+    assert folder.call(work, "two", limit_s=None) == "two"
+    with pytest.raises(KeyError):
+        folder.call({}.__getitem__, "no such key")

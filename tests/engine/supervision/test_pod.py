@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -74,6 +75,18 @@ def test_agents_come_and_go_by_orders(tmp_path, start_pod):
     second.kill()
     wait_for(lambda: not agents(process))
     assert second.poll() == 0 and process.poll() is None
+
+
+def test_a_folder_that_hangs_holds_up_no_start_of_an_agent(tmp_path, monkeypatch):
+    answers, written = threading.Event(), []
+    monkeypatch.setattr(pod, "write_private", lambda path, text: answers.wait(60) and written.append(path.name))
+    starter = PodStarter()
+    for generation in (1, 2):
+        with pytest.raises(OSError, match="storage has not answered for 1 s"):
+            starter.start(command(tmp_path, generation))
+    answers.set()
+    starter._storage._last[1].result()
+    assert starter.start(command(tmp_path, 3)).poll() is None and written == ["a.json"] * 2
 
 
 @pytest.mark.slow
