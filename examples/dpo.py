@@ -38,7 +38,7 @@ def encode(tokenizer: Any, row: Mapping[str, Any], longest: int) -> dict[str, An
     texts differ. Prompt and answers are texts, or lists of messages.
 
     Returns:
-        None if the prompt leaves no room for an answer.
+        None if the prompt leaves no tokens for an answer.
     """
     if isinstance(row["prompt"], list):
         tools = {"tools": row.get("tools"), "return_dict": True}

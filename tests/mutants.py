@@ -189,7 +189,7 @@ class Mutator(ast.NodeVisitor):
                 self.visit(part)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for part in node.body:  # not its decorators: that nobody writes to a dataclass is no behaviour
+        for part in node.body:  # not its decorators, because a frozen dataclass behaves as one that is not frozen
             self.visit(part)
 
     def visit_Assert(self, node: ast.Assert) -> None:

@@ -23,7 +23,7 @@ MOST = 32
 _MESSAGE_BYTES = 1 << 18
 _WINDOW_MESSAGES = 16  # more than the window of one connection
 _REPORT_BYTES = 4096
-_PATIENCE_OPPOSED = 4.0  # factor on the time until both directions' pacing has converged
+_OPPOSED_TIME_FACTOR = 4.0  # factor on the time until both directions' pacing has converged
 
 
 def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:
@@ -93,16 +93,16 @@ class _Meter:
         while not endpoint.counters(peer).rtt_s and monotonic() < limit:
             sleep(0.01)
 
-    def rate_bps(self, connections: int, *, patience: float = 1.0) -> float:
-        """Return the steady-state rate of ``connections``, measured ``patience`` times as long as usual."""
+    def rate_bps(self, connections: int, *, time_factor: float = 1.0) -> float:
+        """Return the steady-state rate of ``connections``, measured ``time_factor`` times as long as usual."""
         self._endpoint.use(self._peer, connections)
         rtt_s = self._endpoint.counters(self._peer).rtt_s
         # Twice the bandwidth-delay product if this measurement doubles the best rate; at least one window.
         in_flight = max(_WINDOW_MESSAGES, 4 * self._best_bps / 8 * rtt_s / self._block.nbytes) + connections
         handles = deque(self._send() for _ in range(int(in_flight)))
-        self._keep_busy(handles, patience * max(self._seconds, 10 * rtt_s))
+        self._keep_busy(handles, time_factor * max(self._seconds, 10 * rtt_s))
         start, before = monotonic(), self._endpoint.counters(self._peer).sent_bytes
-        self._keep_busy(handles, patience * self._seconds)
+        self._keep_busy(handles, time_factor * self._seconds)
         rate = (self._endpoint.counters(self._peer).sent_bytes - before) * 8 / (monotonic() - start)
         self._endpoint.use(self._peer, self._most)
         for handle in handles:
@@ -153,7 +153,7 @@ def probe_both(
     theirs = _expect_profile(endpoint, peer)
     meter = _Meter(endpoint, peer, best_bps=mine.aggregate_bps, **effort)
     connections = connections or mine.connections
-    mine = replace(mine, opposed_bps=meter.rate_bps(connections, patience=_PATIENCE_OPPOSED))
+    mine = replace(mine, opposed_bps=meter.rate_bps(connections, time_factor=_OPPOSED_TIME_FACTOR))
     endpoint.use(peer, connections)
     _send_profile(endpoint, peer, mine)
     return mine, _profile(json.loads(bytes(theirs.wait().numpy()).decode()))

@@ -20,7 +20,7 @@ class Rule:
     Attributes:
         priority_s: by stage, the priorities of F, I and W of micro-batch 0.
         pace_s: difference in priority between successive micro-batches.
-        patience: how long to wait for an action of higher priority that will soon become ready,
+        wait_share: how long to wait for an action of higher priority that will soon become ready,
             as a share of the ready action's duration.
         backlog: maximum number of transfers in the queue of a forward's link; with more, the forward
             waits (Atlas section 4.4, rule 3).
@@ -31,7 +31,7 @@ class Rule:
 
     priority_s: tuple[tuple[float, float, float], ...]
     pace_s: float
-    patience: float
+    wait_share: float
     backlog: float = NEVER
     backlog_of_gradients: bool = False
     pair: Op | None = None
@@ -100,7 +100,7 @@ class ListScheduler:
             return self._wait(rank, coming)
         priority_s, node, queue = min(ready, key=_by_priority)
         if coming:
-            latest_s = now_s + self.rule.patience * self.problem.seconds[node]
+            latest_s = now_s + self.rule.wait_share * self.problem.seconds[node]
             if any(start_s < latest_s and other_s < priority_s for start_s, other_s in coming):
                 return self._wait(rank, coming)
         if queue.kind == W or (self.rule.pair is None and queue.kind == F):

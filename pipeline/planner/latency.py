@@ -194,5 +194,5 @@ def _scheduled(
 
 def _rule(problem: Problem, name: str) -> Rule:
     if name == "critical path":
-        return critical_path(problem, pace=0.5, weight_delay=inf, patience=0.3)
+        return critical_path(problem, pace=0.5, weight_delay=inf, wait_share=0.3)
     return backward_first(problem) if name == "backward first" else atlas(problem, defer_weights=True)

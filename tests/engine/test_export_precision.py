@@ -1,4 +1,4 @@
-"""Masters of 16-bit runs are the weights that were given, and exports have the base's type unless told otherwise."""
+"""Master weights of 16-bit runs equal the original ones; exports have the base's type unless `export_dtype` is set."""
 
 import json
 

@@ -75,7 +75,7 @@ def join(monkeypatch):
 @pytest.mark.parametrize(
     "layout", [RankLayout((4,), 2), RankLayout((2, 1), 3), RankLayout((2,), 2, context=2, tensor=2)]
 )
-def test_a_rank_is_told_what_deepspeed_would_tell_it(join, layout):
+def test_grid_equals_deepspeeds_for_every_rank(join, layout):
     for rank in range(layout.world_size):
         join(rank, layout.world_size)
         theirs = PipelineParallelGrid(

@@ -1,4 +1,4 @@
-"""An error that means that another rank has gone is told from one of our own."""
+"""Errors caused by a lost peer are distinguished from a rank's own errors."""
 
 import pytest
 import torch.distributed as dist

@@ -19,13 +19,13 @@ FACTORIES = {
     *(torch.zeros, torch.ones, torch.empty, torch.full, torch.arange, torch.linspace, torch.eye),
     *(torch.rand, torch.randn, torch.randint, torch.randperm),
 }
-"""Make a tensor in host memory, unless they are told a device."""
+"""Functions that make a tensor in host memory unless a device is given."""
 WAITS = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.nonzero, Tensor.unique),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__),
     *(torch.nonzero, torch.equal, torch.allclose, torch.masked_select, torch.unique, torch.argwhere),
 }
-"""Give the host a value, for which it waits."""
+"""Functions that return a value to the host, which waits for it."""
 MOVES = {Tensor.to, Tensor.cuda}
 
 
@@ -35,9 +35,9 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 class HostRules(TorchFunctionMode):
-    """Tells host tensors from device tensors, which on CPUs look alike, and holds the host where a GPU would.
+    """Distinguish host tensors from device tensors, which on CPUs are the same, and block the host where a GPU would.
 
-    A tensor is on the host if a factory made it that was told no device, or if all it was made of is.
+    A tensor is on the host if a factory made it without a device argument, or if all its inputs are.
     """
 
     def __init__(self, device: Device) -> None:

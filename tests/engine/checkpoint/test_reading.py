@@ -178,7 +178,7 @@ def test_a_piece_of_another_type_or_size_than_the_manifest_says(tmp_path):
 
 
 def test_what_is_no_file_of_ours_or_lacks_a_piece_is_named(tmp_path):
-    """Although sizes and checksums are as they were told."""
+    """Refused although sizes and checksums match the manifest."""
     path = tmp_path / "rank-000.safetensors"
     path.write_bytes(b"\xff" * 40)
     with pytest.raises(CheckpointError, match=r"rank-000.*damaged"):

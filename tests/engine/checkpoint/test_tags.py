@@ -95,7 +95,7 @@ def test_whatever_happens_one_of_that_tag_is_whole(tmp_path):
     pytest.fail("it never ended")
 
 
-def test_a_tag_that_is_not_there_is_told_with_those_that_are(tmp_path):
+def test_error_of_a_missing_tag_lists_existing_tags(tmp_path):
     with pytest.raises(CheckpointError, match="holds no such checkpoint; there are: none"):
         tagged(tmp_path, "best")
     write(tmp_path, 2)

@@ -252,7 +252,7 @@ def test_space_that_is_just_enough_is_enough(tmp_path):
         (3 << 50, "3072 TiB"),
     ],
 )
-def test_sizes_are_told_in_units_that_people_read(tmp_path, num_bytes, text):
+def test_error_gives_sizes_in_readable_units(tmp_path, num_bytes, text):
     with pytest.raises(CheckpointError, match=f"needs {text}, 0 bytes are free"):
         check_space(tmp_path, num_bytes, free_bytes=0)
 

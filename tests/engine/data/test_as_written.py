@@ -145,7 +145,7 @@ DATES = [
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["completion", "messages", "conversations", "output", "text"])
 def test_text_that_looks_like_another_type_stays_text(tokenizer, write, tmp_path, kind, streaming):
-    """Alone in a file, and alongside a file of ordinary text."""
+    """Test a file with one odd row alone, and with a second file of ordinary text."""
 
     def row(answer):
         return {

@@ -10,7 +10,7 @@ from weft.engine.stages.cutting.context import whole_batch
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
-"""A device whose values nobody can read."""
+"""A device whose values cannot be read."""
 
 
 def _batch(padded: bool) -> dict[str, torch.Tensor]:
@@ -59,8 +59,8 @@ def test_labels_are_counted_where_they_are():
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_forwards_are_told_whether_rows_are_packed(packed, monkeypatch):
-    """And then give the same mask as when they look, which on a GPU means that they wait."""
+def test_packing_flag_gives_the_mask_that_reading_positions_gives(packed, monkeypatch):
+    """Reading the positions would wait for the device on a GPU."""
     positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5]]) if packed else torch.arange(6).expand(2, 6)
     batch = prepare_batch({"input_ids": positions, "labels": positions, "position_ids": positions.clone()}, CPU)
     told = masking_utils.find_packed_sequence_indices(batch["position_ids"])

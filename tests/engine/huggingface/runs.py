@@ -33,7 +33,7 @@ class Sequences(Dataset):
 
 
 class Streamed(IterableDataset):
-    """The same, of a length that nobody knows."""
+    """The same rows without a length."""
 
     def __init__(self, count: int) -> None:
         self.rows = Sequences(count)

@@ -1,4 +1,4 @@
-"""A rank's memory of weights, gradients and optimiser state, alongside that of its plan."""
+"""A rank's memory of weights, gradients and optimiser state, and the planned memory."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_an_error_of_one_member_frees_the_others():
         run_in_threads({"tensor": 2}, member)
 
 
-def test_members_that_come_to_different_operations_are_told():
+def test_different_operations_of_members_raise_an_error():
     def member(groups: AxisGroups):
         group = groups.tensor
         return (group.all_reduce if group.index else group.all_gather)(torch.ones(2)).wait()

@@ -50,7 +50,7 @@ def test_members_compute_what_one_process_does(arch, size, computation):
     require_same(shared(model, batches, expert=size), whole_outcome(model, batches, items_of(batches)))
 
 
-def test_experts_that_nobody_chooses_have_zero_gradients():
+def test_experts_without_tokens_have_zero_gradients():
     """Two of four members have nothing to do, and take part all the same."""
     model = whole_model(tiny_model("mixtral", num_hidden_layers=2, num_experts_per_tok=1))
     for layer in model.model.layers:

@@ -48,7 +48,7 @@ def test_heads_may_share_keys(form):
 
 @pytest.mark.parametrize("form", ["plain", "packed"])
 def test_attention_that_takes_bounds_in_place_of_masks_gets_those_of_whole_rows(form):
-    """A stand-in for flash attention, which needs a GPU, is told what flash attention is told."""
+    """A stand-in for flash attention, which needs a GPU, receives the arguments of flash attention."""
     model = with_heads("llama")
     batches = micro_batches(2, **FORMS[form])
     want = whole_outcome(model, batches, items_of(batches))

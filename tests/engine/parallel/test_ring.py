@@ -219,7 +219,7 @@ def test_the_next_block_is_on_its_way_while_one_is_computed():
     assert logs == [forward + backward] * 3
 
 
-def test_which_masks_show_no_later_position_is_told_by_what_they_are_made_of():
+def test_masks_are_causal_if_one_of_their_parts_is():
     padding = padding_mask_function(torch.ones(2, 4, dtype=torch.bool))
     earlier = [causal_mask_function, sliding_window_causal_mask_function(3)]
     earlier.append(and_masks(earlier[1], padding))

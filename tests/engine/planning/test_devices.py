@@ -34,7 +34,7 @@ def test_every_start_plans_with_one_figure(tmp_path, measured):
     assert measured == [1, 2] and torch.get_num_threads() == before
 
 
-def test_what_cannot_be_kept_is_told(tmp_path, measured, caplog):
+def test_failed_write_of_measurements_logs_a_warning(tmp_path, measured, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         found, _ = usable_flops(CPU, 1, Measurements(tmp_path / "file" / "devices.json"))

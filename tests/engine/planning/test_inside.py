@@ -157,7 +157,7 @@ def ring_choice(tmp_path, *, memory, checkpointing=False):
     return found.exchange.value, found.sources["exchange"]
 
 
-def test_keys_and_values_go_round_the_ring_where_memory_has_no_room_for_all_of_them(tmp_path):
+def test_auto_chooses_the_ring_if_gathered_keys_do_not_fit_memory(tmp_path):
     """Two members with four heads each: by heads would move as much as a gather does, and fits as well as the ring."""
     config = WeftConfig(parallel=ParallelConfig(context=2, context_exchange=ContextExchange.gather))
     config.cluster.ranks = 2

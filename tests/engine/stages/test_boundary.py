@@ -235,7 +235,7 @@ def test_refuses_what_is_no_pipeline(inner, message):
         ("hrm_text", "has no list of 128 decoder layers"),
     ],
 )
-def test_refuses_layers_that_cannot_be_told_apart(arch, message):
+def test_refuses_ambiguous_layers(arch, message):
     config = small_config(arch)
     with pytest.raises(ValueError, match=message):
         cuttable_layers(skeleton(model_class(config), config))

@@ -147,7 +147,7 @@ class TestCommand:
         assert check.main([f"model={tmp_path}"]) == 0
         assert "model.norm, lm_head, and the weights of model.embed_tokens (tied)" in capsys.readouterr().out
 
-    def test_leak_is_told(self, capsys):
+    def test_leak_across_documents_is_printed(self, capsys):
         assert check.main(["model.arch=bloom", "model.attn_implementation=eager"]) == 0
         assert "set data.packing=false" in capsys.readouterr().out
 

@@ -47,12 +47,12 @@ def test_where_sizes_do_not_go_together_is_named(axes, said):
 @pytest.mark.parametrize(
     "error", [KeyError("a size"), RuntimeError("no such kernel"), ZeroDivisionError("sizes of 0"), OSError("size")]
 )
-def test_other_errors_are_told_as_they_are(error):
+def test_other_errors_are_quoted(error):
     text = why_not_shared(raised(error), ["tensor", "context"])
     assert text == f"its forward does not run ({type(error).__name__}: {error})"
 
 
-def test_an_error_outside_of_a_model_is_told_as_it_is():
+def test_error_outside_of_a_model_is_quoted():
     with pytest.raises(RuntimeError) as caught:
         torch.ones(2) + torch.ones(3)
     assert why_not_shared(caught.value, ["context"]).startswith("its forward does not run (RuntimeError: The size of")

@@ -100,7 +100,7 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True)
 class Pretended:
-    """Steps of a rank alone: the backward of one micro-batch alongside the forward of the next, and their results.
+    """Steps of a rank alone: the backward of one micro-batch with the forward of the next, and their results.
 
     Attributes:
         device: of all tensors.

@@ -42,7 +42,7 @@ from weft.pipeline.validation import validate
 CPU = torch.device("cpu")
 FULL = "0F0 1F0 0F1 1F1+1B0 0F2+0B0 0F3+1B1 1F2+0B1 1F3+1B2 0B2 1B3 0B3"
 SPLIT = "0F0 1F0 0F1+1I0 1F1+0I0 1W0 0F2+1B1 0W0 1F2+0I1 0F3+1I2 0W1 1F3+0B2 1W2 1I3 0I3 0W3 1W3"
-"""Pairs of each stage alongside each; written shorter than `weft.pipeline.action.parse_slot` reads."""
+"""Pairs of every two stages, in a shorter form than `weft.pipeline.action.parse_slot` reads."""
 _making = threading.Lock()  # transformers replaces functions of torch while it makes a model
 
 

@@ -1,4 +1,4 @@
-"""Pairs in a run's plan: by segment plans, where collectives inside of layers are known; else nobody pairs."""
+"""Pairs in a run's plan: by segment plans if collectives inside of layers are known, otherwise none."""
 
 from dataclasses import replace
 

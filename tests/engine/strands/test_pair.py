@@ -97,7 +97,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("plan", OTHERS)
-def test_a_plan_for_other_strands_is_followed_as_far_as_it_goes_and_told_once(runner, plan, caplog):
+def test_plan_for_other_strands_is_followed_while_it_fits_and_logged_once(runner, plan, caplog):
     order, message = OTHERS[plan]
     for _ in range(2):
         log = []

@@ -114,7 +114,7 @@ def test_memory_is_used_again(stand):
 
 
 @pytest.mark.gpu(shows="a backward that pauses holds neither autograd's device thread nor another stream's caller")
-def test_a_backward_that_pauses_holds_nobody(stand):
+def test_a_paused_backward_does_not_block_the_forward(stand):
     runner = stand(GPU).runner
     weight = torch.ones(4, device=GPU, requires_grad=True)
     seen = []

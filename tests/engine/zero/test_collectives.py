@@ -79,7 +79,7 @@ def test_what_does_not_overlap_is_waited_for_at_once(overlap):
     assert gradients.waited == weights.waited == (not overlap)
 
 
-def test_a_single_replica_asks_nobody():
+def test_a_single_replica_communicates_nothing():
     collectives = Collectives()
     whole = torch.arange(3.0)
     collectives.sum(whole)
@@ -101,7 +101,7 @@ class Watch:
         self.noted.append(("ends", self.twins.waited))
 
 
-def test_waits_are_told_while_somebody_listens():
+def test_waits_are_reported_to_an_observer():
     gradients, _, collectives = pair()
     watch, whole = Watch(gradients), torch.arange(4.0)
     collectives.sum(whole)
@@ -115,7 +115,7 @@ def test_waits_are_told_while_somebody_listens():
     assert len(watch.noted) == 2
 
 
-def test_those_of_other_parameters_are_told_of_and_closed_as_well():
+def test_collectives_of_other_parameters_are_observed_and_closed():
     kinds = [pair() for _ in range(3)]
     (*_, collectives), (*_, collectives.joint), (*_, collectives.expert) = kinds
     assert collectives.kinds == [of for *_, of in kinds]

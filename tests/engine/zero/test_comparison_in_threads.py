@@ -161,7 +161,7 @@ def test_steps_taken_back_begin_anew():
     run_in_threads(3, run)
 
 
-def test_none_are_compared_where_nobody_asks():
+def test_nothing_is_compared_by_default():
     def run():
         made = SmallEngine(1, ZeroConfig(), KINDS["plain"])
         comparison = compared(made, every=0)
@@ -200,7 +200,7 @@ def test_comparing_at_once_after_steps_were_taken_back_begins_anew():
         if made.global_rank == 1:
             flip(made, "weight")
         made.step()
-        made.step()  # what differs was told before this one's update, and is not known yet
+        made.step()  # the difference was sent before this step's update, and its comparison is still pending
         with torch.no_grad():
             for parameter in made.part.parameters():
                 parameter.data.fill_(0.5)

@@ -164,7 +164,7 @@ def test_what_is_restored_may_be_kept():
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf")])
-def test_unclipped_it_is_told_with_the_next_step_and_before_anything_is_kept(value):
+def test_without_clipping_a_bad_norm_is_raised_in_the_next_step_or_before_a_save(value):
     trained = Trained()
     trained.step()
     trained.optimizer.check_finite()

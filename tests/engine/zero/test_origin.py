@@ -1,4 +1,4 @@
-"""The rank whose gradients were not finite first is told from those that have received them, and from bad data."""
+"""The first rank with non-finite gradients is distinguished from ranks that received them, and from bad data."""
 
 from dataclasses import replace
 from itertools import chain

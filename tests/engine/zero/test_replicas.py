@@ -231,7 +231,7 @@ def test_a_layout_by_position_is_refused():
 
 
 def test_a_thread_that_fails_ends_the_others():
-    """The helper itself: an error is what is raised, and nobody waits for who is gone."""
+    """The helper itself raises the error of a thread, and no thread waits for one that has ended."""
 
     def run(meeting, number):
         if number:
@@ -245,7 +245,7 @@ def test_a_thread_that_fails_ends_the_others():
 
 
 def test_stepped_weights_are_gathered_anew_although_the_old_ones_were_there():
-    """At stage 3; as after an evaluation whose weights nobody has released."""
+    """Test stage 3 with weights still gathered, as after an evaluation."""
 
     def run(meeting, number):
         replica = Replica(meeting, number, ZeroConfig(stage=3, reduce_bucket_size=60), CASES["adamw"][0])

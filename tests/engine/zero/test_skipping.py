@@ -36,7 +36,7 @@ def test_only_bad_steps_in_a_row_are_too_many(norms, most):
         skips.check()
 
 
-def test_a_spike_is_told_by_the_median_of_the_last_norms():
+def test_a_spike_is_relative_to_the_median_of_the_last_norms():
     skips = Skips(2, spike=10.0)
     for step in range(WINDOW - 1):
         assert skips.judge(step, 1.0 + step % 3)

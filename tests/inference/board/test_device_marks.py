@@ -64,7 +64,7 @@ def test_a_device_that_fails_leaves_no_board(monkeypatch):
     assert board.said == ["closed"]
 
 
-def test_a_device_that_hangs_holds_nobody_up(monkeypatch):
+def test_a_hanging_device_does_not_block_close(monkeypatch):
     monkeypatch.setattr("weft.inference.board.observer.CLOSE_S", 0.1)
     marks = DeviceMarks(board := Board(), LateDevice())
     marks.busy()

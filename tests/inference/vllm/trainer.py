@@ -10,7 +10,7 @@ from pathlib import Path
 from weft.inference.board.writer import BoardWriter
 
 CALM_S, DOUBLING_S = 60.0, 20.0
-"""How long bubbles stay as they are told, while servers start; then they double each so many seconds."""
+"""Seconds for which bubbles keep their length while servers start; afterwards they double at this interval."""
 
 
 def main(path: str, bubble_s: float, work_s: float) -> None:

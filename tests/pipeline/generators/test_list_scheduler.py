@@ -46,7 +46,7 @@ def uneven(placement, random, send_s=0.0):
 
 def random_rule(problem, random, **how):
     by_stage = tuple(tuple(random.uniform(0, 20) for _ in range(3)) for _ in range(problem.placement.num_stages))
-    return Rule(priority_s=by_stage, pace_s=random.uniform(0, 8), **({"patience": 0.0} | how))
+    return Rule(priority_s=by_stage, pace_s=random.uniform(0, 8), **({"wait_share": 0.0} | how))
 
 
 def priority_s(problem, rule, node):
@@ -161,7 +161,7 @@ def test_a_rank_waits_for_what_comes_sooner_and_first_but_not_for_its_equal(arri
         StageCost(forward_s=2, input_s=arrives_s - 8, weight_s=1, activation_bytes=1, output_bytes=0),
     )
     problem = Problem(placement, 3, CostModel(stages=stages, local=LinkCost(latency_s=1)))
-    rule = Rule(priority_s=((2.0, input_priority_s, 9.0), (5.0, 0.0, 9.0)), pace_s=0.0, patience=0.5)
+    rule = Rule(priority_s=((2.0, input_priority_s, 9.0), (5.0, 0.0, 9.0)), pace_s=0.0, wait_share=0.5)
     scheduler = Watched(problem, rule, inf)
     scheduler.run()
     third, gradient = problem.node(Action(Op.F, 0, 2)), problem.node(Action(Op.I, 0, 0))
@@ -230,7 +230,7 @@ class Hindsight:
         if not ready:
             return None
         least, node = min(ready)
-        until_s = now_s + self.rule.patience * problem.seconds[node]
+        until_s = now_s + self.rule.wait_share * problem.seconds[node]
         better = [
             other for other, at_s in may_s.items() if at_s < until_s and priority_s(problem, self.rule, other) < least
         ]
@@ -248,9 +248,9 @@ class Hindsight:
     "how",
     [
         {},
-        {"patience": 0.6},
+        {"wait_share": 0.6},
         {"backlog": 0.0},
-        {"backlog": 0.5, "patience": 0.4},
+        {"backlog": 0.5, "wait_share": 0.4},
         {"backlog": 0.3, "backlog_of_gradients": True},
     ],
     ids=str,
@@ -262,10 +262,10 @@ def test_every_rank_starts_what_comes_first_and_waits_as_long_as_its_rule_says(p
         problem = Problem(
             placement, 5, uneven(placement, random, random.choice([0.0, 0.25])), until_weight=True, tick_s=TICK_S
         )
-        rule = random_rule(problem, random, **({"patience": 0.0} | how))
+        rule = random_rule(problem, random, **({"wait_share": 0.0} | how))
         scheduler = Watched(problem, rule, inf)
         makespan_s, rows = scheduler.run(), scheduler.rows
-        limits = {name: value for name, value in how.items() if name != "patience"}
+        limits = {name: value for name, value in how.items() if name != "wait_share"}
         seen = Hindsight(problem, rule, scheduler.start_s, **limits)
         assert makespan_s == max(seen.end_s[row[-1]] + problem.send_s[row[-1]] for row in rows)
         if "backlog" not in how:

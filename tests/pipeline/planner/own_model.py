@@ -232,7 +232,7 @@ def schedules(name, placement, count, costs, cap):
         problem = Problem(placement, count, costs)
         rules = [backward_first(problem), atlas(problem, defer_weights=True)]
         if len(placement.legs) > 1:
-            rules[1] = critical_path(problem, pace=0.5, weight_delay=inf, patience=0.3)
+            rules[1] = critical_path(problem, pace=0.5, weight_delay=inf, wait_share=0.3)
         for rule in rules:
             scheduler = ListScheduler(problem, rule, cap)
             scheduler.run()
