@@ -164,22 +164,24 @@ def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespac
     settings = {"connections": connections, "tls": args.tls, "congestion": args.congestion}
     with (
         Job(bed, "n1", _receive, bed.address("n1"), settings, *plan) as receiver,
-        Job(bed, "n0", _send, bed.address("n0"), receiver.hear(), settings, *plan) as sender,
+        Job(bed, "n0", _send, bed.address("n0"), receiver.receive(), settings, *plan) as sender,
     ):
         (num_bytes, elapsed_s, cpu_s), (_, _, sender_cpu_s) = receiver.result(), sender.result()
     cpu_s_per_gb = (cpu_s + sender_cpu_s) / num_bytes * 1e9 if num_bytes else float("nan")
     return Rate(goodput_mbps=num_bytes * 8 / elapsed_s / 1e6, cpu_s_per_gb=cpu_s_per_gb)
 
 
-def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *plan: Any) -> tuple[int, float, float]:
+def _receive(
+    send: Callable, receive: Callable, bind: str, settings: dict, _: int, *plan: Any
+) -> tuple[int, float, float]:
     with WanEndpoint(rank=1, bind=bind, key=_KEY, **settings) as endpoint:
         endpoint.link(0)
         channel = endpoint.channel(0)
         spec = TensorSpec((_MESSAGE_BYTES,), torch.uint8)
-        used = [channel.staging.room(spec).zero_() for _ in range(_AHEAD)]
+        used = [channel.staging.receive_buffer(spec).zero_() for _ in range(_AHEAD)]
         del used  # a slow connection would not fill the first of them before it is measured
         handles = deque(channel.recv("x", spec) for _ in range(_AHEAD))
-        say(endpoint.address)
+        send(endpoint.address)
 
         def post() -> None:
             while handles[0].ended():
@@ -191,7 +193,7 @@ def _receive(say: Callable, hear: Callable, bind: str, settings: dict, _: int, *
 
 
 def _send(
-    say: Callable, hear: Callable, bind: str, address: tuple[str, int], settings: dict, messages: int, *plan: Any
+    send: Callable, receive: Callable, bind: str, address: tuple[str, int], settings: dict, messages: int, *plan: Any
 ) -> tuple[int, float, float]:
     with WanEndpoint(rank=0, bind=bind, key=_KEY, **settings) as endpoint:
         endpoint.link(1, address=address)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.job import Asked, current_job
+from weft.comm.job import GatherPurpose, current_job
 from weft.comm.values import decode, encode
 
 MOST_BYTES = 1 << 30
@@ -25,7 +25,7 @@ def gather(
     *,
     group: dist.ProcessGroup | None = None,
     kinds: tuple[type, ...] = (),
-    asked: Asked = Asked.value,
+    purpose: GatherPurpose = GatherPurpose.value,
 ) -> list[Any]:
     """Return all ranks' values, in rank order. A collective call over ``group``.
 
@@ -35,24 +35,24 @@ def gather(
     Args:
         value: anything that `weft.comm.values.encode` accepts.
         kinds: dataclasses and enums that may occur in values.
-        asked: the kind of value, so that emulated ranks can answer with values of their own.
+        purpose: the kind of value, so that emulated ranks can answer with values of their own.
 
     Raises:
         ValueError: a rank sent a value of another type, or one that is too long.
     """
     real = partial(_gather, value, group, kinds)
-    return current_job().gather(real, value, group or dist.group.WORLD, asked)
+    return current_job().gather(real, value, group or dist.group.WORLD, purpose)
 
 
 def _gather(value: object, group: dist.ProcessGroup | None, kinds: tuple[type, ...]) -> list[Any]:
     data, device = encode(value), _device(group)
-    told = _all_gathered(_first(data), device, group)
-    lengths = [_length(first) for first in told]
+    messages = _all_gathered(_first(data), device, group)
+    lengths = [_length(first) for first in messages]
     if max(lengths) > _FIRST_BYTES:
         rest = torch.zeros(max(lengths) - _FIRST_BYTES, dtype=torch.uint8)
         rest[: max(0, len(data) - _FIRST_BYTES)] = _tensor(data[_FIRST_BYTES:])
-        told = torch.cat((told, _all_gathered(rest, device, group)), dim=1)
-    return [_said(each, length, kinds) for each, length in zip(told, lengths, strict=True)]
+        messages = torch.cat((messages, _all_gathered(rest, device, group)), dim=1)
+    return [_decoded(each, length, kinds) for each, length in zip(messages, lengths, strict=True)]
 
 
 def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> Any:
@@ -69,24 +69,24 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
 
 
 def _broadcast(value: object, src: int, kinds: tuple[type, ...]) -> Any:
-    tells, device = dist.get_rank() == src, _device(None)
-    data = encode(value) if tells else b""
+    is_source, device = dist.get_rank() == src, _device(None)
+    data = encode(value) if is_source else b""
     first = _first(data).to(device)
     dist.broadcast(first, src=src)
-    heard = first.cpu()
-    if (length := _length(heard)) > _FIRST_BYTES:
-        rest = _tensor(data[_FIRST_BYTES:]) if tells else torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
+    message = first.cpu()
+    if (length := _length(message)) > _FIRST_BYTES:
+        rest = _tensor(data[_FIRST_BYTES:]) if is_source else torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
         rest = rest.to(device)
         dist.broadcast(rest, src=src)
-        heard = torch.cat((heard, rest.cpu()))
-    return value if tells else _said(heard, length, kinds)
+        message = torch.cat((message, rest.cpu()))
+    return value if is_source else _decoded(message, length, kinds)
 
 
 def _all_gathered(mine: Tensor, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather ``mine``, of equal size on all ranks, to host memory: [ranks, bytes]."""
-    told = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.uint8, device=device)
-    dist.all_gather(list(told), mine.to(device), group=group)
-    return told.cpu()
+    gathered = torch.empty(dist.get_world_size(group), len(mine), dtype=torch.uint8, device=device)
+    dist.all_gather(list(gathered), mine.to(device), group=group)
+    return gathered.cpu()
 
 
 def _first(data: bytes) -> Tensor:
@@ -102,9 +102,9 @@ def _length(first: Tensor) -> int:
     return length
 
 
-def _said(told: Tensor, length: int, kinds: tuple[type, ...]) -> Any:
+def _decoded(message: Tensor, length: int, kinds: tuple[type, ...]) -> Any:
     """Decode the value in a rank's message."""
-    return decode(told[_LENGTH.size :][:length].numpy().tobytes(), kinds)
+    return decode(message[_LENGTH.size :][:length].numpy().tobytes(), kinds)
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -13,7 +13,7 @@ from weft.comm.links import Hop, SiteNetwork
 T = TypeVar("T")
 
 
-class Asked(Enum):
+class GatherPurpose(Enum):
     """Kinds of small values that ranks exchange. Emulated ranks answer some kinds with values of their own."""
 
     value = "value"
@@ -57,7 +57,7 @@ class Job:
     # -- small values --------------------------------------------------------------------------------
 
     def gather(
-        self, exchange: Callable[[], list[Any]], value: Any, group: dist.ProcessGroup, asked: Asked
+        self, exchange: Callable[[], list[Any]], value: Any, group: dist.ProcessGroup, purpose: GatherPurpose
     ) -> list[Any]:
         """Return the values of all members of ``group``. This rank's is ``value``. Real ranks call ``exchange``."""
         return exchange()

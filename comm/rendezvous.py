@@ -35,20 +35,20 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Meeting:
+class _Listener:
     """Rank 0's listener and proxy for the rendezvous, if its store is behind the port that all hosts use."""
 
     address: tuple[str, int] = ("", 0)
     proxy: LoopbackProxy | None = None
 
 
-_MEETING = _Meeting()
+_LISTENER = _Listener()
 
 
 def register() -> None:
     """Register the init_method ``weft://`` with `torch.distributed`; idempotent."""
     try:
-        dist.register_rendezvous_handler(METHOD.partition(":")[0], _meet)
+        dist.register_rendezvous_handler(METHOD.partition(":")[0], _rendezvous)
     except RuntimeError:  # registered already
         return
 
@@ -58,7 +58,9 @@ def made_here() -> bool:
     return dist.distributed_c10d._default_pg_init_method == METHOD  # torch 2.11 to 2.13
 
 
-def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _rendezvous(
+    url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield the store, this rank and the number of ranks: torch's rendezvous handler.
 
     Raises:
@@ -71,18 +73,18 @@ def _meet(url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any) -> I
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
-    """Connect to the store of the job in the launcher's environment. A collective call. For errors see `_meet`."""
+    """Connect to the store of the job in the launcher's environment. Collective. For errors see `_rendezvous`."""
     address = job_socket(rank, timeout)
     refuse_other_users(one_host=on_one_host())
     _choose_interface(address)
     os.environ.setdefault(_READ_TOGETHER, "1")
-    _MEETING.address, _MEETING.proxy = _Meeting.address, None
+    _LISTENER.address, _LISTENER.proxy = _Listener.address, None
     if rank == 0:
         local = ProcessLocalPort.open()
         proxy = LoopbackProxy(local.connect, host=local.PROXY_HOST, port=local.port)
         proxy.also_accept(address)
         if isinstance(address, AuthenticatedTcpSocket) and not under_torchrun():
-            _MEETING.address, _MEETING.proxy = address.address, proxy
+            _LISTENER.address, _LISTENER.proxy = address.address, proxy
         return dist.TCPStore(
             local.PROXY_HOST,
             local.port,
@@ -101,7 +103,7 @@ def hosts_port() -> int:
 
     Under torchrun the rendezvous has a free port of rank 0's host. On one host, or on loopback, it has no such port.
     """
-    return _MEETING.address[1]
+    return _LISTENER.address[1]
 
 
 def hand_over(address: tuple[str, int]) -> None:
@@ -109,8 +111,8 @@ def hand_over(address: tuple[str, int]) -> None:
 
     The endpoint accepts without Python's interpreter lock, and passes connections for the rendezvous on.
     """
-    if _MEETING.proxy is not None and _MEETING.address == address:
-        _MEETING.proxy.leave_port()
+    if _LISTENER.proxy is not None and _LISTENER.address == address:
+        _LISTENER.proxy.leave_port()
 
 
 def job_socket(rank: int, timeout: timedelta) -> AuthenticatedSocket:

@@ -128,8 +128,8 @@ def leave_out_shm_operator() -> None:
 
 def ranks_on_this_host() -> int:
     """Return the number of ranks that the launcher (torchrun or DeepSpeed) started here, by default the whole world."""
-    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(told) if told else dist.get_world_size()
+    local_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(local_size) if local_size else dist.get_world_size()
 
 
 def device_bytes(device: torch.device, sharing: int) -> float:

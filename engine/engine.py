@@ -209,7 +209,7 @@ class WeftEngine(PipelineEngine):
                 self._comparison.before_update(self.global_steps + 1)
                 self._finish_memory_copy()
                 loss_sum = self.step_loss.sum(state)
-                self.optimizer.reduce(self.step_loss.held(state), state.hidden)
+                self.optimizer.reduce(self.step_loss.local_sum(state), state.hidden)
                 self.optimizer.clip()
                 self.optimizer.step()
                 advance(self)
@@ -253,7 +253,7 @@ class WeftEngine(PipelineEngine):
         batch = self.batch_fn(batch) if self.batch_fn else batch
         whole = self.step_loss.minimised is not None
         prepared = prepare_batch(batch, self.device, self.axes.context, keep_whole=whole)
-        self.step_loss.tell(prepared, batch)
+        self.step_loss.attach_items_of(prepared, batch)
         return prepared
 
     def _begin_step(self, plan: RankSchedule, state: StepState) -> SlotTrace:

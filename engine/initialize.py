@@ -180,7 +180,7 @@ class PreparedRun:
             kept.put("links", between, wan.profiles)
             facts = facts.with_links(wan.profiles)
         planned_from = config, facts, placement
-        facts = facts.with_nodes(collectives.group.nodes, "told by the ranks")
+        facts = facts.with_nodes(collectives.group.nodes, "reported by the ranks")
         facts = with_collectives(config, facts, device, collectives.costs, collectives.source)
         # Rank 0's costs of collectives count for the run.
         kinds = RunPlan, *fact_kinds()

@@ -120,8 +120,8 @@ def costs_to_yaml(costs: CostModel, *, per: str = "stages", measured: Mapping[st
     del links["local"]["pair_mbps"]
     links["pairs"] = [{"sites": list(pair), "one_way": True, **_link_to_dict(link)} for pair, link in costs.wan_links]
     strands = {} if costs.pairs is None else {"strands": entry("strands").strands_to_tables(costs.pairs)}
-    told = {} if measured is None else {"measured": dict(measured)}
-    tree = {**told, per: stages, "links": links, **strands}
+    measurements = {} if measured is None else {"measured": dict(measured)}
+    tree = {**measurements, per: stages, "links": links, **strands}
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=None)
 
 

@@ -75,14 +75,14 @@ class ZeroMemory:
     buffers: float
 
     @property
-    def kept(self) -> float:
+    def resident(self) -> float:
         """The bytes that are allocated all the time."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
         """The sum of all fields."""
-        return self.kept + self.buffers
+        return self.resident + self.buffers
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,30 @@ class RankMemory:
         zero: bytes of weights, gradients and optimiser state, as sharded.
         activations: bytes of saved activations, of all micro-batches in flight.
         working: temporary bytes of a backward.
-        beside: bytes of buffers that exist while most activations do. Other buffers exist only after a rank's
-            backwards, while gradients are reduced.
+        concurrent_buffers: bytes of buffers that exist while most activations do. Other buffers exist only after a
+            rank's backwards, while gradients are reduced.
         stepping: temporary bytes of the optimiser's step, after activations and buffers are freed.
     """
 
     zero: ZeroMemory
     activations: float
     working: float = 0.0
-    beside: float = 0.0
+    concurrent_buffers: float = 0.0
     stepping: float = 0.0
 
     @property
     def total(self) -> float:
         """The peak bytes at any time."""
-        return self.zero.kept + max(self.activations + self.working + self.beside, self.zero.buffers, self.stepping)
+        return self.zero.resident + max(
+            self.activations + self.working + self.concurrent_buffers, self.zero.buffers, self.stepping
+        )
 
-    def room(self, limit: float) -> float:
+    def headroom(self, limit: float) -> float:
         """Return the bytes for further activations; negative if a rank does not fit without any."""
-        others = self.zero.kept + max(self.zero.buffers, self.stepping)
+        others = self.zero.resident + max(self.zero.buffers, self.stepping)
         if others > limit:
             return limit - others
-        return limit - self.zero.kept - self.activations - self.working - self.beside
+        return limit - self.zero.resident - self.activations - self.working - self.concurrent_buffers
 
 
 def zero_memory(

@@ -24,10 +24,10 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class Child:
-    """A process that runs ``function(say, hear, *args)``.
+    """A process that runs ``function(send, receive, *args)``.
 
-    In the function, ``say(value)`` sends a value that the parent receives by `hear`, and ``hear()`` receives a value
-    that the parent sends by `say`. The function's return value is `result`. The process ends if its parent dies.
+    In the function, ``send(value)`` sends a value that the parent receives by `receive`, and ``receive()`` receives a
+    value that the parent sends by `send`. The function's return value is `result`. The process ends if its parent dies.
 
     It is forked from a server that has only imported torch and DeepSpeed. It must not be forked from a process that has
     created process groups: the child would garbage-collect an unreferenced group, and wait for the group's threads,
@@ -62,8 +62,8 @@ class Child:
         if not from_here:
             _CONTEXT.set_forkserver_preload(list(preload))
         self._pipe, theirs = _CONTEXT.Pipe()
-        told = environment and dict(environment), log, enter, function, args, theirs
-        self._process = context.Process(target=_run, args=told, daemon=True)
+        arguments = environment and dict(environment), log, enter, function, args, theirs
+        self._process = context.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -79,16 +79,16 @@ class Child:
         assert self._process.pid is not None, "it was started"
         return self._process.pid
 
-    def say(self, value: Any) -> None:
-        """Send a value to the function, which receives it by its ``hear``."""
+    def send(self, value: Any) -> None:
+        """Send a value to the function, which receives it by its ``receive``."""
         self._pipe.send(value)
 
-    def hear(self, timeout_s: float | None = 60.0) -> Any:
-        """Receive the next value that the function sends by its ``say``; without a timeout if ``timeout_s`` is None."""
-        return self._next("said", timeout_s)
+    def receive(self, timeout_s: float | None = 60.0) -> Any:
+        """Receive the next value that the function sends. Wait without limit if ``timeout_s`` is None."""
+        return self._next("sent", timeout_s)
 
     def has_news(self) -> bool:
-        """Return True if `hear` or `result` would return at once."""
+        """Return True if `receive` or `result` would return at once."""
         return self._pipe.poll()
 
     def fileno(self) -> int:
@@ -178,7 +178,7 @@ def _run(
         if enter is not None:
             enter()
         end_with_parent()
-        result = function(lambda value: pipe.send(("said", value)), pipe.recv, *args)
+        result = function(lambda value: pipe.send(("sent", value)), pipe.recv, *args)
         pipe.send(("returned", result))
     except BaseException:
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ MOST_S = 90.0
 class Overlap(Protocol):
     """Measured overlap of compute and collectives. See `weft.engine.strands`."""
 
-    def keep(self, cache_dir: str) -> None:
+    def store(self, cache_dir: str) -> None:
         """Store it in the folder from which runs on this host read it."""
 
     @property
@@ -69,12 +69,12 @@ def measure_host(ranks: int) -> HostCollectives:
     return answers[0]
 
 
-def keep(found: HostCollectives, cache_dir: str) -> None:
+def store(found: HostCollectives, cache_dir: str) -> None:
     """Add the measurements to the files that runs on this host read."""
     for key, costs in found.costs.items():
         CostCache.in_folder(cache_dir).write(key, costs)
     if found.overlap is not None:
-        found.overlap.keep(cache_dir)
+        found.overlap.store(cache_dir)
 
 
 def _measure(device: torch.device) -> HostCollectives:

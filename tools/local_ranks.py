@@ -30,10 +30,10 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
         By rank: the result, or the traceback of an error as text. Ranks that did not finish in time are left out.
     """
     with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
-        told = ranks, os.path.join(folder, "store"), most_s, work, args
+        arguments = ranks, os.path.join(folder, "store"), most_s, work, args
         here = _is_fit_to_fork()
         children = [
-            Child(f"rank {rank}", _rank, rank, *told, preload=[__name__], from_here=here) for rank in range(ranks)
+            Child(f"rank {rank}", _rank, rank, *arguments, preload=[__name__], from_here=here) for rank in range(ranks)
         ]
         for child in children:
             stack.enter_context(child)
@@ -55,16 +55,16 @@ def _gather(children: Sequence[Child], most_s: float) -> dict[int, Any]:
         for child in with_news([*waiting], left):
             rank = waiting.pop(child)
             try:
-                answers[rank] = child.hear(0.0)
+                answers[rank] = child.receive(0.0)
             except RuntimeError as error:
                 answers[rank] = str(error)
     return answers
 
 
 def _rank(
-    say: Callable, hear: Callable, rank: int, ranks: int, store: str, most_s: float, work: Callable, args: tuple
+    send: Callable, receive: Callable, rank: int, ranks: int, store: str, most_s: float, work: Callable, args: tuple
 ) -> None:
-    say("here")
+    send("here")
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -79,4 +79,4 @@ def _rank(
         world_size=ranks,
         timeout=timedelta(seconds=most_s),
     )
-    say(work(device, *args))
+    send(work(device, *args))

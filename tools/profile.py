@@ -24,7 +24,7 @@ from weft.pipeline.text import bytes_text
 from weft.pipeline.workload import ModelWork
 from weft.tools import parsers
 from weft.tools.dry_run import settled_model
-from weft.tools.host_collectives import keep, measure_host
+from weft.tools.host_collectives import measure_host, store
 from weft.tools.links import Way, measure_link
 from weft.tools.tables import show, table_of
 
@@ -98,7 +98,7 @@ def _collectives(ranks: int, cache_dir: str) -> dict[str, float]:
         RuntimeError: a rank failed.
     """
     found = measure_host(ranks)
-    keep(found, cache_dir)
+    store(found, cache_dir)
     lines = [
         {
             "among": key.split(",")[0],

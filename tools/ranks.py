@@ -13,7 +13,7 @@ from typing import Any
 from weft.conf.host.ports import free_port
 from weft.tools.children import Child, results_of
 
-_TOLD = 0.95
+_DUMP_AFTER = 0.95
 """Share of a rank's time after which it prints its stacks."""
 
 
@@ -80,9 +80,14 @@ def run_with(
 
 
 def _rank(
-    say: Callable, hear: Callable, timeout_s: float, variables: dict[str, str], function: Callable, args: Sequence[Any]
+    send: Callable,
+    receive: Callable,
+    timeout_s: float,
+    variables: dict[str, str],
+    function: Callable,
+    args: Sequence[Any],
 ) -> Any:
-    faulthandler.dump_traceback_later(_TOLD * timeout_s)
+    faulthandler.dump_traceback_later(_DUMP_AFTER * timeout_s)
     os.environ.update(variables)
     import torch
 

@@ -46,7 +46,7 @@ from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.joining import join
 from weft.engine.strands.facts import HANDOVER_S
 from weft.engine.strands.strand_pairs import StrandPairs
-from weft.engine.strands.turns import Turns
+from weft.engine.strands.yielding_group import YieldPoint
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.plan import SegmentPlan
@@ -161,8 +161,8 @@ def weft(
 
     def stage(opened: PreparedRun, index: int) -> SharedStage:
         if not shared:
-            turns = opened.pairs.runner.turns if isinstance(opened.pairs, StrandPairs) else Turns()
-            shared.append(SharedRank(Machine(case.table, runs_ahead=True), opened.axes.tensor, turns))
+            yield_point = opened.pairs.runner.yield_point if isinstance(opened.pairs, StrandPairs) else YieldPoint()
+            shared.append(SharedRank(Machine(case.table, runs_ahead=True), opened.axes.tensor, yield_point))
         make = partial(SharedLayer, case.layer, shared[0], chunked=chunked)
         return SharedStage(make, shared[0].group, index=index, layers=opened.plan.split.layers)
 
@@ -191,7 +191,7 @@ def deepspeed(case: SharedCase) -> SharedRun:
 
     init_distributed(case.timeout_s)
     axes = open_axes(case.layout.axis_groups, torch.device("cpu"), case.timeout_s)
-    shared = SharedRank(Machine(case.table, runs_ahead=True), axes.tensor, Turns())
+    shared = SharedRank(Machine(case.table, runs_ahead=True), axes.tensor, YieldPoint())
     module = PipelineModule(
         layers=[SharedLayer(case.layer, shared) for _ in range(case.layers)],
         topology=PipeModelDataParallelTopology(num_pp=case.ranks, num_mp=case.tensor, num_dp=1),

@@ -17,7 +17,7 @@ from benchmarks.overlap.emulator import Machine
 from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
 from weft.engine.parallel.axis import AxisGroup
 from weft.engine.parallel.cut import Cut
-from weft.engine.strands.turns import Turns, TurnTakingHandle
+from weft.engine.strands.yielding_group import YieldingHandle, YieldPoint
 from weft.pipeline.strands.plan import Step
 from weft.pipeline.strands.segments import Segment, Strand, StrandPair, WeightGradient
 
@@ -31,14 +31,14 @@ class SharedRank:
 
     Attributes:
         group: the ranks that share the layers; its operations never switch to the other strand.
-        turns: scheduler of this rank's strands.
+        yield_point: callbacks at which this rank's strands switch.
         live: layers between the begin of their forward and the end of their input gradient; ``most_live`` is its
             maximum.
     """
 
     machine: Machine
     group: AxisGroup
-    turns: Turns
+    yield_point: YieldPoint
     live: int = 0
     most_live: int = 0
 
@@ -54,7 +54,7 @@ class SharedRank:
         assert segment.link is not None
         carried = self.group.all_reduce(tensor.clone())
         transfer = self.machine.start(segment.comm_s, segment.link, step, carried)
-        return TurnTakingHandle(transfer, self.turns).wait() / self.group.size
+        return YieldingHandle(transfer, self.yield_point).wait() / self.group.size
 
     def chunked(self, tensor: Tensor, strand: Strand, weights: tuple[WeightGradient, ...], step: Step) -> Tensor:
         """Run a strand in chunks that overlap with each other; return the mean of ``tensor`` over the members."""

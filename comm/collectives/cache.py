@@ -57,7 +57,7 @@ class CostCache:
 
     def write(self, key: str, costs: CollectiveCosts) -> None:
         """Add measured costs of a topology, unless the cache has better ones."""
-        Measurements(self.path).keep({key: list(_rows(costs))}, costs.spread)
+        Measurements(self.path).store({key: list(_rows(costs))}, costs.spread)
 
     def correct(self, key: str, samples: Iterable[Sample], *, load: float) -> None:
         """Replace the costs of primitives that contradict a run's measured collectives. See `Measurement.refutes`.

@@ -18,7 +18,7 @@ from weft.comm.collectives.costs import CollectiveCosts, Sample, fit, moved_shar
 from weft.comm.collectives.group import LinkClass
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.comm.exchange import gather
-from weft.comm.job import Asked, current_job
+from weft.comm.job import GatherPurpose, current_job
 from weft.conf.host.measurements import spread_of
 from weft.conf.host.processes import host_identity
 
@@ -33,7 +33,7 @@ def nodes_of_world() -> tuple[int, ...]:
 
     Different network namespaces of one machine count as different nodes.
     """
-    hosts = gather(host_identity(), asked=Asked.host)
+    hosts = gather(host_identity(), purpose=GatherPurpose.host)
     order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return tuple(order[host] for host in hosts)
 

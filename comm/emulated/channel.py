@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from weft.comm.channel import TensorSpec
-from weft.comm.emulated.conversation import Said
-from weft.comm.emulated.meeting import Meeting
+from weft.comm.emulated.operation_log import Operation
+from weft.comm.emulated.world_interface import WorldInterface
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sent:
 class Coming:
     """A message that an emulated neighbour sends. See `weft.comm.channel.Handle`."""
 
-    world: Meeting
+    world: WorldInterface
     peer: int
     tag: str
     tensor: Tensor
@@ -54,7 +54,7 @@ class EmulatedSender:
     `send` copies a message once, as a send through shared memory does.
     """
 
-    def __init__(self, world: Meeting, peer: int) -> None:
+    def __init__(self, world: WorldInterface, peer: int) -> None:
         """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
         self._copies: dict[torch.Size, Tensor] = {}
@@ -65,7 +65,7 @@ class EmulatedSender:
         Raises:
             EmulationError: the neighbour does not expect this message.
         """
-        self._world.recorder.say([self._peer], f"to {self._peer}", Said(f"send {tag}", _form(tensor)))
+        self._world.recorder.record([self._peer], f"to {self._peer}", Operation(f"send {tag}", _form(tensor)))
         at_s = self._world.clock.now()
         copy = self._copies.get(tensor.shape)
         if copy is None or copy.dtype != tensor.dtype:
@@ -82,13 +82,13 @@ class EmulatedSender:
 class EmulatedReceiver:
     """The receiving end of a channel from an emulated neighbour. See `weft.comm.channel.Receiver`."""
 
-    def __init__(self, world: Meeting, peer: int) -> None:
+    def __init__(self, world: WorldInterface, peer: int) -> None:
         """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
 
     def recv(self, tag: str, spec: TensorSpec) -> Coming:
         """Start to receive a tensor of ``spec``."""
-        self._world.recorder.say([self._peer], f"from {self._peer}", Said(f"receive {tag}", _form(spec)))
+        self._world.recorder.record([self._peer], f"from {self._peer}", Operation(f"receive {tag}", _form(spec)))
         tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=self._world.device)
         return Coming(self._world, self._peer, tag, tensor)
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.emulated.conversation import Said
-from weft.comm.emulated.meeting import Meeting
+from weft.comm.emulated.operation_log import Operation
+from weft.comm.emulated.world_interface import WorldInterface
 from weft.comm.python_group import PythonGroup, reduction
 
 BACKEND = "weft_emulated"
@@ -22,7 +22,9 @@ BACKEND = "weft_emulated"
 class EmulatedWork(dist.Work):
     """An operation whose end is computed when it begins."""
 
-    def __init__(self, world: Meeting, ended: Callable[[float], None], at_s: float, outputs: list[Tensor]) -> None:
+    def __init__(
+        self, world: WorldInterface, ended: Callable[[float], None], at_s: float, outputs: list[Tensor]
+    ) -> None:
         """Create the work. `wait` calls ``ended`` after the operation has ended at ``at_s``."""
         super().__init__()
         self._world, self._ended, self._at_s, self._outputs = world, ended, at_s, outputs
@@ -62,7 +64,7 @@ class EmulatedGroup(PythonGroup):
 
     BACKEND = BACKEND
 
-    def __init__(self, world: Meeting, ranks: Sequence[int], name: str = "") -> None:
+    def __init__(self, world: WorldInterface, ranks: Sequence[int], name: str = "") -> None:
         """Create the group of the global ``ranks``, which include this one. ``name`` describes it in errors."""
         super().__init__(ranks, tuple(ranks).index(world.rank))
         self.job = self.world = world
@@ -206,7 +208,7 @@ class EmulatedGroup(PythonGroup):
         world = self.world
         elements = sum(tensor.numel() for tensor in moved)
         form = f"{elements} {str(moved[0].dtype).removeprefix('torch.')}" if moved else ""
-        world.recorder.say(self.ranks, self._called, Said(f"{operation} {detail}".strip(), form))
+        world.recorder.record(self.ranks, self._called, Operation(f"{operation} {detail}".strip(), form))
         num_bytes = sum(tensor.nbytes for tensor in moved)
         start_s = max(world.clock.now(), self._free_s)
         self._free_s = world.ends_s(operation, self.ranks, num_bytes, root, start_s)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from weft.comm.emulated.channel import EmulatedReceiver, EmulatedSender
 from weft.comm.emulated.clock import EmulatedClock
-from weft.comm.emulated.conversation import EmulationError, Recorder, Said
 from weft.comm.emulated.group import BACKEND, EmulatedGroup
-from weft.comm.emulated.meeting import Call, NoStep, Step
-from weft.comm.job import Asked, Job
+from weft.comm.emulated.operation_log import EmulationError, Operation, Recorder
+from weft.comm.emulated.world_interface import Call, NoStep, Step
+from weft.comm.job import GatherPurpose, Job
 from weft.comm.links import Hop
 
 VALUES = "values"
-"""The kind of messages that all ranks receive from one rank, as a counterpart of a `Conversation`."""
+"""The kind of messages that all ranks receive from one rank, as a counterpart of a `OperationLog`."""
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class EmulatedWorld(Job):
         self.recorder = recorder or Recorder(rank)
         self.step: Step = NoStep()
         self.collective_s: Callable[[Call], float] | None = None
-        self.answers: dict[Asked, Callable[[int, Any], Any]] = {Asked.host: lambda rank, _: hosts(rank)}
+        self.answers: dict[GatherPurpose, Callable[[int, Any], Any]] = {GatherPurpose.host: lambda rank, _: hosts(rank)}
         self._hosts, self._sites = hosts, sites
         self._made: dict[tuple[int, ...], int] = {}
         self._spreads: dict[tuple[int, ...], tuple[int, bool]] = {}
@@ -114,23 +114,23 @@ class EmulatedWorld(Job):
 
     # -- small values ----------------------------------------------------------------------------
 
-    def gather(self, exchange: Callable, value: Any, group: dist.ProcessGroup, asked: Asked) -> list[Any]:
+    def gather(self, exchange: Callable, value: Any, group: dist.ProcessGroup, purpose: GatherPurpose) -> list[Any]:
         """See `Job`."""
         ranks = dist.get_process_group_ranks(group)
-        self.recorder.say(
-            ranks, f"{asked.value} of {len(ranks)} ranks", Said(f"the {asked.value} that ranks tell each other")
+        self.recorder.record(
+            ranks, f"{purpose.value} of {len(ranks)} ranks", Operation(f"the {purpose.value} that ranks exchange")
         )
-        other = self.answers.get(asked)
+        other = self.answers.get(purpose)
         mine = self.rank
         answers = [value if rank == mine or other is None else other(rank, value) for rank in ranks]
-        if other is not None and asked is Asked.host:
+        if other is not None and purpose is GatherPurpose.host:
             answers[ranks.index(mine)] = other(mine, value)
         return answers
 
     def broadcast(self, exchange: Callable, value: Any, src: int, kinds: Sequence[type]) -> Any:
         """See `Job`."""
         name = kinds[0].__name__ if kinds else "value"
-        self.recorder.say([src], VALUES, Said(f"the {name} that rank {src} tells all ranks"))
+        self.recorder.record([src], VALUES, Operation(f"the {name} that rank {src} broadcasts"))
         return self.recorder.answer(VALUES, value)
 
     def computes(self, src: int) -> bool:

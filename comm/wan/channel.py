@@ -59,19 +59,19 @@ class WanChannel:
             return [transport.send(path, name, priority, host.data_ptr() + at, size) for path, at, size in pieces]
 
         handle.requests = self.staging.outward(tensor, submit)
-        transport.hold(handle)
+        transport.retain(handle)
         return handle
 
     def recv(self, tag: str, spec: TensorSpec) -> WanHandle:
         """Start receiving a tensor of ``spec`` and return immediately."""
         name, transport = _tag_bytes(tag), self.transport
-        host = self.staging.room(spec)
+        host = self.staging.receive_buffer(spec)
         handle = WanHandle(self, f"{tag} did not arrive", host, arrives=True)
         pieces = cut(self.inward, host.nbytes, self.piece_bytes)
         handle.requests.set_result(
             [transport.receive(path, name, host.data_ptr() + at, size) for path, at, size in pieces]
         )
-        transport.hold(handle)
+        transport.retain(handle)
         return handle
 
 

@@ -193,4 +193,4 @@ class ProfileCache:
 
     def add(self, profiles: Mapping[str, LinkProfile]) -> None:
         """Add newly measured profiles."""
-        Measurements(self.path).keep({name: asdict(profile) for name, profile in profiles.items()})
+        Measurements(self.path).store({name: asdict(profile) for name, profile in profiles.items()})

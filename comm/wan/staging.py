@@ -20,7 +20,7 @@ class Staging(Protocol):
         """Copy ``tensor`` to host memory, then call ``submit`` with the copy. Calls are processed in order."""
         ...
 
-    def room(self, spec: TensorSpec) -> Tensor:
+    def receive_buffer(self, spec: TensorSpec) -> Tensor:
         """Allocate host memory to receive into."""
         ...
 
@@ -46,7 +46,7 @@ class HostStaging:
         done.set_result(submit(tensor.contiguous()))
         return done
 
-    def room(self, spec: TensorSpec) -> Tensor:
+    def receive_buffer(self, spec: TensorSpec) -> Tensor:
         """Return the tensor to receive into, from the cache of reused memory."""
         return self._memory.tensor(spec)
 
@@ -101,7 +101,7 @@ class CudaStaging:
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
         """Copy after the current stream's queued work. A thread calls ``submit`` when the copy is complete."""
         tensor = tensor.contiguous()
-        host = self.room(TensorSpec(tuple(tensor.shape), tensor.dtype))
+        host = self.receive_buffer(TensorSpec(tuple(tensor.shape), tensor.dtype))
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._out):
@@ -115,7 +115,7 @@ class CudaStaging:
 
         return self._waiter.submit(finish)
 
-    def room(self, spec: TensorSpec) -> Tensor:
+    def receive_buffer(self, spec: TensorSpec) -> Tensor:
         """Allocate pinned memory."""
         self._pinned.prepare(spec.dtype.itemsize * torch.Size(spec.shape).numel())
         return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)

@@ -85,7 +85,7 @@ class Transport:
             _close(self._library, native, self._owner, linger_s)
             self._held.clear()
 
-    def hold(self, transfer: InFlight) -> None:
+    def retain(self, transfer: InFlight) -> None:
         """Keep a transfer alive until the transport has finished with its memory."""
         with self._calls:
             self._sweep()

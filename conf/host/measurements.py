@@ -133,7 +133,7 @@ class Measurements:
         known = self.read().get(name)
         return known is None or known.is_due
 
-    def keep(self, values: Mapping[str, Any], spread: float | None = None) -> None:
+    def store(self, values: Mapping[str, Any], spread: float | None = None) -> None:
         """Write values that were measured now, except those that `supersedes` excludes.
 
         Raises:

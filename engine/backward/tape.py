@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from weft.engine.backward.products import Product, base_parameter
 
 
-class Kept(NamedTuple):
+class DeferredProduct(NamedTuple):
     """A product whose activation gradient has been computed and whose weight gradient is deferred."""
 
     product: Product
@@ -38,7 +38,7 @@ class Tape:
     """Products of one micro-batch on one virtual stage, in the order of their backwards."""
 
     def __init__(self) -> None:
-        self._kept: dict[nn.Parameter, list[Kept]] = {}
+        self._deferred: dict[nn.Parameter, list[DeferredProduct]] = {}
         self._factors: dict[nn.Parameter, set[nn.Parameter]] = {}
         self._recorded: Counter[nn.Parameter] = Counter()
         self._recomputed: Counter[nn.Parameter] = Counter()
@@ -62,11 +62,11 @@ class Tape:
         """Treat the products that follow as recomputed ones, because a backward begins."""
         self._in_backward = True
 
-    def keep(self, kept: Kept) -> None:
+    def defer(self, product: DeferredProduct) -> None:
         """Defer the weight gradients of a product to ``play`` or ``accumulate``."""
-        parameter = kept.parameter
-        products = self._kept.setdefault(parameter, [])
-        products.append(kept)
+        parameter = product.parameter
+        products = self._deferred.setdefault(parameter, [])
+        products.append(product)
         # A recomputed layer has as many products as its forward recorded, or none were recorded without gradients.
         if len(products) == (self._recorded[parameter] or self._recomputed[parameter]):
             self._ready.append(parameter)
@@ -74,14 +74,14 @@ class Tape:
     @property
     def coming(self) -> Counter[nn.Parameter]:
         """Count the gradients of each parameter that ``accumulate`` and ``play`` will accumulate."""
-        filed = self._kept if self._in_backward else self._recorded
+        filed = self._deferred if self._in_backward else self._recorded
         return Counter(parameter for key in filed for parameter in self._factors[key])
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of memory of the kept activations and gradients."""
-        products = (kept for of_parameter in self._kept.values() for kept in of_parameter)
-        storages = (t.untyped_storage() for kept in products for t in (kept.activation, kept.gradient))
+        """Bytes of memory of the deferred activations and gradients."""
+        products = (product for of_parameter in self._deferred.values() for product in of_parameter)
+        storages = (t.untyped_storage() for product in products for t in (product.activation, product.gradient))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def accumulate(self) -> None:
@@ -93,23 +93,23 @@ class Tape:
         otherwise DeepSpeed reads ``.grad``.
         """
         self._ready.clear()
-        for parameter in list(self._kept):
-            _accumulate(self._kept.pop(parameter))
+        for parameter in list(self._deferred):
+            _accumulate(self._deferred.pop(parameter))
 
     def play(self) -> bool:
-        """Accumulate the gradients of the next parameter whose products have all been kept, while the backward runs.
+        """Accumulate the gradients of the next parameter with all products deferred, while the backward runs.
 
         Returns:
             True if there was such a parameter.
         """
         if not self._ready:
             return False
-        _accumulate(self._kept.pop(self._ready.popleft()))
+        _accumulate(self._deferred.pop(self._ready.popleft()))
         return True
 
 
-def _accumulate(products: list[Kept]) -> None:
-    seeds = [seed for kept in products for seed in kept.seed()]
+def _accumulate(products: list[DeferredProduct]) -> None:
+    seeds = [seed for product in products for seed in product.seed()]
     products.clear()
     torch.autograd.backward([factor for factor, _ in seeds], [gradient for _, gradient in seeds])
 
@@ -131,6 +131,6 @@ class _Deferred(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (activation,) = ctx.saved_tensors
-        ctx.tape.keep(Kept(ctx.product, activation.detach(), gradient))
+        ctx.tape.defer(DeferredProduct(ctx.product, activation.detach(), gradient))
         below = ctx.product.input_gradient(gradient) if ctx.needs_input_grad[0] else None
         return below, None, None, None, None

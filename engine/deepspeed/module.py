@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from weft.comm.exchange import gather
-from weft.comm.job import Asked
+from weft.comm.job import GatherPurpose
 from weft.engine.deepspeed.grid import RankTopology
 from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.stages.cutting.stage import Stage
@@ -79,7 +79,7 @@ class WeftModule(PipelineModule):
         names = gather(
             {name: p.requires_grad for name, p in mine.items()},
             group=self._grid.get_pipe_parallel_group(),
-            asked=Asked.tied,
+            purpose=GatherPurpose.tied,
         )
         joined = []
         for name in sorted(set().union(*names)):

@@ -20,7 +20,7 @@ class LabelCount:
         self._sum: ReplicaSum | None = ReplicaSum(count.to(exact), group)
         self.items = torch.zeros((), device=count.device)
         """The count, fp32, after `wait`."""
-        self._told: tuple[Tensor, torch.cuda.Event] | None = None
+        self._host_count: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -37,16 +37,16 @@ class LabelCount:
             self.items.copy_(self._sum.wait())
             self._sum = None
             if self.items.is_cuda:
-                self._tell()
+                self._copy_to_host()
             elif self.items == 0:
                 raise ValueError(NO_LABELS)
         return self.items
 
-    def _tell(self) -> None:
+    def _copy_to_host(self) -> None:
         """Copy the count to the host for `check`. A step without labels has a loss and gradients of zero."""
-        told = torch.empty((), pin_memory=True)
-        told.copy_(self.items, non_blocking=True)
-        self._told = told, torch.cuda.current_stream(self.items.device).record_event()
+        count = torch.empty((), pin_memory=True)
+        count.copy_(self.items, non_blocking=True)
+        self._host_count = count, torch.cuda.current_stream(self.items.device).record_event()
         self.items.clamp_(min=1.0)
 
     def check(self) -> None:
@@ -55,8 +55,8 @@ class LabelCount:
         Raises:
             ValueError: the step had no labels.
         """
-        if self._told is not None:
-            told, event = self._told
+        if self._host_count is not None:
+            count, event = self._host_count
             event.synchronize()
-            if told == 0:
+            if count == 0:
                 raise ValueError(NO_LABELS)

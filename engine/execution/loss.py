@@ -15,7 +15,7 @@ from weft.engine.distributed import together
 from weft.engine.execution.label_count import LabelCount
 from weft.engine.execution.step_state import StepState
 from weft.engine.models.batch import count_label_tokens, label_tokens
-from weft.engine.models.objective import Minimised, tell_items, told_items
+from weft.engine.models.objective import Minimised, attach_items, attached_items
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,13 +43,13 @@ class StepLoss:
     counts: bool = True
 
     def __post_init__(self) -> None:
-        self._looked_at = False
+        self._is_checked = False
         self._counted: LabelCount | None = None
 
-    def tell(self, prepared: dict[str, Tensor], batch: Mapping[str, Tensor]) -> None:
+    def attach_items_of(self, prepared: dict[str, Tensor], batch: Mapping[str, Tensor]) -> None:
         """Attach the number of the objective's items in ``batch``, in host memory, to the prepared micro-batch."""
         if self.minimised is not None and self.holds:
-            tell_items(prepared, self.minimised.items(batch))
+            attach_items(prepared, self.minimised.items(batch))
 
     def items(self, batch: Mapping[str, Tensor]) -> int:
         """Return the items of a micro-batch over which the loss is averaged: tokens with labels, or the objective's."""
@@ -62,7 +62,7 @@ class StepLoss:
         if self.minimised is None:
             counted, empty = torch.stack([label_tokens(batch) for batch in batches]).sum(), frozenset[int]()
         else:
-            items = [told_items(batch) for batch in batches]
+            items = [attached_items(batch) for batch in batches]
             counted = torch.tensor(sum(items) if self.counts else 0).to(self.device, non_blocking=True)
             empty = frozenset(m for m, count in enumerate(items) if not count)
         return {"num_items": LabelCount(counted, self.replicas), "empty": empty}
@@ -83,17 +83,17 @@ class StepLoss:
         Raises:
             ValueError: on every rank, if it does not.
         """
-        if self.minimised is not None and not self._looked_at:
-            self._looked_at = True
+        if self.minimised is not None and not self._is_checked:
+            self._is_checked = True
             together(self.minimised.require_sums)
 
-    def held(self, state: StepState) -> Tensor | None:
+    def local_sum(self, state: StepState) -> Tensor | None:
         """Return the sum of the losses of this rank's micro-batches, in fp32, or None on ranks that compute no loss."""
         return torch.stack([loss.float() for loss in state.losses.values()]).sum() if state.losses else None
 
     def sum(self, state: StepState) -> ReplicaSum | None:
         """Start to sum the loss over micro-batches and replicas. Return None on ranks that compute no loss."""
-        loss = self.held(state)
+        loss = self.local_sum(state)
         return None if loss is None else ReplicaSum(loss, self.replicas)
 
     def share(self, loss: ReplicaSum | None) -> Tensor:

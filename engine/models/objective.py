@@ -64,13 +64,13 @@ def one_item(batch: Batch) -> int:
     return int(count_label_tokens(batch) > 0)
 
 
-def tell_items(batch: Batch, items: int) -> None:
-    """Attach the number of items to a micro-batch on the device, for `told_items`."""
+def attach_items(batch: Batch, items: int) -> None:
+    """Attach the number of items to a micro-batch on the device, for `attached_items`."""
     setattr(batch["labels"], _ITEMS, items)
 
 
-def told_items(batch: Batch) -> int:
-    """Return the number of items that `tell_items` attached to a micro-batch."""
+def attached_items(batch: Batch) -> int:
+    """Return the number of items that `attach_items` attached to a micro-batch."""
     return getattr(batch["labels"], _ITEMS)
 
 

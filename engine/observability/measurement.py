@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from weft.comm.exchange import gather
-from weft.comm.job import Asked
+from weft.comm.job import GatherPurpose
 from weft.engine.observability.clock import Clock
 from weft.pipeline.action import COMPUTE, SENDS, Op, Slot, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule
@@ -139,7 +139,7 @@ def gather_timeline(
     entry = (rank, clock.wall_s(record.start), mine, record.peak_bytes, record.peak_chunks)
     entries = [entry]
     if group is not None:
-        entries = gather(entry, group=group, asked=Asked.timeline)
+        entries = gather(entry, group=group, purpose=GatherPurpose.timeline)
     entries.sort()
     origin = min(started_at for _, started_at, *_ in entries)
     spans = tuple(

@@ -17,7 +17,7 @@ from weft.engine.parallel.axis import Alone, AxisGroup, AxisGroups, Completed
 Result = TypeVar("Result")
 
 
-class _Meeting:
+class _ExchangeBarrier:
     """Barrier at which the members of one group exchange values."""
 
     def __init__(self, size: int) -> None:
@@ -52,7 +52,7 @@ class InProcessGroup:
     axis: str
     size: int
     index: int
-    meeting: _Meeting
+    barrier: _ExchangeBarrier
 
     def all_gather(self, shard: Tensor) -> Handle:
         """See `AxisGroup`."""
@@ -82,7 +82,7 @@ class InProcessGroup:
         return Completed(self._exchange(tensor.clone(), "shift")[self.index - 1])
 
     def _exchange(self, value: Any, what: str) -> list[Any]:
-        return self.meeting.exchange(self.index, value, f"{what} over the {self.axis} axis")
+        return self.barrier.exchange(self.index, value, f"{what} over the {self.axis} axis")
 
 
 def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]) -> list[Result]:
@@ -102,17 +102,17 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     apart = sizes | {"expert": max(1, sizes.get("expert", 1) // tensor)}
     axes = {axis: apart[axis] for axis, size in sizes.items() if size > 1}
     positions = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
-    meetings: dict[tuple, _Meeting] = {}
+    barriers: dict[tuple, _ExchangeBarrier] = {}
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def groups(at: dict[str, int]) -> AxisGroups:
-        found = {axis: _group(axis, axes[axis], at, meetings) for axis in axes if axis != "expert" or tensor == 1}
+        found = {axis: _group(axis, axes[axis], at, barriers) for axis in axes if axis != "expert" or tensor == 1}
         if "expert" in axes and tensor > 1:
             others = tuple((name, index) for name, index in at.items() if name not in ("expert", "tensor"))
-            meeting = meetings.setdefault(("expert", others), _Meeting(sizes["expert"]))
+            barrier = barriers.setdefault(("expert", others), _ExchangeBarrier(sizes["expert"]))
             index = at["expert"] * tensor + at["tensor"]
-            found["expert"] = InProcessGroup("expert", sizes["expert"], index, meeting)
+            found["expert"] = InProcessGroup("expert", sizes["expert"], index, barrier)
         return AxisGroups().with_groups(found)
 
     def run(number: int, mine: AxisGroups) -> None:
@@ -120,8 +120,8 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
             results[number] = member(mine)
         except BaseException as error:  # the others must be released after any error
             errors.append(error)
-            for meeting in meetings.values():
-                meeting.abort()
+            for barrier in barriers.values():
+                barrier.abort()
 
     threads = [
         threading.Thread(target=run, args=(number, mine), daemon=True)
@@ -136,12 +136,12 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     return [results[number] for number in range(len(positions))]
 
 
-def _group(axis: str, size: int, at: dict[str, int], meetings: dict[tuple, _Meeting]) -> AxisGroup:
+def _group(axis: str, size: int, at: dict[str, int], barriers: dict[tuple, _ExchangeBarrier]) -> AxisGroup:
     if size == 1:
         return Alone(axis)
     others = tuple((name, index) for name, index in at.items() if name != axis)
-    meeting = meetings.setdefault((axis, others), _Meeting(size))
-    return InProcessGroup(axis, size, at[axis], meeting)
+    barrier = barriers.setdefault((axis, others), _ExchangeBarrier(size))
+    return InProcessGroup(axis, size, at[axis], barrier)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

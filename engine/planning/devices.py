@@ -62,7 +62,7 @@ def _kept(
     finally:
         torch.set_num_threads(before)
     try:
-        cache.keep({name: found}, spread)
+        cache.store({name: found}, spread)
     except OSError as error:
         log.warning("%s: %s; what this device does is measured anew at every start", cache.path, error.strerror)
     return found, False

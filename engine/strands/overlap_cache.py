@@ -43,7 +43,7 @@ class OverlapCache:
 
     def write(self, key: str, table: OverlapTable) -> None:
         """Store the measurements of a device. Better measurements that are stored already stay."""
-        Measurements(self.path).keep(_values(key, table), table.spread)
+        Measurements(self.path).store(_values(key, table), table.spread)
 
     def correct(self, key: str, table: OverlapTable, faster: float, *, load: float) -> None:
         """Replace measurements that a run contradicts. See `Measurement.refutes`.
@@ -104,7 +104,7 @@ class HostOverlap:
     key: str
     table: OverlapTable
 
-    def keep(self, cache_dir: str) -> None:
+    def store(self, cache_dir: str) -> None:
         """Store the measurements in the cache of this host's runs."""
         overlap_cache(cache_dir).write(self.key, self.table)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from weft.engine.strands.baton import Baton, OtherStrandFailed
+from weft.engine.strands.pair_scheduler import OtherStrandFailed, PairScheduler
 from weft.engine.strands.thread import StrandThread
-from weft.engine.strands.turns import Turns
+from weft.engine.strands.yielding_group import YieldPoint
 from weft.pipeline.strands.plan import SegmentPlan, Step
 
 Result = TypeVar("Result")
@@ -24,13 +24,13 @@ class PairRunner:
 
     Attributes:
         thread: runs backwards. Forwards run in the caller's thread.
-        turns: callbacks that the axis groups of both strands call. See `TurnTakingGroup`.
+        yield_point: callbacks that the axis groups of both strands call. See `YieldingGroup`.
         strict: whether to raise an error if the strands have other numbers of segments than the plan. Otherwise they
-            run by the rules of `Baton`, and a warning is logged once for each plan.
+            run by the rules of `PairScheduler`, and a warning is logged once for each plan.
     """
 
     thread: StrandThread
-    turns: Turns
+    yield_point: YieldPoint
     strict: bool = False
     _reported: set[SegmentPlan] = field(default_factory=set)
 
@@ -54,39 +54,40 @@ class PairRunner:
             Exception: the first error of either strand, after both have ended.
             RuntimeError: the numbers of segments differ from the plan's, and the runner is strict.
         """
-        baton = Baton(plan, play_weight)
-        future = self.thread.start(partial(self._strand, baton, Step.backward, backward))
+        scheduler = PairScheduler(plan, play_weight)
+        future = self.thread.start(partial(self._strand, scheduler, Step.backward, backward))
         errors: list[BaseException] = []
         try:
-            result = self._strand(baton, Step.forward, forward)
+            result = self._strand(scheduler, Step.forward, forward)
         except BaseException as error:
             errors.append(error)
         if (other := future.exception()) is not None:
             errors.append(other)
         if errors:
             raise min(errors, key=lambda raised: isinstance(raised, OtherStrandFailed))
-        baton.settle()
-        self._compare(plan, baton)
+        scheduler.settle()
+        self._compare(plan, scheduler)
         return result, future.result()
 
-    def _strand(self, baton: Baton, strand: Step, body: Callable[[], Result]) -> Result:
+    def _strand(self, scheduler: PairScheduler, strand: Step, body: Callable[[], Result]) -> Result:
         try:
-            baton.begin(strand)
-            with self.turns.taken(partial(baton.pause, strand)):
+            scheduler.begin(strand)
+            with self.yield_point.taken(partial(scheduler.pause, strand)):
                 result = body()
-            baton.end(strand)
+            scheduler.end(strand)
         except BaseException as error:
-            baton.fail(error)
+            scheduler.fail(error)
             raise
         return result
 
-    def _compare(self, plan: SegmentPlan, baton: Baton) -> None:
+    def _compare(self, plan: SegmentPlan, scheduler: PairScheduler) -> None:
         """Compare the numbers of segments with the plan's, and raise an error or log a warning if they differ."""
-        planned = {strand: plan.steps.count(strand) for strand in baton.segments}
-        if not plan.steps or planned == baton.segments:
+        planned = {strand: plan.steps.count(strand) for strand in scheduler.segments}
+        if not plan.steps or planned == scheduler.segments:
             return
         counts = ", ".join(
-            f"the {strand.name} {baton.segments[strand]} where {count} are planned" for strand, count in planned.items()
+            f"the {strand.name} {scheduler.segments[strand]} where {count} are planned"
+            for strand, count in planned.items()
         )
         message = f"a strand pair has other segments than its plan: {counts}; the plan was made for another model"
         if self.strict:

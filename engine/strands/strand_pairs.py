@@ -15,7 +15,7 @@ from weft.engine.execution.step_state import Key, StepState, key
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.strands.pair import PairRunner
 from weft.engine.strands.thread import StrandThread
-from weft.engine.strands.turns import Turns, take_turns
+from weft.engine.strands.yielding_group import YieldPoint, yielding_groups
 from weft.pipeline.action import Op, Slot, is_pair
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.strands.pairs import StrandCosts
@@ -52,17 +52,19 @@ class StrandPairs:
         costs: StrandCosts | None = None,
         *,
         strict: bool = False,
-        turns: Turns | None = None,
+        yield_point: YieldPoint | None = None,
     ) -> StrandPairs:
         """Create the runner of pairs, and start its thread. For ``strict`` see `PairRunner`.
 
         Args:
             axes: this rank's groups that share the work of layers.
-            turns: the callbacks of the strands. None creates them.
+            yield_point: the callbacks of the strands. None creates them.
         """
-        turns = turns or Turns()
+        yield_point = yield_point or YieldPoint()
         return cls(
-            runner=PairRunner(StrandThread(device), turns, strict=strict), axes=take_turns(axes, turns), costs=costs
+            runner=PairRunner(StrandThread(device), yield_point, strict=strict),
+            axes=yielding_groups(axes, yield_point),
+            costs=costs,
         )
 
     def agree(self, schedules: Collection[Schedule], num_stages: int) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from weft.comm.channel import Handle
 from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
-from weft.engine.backward.tape import Kept
+from weft.engine.backward.tape import DeferredProduct
 from weft.engine.models.batch import attach_packed_rows
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.models.sizes import meta_model
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):
         self._products: list[_Product] = []
         self._at: tuple[int, bool] = (0, True)
         self._segments: dict[tuple[int, bool], list[SegmentWork]] = {}
-        self._kept: list[tuple[int, int, Kept]] = []
+        self._deferred: list[tuple[int, int, DeferredProduct]] = []
         self._weights: dict[int, list[tuple[int, Work]]] = {}
         self.num_parts = 0
 
@@ -195,19 +195,19 @@ class _Recorder(TorchDispatchMode):
         self._append(self._segment(None))
         self._at = number, forward
 
-    def keep(self, kept: Kept) -> None:
+    def defer(self, product: DeferredProduct) -> None:
         """Record that a weight gradient can be deferred from this point on."""
-        self._kept.append((self._at[0], len(self._segments.get(self._at, ())), kept))
+        self._deferred.append((self._at[0], len(self._segments.get(self._at, ())), product))
 
     def play_weights(self) -> None:
         """Count the deferred products, those of each parameter together, in the order of the last one of each."""
-        parameters: dict[Any, list[tuple[int, int, Kept]]] = {}
-        for entry in self._kept:  # what stages tie is a parameter of each of them
+        parameters: dict[Any, list[tuple[int, int, DeferredProduct]]] = {}
+        for entry in self._deferred:  # what stages tie is a parameter of each of them
             key = entry[0], entry[2].parameter
             parameters[key] = [*parameters.pop(key, []), entry]
         for entries in parameters.values():
-            for *_, kept in entries:
-                list(kept.seed())
+            for *_, product in entries:
+                list(product.seed())
             number, after, _ = entries[-1]
             self._weights.setdefault(number, []).append((after, self._taken()))
 
@@ -369,8 +369,8 @@ def _run(stage: Stage, batch: dict[str, Tensor], recorder: _Recorder) -> None:
     loss, saved = backward.forward(lambda: stage(None, batch, num_items), None)
     recorder.enter(recorder.num_parts - 1, forward=False)
     assert saved.tape is not None
-    keep: Callable[[Kept], None] = recorder.keep
-    saved.tape.keep = keep  # type: ignore[method-assign, assignment]
+    defer: Callable[[DeferredProduct], None] = recorder.defer
+    saved.tape.defer = defer  # type: ignore[method-assign, assignment]
     backward.input_backward(saved, torch.ones_like(loss))
     recorder.enter(recorder.num_parts, forward=False)
     recorder.play_weights()

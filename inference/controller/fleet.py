@@ -59,7 +59,7 @@ class Fleet:
         """Read every board and cost model, and update predictions."""
         now_s = self._clock()
         if self._peers is not None:
-            self._peers.look()
+            self._peers.refresh()
         for worker in self.workers:
             worker.refresh(now_s, self._horizon_s, self._prefill.quantile)
         self._has_known = any(not worker.learning for worker in self.workers)

@@ -45,7 +45,7 @@ class Peers:
         self._path = self._folder / f"controller-{self._identity[0]}-{next(_NUMBERS)}.json"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         self._others: dict[Path, dict] = {}
-        self.look()
+        self.refresh()
 
     def publish(self, work: Mapping[str, PlacedWork]) -> None:
         """Publish the work that this controller has placed on each worker."""
@@ -53,7 +53,7 @@ class Peers:
         # One padded write, so that a reader never finds the end of an older and longer text.
         os.pwrite(self._file, text.ljust(os.fstat(self._file).st_size), 0)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Look for other controllers, and remove the files of those that have ended."""
         found = set(self._folder.glob("controller-*.json")) - {self._path}
         self._others = {path: self._others.get(path, {}) for path in found}

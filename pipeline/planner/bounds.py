@@ -11,7 +11,7 @@ from weft.pipeline.planner.crossings import Crossings, local_s
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.routes import Route
-from weft.pipeline.planner.shapes import room
+from weft.pipeline.planner.shapes import site_capacity
 from weft.pipeline.planner.sharing import shared_s, spans_of
 from weft.pipeline.planner.speeds import Speed, Speeds, timing_key
 from weft.pipeline.states import USABLE
@@ -150,7 +150,7 @@ class Bounds:
         """
         key = ("held", shape)
         if key not in self._known:
-            kept = self._estimates.memory(self.part(shape.num_stages), 1, shape).zero.kept
+            kept = self._estimates.memory(self.part(shape.num_stages), 1, shape).zero.resident
             most = max(site.gpu.memory_bytes for site in self._cluster.sites)
             room = shape.num_stages * (self._usable * most - kept)
             self._known[key] = self._bytes_held(shape) / room if room > 0 else 0.0
@@ -218,7 +218,7 @@ class Bounds:
         """Return, by site, the number of pipeline ranks that it has GPUs for."""
         key = ("caps", shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
-            self._known[key] = room(self._cluster, shape.gpus_per_rank, shape.replicas_of_route)
+            self._known[key] = site_capacity(self._cluster, shape.gpus_per_rank, shape.replicas_of_route)
         return self._known[key]
 
     def _fastest(self, shape: Shape) -> list[tuple[int, int]]:

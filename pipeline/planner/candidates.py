@@ -102,7 +102,9 @@ class Candidates:
             )
             states = [memory for memory, _, _ in parts]
             most_bytes = [most * sites[site].gpu.memory_bytes for site in way.site_of()]
-            rooms = [min(room, state.room(full)) for room, state, full in zip(rooms, states, most_bytes, strict=True)]
+            rooms = [
+                min(room, state.headroom(full)) for room, state, full in zip(rooms, states, most_bytes, strict=True)
+            ]
             collective_s = [max(known, one) for known, (_, one, _) in zip(collective_s, parts, strict=True)]
             optimizer_s = max(optimizer_s, *(one for _, _, one in parts))
         if base.routes > 1:

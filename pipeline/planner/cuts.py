@@ -282,7 +282,7 @@ class Cuts:
 
     def _room(self, shape: Shape, work: LayerWork, count: int, most: float) -> tuple[float, float]:
         saved = self._estimates.activation_bytes(work, count, shape)
-        return self._estimates.memory(work, count, shape).room(most), max(saved, 1.0)
+        return self._estimates.memory(work, count, shape).headroom(most), max(saved, 1.0)
 
     @staticmethod
     def _kind(site: Site) -> Hashable:

@@ -105,7 +105,7 @@ class Evaluation:
         """
         part, held = self._even_part(shape)
         most = self._request.max_memory * max(site.gpu.memory_bytes for site in self._cluster.sites)
-        room = self._estimates.memory(part, held, shape).room(most)
+        room = self._estimates.memory(part, held, shape).headroom(most)
         in_flight = max(1, int(room / max(self._estimates.activation_bytes(part, held, shape), 1.0)))
         step_s = self._bounds.step_s(shape)
         return max(1.0, self._bounds.crowded_s(shape, in_flight) / step_s) if step_s else 1.0

@@ -9,7 +9,7 @@ from itertools import pairwise
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective, Request
-from weft.pipeline.planner.shapes import room
+from weft.pipeline.planner.shapes import site_capacity
 
 FEW_SITES = 6
 """Sites of a cluster up to which all routes are searched at once, and sets of replicas go through several sites."""
@@ -103,7 +103,7 @@ class Routes:
         """Return, by site, its capacity in ranks, its kind and its equivalence class."""
         key = (shape.gpus_per_rank, shape.replicas_of_route)
         if key not in self._known:
-            caps = room(self._cluster, *key)
+            caps = site_capacity(self._cluster, *key)
             kinds = _kinds(self._cluster, caps, self._request)
             self._known[key] = caps, kinds, _alike(self._cluster, kinds)
         return self._known[key]

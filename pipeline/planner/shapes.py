@@ -122,7 +122,7 @@ def families(cluster: Cluster, work: ModelWork, request: Request, degrees: Degre
 
 def stage_counts(cluster: Cluster, work: ModelWork, request: Request, family: Shape) -> list[int]:
     """Return the numbers of stages for which there are enough layers and GPUs."""
-    total = sum(room(cluster, family.gpus_per_rank, family.replicas_of_route)) // family.routes
+    total = sum(site_capacity(cluster, family.gpus_per_rank, family.replicas_of_route)) // family.routes
     most = min(total, len(work.layers))
     return [stages for stages in request.choices("num_stages", list(range(1, most + 1))) if stages <= most]
 
@@ -146,7 +146,7 @@ def arranged(work: ModelWork, request: Request, shape: Shape) -> Iterator[Shape]
             yield replace(shape, arrangement=arrangement)
 
 
-def room(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
+def site_capacity(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:
     """Return, by site, the pipeline ranks that it has GPUs for, with all replicas of each (Algorithm 1, step 4)."""
     return [site.units(gpus_per_rank) // replicas for site in cluster.sites]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.operation_log import EmulationError
 from weft.engine.planning.run_plan import RunPlan
 
 

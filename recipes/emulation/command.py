@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from statistics import median
 
-from weft.comm.emulated.conversation import EmulationError, Mismatch
+from weft.comm.emulated.operation_log import EmulationError, Mismatch
 from weft.conf import load
 from weft.conf.host.files import write_atomic
 from weft.conf.hosts import run_folder, world_size
@@ -85,9 +85,9 @@ def check_rank(job: EmulatedJob, other: EmulatedJob, rank: int, size: int, setti
     """
     with closing(RealRank(job, rank, size, setting)) as right:
         costs = right.ask("collectives", right.prepared.plan.costs)
-        heard = right.ask("run", _STEPS, costs, setting.what_if).heard
+        log = right.ask("run", _STEPS, costs, setting.what_if).log
     try:
-        with closing(RealRank(other, rank, size, replace(setting, expected=heard))) as wrong:
+        with closing(RealRank(other, rank, size, replace(setting, expected=log))) as wrong:
             wrong.ask("run", _STEPS, costs, setting.what_if)
     except Mismatch as error:
         raise Mismatch(f"{error}; rank {rank} was started with {settings}, the others were not") from None

@@ -8,7 +8,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Protocol
 
-from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.operation_log import EmulationError
 from weft.conf.batch import check_world
 from weft.conf.hosts import asks_for_nodes, working_hosts, world_size
 from weft.conf.schema import WeftConfig

@@ -16,10 +16,10 @@ import torch
 
 from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
-from weft.comm.emulated.conversation import Conversation, EmulationError, Recorder
-from weft.comm.emulated.meeting import Call
+from weft.comm.emulated.operation_log import EmulationError, OperationLog, Recorder
 from weft.comm.emulated.world import VALUES, EmulatedWorld
-from weft.comm.job import Asked
+from weft.comm.emulated.world_interface import Call
+from weft.comm.job import GatherPurpose
 from weft.engine.layout.rank_layout import RankLayout
 from weft.engine.planning.estimates import stage_sizes
 from weft.engine.planning.run_plan import RunPlan
@@ -49,8 +49,8 @@ class Setting:
         inside: cost of a link inside a host.
         between: cost of a link between hosts of a site.
         what_if: what-if conditions.
-        told: values that all ranks receive from rank 0, in order, as recorded from another real rank. None for the
-        first.
+        recorded_values: values that all ranks receive from rank 0, in order, as recorded from another real rank. None
+            for the first.
         expected: recorded messages of a rank with the settings of all others, to compare with. None does not compare.
     """
 
@@ -59,8 +59,8 @@ class Setting:
     inside: LinkCost
     between: LinkCost
     what_if: WhatIf
-    told: Sequence[Any] | None = None
-    expected: Conversation | None = None
+    recorded_values: Sequence[Any] | None = None
+    expected: OperationLog | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class Prepared:
     Attributes:
         plan: the run's plan.
         set_up_s: seconds that the set-up took.
-        heard: recorded messages of the set-up.
+        log: recorded messages of the set-up.
     """
 
     plan: RunPlan
     set_up_s: float
-    heard: Conversation
+    log: OperationLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Turn:
         busy_s: seconds per step in which the rank computed.
         twin_s: seconds per step that the twin took, which the clock excludes.
         memory_bytes: peak memory of the process.
-        heard: recorded messages of the rank.
+        log: recorded messages of the rank.
     """
 
     rank: int
@@ -100,7 +100,7 @@ class Turn:
     busy_s: float
     twin_s: float
     memory_bytes: int
-    heard: Conversation
+    log: OperationLog
 
 
 class Session:
@@ -111,23 +111,23 @@ class Session:
         begun = perf_counter()
         self._job, self._setting = job, setting
         layout = RankLayout.of(job.config, size)
-        told = None if setting.told is None else {VALUES: setting.told}
+        answers = None if setting.recorded_values is None else {VALUES: setting.recorded_values}
         self.world = EmulatedWorld(
             rank=rank,
             size=size,
             hosts=hosts_of(job.config, setting.per_host),
             sites=sites_of(layout),
-            recorder=Recorder(rank, setting.expected, told),
+            recorder=Recorder(rank, setting.expected, answers),
         )
-        self.world.answers[Asked.timeline] = _unknown_timeline
-        self.world.answers[Asked.tied] = self._tied_of
+        self.world.answers[GatherPurpose.timeline] = _unknown_timeline
+        self.world.answers[GatherPurpose.tied] = self._tied_of
         self.world.join()
         self.engine = job.engine()
         self.plan: RunPlan = self.engine.plan
         self._warm_up = WARM_UP
         self._delays = self._make_delays()
         self.world.collective_s = self._delays.collective_s
-        self.prepared = Prepared(plan=self.plan, set_up_s=perf_counter() - begun, heard=self.world.recorder.heard)
+        self.prepared = Prepared(plan=self.plan, set_up_s=perf_counter() - begun, log=self.world.recorder.log)
 
     def run(self, steps: int, costs: CostModel, what_if: WhatIf, seed: int = 0) -> Turn:
         """Train and measure ``steps`` steps, after some steps that are not measured.
@@ -171,7 +171,7 @@ class Session:
             busy_s=median(busy),
             twin_s=(world.clock.twin_s - twin_s) / (warm_up + steps),
             memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            heard=world.recorder.heard,
+            log=world.recorder.log,
         )
 
     def collectives(self, costs: CostModel) -> CostModel:
@@ -213,9 +213,7 @@ class Session:
 
         A rank with the first or the last stage has the same ones as this rank. Others have none.
         """
-        plan = next(
-            value for value in reversed(self.world.recorder.heard.answers[VALUES]) if isinstance(value, RunPlan)
-        )
+        plan = next(value for value in reversed(self.world.recorder.log.answers[VALUES]) if isinstance(value, RunPlan))
         ranks = plan.placement.stage_ranks
         return mine if plan.layout.position(rank).stage in (ranks[0], ranks[-1]) else {}
 
@@ -238,21 +236,21 @@ def _line(link: LinkCost) -> AlphaBeta:
 
 
 def serve(
-    say: Callable, hear: Callable, job: EmulatedJob, rank: int, size: int, setting: Setting, threads: int
+    send: Callable, receive: Callable, job: EmulatedJob, rank: int, size: int, setting: Setting, threads: int
 ) -> None:
     """Run the process of a real rank, which answers commands until it is killed."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     try:
         session = Session(job, rank, size, setting)
-        say((True, session.prepared))
+        send((True, session.prepared))
         while True:
-            name, args = hear()
-            say((True, getattr(session, name)(*args)))
+            name, args = receive()
+            send((True, getattr(session, name)(*args)))
     except (EOFError, KeyboardInterrupt):
         pass
     except ValueError as error:
-        say((False, error if isinstance(error, EmulationError) else ValueError(str(error))))
+        send((False, error if isinstance(error, EmulationError) else ValueError(str(error))))
     except Exception as error:
         traceback.print_exc()
-        say((False, EmulationError(f"real rank {rank} failed: {type(error).__name__}: {error}")))
+        send((False, EmulationError(f"real rank {rank} failed: {type(error).__name__}: {error}")))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.operation_log import EmulationError
 from weft.comm.emulated.world import VALUES
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -45,7 +45,7 @@ class RealRank:
             EmulationError: the rank's process has ended.
             ValueError: the command has failed.
         """
-        self._child.say((order, args))
+        self._child.send((order, args))
         return self._result()
 
     def close(self) -> None:
@@ -54,9 +54,9 @@ class RealRank:
 
     def _result(self) -> Any:
         try:
-            done, value = self._child.hear(None)
+            done, value = self._child.receive(None)
         except RuntimeError:
-            raise EmulationError(f"real rank {self.rank} has ended without a word; its output says more") from None
+            raise EmulationError(f"real rank {self.rank} has ended without an error; see its output") from None
         if not done:
             raise value
         return value
@@ -143,16 +143,16 @@ def emulated(
     """
     if (device := os.environ.get("DS_ACCELERATOR", "cpu")) != "cpu":
         raise EmulationError(
-            f"DS_ACCELERATOR={device}: the clock of an emulation holds up the host, which a device's stream would not "
-            "notice; emulate on CPUs (DS_ACCELERATOR=cpu), and say with --what-if speed= how much faster the device is"
+            f"DS_ACCELERATOR={device}: the emulated clock delays the host, which does not delay a device's stream; "
+            "emulate on CPUs (DS_ACCELERATOR=cpu), and set the device's relative speed with --what-if speed="
         )
     if wrong := [rank for rank in real if not 0 <= rank < size]:
         raise EmulationError(f"--real {wrong[0]}: there is no such rank; the job has ranks 0 to {size - 1}")
     what_if = setting.what_if
     with ExitStack() as stack:
 
-        def start(rank: int, told: Sequence[Any] | None) -> RealRank:
-            started = RealRank(job, rank, size, replace(setting, told=told))
+        def start(rank: int, recorded_values: Sequence[Any] | None) -> RealRank:
+            started = RealRank(job, rank, size, replace(setting, recorded_values=recorded_values))
             stack.callback(started.close)
             return started
 
@@ -161,8 +161,8 @@ def emulated(
         line = plan.layout.position(first.rank).line
         classes = classes_of(plan, hosts_of(job.config, setting.per_host), what_if.speed.get)
         chosen = _chosen(classes, plan, real, most, line, first.rank)
-        told = first.prepared.heard.answers[VALUES]
-        ranks = [first if rank == first.rank else start(rank, told) for rank, _ in chosen]
+        recorded_values = first.prepared.log.answers[VALUES]
+        ranks = [first if rank == first.rank else start(rank, recorded_values) for rank, _ in chosen]
         if first not in ranks:
             first.close()
         known = plan.costs if plan.costs.local != LinkCost() else replace(plan.costs, local=setting.inside)

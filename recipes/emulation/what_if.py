@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.operation_log import EmulationError
 from weft.pipeline.costs import CostModel, LinkCost
 
 TIMEOUT_S = 0.2

@@ -67,7 +67,9 @@ def test_schedules_inside_of_layers(model_type, sizes, verdict):
 @pytest.mark.timeout(300)
 def test_a_bias_reduced_after_its_first_gradient_is_wrong(monkeypatch):
     """The table finds what it has to: a bucket that does not wait for a bias's gradient of W."""
-    monkeypatch.setattr(SavedForward, "coming", lambda saved: Counter(list(saved.tape._kept)) if saved.tape else None)
+    monkeypatch.setattr(
+        SavedForward, "coming", lambda saved: Counter(list(saved.tape._deferred)) if saved.tape else None
+    )
     known = {"gpt_neox": Finding("gpt_neox", "GPTNeoXForCausalLM", Verdict.exact)}
     found = examine_scheduled("gpt_neox", {"tensor": 2}, known)
     assert found.verdict is Verdict.wrong and "a gradient came after the last one" in found.reason, found

@@ -14,7 +14,7 @@ from benchmarks.overlap.orders import backward_then_forward, round_robin
 from benchmarks.overlap.shared_layer import HIDDEN, SharedLayer, SharedRank, SharedStage
 from weft.engine.backward import SplitBackward
 from weft.engine.parallel.axis import Alone
-from weft.engine.strands.turns import Turns
+from weft.engine.strands.yielding_group import YieldPoint
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.segments import LinkScope, Segment, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.stages import StageStrands
@@ -35,7 +35,7 @@ LAYER = layer(1e-6)
 
 
 def stage(*, chunked=False):
-    rank = SharedRank(Machine(OverlapTable()), Alone("tensor"), Turns())
+    rank = SharedRank(Machine(OverlapTable()), Alone("tensor"), YieldPoint())
     make = partial(SharedLayer, LAYER, rank, chunked=chunked)
     return SharedStage(make, rank.group, index=0, layers=[range(2), range(2, 4)]), rank
 

@@ -200,7 +200,7 @@ def test_collectives_that_the_planner_divides(tmp_path):
     costs = CollectiveCosts({**CollectiveCosts.of_links(links).table, **slow})
     CostCache.in_folder(str(tmp_path)).write(topology_key(Group.regular(2, 2), "cpu"), costs)
     computes = {f"cpu, threads={threads}, {os.uname().nodename}": 1e11 for threads in range(1, 1 + os.cpu_count())}
-    Measurements(tmp_path / "devices.json").keep(computes)
+    Measurements(tmp_path / "devices.json").store(computes)
     configs = [tiny_config(stages=2, microbatches=6, **keywords) for _, keywords, _ in DIVIDED.values()]
     for config, (partition, *_) in zip(configs, DIVIDED.values(), strict=True):
         config.zero.partition, config.data.cache_dir = partition, str(tmp_path)

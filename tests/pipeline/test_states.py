@@ -78,7 +78,7 @@ WHOLE_BUFFERS = 2 * BUCKET * 4
 )
 def test_bytes_by_stage(found, expected):
     assert (found.weights, found.gradients, found.optimizer, found.buffers) == expected
-    assert found.kept == sum(expected[:3]) and found.total == sum(expected)
+    assert found.resident == sum(expected[:3]) and found.total == sum(expected)
 
 
 STATES = ZeroMemory(weights=10.0, gradients=20.0, optimizer=30.0, buffers=7.0)
@@ -90,7 +90,7 @@ STATES = ZeroMemory(weights=10.0, gradients=20.0, optimizer=30.0, buffers=7.0)
         ({}, 60 + 7),
         ({"activations": 5.0}, 60 + 7),
         ({"activations": 5.0, "working": 3.0}, 60 + 8),
-        ({"activations": 5.0, "working": 1.0, "beside": 4.0}, 60 + 10),
+        ({"activations": 5.0, "working": 1.0, "concurrent_buffers": 4.0}, 60 + 10),
         ({"activations": 5.0, "stepping": 11.0}, 60 + 11),
     ],
 )
@@ -103,8 +103,8 @@ def test_a_plan_leaves_some_of_a_device_to_others():
 
 
 def test_room_is_what_activations_may_still_take():
-    held = RankMemory(zero=STATES, activations=5.0, working=3.0, beside=2.0, stepping=7.0)
-    assert held.room(100.0) == 100 - 60 - 10
-    assert RankMemory(zero=STATES, activations=5.0, stepping=50.0).room(100.0) < 0, "an optimiser step does not"
-    assert held.room(67.0) == 67 - 60 - 10 < 0, "states fit, a micro-batch does not"
-    assert held.room(66.0) == 66 - 67, "states alone do not"
+    held = RankMemory(zero=STATES, activations=5.0, working=3.0, concurrent_buffers=2.0, stepping=7.0)
+    assert held.headroom(100.0) == 100 - 60 - 10
+    assert RankMemory(zero=STATES, activations=5.0, stepping=50.0).headroom(100.0) < 0, "an optimiser step does not"
+    assert held.headroom(67.0) == 67 - 60 - 10 < 0, "states fit, a micro-batch does not"
+    assert held.headroom(66.0) == 66 - 67, "states alone do not"

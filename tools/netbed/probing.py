@@ -41,27 +41,27 @@ def probe_nodes(
     args = (dict(settings or {}), effort)
     with (
         Job(bed, far, _answer, bed.address(far), *args) as answering,
-        Job(bed, near, _start, bed.address(near), answering.hear(), *args) as starting,
+        Job(bed, near, _start, bed.address(near), answering.receive(), *args) as starting,
     ):
         found = starting.result(timeout_s=300.0)
-        answering.say("end")
+        answering.send("end")
     return found
 
 
 def _start(
-    say: Callable, hear: Callable, bind: str, address: tuple[str, int], settings: dict, effort: dict
+    send: Callable, receive: Callable, bind: str, address: tuple[str, int], settings: dict, effort: dict
 ) -> tuple[LinkProfile, LinkProfile]:
     with WanEndpoint(rank=0, bind=bind, key=_KEY, connections=effort["most"], tls=False, **settings) as endpoint:
         endpoint.link(1, address=address)
         return probe_both(endpoint, 1, first=True, **effort)
 
 
-def _answer(say: Callable, hear: Callable, bind: str, settings: dict, effort: dict) -> None:
+def _answer(send: Callable, receive: Callable, bind: str, settings: dict, effort: dict) -> None:
     with WanEndpoint(rank=1, bind=bind, key=_KEY, tls=False, **settings) as endpoint:
         endpoint.link(0)
-        say(endpoint.address)
+        send(endpoint.address)
         probe_both(endpoint, 0, first=False, **effort)
-        hear()
+        receive()
 
 
 def run(args: argparse.Namespace) -> int:

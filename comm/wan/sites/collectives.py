@@ -39,8 +39,8 @@ def reduce(exchange: SiteExchange, tensor: Tensor, op: dist.ReduceOp, root: int 
     combine = _reduction(op)
     wanted = [site for site, members in exchange.blocks.items() if root is None or root in members]
 
-    def lead(said: list[Tensor]) -> Tensor:
-        mine = fold(combine, [data.view(tensor.dtype) for data in said])
+    def lead(contributions: list[Tensor]) -> Tensor:
+        mine = fold(combine, [data.view(tensor.dtype) for data in contributions])
         gets = exchange.site in wanted
         theirs = exchange.swap(
             {site: _bytes(mine) for site in exchange.others if site in wanted},
@@ -50,14 +50,14 @@ def reduce(exchange: SiteExchange, tensor: Tensor, op: dist.ReduceOp, root: int 
             return torch.empty(0, dtype=torch.uint8)
         return _bytes(_finish(_in_order(exchange, mine, theirs, combine), op, exchange.size))
 
-    told = exchange.run(
+    result = exchange.run(
         _bytes(tensor),
         [tensor.nbytes] * len(exchange.mine),
         lead,
         tensor.nbytes if exchange.site in wanted else 0,
     )
     if root in (None, exchange.position):
-        _fill([tensor], told)
+        _fill([tensor], result)
 
 
 def reduce_scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], op: dist.ReduceOp) -> None:
@@ -68,8 +68,8 @@ def reduce_scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tens
     """
     combine, size = _reduction(op), output.nbytes
 
-    def lead(said: list[Tensor]) -> Tensor:
-        parts = fold(combine, [data.view(output.dtype) for data in said]).view(exchange.size, -1)
+    def lead(contributions: list[Tensor]) -> Tensor:
+        parts = fold(combine, [data.view(output.dtype) for data in contributions]).view(exchange.size, -1)
         theirs = exchange.swap(
             {site: _bytes(parts[exchange.blocks[site]]) for site in exchange.others},
             dict.fromkeys(exchange.others, size * len(exchange.mine)),
@@ -77,25 +77,25 @@ def reduce_scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tens
         mine = parts[exchange.mine].view(-1)
         return _bytes(_finish(_in_order(exchange, mine, theirs, combine), op, exchange.size))
 
-    told = exchange.run(_joined(inputs), [size * exchange.size] * len(exchange.mine), lead, size * len(exchange.mine))
-    _fill([output], told.view(len(exchange.mine), size)[exchange.mine.index(exchange.position)])
+    result = exchange.run(_joined(inputs), [size * exchange.size] * len(exchange.mine), lead, size * len(exchange.mine))
+    _fill([output], result.view(len(exchange.mine), size)[exchange.mine.index(exchange.position)])
 
 
 def broadcast(exchange: SiteExchange, tensor: Tensor, root: int) -> None:
     """Copy the tensor of member ``root`` to all members, in place."""
     source, size = _site_of(exchange, root), tensor.nbytes
 
-    def lead(said: list[Tensor]) -> Tensor:
+    def lead(contributions: list[Tensor]) -> Tensor:
         if exchange.site != source:
             return exchange.swap({}, {source: size})[source]
-        data = said[exchange.mine.index(root)]
+        data = contributions[exchange.mine.index(root)]
         exchange.swap(dict.fromkeys(exchange.others, data), {})
         return data
 
     mine = _bytes(tensor) if exchange.position == root else torch.empty(0, dtype=torch.uint8)
-    told = exchange.run(mine, [size * (member == root) for member in exchange.mine], lead, size)
+    result = exchange.run(mine, [size * (member == root) for member in exchange.mine], lead, size)
     if exchange.position != root:
-        _fill([tensor], told)
+        _fill([tensor], result)
 
 
 def all_gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor) -> None:
@@ -112,8 +112,8 @@ def gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor, ro
     size = tensor.nbytes
     wanted = [site for site, members in exchange.blocks.items() if root is None or root in members]
 
-    def lead(said: list[Tensor]) -> Tensor:
-        mine, gets = torch.cat(said), exchange.site in wanted
+    def lead(contributions: list[Tensor]) -> Tensor:
+        mine, gets = torch.cat(contributions), exchange.site in wanted
         theirs = exchange.swap(
             {site: mine for site in exchange.others if site in wanted},
             {site: size * len(exchange.blocks[site]) for site in exchange.others if gets},
@@ -125,14 +125,14 @@ def gather(exchange: SiteExchange, outputs: Sequence[Tensor], tensor: Tensor, ro
             whole[exchange.blocks[site]] = data.view(-1, size)
         return whole.view(-1)
 
-    told = exchange.run(
+    result = exchange.run(
         _bytes(tensor),
         [size] * len(exchange.mine),
         lead,
         size * exchange.size if exchange.site in wanted else 0,
     )
     if root in (None, exchange.position):
-        _fill(outputs, told)
+        _fill(outputs, result)
 
 
 def scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
@@ -143,16 +143,16 @@ def scatter(exchange: SiteExchange, output: Tensor, inputs: Sequence[Tensor], ro
     """
     source, size = _site_of(exchange, root), output.nbytes
 
-    def lead(said: list[Tensor]) -> Tensor:
+    def lead(contributions: list[Tensor]) -> Tensor:
         if exchange.site != source:
             return exchange.swap({}, {source: size * len(exchange.mine)})[source]
-        parts = said[exchange.mine.index(root)].view(exchange.size, size)
+        parts = contributions[exchange.mine.index(root)].view(exchange.size, size)
         exchange.swap({site: parts[exchange.blocks[site]].view(-1) for site in exchange.others}, {})
         return parts[exchange.mine].view(-1)
 
     sizes = [size * exchange.size * (member == root) for member in exchange.mine]
-    told = exchange.run(_joined(inputs), sizes, lead, size * len(exchange.mine))
-    _fill([output], told.view(-1, size)[exchange.mine.index(exchange.position)])
+    result = exchange.run(_joined(inputs), sizes, lead, size * len(exchange.mine))
+    _fill([output], result.view(-1, size)[exchange.mine.index(exchange.position)])
 
 
 def all_to_all(exchange: SiteExchange, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, alike: bool) -> None:
@@ -177,8 +177,8 @@ def all_to_all(exchange: SiteExchange, outputs: Sequence[Tensor], inputs: Sequen
         lengths = [num_bytes[source][target] for source, target in pairs]
         return dict(zip(pairs, data.split(lengths), strict=True))
 
-    def lead(said: list[Tensor]) -> Tensor:
-        parts = cut(torch.cat(said), ((source, target) for source in exchange.mine for target in everyone))
+    def lead(contributions: list[Tensor]) -> Tensor:
+        parts = cut(torch.cat(contributions), ((source, target) for source in exchange.mine for target in everyone))
         theirs = exchange.swap(
             {
                 site: torch.cat([parts[source, target] for source in exchange.mine for target in targets])
@@ -195,9 +195,9 @@ def all_to_all(exchange: SiteExchange, outputs: Sequence[Tensor], inputs: Sequen
         return torch.cat([parts[source, target] for target in exchange.mine for source in everyone])
 
     ends = list(accumulate(sum(num_bytes[source][target] for source in everyone) for target in exchange.mine))
-    told = exchange.run(_joined(inputs), [sum(num_bytes[member]) for member in exchange.mine], lead, ends[-1])
+    result = exchange.run(_joined(inputs), [sum(num_bytes[member]) for member in exchange.mine], lead, ends[-1])
     at = exchange.mine.index(exchange.position)
-    _fill(outputs, told[(0, *ends)[at] : ends[at]])
+    _fill(outputs, result[(0, *ends)[at] : ends[at]])
 
 
 def barrier(exchange: SiteExchange) -> None:
@@ -239,7 +239,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([_bytes(tensor) for tensor in tensors])
 
 
-def _fill(outputs: Sequence[Tensor], told: Tensor) -> None:
+def _fill(outputs: Sequence[Tensor], result: Tensor) -> None:
     """Copy bytes into tensors, one after the other."""
-    for output, data in zip(outputs, told.split([output.nbytes for output in outputs]), strict=True):
+    for output, data in zip(outputs, result.split([output.nbytes for output in outputs]), strict=True):
         output.copy_(data.clone().view(output.dtype).view(output.shape))

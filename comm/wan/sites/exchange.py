@@ -63,11 +63,11 @@ class SiteExchange:
         """Numbers of the other sites."""
         return [site for site in self.blocks if site != self.site]
 
-    def run(self, said: Tensor, sizes: Sequence[int], lead: Callable[[list[Tensor]], Tensor], num_bytes: int) -> Tensor:
+    def run(self, data: Tensor, sizes: Sequence[int], lead: Callable[[list[Tensor]], Tensor], num_bytes: int) -> Tensor:
         """Send this rank's bytes to its site's leader, and return the result that the leader computes.
 
         Args:
-            said: this rank's bytes, uint8. Their number is this rank's entry of ``sizes``.
+            data: this rank's bytes, uint8. Their number is this rank's entry of ``sizes``.
             sizes: number of bytes of each member at this site.
             lead: called at the leader with the bytes of its site's members, in order. It may call `swap` once.
             num_bytes: number of bytes that ``lead`` returns.
@@ -81,11 +81,11 @@ class SiteExchange:
         """
         self._number += 1
         if self.mine[0] == self.position:
-            return self._lead(said, sizes, lead, num_bytes)
+            return self._lead(data, sizes, lead, num_bytes)
         assert self._inside is not None
-        if said.numel():
-            self._inside.send([said], 0, _TAG).wait()
-        return self._told(torch.empty(_TEXT_BYTES + num_bytes, dtype=torch.uint8))
+        if data.numel():
+            self._inside.send([data], 0, _TAG).wait()
+        return self._broadcast_result(torch.empty(_TEXT_BYTES + num_bytes, dtype=torch.uint8))
 
     def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, int]) -> dict[int, Tensor]:
         """Send bytes to the leaders of other sites, and return the bytes that they send.
@@ -107,37 +107,37 @@ class SiteExchange:
     def _lead(
         self, mine: Tensor, sizes: Sequence[int], lead: Callable[[list[Tensor]], Tensor], num_bytes: int
     ) -> Tensor:
-        told = torch.zeros(_TEXT_BYTES + num_bytes, dtype=torch.uint8)
+        result = torch.zeros(_TEXT_BYTES + num_bytes, dtype=torch.uint8)
         try:
-            said = [mine.clone()]  # a copy, because it may still be sent to other sites after the call
+            parts = [mine.clone()]  # a copy, because it may still be sent to other sites after the call
             for member, size in enumerate(sizes[1:], start=1):
-                said.append(torch.empty(size, dtype=torch.uint8))
+                parts.append(torch.empty(size, dtype=torch.uint8))
                 if size:
                     assert self._inside is not None
-                    self._inside.recv([said[-1]], member, _TAG).wait()
-            told[_TEXT_BYTES:] = lead(said)
+                    self._inside.recv([parts[-1]], member, _TAG).wait()
+            result[_TEXT_BYTES:] = lead(parts)
         except RuntimeError as error:
-            self._tell_error(told, error)
+            self._send_error(result, error)
             raise
-        return self._told(told)
+        return self._broadcast_result(result)
 
-    def _tell_error(self, told: Tensor, error: RuntimeError) -> None:
+    def _send_error(self, result: Tensor, error: RuntimeError) -> None:
         text = str(error).partition("\n")[0].encode()[:_TEXT_BYTES]
-        told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        result[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         try:
-            self._broadcast(told)
+            self._broadcast(result)
         except RuntimeError:  # a member of this site may have ended
             return
 
-    def _told(self, told: Tensor) -> Tensor:
-        self._broadcast(told)
-        if told[0] and self.mine[0] != self.position:
-            raise ChannelError(told[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace"))
-        return told[_TEXT_BYTES:]
+    def _broadcast_result(self, result: Tensor) -> Tensor:
+        self._broadcast(result)
+        if result[0] and self.mine[0] != self.position:
+            raise ChannelError(result[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace"))
+        return result[_TEXT_BYTES:]
 
-    def _broadcast(self, told: Tensor) -> None:
+    def _broadcast(self, result: Tensor) -> None:
         if self._inside is not None:
-            self._inside.broadcast([told], _from_first()).wait()
+            self._inside.broadcast([result], _from_first()).wait()
 
 
 def _from_first() -> dist.BroadcastOptions:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from weft.comm.channel import TensorSpec
 from weft.comm.collectives.probe import nodes_of_world
-from weft.comm.emulated.conversation import EmulationError, Recorder
+from weft.comm.emulated.operation_log import EmulationError, Recorder
 from weft.comm.emulated.world import EmulatedWorld
 from weft.comm.exchange import broadcast, gather
 from weft.comm.job import current_job
@@ -37,10 +37,10 @@ class Step:
     """Others are ready at 105 seconds, and what they send is here at 103."""
 
     def __init__(self):
-        self.told = []
+        self.calls = []
 
     def sent(self, peer, tag, num_bytes, at_s):
-        self.told.append((peer, tag, num_bytes, at_s))
+        self.calls.append((peer, tag, num_bytes, at_s))
 
     def arrival_s(self, peer, tag):
         return 103.0
@@ -49,7 +49,7 @@ class Step:
         return 105.0
 
     def ended(self, operation, ranks, at_s):
-        self.told.append((operation, len(ranks), at_s))
+        self.calls.append((operation, len(ranks), at_s))
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_collectives_end_when_the_last_has_come_and_the_model_says(world):
     assert work.is_completed()
     (call, _) = calls
     assert (call.operation, call.num_hosts, call.crosses, call.num_bytes) == ("all_reduce", 2, True, 32)
-    assert world.step.told == [("all_reduce", 2, 109.0)]
+    assert world.step.calls == [("all_reduce", 2, 109.0)]
 
 
 def test_messages_have_tag_size_and_time(world):
@@ -123,7 +123,7 @@ def test_messages_have_tag_size_and_time(world):
     sent = ends[RANK, 738].send("3RECV_F7", torch.ones(3))
     assert sent.ended()
     assert sent.wait().tolist() == [1.0] * 3
-    assert world.step.told == [(738, "3RECV_F7", 12, 100.0)]
+    assert world.step.calls == [(738, "3RECV_F7", 12, 100.0)]
     coming = ends[738, RANK].recv("2RECV_B7", TensorSpec((2, 2), torch.bfloat16))
     assert world.clock.now() == 100.0
     assert coming.wait().dtype is torch.bfloat16
@@ -147,7 +147,7 @@ def test_a_rank_that_is_not_there_is_refused():
 
 
 def test_what_is_known_already_is_not_made_again(world):
-    world.recorder = Recorder(RANK, told={"values": ["plan"]})
+    world.recorder = Recorder(RANK, recorded_answers={"values": ["plan"]})
     assert from_rank_zero(lambda: pytest.fail("it is known")) == "plan"
     assert from_rank_zero(lambda: "made") == "made"
-    assert world.recorder.heard.answers["values"] == ["plan", "made"]
+    assert world.recorder.log.answers["values"] == ["plan", "made"]

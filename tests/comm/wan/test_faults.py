@@ -45,7 +45,7 @@ def message(index, size=MESSAGE.shape[0]):
     return tensor
 
 
-def send(say, hear, bind, address, seconds, settings):
+def transmit(send, receive, bind, address, seconds, settings):
     """Messages for some time from when they are under way, a few in flight, then one that says how many there were.
 
     With ``seconds`` of None they end when it hears something.
@@ -61,9 +61,9 @@ def send(say, hear, bind, address, seconds, settings):
                 if len(in_flight) == AHEAD:
                     in_flight.pop(0).wait()
                 if count == AHEAD:
-                    say("under way")
+                    send("under way")
                     if seconds is None:
-                        threading.Thread(target=lambda: hear() and enough.set(), daemon=True).start()
+                        threading.Thread(target=lambda: receive() and enough.set(), daemon=True).start()
                     else:
                         limit = time.monotonic() + seconds
             in_flight.append(channel.send("m", message(-count)))
@@ -74,12 +74,12 @@ def send(say, hear, bind, address, seconds, settings):
         return endpoint.counters(1)
 
 
-def receive(say, hear, bind, settings):
+def accept(send, receive, bind, settings):
     """Checks every message; returns how many came and the longest time without one."""
     with WanEndpoint(rank=1, bind=bind, key=KEY, **settings) as endpoint:
         endpoint.link(0)
         channel = endpoint.channel(0)
-        say(endpoint.address)
+        send(endpoint.address)
         posted = [channel.recv("m", MESSAGE) for _ in range(AHEAD)]
         try:
             expected, longest_s, last = 0, 0.0, None
@@ -104,10 +104,10 @@ def start(bed, seconds=2.0, **settings):
         **{"connections": 4, "deadline_s": 20.0, "timeout_s": 60.0, "congestion": "cubic", "tls": False},
         **settings,
     }
-    receiver = Job(bed, "b", receive, bed.address("b"), settings)
-    address = receiver.hear()
-    sender = Job(bed, "a", send, bed.address("a"), address, seconds, settings)
-    assert sender.hear() == "under way"
+    receiver = Job(bed, "b", accept, bed.address("b"), settings)
+    address = receiver.receive()
+    sender = Job(bed, "a", transmit, bed.address("a"), address, seconds, settings)
+    assert sender.receive() == "under way"
     return sender, receiver, address
 
 
@@ -136,7 +136,7 @@ def test_killed_connections_cost_nothing_but_their_chunks(bed):
     for _ in range(3):
         kill_one_connection(bed, address[1])
         time.sleep(0.4)
-    sender.say("enough")
+    sender.send("enough")
     _, counters = finish(sender, receiver, "one of four connections killed, three times")
     assert counters.broken >= 3
 

@@ -112,5 +112,5 @@ def test_an_endpoint_that_cannot_open_more_connections_is_probed_with_what_it_ha
 @pytest.mark.parametrize("raw", [{}, {"rtt_s": 1.0}])
 def test_a_profile_without_rates_is_no_profile(raw, tmp_path):
     path = tmp_path / "links.json"
-    Measurements(path).keep({"a": raw})
+    Measurements(path).store({"a": raw})
     assert ProfileCache(path).read() == {}

@@ -31,7 +31,7 @@ def machine(monkeypatch):
 
 def test_each_measurement_has_a_date_a_load_and_a_spread(tmp_path, machine):
     cache, machine.load = Measurements(tmp_path / "devices.json"), 3.0
-    cache.keep({"cpu": 1e9}, spread=0.2)
+    cache.store({"cpu": 1e9}, spread=0.2)
     assert cache.read() == {"cpu": Measurement(1e9, 1e9, 3.0, 0.2)}
 
 
@@ -66,7 +66,7 @@ def test_a_doubtful_measurement_never_replaces_a_better_one(tmp_path, machine, l
 
     def kept(value, load, spread):
         machine.load = load
-        cache.keep({"cpu": value}, spread)
+        cache.store({"cpu": value}, spread)
         return cache.read()["cpu"].value
 
     assert kept(1, load, spread) == 1, "better than none"
@@ -96,7 +96,7 @@ def test_a_doubtful_measurement_is_repeated_when_the_machine_is_quieter(
     tmp_path, machine, load, spread, later, days, due
 ):
     cache, machine.load = Measurements(tmp_path / "devices.json"), load
-    cache.keep({"cpu": 1}, spread)
+    cache.store({"cpu": 1}, spread)
     machine.load, machine.now = later, machine.now + days * DAY
     assert cache.is_due("cpu") is due
     assert cache.is_due("other")
@@ -133,7 +133,7 @@ def test_a_run_replaces_a_speed_that_it_contradicts(tmp_path, machine, faster, l
     name = _name("", device, torch.get_num_threads())
     correct(device, 9e9, cache, load=load)
     assert not cache.read(), "nothing was planned with"
-    cache.keep({name: 1e9}, spread=0.1)
+    cache.store({name: 1e9}, spread=0.1)
     correct(device, faster * 1e9, cache, load=load)
     assert cache.values() == {name: faster * 1e9 if refuted else 1e9}
 
@@ -164,8 +164,8 @@ def test_a_run_replaces_costs_of_collectives_that_it_contradicts(tmp_path, machi
 def test_the_doctor_shows_and_clears_what_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     CostCache.in_folder(str(tmp_path)).write("cpu on 2 ranks", COSTS)
-    Measurements(tmp_path / "devices.json").keep({"cpu, threads=1": 1e9, "memory of cpu": 2e9})
-    Measurements(tmp_path / "prefill" / "model.json").keep({"prefill": 1.0})
+    Measurements(tmp_path / "devices.json").store({"cpu, threads=1": 1e9, "memory of cpu": 2e9})
+    Measurements(tmp_path / "prefill" / "model.json").store({"prefill": 1.0})
     JsonCache(tmp_path / "work.json").add({"3 abc": {}})
     folder = ["--folder", str(tmp_path)]
     assert main(["doctor", "cache", *folder]) == 0

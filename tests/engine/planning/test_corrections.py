@@ -36,7 +36,7 @@ def test_a_run_replaces_speeds_and_costs_that_it_contradicts(tmp_path):
     CostCache.in_folder(str(tmp_path)).write(KEY, COSTS)
     run, speeds = expected_plan(config).facts.run, Measurements(tmp_path / "devices.json")
     name = _name(f"{run}: ", torch.device("cpu"), 1)
-    speeds.keep({name: 1000.0})
+    speeds.store({name: 1000.0})
     planned = {flops for flops, _ in run_ranks(2, corrected, config, 3, timeout_s=200)}
     table = CostCache.in_folder(str(tmp_path)).read(KEY).table
     assert planned == {1000.0}

@@ -16,7 +16,7 @@ from weft.engine.backward import SplitBackward
 from weft.engine.backward.split import SavedForward
 from weft.engine.parallel import functions
 from weft.engine.strands.pair import PairRunner
-from weft.engine.strands.turns import TurnTakingGroup
+from weft.engine.strands.yielding_group import YieldingGroup
 from weft.pipeline.strands.plan import SegmentPlan
 
 CYCLES = 1_000_000
@@ -78,7 +78,7 @@ class PretendedGroup:
 class Layers(nn.Module):
     """Blocks under tensor and sequence parallelism: hidden states [B, S / members, H]."""
 
-    def __init__(self, group: TurnTakingGroup, width: int, *, layers: int = 2, dropout: float, again: bool) -> None:
+    def __init__(self, group: YieldingGroup, width: int, *, layers: int = 2, dropout: float, again: bool) -> None:
         super().__init__()
         self.group, self.again = group, again
         self.up = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(layers))
@@ -117,7 +117,7 @@ class Pretended:
     def results(self, plan: SegmentPlan | None, microbatches: int = 4) -> list[Tensor]:
         """Outputs, input gradients, weight gradients and random numbers afterwards; without a plan no pair is one."""
         torch.manual_seed(3)
-        group = TurnTakingGroup(PretendedGroup(self.executor), self.runner.turns)
+        group = YieldingGroup(PretendedGroup(self.executor), self.runner.yield_point)
         model = Layers(group, self.width, dropout=self.dropout, again=self.again).to(self.device)
         split = SplitBackward(model)
         inputs = torch.randn(microbatches, 2, 8, self.width, device=self.device)

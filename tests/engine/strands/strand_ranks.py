@@ -29,7 +29,7 @@ from weft.engine.stages.cutting.context import part_of
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.cutting.split import split_layers
 from weft.engine.strands.strand_pairs import StrandPairs
-from weft.engine.strands.turns import Turns
+from weft.engine.strands.yielding_group import YieldPoint
 from weft.engine.zero import Collectives, Sharding
 from weft.pipeline.action import Op, parse_slot
 from weft.pipeline.lowering import lower
@@ -81,8 +81,8 @@ class Case:
         return schedule
 
 
-class NotingTurns(Turns):
-    """Notes which strand gives its turn away."""
+class NotingYieldPoint(YieldPoint):
+    """Notes which strand yields."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class NotingTurns(Turns):
 
 
 def any_plan(seed: int, length: int = 80) -> SegmentPlan:
-    """Turns and weight gradients in any order."""
+    """Switches and weight gradients in any order."""
     steps = [Step.forward, Step.backward, Step.weight]
     return SegmentPlan(tuple(random.Random(seed).choices(steps, [4, 4, 3], k=length)))
 
@@ -127,8 +127,8 @@ def _step(
     opened: AxisGroups,
     plan: SegmentPlan | None,
 ) -> dict[str, Tensor]:
-    turns = NotingTurns()
-    pairs = StrandPairs.open(opened, CPU, turns=turns)
+    yield_point = NotingYieldPoint()
+    pairs = StrandPairs.open(opened, CPU, yield_point=yield_point)
     with _making:
         split = split_layers(model.config, 2, SplitKind.even)
         stages = {s.index: s for s in stages_from_model(copy.deepcopy(model), split, range(2), pairs.axes)}
@@ -171,8 +171,8 @@ def _step(
         sharding.close()
     assert not (state.saved or state.inputs or state.gradients or state.outputs), "something is left of the step"
     assert not any(bucket.users for bucket in sharding.buckets)
-    switches = sum(one != other for one, other in pairwise(turns.given))
-    assert (switches > 4) == (plan is not None), "strands did not take turns inside of layers"
+    switches = sum(one != other for one, other in pairwise(yield_point.given))
+    assert (switches > 4) == (plan is not None), "strands did not switch inside of layers"
     losses = {f"loss {m}": loss for m, loss in state.losses.items()}
     gradients = {
         f"gradients of {', '.join(member.name for member in bucket.members)}": bucket.gradient.clone()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.engine.tiny import batches
 from weft.conf.schema import WeftConfig
 from weft.engine.initialize import initialize
-from weft.engine.strands.baton import Baton
+from weft.engine.strands.pair_scheduler import PairScheduler
 
 
 def trained(configs: list[WeftConfig], steps: int) -> list[dict[str, Any]]:
@@ -42,11 +42,11 @@ def trained(configs: list[WeftConfig], steps: int) -> list[dict[str, Any]]:
 def _count_handovers() -> list[int]:
     """Count the hand-overs of each pair from now on."""
     counts: list[int] = []
-    settle = Baton.settle
+    settle = PairScheduler.settle
 
-    def noting(baton: Baton) -> None:
-        counts.append(baton.handovers)
-        settle(baton)
+    def noting(scheduler: PairScheduler) -> None:
+        counts.append(scheduler.handovers)
+        settle(scheduler)
 
-    Baton.settle = noting  # type: ignore[method-assign]
+    PairScheduler.settle = noting  # type: ignore[method-assign]
     return counts

@@ -1,4 +1,4 @@
-"""Two strands that take turns: results, order, errors."""
+"""Two strands that switch at collectives: results, order, errors."""
 
 import dataclasses
 import threading
@@ -17,7 +17,7 @@ from weft.engine.parallel import functions
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.strands.pair import PairRunner
 from weft.engine.strands.thread import StrandThread
-from weft.engine.strands.turns import Turns, TurnTakingGroup
+from weft.engine.strands.yielding_group import YieldingGroup, YieldPoint
 from weft.pipeline.strands.plan import SegmentPlan, Step
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ LAYERS = 2
 @pytest.fixture
 def runner():
     thread = StrandThread(CPU)
-    yield PairRunner(thread, Turns())
+    yield PairRunner(thread, YieldPoint())
     thread.close()
 
 
@@ -39,11 +39,11 @@ def eventually(holds):
 
 
 def steps(runner, log, name, count):
-    """A strand that logs each segment and gives the turn away between them."""
+    """A strand that logs each segment and yields between them."""
     for number in range(count):
         log.append(f"{name}{number}")
         if number < count - 1:
-            runner.turns.pause()
+            runner.yield_point.pause()
     return name
 
 
@@ -51,7 +51,7 @@ def steps(runner, log, name, count):
 @settings(max_examples=50)
 def test_strands_and_weight_gradients_run_in_the_plans_order(order):
     thread = StrandThread(CPU)
-    runner, log = PairRunner(thread, Turns()), []
+    runner, log = PairRunner(thread, YieldPoint()), []
     if order[0] == "W":
         order = [*order[1:], "W"] if order[1] != "W" else [*order[2:], "W", "W"]
     plan = SegmentPlan(tuple(map(Step, order)))
@@ -125,7 +125,7 @@ def test_without_a_plan_strands_alternate_and_the_backward_begins(runner):
 
 
 def test_outside_of_a_pair_nothing_pauses(runner):
-    runner.turns.pause()
+    runner.yield_point.pause()
 
 
 class Layers(nn.Module):
@@ -160,16 +160,16 @@ def test_pairs_interleaved_and_not_are_equal_bit_by_bit(size, dropout, data):
     plan = SegmentPlan(tuple(map(Step, data.draw(st.permutations(segments)))))
 
     def member(groups):
-        thread, turns = StrandThread(CPU), Turns()
+        thread, yield_point = StrandThread(CPU), YieldPoint()
         inputs = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(groups.tensor.index))
         outcomes = []
         for interleaved in (False, True):
-            one = Layers(TurnTakingGroup(groups.tensor, turns))
-            other = Layers(TurnTakingGroup(groups.tensor, turns), dropout)
+            one = Layers(YieldingGroup(groups.tensor, yield_point))
+            other = Layers(YieldingGroup(groups.tensor, yield_point), dropout)
             before = one(inputs[0].clone().requires_grad_())
             weights = torch.ones_like(before) * 0.5
             if interleaved:
-                after, _ = PairRunner(thread, turns).run(
+                after, _ = PairRunner(thread, yield_point).run(
                     plan, lambda o=other: o(inputs[1]), lambda b=before, w=weights: b.backward(w), lambda: None
                 )
             else:
@@ -193,14 +193,14 @@ def test_each_strand_goes_on_with_its_own_random_numbers(runner, plan):
 
     def draws():
         first = torch.rand(2)
-        runner.turns.pause()
+        runner.yield_point.pause()
         return torch.cat([first, torch.rand(2)])
 
     def recomputes():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             first = torch.rand(1)
-            runner.turns.pause()
+            runner.yield_point.pause()
             return torch.cat([first, torch.rand(1)])
 
     torch.manual_seed(5)
@@ -222,10 +222,10 @@ def test_an_idle_thread_keeps_no_tensors(runner):
 
 
 def test_a_rank_that_is_interrupted_frees_the_backward(runner):
-    """As by Ctrl-C while the forward has its turn."""
+    """As by Ctrl-C while the forward runs."""
 
     def interrupted():
-        runner.turns.pause()
+        runner.yield_point.pause()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from tests.engine.strands.pretended import Pretended, PretendedGroup
 from weft.comm.collectives.executors import executor_for
 from weft.engine.strands.pair import PairRunner
 from weft.engine.strands.thread import StrandThread
-from weft.engine.strands.turns import Turns, TurnTakingGroup
+from weft.engine.strands.yielding_group import YieldingGroup, YieldPoint
 from weft.pipeline.strands.plan import SegmentPlan, Step
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -23,7 +23,7 @@ class Stand:
 
     def __init__(self, device, **settings):
         self.executor, self.thread = executor_for(device, "pretended"), StrandThread(device)
-        self.runner = PairRunner(self.thread, Turns())
+        self.runner = PairRunner(self.thread, YieldPoint())
         self.steps = Pretended(device, self.executor, self.runner, **settings)
 
     def close(self):
@@ -74,7 +74,7 @@ def test_a_collective_that_fails_ends_both_strands_with_its_error(stand):
 
             return self._start(tensor, fails)
 
-    group = TurnTakingGroup(Losing(made.executor), made.runner.turns)
+    group = YieldingGroup(Losing(made.executor), made.runner.yield_point)
     strand = lambda: group.all_gather(torch.ones(2)).wait() + group.reduce_scatter(torch.ones(4)).wait()  # noqa: E731
     good = lambda: [group.all_gather(torch.ones(2)).wait() for _ in range(5)]  # noqa: E731
     for forward, backward in ((strand, good), (good, strand), (strand, strand)):
@@ -127,7 +127,7 @@ def test_a_paused_backward_does_not_block_the_forward(stand):
         @staticmethod
         def backward(ctx, gradient):
             seen.append((threading.current_thread().name, torch.cuda.current_stream()))
-            runner.turns.pause()
+            runner.yield_point.pause()
             return gradient
 
     def forward():

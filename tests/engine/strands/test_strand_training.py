@@ -29,7 +29,7 @@ def require_equal(world, cases, folder):
             assert alone["steps"] == together["steps"], (name, rank)
             assert alone["weights"] == together["weights"], (name, rank)
             assert not alone["handovers"] and not alone["strand threads"] and not together["strand threads"]
-            assert min(together["handovers"]) >= 3, f"{name}: strands did not take turns inside of layers"
+            assert min(together["handovers"]) >= 3, f"{name}: strands did not switch inside of layers"
             assert together["plans"], f"{name}: nothing was planned"
 
 

@@ -139,7 +139,7 @@ def really_started(config, sizes, checkpointing, num_stages, exchange, loss):
         gradient = torch.ones_like(hidden)
         for split_backward, saved, forward in reversed(forwards):
             gradient = split_backward.input_backward(saved, gradient)
-            found.append((forward, list(log), len(saved.tape._kept)))
+            found.append((forward, list(log), len(saved.tape._deferred)))
             log.clear()
         return found[::-1]
 

@@ -38,17 +38,17 @@ def _signal(number: signal.Signals) -> Callable[[], None]:
 
 def _die_in_a_pair() -> None:
     """In the next strand pair, in the backward's thread, with a collective of each strand in flight."""
-    from weft.engine.strands.baton import Baton
+    from weft.engine.strands.pair_scheduler import PairScheduler
     from weft.pipeline.strands.plan import Step
 
-    pause = Baton.pause
+    pause = PairScheduler.pause
 
-    def fatal(baton: Baton, strand: Step) -> None:
-        if strand is Step.backward and baton.handovers >= 2:
+    def fatal(scheduler: PairScheduler, strand: Step) -> None:
+        if strand is Step.backward and scheduler.handovers >= 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        pause(baton, strand)
+        pause(scheduler, strand)
 
-    Baton.pause = fatal  # type: ignore[method-assign]
+    PairScheduler.pause = fatal  # type: ignore[method-assign]
 
 
 def _evict_and_die() -> None:

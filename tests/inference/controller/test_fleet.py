@@ -314,17 +314,17 @@ def test_what_a_controller_that_died_or_stopped_has_placed_is_not_counted(tmp_pa
     dead.write_text(json.dumps({"process": [os.getpid(), 1], "at_s": now_s, "work": {"w": [5.0, 0.0]}}))
     broken = folder / "controller-2-0.json"
     broken.write_text("{")
-    mine.look()
+    mine.refresh()
     assert not dead.exists() and broken.exists() and not mine.work()
     other = Peers(folder)
-    mine.look()
+    mine.refresh()
     other.publish({"w": PlacedWork(2.0, 1.0), "v": PlacedWork(0.12345678901234, 0.0)})
     other.publish({"w": PlacedWork(1.5, 1.5)})
     assert mine.work() == {"w": PlacedWork(1.5, 1.5)}
     now_s += SILENT_S + 0.1
     assert mine.work() == {"w": PlacedWork(0.0, 1.5)}, "stopped; what it has done was done"
     other.close()
-    mine.look()
+    mine.refresh()
     assert not mine.work()
     mine.close()
 

@@ -61,7 +61,7 @@ class Own:
     def _room(self, spans, site, shape):
         """Bytes for saved activations on a rank's GPU; ``shape`` has what memory depends on."""
         memory = rank_memory(self.part(*spans), sum(stop - start for start, stop in spans), shape, self.work)
-        return memory.room(self.request.max_memory * self.cluster.sites[site].gpu.memory_bytes)
+        return memory.headroom(self.request.max_memory * self.cluster.sites[site].gpu.memory_bytes)
 
     def _rank_ends_s(self, spans, site, shape):
         """Seconds of a rank after the pipeline, for replicas of one route, and for the optimiser."""

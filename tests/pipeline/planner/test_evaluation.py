@@ -177,8 +177,8 @@ def test_a_shape_is_crowded_where_memory_holds_few_micro_batches():
 
     crowded = []
     for room_for in (0.1, 0.9, 1.1, 1.9, 2.1, 9.5):  # as many at a time as there is room for, one at least
-        backward = held.working + held.beside + room_for * saved
-        share = (held.zero.kept + backward) / most
+        backward = held.working + held.concurrent_buffers + room_for * saved
+        share = (held.zero.resident + backward) / most
         limits = Bounds(estimates, usable=share)
         in_flight = max(1, int(room_for)) if backward > max(held.zero.buffers, held.stepping) else 1
         crowded_s = 8 * limits._least_of(shape, Route((), ())).through_s / in_flight
@@ -208,7 +208,7 @@ def test_each_candidate_is_bounded_by_its_pipeline_and_its_ends():
     assert one.optimizer_s == max(estimates.optimizer_s(half, SHAPE, TWO.sites[0]) for half in halves)
     for half, state, room in zip(halves, one.states, one.rooms, strict=True):
         assert state == estimates.memory(half, 4, SHAPE)
-        assert room == state.room(REQUEST.max_memory * TWO.sites[0].gpu.memory_bytes)
+        assert room == state.headroom(REQUEST.max_memory * TWO.sites[0].gpu.memory_bytes)
 
 
 def test_effort_grows_with_all_that_is_scheduled():

@@ -14,7 +14,7 @@ from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective
 from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.search import plan
-from weft.pipeline.planner.shapes import room, shapes
+from weft.pipeline.planner.shapes import shapes, site_capacity
 
 SHAPE = Shape(num_stages=2, replicas=4, microbatches=8, routes=2)
 
@@ -132,7 +132,7 @@ def all_routes(some, shape, request, found=None):
 
 def pipelines(some, shape, request):
     """Return the routes of one pipeline: every order of sites along links, with every number of ranks at each."""
-    caps, numbers = room(some, shape.gpus_per_rank, shape.replicas_of_route), range(len(some.sites))
+    caps, numbers = site_capacity(some, shape.gpus_per_rank, shape.replicas_of_route), range(len(some.sites))
     for count in range(1, min(len(some.sites), shape.num_stages) + 1):
         for order, held in product(permutations(numbers, count), sums(shape.num_stages, count)):
             if any(part > caps[site] for site, part in zip(order, held, strict=True)):

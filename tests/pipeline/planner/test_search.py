@@ -21,7 +21,7 @@ from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import EQUAL, Objective, Request
 from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.search import plan
-from weft.pipeline.planner.shapes import room, shapes
+from weft.pipeline.planner.shapes import shapes, site_capacity
 from weft.pipeline.validation import validate
 from weft.pipeline.workload import LayerWork
 
@@ -98,7 +98,7 @@ def ways(some, shape, route=None):
 def family_bound(some, evaluation, shape):
     """Return the least score of a shape's family with as many stages."""
     each = [np.array([one]) for one in (shape.replicas, shape.microbatches, shape.routes, shape.num_stages)]
-    crosses = shape.num_stages > max(room(some, shape.gpus_per_rank, shape.replicas_of_route))
+    crosses = shape.num_stages > max(site_capacity(some, shape.gpus_per_rank, shape.replicas_of_route))
     (bound,) = evaluation.families.of(
         replace(shape, zero_stage=3), *map(np.array, zip(each, strict=True)), crosses=crosses
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import Request
-from weft.pipeline.planner.shapes import room, shapes
+from weft.pipeline.planner.shapes import shapes, site_capacity
 
 REQUEST = Request(sequences=24)
 
@@ -150,8 +150,12 @@ def test_arrangements_that_are_asked_for_need_a_layer_for_each_virtual_stage():
 
 def test_a_site_holds_whole_ranks_of_all_replicas():
     some = cluster(site("a", hosts=3, gpus_per_host=4), site("b", hosts=2, gpus_per_host=2))
-    assert room(some, 1, 1) == [12, 4] and room(some, 1, 5) == [2, 0]
-    assert room(some, 2, 2) == [3, 1] and room(some, 4, 1) == [3, 1] and room(some, 8, 1) == [1, 0]
+    assert site_capacity(some, 1, 1) == [12, 4] and site_capacity(some, 1, 5) == [2, 0]
+    assert (
+        site_capacity(some, 2, 2) == [3, 1]
+        and site_capacity(some, 4, 1) == [3, 1]
+        and site_capacity(some, 8, 1) == [1, 0]
+    )
 
 
 def test_an_open_batch_has_micro_batches_of_every_size():

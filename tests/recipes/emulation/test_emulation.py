@@ -7,7 +7,7 @@ import pytest
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_job import LayersJob
 from benchmarks.peers.emulated_stage import EmulatedWork
-from weft.comm.emulated.conversation import EmulationError, Mismatch
+from weft.comm.emulated.operation_log import EmulationError, Mismatch
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.pipeline.costs import LinkCost
 from weft.pipeline.simulation import simulate
@@ -74,7 +74,7 @@ def test_what_is_different_changes_the_step_of_ranks_that_wait(tmp_path):
 def test_a_rank_that_was_started_otherwise_is_found_and_both_ranks_are_named(tmp_path):
     right, wrong = job(tmp_path, 256), job(tmp_path, 256, microbatches=5)
     with pytest.raises(
-        Mismatch, match=r"^rank 737 comes to .*, where rank \d+ expects .*; rank 737 was started with pipeline.micro"
+        Mismatch, match=r"^rank 737 executes .*, where rank \d+ expects .*; rank 737 was started with pipeline.micro"
     ):
         check_rank(right, wrong, 737, 1024, setting(), "pipeline.microbatches=5")
     check_rank(right, right, 737, 1024, setting(), "nothing")

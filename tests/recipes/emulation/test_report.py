@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from weft.comm.emulated.clock import EmulatedClock
-from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.operation_log import EmulationError
 from weft.recipes.emulation.report import _disagreement
 from weft.recipes.emulation.turns import AGREED, Emulation, _agree, emulate
 

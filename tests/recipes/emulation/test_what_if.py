@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from weft.comm.emulated.conversation import EmulationError
+from weft.comm.emulated.operation_log import EmulationError
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.recipes.emulation.what_if import TIMEOUT_S, WhatIf
 

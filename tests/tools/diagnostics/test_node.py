@@ -114,7 +114,7 @@ def test_every_fault_has_a_test():
 
 def test_a_slow_disk(tmp_path):
     judge = Judge(Measurements(tmp_path / "figures.json"))
-    judge.cache.keep({f"disk, folder {tmp_path.absolute()}": 1e9})  # what no disk reaches
+    judge.cache.store({f"disk, folder {tmp_path.absolute()}": 1e9})  # what no disk reaches
     finding = check_disk(tmp_path, judge)
     assert finding.verdict is Verdict.failed and "of the best here so far" in finding.says
     assert check_disk(tmp_path, Judge(Measurements(tmp_path / "new.json"))).verdict is Verdict.passed

@@ -1,4 +1,4 @@
-"""Functions that run in a node: what they say, return, raise, and how they end."""
+"""Functions that run in a node: what they send, return, raise, and how they end."""
 
 import os
 import socket
@@ -19,34 +19,34 @@ def bed():
         yield bed
 
 
-def greet(say, hear, host):
+def greet(send, receive, host):
     with socket.create_server((host, 0)) as server:
-        say(server.getsockname()[1])
+        send(server.getsockname()[1])
         peer, _ = server.accept()
         with peer:
-            peer.sendall(hear())
+            peer.sendall(receive())
         return host
 
 
-def fetch(say, hear, host, port):
+def fetch(send, receive, host, port):
     with socket.create_connection((host, port), timeout=10) as peer:
         return peer.recv(100)
 
 
-def fail(say, hear):
+def fail(send, receive):
     raise ValueError("on purpose")
 
 
-def stay(say, hear):
-    say(os.getpid())
+def stay(send, receive):
+    send(os.getpid())
     time.sleep(1000)
 
 
 def test_two_jobs_talk_with_each_other_and_with_us(bed):
     with Job(bed, "a", greet, bed.address("a")) as server:
-        port = server.hear()
+        port = server.receive()
         with Job(bed, "b", fetch, bed.address("a"), port) as client:
-            server.say(b"hello")
+            server.send(b"hello")
             assert client.result(10) == b"hello"
         assert server.result(10) == bed.address("a")
 
@@ -58,10 +58,10 @@ def test_a_jobs_error_is_raised(bed):
 
 def test_a_job_ends_with_its_context_and_silence_is_a_timeout(bed):
     with Job(bed, "a", stay) as job:
-        pid = job.hear(10)
+        pid = job.receive(10)
         with pytest.raises(TimeoutError, match=r"nothing within 0\.05 s"):
-            job.hear(0.05)
+            job.receive(0.05)
         assert psutil.pid_exists(pid)
     assert not psutil.pid_exists(pid)
     with pytest.raises(RuntimeError, match="its process has ended"):
-        job.hear(10)
+        job.receive(10)

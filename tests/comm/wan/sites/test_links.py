@@ -78,7 +78,7 @@ def test_other_ranks_of_the_host_raise_the_same_error(monkeypatch):
 def test_a_rendezvous_at_another_address_of_the_host_goes_on_listening(monkeypatch):
     proxy = SimpleNamespace(left=0)
     proxy.leave_port = lambda: setattr(proxy, "left", proxy.left + 1)
-    monkeypatch.setattr(rendezvous, "_MEETING", rendezvous._Meeting(("10.0.0.1", 29500), proxy))
+    monkeypatch.setattr(rendezvous, "_LISTENER", rendezvous._Listener(("10.0.0.1", 29500), proxy))
     rendezvous.hand_over(("10.9.0.1", 29500))
     rendezvous.hand_over(("10.0.0.1", 29501))
     assert not proxy.left

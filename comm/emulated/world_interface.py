@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm.emulated.clock import EmulatedClock
-from weft.comm.emulated.conversation import EmulationError, Recorder
+from weft.comm.emulated.operation_log import EmulationError, Recorder
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class NoStep:
         """See `Step`."""
 
 
-class Meeting(Protocol):
+class WorldInterface(Protocol):
     """The interface between this rank and the emulated ones. See `weft.comm.emulated.world.EmulatedWorld`."""
 
     rank: int

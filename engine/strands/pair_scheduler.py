@@ -18,7 +18,7 @@ class OtherStrandFailed(RuntimeError):
     """The other strand of the pair raised an error, so this one cannot go on."""
 
 
-class Baton:
+class PairScheduler:
     """Switches between two strands at the ends of segments.
 
     Only one strand runs at any time. So all ranks launch their collectives in the same order. This is the plan's order.
@@ -40,18 +40,18 @@ class Baton:
         self._coming = deque(plan.steps)
         self._play_weight = play_weight
         self._running = {Step.forward, Step.backward}
-        self._turns = {Step.forward: threading.Lock(), Step.backward: threading.Lock()}
-        self._generators = dict.fromkeys(self._turns, _generators())
+        self._locks = {Step.forward: threading.Lock(), Step.backward: threading.Lock()}
+        self._generators = dict.fromkeys(self._locks, _generators())
         self._error: BaseException | None = None
-        for turn in self._turns.values():
-            turn.acquire()
+        for lock in self._locks.values():
+            lock.acquire()
         self.handovers = 0
         """Number of switches."""
-        self.segments = dict.fromkeys(self._turns, 0)
+        self.segments = dict.fromkeys(self._locks, 0)
         """Number of segments that each strand has run."""
         first = self._after(Step.forward)
         assert first is not None
-        self._turns[first].release()
+        self._locks[first].release()
 
     def begin(self, strand: Step) -> None:
         """Wait until the strand may run its first segment.
@@ -90,9 +90,9 @@ class Baton:
         """Wake the other strand, whose wait raises `OtherStrandFailed`."""
         if self._error is None:
             self._error = error
-        for turn in self._turns.values():
-            if turn.locked():
-                turn.release()
+        for lock in self._locks.values():
+            if lock.locked():
+                lock.release()
 
     def _after(self, strand: Step) -> Step | None:
         """Compute weight gradients that come next in the plan, and return the following strand, or None at the end."""
@@ -108,10 +108,10 @@ class Baton:
         self._generators[strand] = _generators()
         if coming is not None:
             self.handovers += 1
-            self._turns[coming].release()
+            self._locks[coming].release()
 
     def _wait(self, strand: Step) -> None:
-        self._turns[strand].acquire()
+        self._locks[strand].acquire()
         if self._error is not None:
             raise OtherStrandFailed(f"the other strand failed: {self._error}") from self._error
         _set_generators(self._generators[strand])

@@ -18,7 +18,7 @@ class Mismatch(EmulationError):
 
 
 @dataclass(frozen=True)
-class Said:
+class Operation:
     """An operation of a rank with others. All participants describe it identically.
 
     Attributes:
@@ -29,7 +29,7 @@ class Said:
     what: str
     form: str = ""
 
-    def differs(self, other: Said) -> str:
+    def differs(self, other: Operation) -> str:
         """Return how the forms differ if both operations have the same ``what``, otherwise an empty string."""
         if self.what != other.what or not self.form or not other.form:
             return ""
@@ -46,15 +46,15 @@ class Said:
 
 
 @dataclass
-class Conversation:
+class OperationLog:
     """All operations of a rank, by counterpart: the peer of a message, or the members of a process group.
 
     Attributes:
-        said: the operations in order, by counterpart.
+        operations: the operations in order, by counterpart.
         answers: values that one rank sent to all, in order, by counterpart.
     """
 
-    said: dict[str, list[Said]] = field(default_factory=lambda: defaultdict(list))
+    operations: dict[str, list[Operation]] = field(default_factory=lambda: defaultdict(list))
     answers: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -62,48 +62,53 @@ class Recorder:
     """Records a rank's operations and compares them with ``expected``, those of a rank with the others' settings."""
 
     def __init__(
-        self, rank: int, expected: Conversation | None = None, told: Mapping[str, Sequence[Any]] | None = None
+        self,
+        rank: int,
+        expected: OperationLog | None = None,
+        recorded_answers: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         """Create the recorder of global rank ``rank``.
 
         Args:
             expected: the conversation to compare with.
-            told: answers recorded earlier, in order, by counterpart, by default those of ``expected``.
+            recorded_answers: answers of an earlier run, in order, by counterpart; by default those of ``expected``.
         """
         self.rank = rank
-        self.heard = Conversation()
+        self.log = OperationLog()
         self._expected, self._lock = expected, Lock()
-        self._told = told if told is not None else (expected.answers if expected is not None else {})
+        self._recorded_answers = (
+            recorded_answers if recorded_answers is not None else (expected.answers if expected is not None else {})
+        )
 
-    def say(self, others: Sequence[int], counterpart: str, said: Said) -> None:
+    def record(self, others: Sequence[int], counterpart: str, operation: Operation) -> None:
         """Record an operation with the global ranks ``others``, the nearest first.
 
         Raises:
             Mismatch: the other ranks expect a different operation at this point.
         """
         with self._lock:
-            mine = self.heard.said[counterpart]
-            mine.append(said)
+            mine = self.log.operations[counterpart]
+            mine.append(operation)
             if self._expected is None:
                 return
-            theirs = self._expected.said.get(counterpart, [])
-        place, differing = len(mine) - 1, ""
-        if place >= len(theirs):
+            theirs = self._expected.operations.get(counterpart, [])
+        index, differing = len(mine) - 1, ""
+        if index >= len(theirs):
             expected = f"nothing more of it ({counterpart})" if theirs else f"nothing of it ({counterpart})"
-        elif theirs[place] != said:
-            expected, differing = str(theirs[place]), said.differs(theirs[place])
+        elif theirs[index] != operation:
+            expected, differing = str(theirs[index]), operation.differs(theirs[index])
         else:
             return
         peer = next((rank for rank in others if rank != self.rank), self.rank)
         in_what = f": {differing}" if differing else ""
-        raise Mismatch(f"rank {self.rank} comes to {said}, where rank {peer} expects {expected}{in_what}")
+        raise Mismatch(f"rank {self.rank} executes {operation}, where rank {peer} expects {expected}{in_what}")
 
     def is_answered(self, counterpart: str) -> bool:
         """True if the other ranks' next answer is recorded."""
-        return len(self.heard.answers[counterpart]) < len(self._told.get(counterpart, ()))
+        return len(self.log.answers[counterpart]) < len(self._recorded_answers.get(counterpart, ()))
 
     def answer(self, counterpart: str, computed: Any) -> Any:
         """Return the other ranks' next recorded answer, or ``computed`` if there is none, and record it."""
-        answers = self.heard.answers[counterpart]
-        answers.append(self._told[counterpart][len(answers)] if self.is_answered(counterpart) else computed)
+        answers = self.log.answers[counterpart]
+        answers.append(self._recorded_answers[counterpart][len(answers)] if self.is_answered(counterpart) else computed)
         return answers[-1]

@@ -13,7 +13,7 @@ from weft.comm.channel import Handle
 from weft.engine.parallel.axis import AxisGroup, AxisGroups
 
 
-class Turns:
+class YieldPoint:
     """The callback of the current thread that switches strands. Outside a pair there is none."""
 
     def __init__(self) -> None:
@@ -39,24 +39,24 @@ class _Local(threading.local):
 
 
 @dataclass(frozen=True)
-class TurnTakingHandle:
+class YieldingHandle:
     """Handle of a collective. Its `wait` switches to the other strand first."""
 
     handle: Handle
-    turns: Turns
+    yield_point: YieldPoint
 
     def wait(self) -> Tensor:
         """Switch to the other strand, and then wait for the result and return it."""
-        self.turns.pause()
+        self.yield_point.pause()
         return self.handle.wait()
 
 
 @dataclass(frozen=True)
-class TurnTakingGroup:
+class YieldingGroup:
     """An axis group for strands, which switches between the start of an operation and its wait."""
 
     group: AxisGroup
-    turns: Turns
+    yield_point: YieldPoint
 
     @property
     def axis(self) -> str:
@@ -98,10 +98,10 @@ class TurnTakingGroup:
         return self._turn(self.group.shift(tensor))
 
     def _turn(self, handle: Handle) -> Handle:
-        return handle if self.group.size == 1 else TurnTakingHandle(handle, self.turns)
+        return handle if self.group.size == 1 else YieldingHandle(handle, self.yield_point)
 
 
-def take_turns(axes: AxisGroups, turns: Turns) -> AxisGroups:
+def yielding_groups(axes: AxisGroups, yield_point: YieldPoint) -> AxisGroups:
     """Return a rank's groups, wrapped so that their operations switch between strands."""
-    taking = {axis: TurnTakingGroup(group, turns) for axis, group in axes.by_axis.items() if group.size > 1}
+    taking = {axis: YieldingGroup(group, yield_point) for axis, group in axes.by_axis.items() if group.size > 1}
     return axes.with_groups(taking)
