@@ -7,7 +7,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "init_distributed": "weft.engine.deepspeed.joining",
+    "init_distributed": "weft.engine.initialize",
     "initialize": "weft.engine.initialize",
     "WeftEngine": "weft.engine.engine",
     "WeftTrainer": "weft.engine.huggingface.trainer",

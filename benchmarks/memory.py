@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.predictions.memory import peaks
 from benchmarks.results import finish, parse, show
 from weft.conf.schema import ModelConfig, PipelineConfig, Precision, TrainConfig, WeftConfig, ZeroConfig
-from weft.pipeline.states import zero_memory
+from weft.pipeline.memory import zero_memory
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 

@@ -30,10 +30,10 @@ from weft.conf.schema import (
     WeftConfig,
     ZeroConfig,
 )
-from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
+from weft.engine.deepspeed.construction import learning_rate, parameter_groups
 from weft.engine.models.sizes import model_sizes
+from weft.engine.parallel.axis import UnshareableError
 from weft.engine.parallel.context_exchange import choose_exchange
-from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.precision import DTYPES
 from weft.engine.stages.files.loading import build_model, load_hf_config
 from weft.tools.ranks import run_ranks

@@ -10,9 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from weft.comm.certificate import contexts
 from weft.comm.host_port import HostPort, Service, family_of, port_hello
-from weft.comm.key import WanKey
+from weft.comm.key import WanKey, contexts
 
 RUN = "WEFT_RUN"
 """Environment variable of supervised ranks that identifies their run among others on the same machine."""

@@ -16,10 +16,11 @@ from weft.comm.collectives.primitives import connect_groups
 from weft.comm.links import SiteNetwork
 from weft.conf.features import entry
 from weft.conf.schema import WeftConfig
+from weft.engine.attempt import SetUpTimes
 from weft.engine.checkpoint import BackgroundWriter, engine_methods
 from weft.engine.checkpoint.memory import MemoryWriter
 from weft.engine.checkpoint.origin import Origin
-from weft.engine.deepspeed import construction, evaluation
+from weft.engine.deepspeed import bookkeeping, construction
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
 from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import close_groups, from_rank_zero
@@ -31,10 +32,8 @@ from weft.engine.execution.step_state import StepState
 from weft.engine.models.objective import Objective
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecords
-from weft.engine.observability.set_up import SetUpTimes
-from weft.engine.observability.slots import BubbleObserver, SlotObserver
 from weft.engine.observability.usage import Usage, gather_usage
-from weft.engine.observability.watcher import Watcher
+from weft.engine.observability.watcher import BubbleObserver, SlotObserver, Watcher
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes, communicators_of
 from weft.engine.planning.corrections import correct_measurements
@@ -87,7 +86,7 @@ class WeftEngine(PipelineEngine):
     _broadcast_model = construction.broadcast_model
     _configure_optimizer = construction.configure_optimizer
     _configure_lr_scheduler = construction.configure_lr_scheduler
-    eval_batch = evaluation.eval_batch
+    eval_batch = bookkeeping.eval_batch
     save_checkpoint = engine_methods.save_checkpoint
     load_checkpoint = engine_methods.load_checkpoint
 

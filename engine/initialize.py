@@ -21,13 +21,14 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
-from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
+from weft.conf.schema import CommConfig, ContextExchange, PairChoice, WeftConfig
 from weft.conf.trees import to_tree
-from weft.engine.attempt import Attempt
+from weft.engine import distributed
+from weft.engine.attempt import Attempt, known_to_any
 from weft.engine.checkpoint.origin import Origin, flat
-from weft.engine.deepspeed.keys import split_deepspeed_config
+from weft.engine.deepspeed.construction import learning_rate, parameter_groups
+from weft.engine.deepspeed.keys import split_deepspeed_config, weft_section
 from weft.engine.deepspeed.module import WeftModule
-from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
 from weft.engine.distributed import (
     from_rank_zero,
     leave_out_shm_operator,
@@ -44,8 +45,7 @@ from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.facts import Facts, fact_kinds
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
-from weft.engine.planning.joining import join_job
-from weft.engine.planning.kept import known_to_any
+from weft.engine.planning.joining import join, join_job
 from weft.engine.planning.run_plan import RunPlan, plan_run, settle_placement
 from weft.engine.precision import DTYPES
 from weft.engine.stages.checking.axis_check import check_axes, refuse_unshareable
@@ -311,3 +311,30 @@ def _make_stages(config: WeftConfig, model: nn.Module | None, plan: RunPlan, axe
         return stages_from_model(model, plan.split, held, axes)
     dtype, seed = DTYPES[config.train.precision], config.train.seed
     return load_stages(config.model, plan.split, held, dtype=dtype, seed=seed, axes=axes, exact=True)
+
+
+def init_distributed(
+    config: WeftConfig | Mapping[str, Any] | str | Path | None = None, *, timeout_s: float | None = None
+) -> torch.device:
+    """Join the process group that the launcher's environment describes. Idempotent.
+
+    Call this before other code creates a process group.
+
+    Args:
+        config: the run's configuration, or a DeepSpeed configuration (a dictionary or a JSON file) with a section
+            "weft". It is needed if ``cluster`` has several sites. None means a single site.
+        timeout_s: timeout of process groups. None means ``comm.timeout_s``.
+
+    Returns:
+        This rank's device.
+
+    Raises:
+        ValueError: the configuration has an unknown key, or a value of the wrong type.
+    """
+    if not isinstance(config, WeftConfig):
+        config = weft_section(config) if config is not None else None
+    if config is None:
+        return distributed.init_distributed(timeout_s or CommConfig.timeout_s)
+    if timeout_s:
+        config = replace(config, comm=replace(config.comm, timeout_s=timeout_s))
+    return join(config)

@@ -1,13 +1,177 @@
-"""Activation memory: saved bytes and live chunk activations along a rank's row."""
+"""Memory of a rank: weights, gradients, optimiser state (ZeRO, Rajbhandari et al. 2020), saved activations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, ZeroConfig
 from weft.pipeline.action import COMPUTE, Op, Slot
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.schedule import Schedule
+
+WEIGHT_BYTES = {Precision.fp32: 4, Precision.bf16: 2, Precision.fp16: 2}
+"""Bytes of a weight, and of an activation's element."""
+MASTER_BYTES = {Precision.fp32: 0, Precision.bf16: 4, Precision.fp16: 4}
+"""Bytes of the fp32 copy of a weight that low precision keeps."""
+GRADIENT_BYTES = 4
+"""Bytes of an added-up gradient."""
+OPTIMIZER_BYTES = 8
+"""Bytes of optimiser state per weight of AdamW and LAMB: two fp32 moments."""
+ROOT_BYTES = 4
+"""Bytes of a root of a second moment, or of an update."""
+USABLE = 0.8
+"""Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
+
+
+def optimizer_bytes(optimizer: OptimizerConfig) -> int:
+    """Return the bytes of optimiser state per trained weight; sgd has one moment, or none without momentum."""
+    if optimizer.kind is OptimizerKind.sgd:
+        return OPTIMIZER_BYTES // 2 if optimizer.betas[0] else 0
+    return OPTIMIZER_BYTES
+
+
+def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *, together: bool) -> float:
+    """Return the bytes that an optimiser's step needs beyond its state.
+
+    AdamW of torch needs the roots of the second moments; on a CPU, where it updates one parameter after the other, two
+    copies of one parameter. SGD with weight decay needs a copy of the gradients, in the same way. LAMB needs all
+    updates and a root.
+
+    Args:
+        stepped: number of weights that a rank's optimiser updates.
+        largest: elements of the largest parameter.
+        together: True if all parameters are updated at once, as on a GPU.
+    """
+    largest = min(stepped, largest)
+    if optimizer.kind is OptimizerKind.lamb:
+        return ROOT_BYTES * (stepped + 2 * largest)
+    at_once = stepped if together else largest
+    if optimizer.kind is OptimizerKind.sgd:
+        return ROOT_BYTES * at_once if optimizer.weight_decay else 0.0
+    return ROOT_BYTES * at_once * (1 if together else 2)
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """The trained ones among a rank's weights.
+
+    Attributes:
+        count: number on the rank.
+        share: number in the rank's shard.
+        largest_block: number in the largest block.
+        state_bytes: bytes of optimiser state per trained weight.
+    """
+
+    count: float
+    share: float
+    largest_block: float
+    state_bytes: float = OPTIMIZER_BYTES
+
+
+@dataclass(frozen=True)
+class ZeroMemory:
+    """Peak bytes of weights, gradients and optimiser state on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    buffers: float
+
+    @property
+    def resident(self) -> float:
+        """The bytes that are allocated all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """The sum of all fields."""
+        return self.resident + self.buffers
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak bytes on a pipeline rank.
+
+    Attributes:
+        zero: bytes of weights, gradients and optimiser state, as sharded.
+        activations: bytes of saved activations, of all micro-batches in flight.
+        working: temporary bytes of a backward.
+        concurrent_buffers: bytes of buffers that exist while most activations do. Other buffers exist only after a
+            rank's backwards, while gradients are reduced.
+        stepping: temporary bytes of the optimiser's step, after activations and buffers are freed.
+    """
+
+    zero: ZeroMemory
+    activations: float
+    working: float = 0.0
+    concurrent_buffers: float = 0.0
+    stepping: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The peak bytes at any time."""
+        return self.zero.resident + max(
+            self.activations + self.working + self.concurrent_buffers, self.zero.buffers, self.stepping
+        )
+
+    def headroom(self, limit: float) -> float:
+        """Return the bytes for further activations; negative if a rank does not fit without any."""
+        others = self.zero.resident + max(self.zero.buffers, self.stepping)
+        if others > limit:
+            return limit - others
+        return limit - self.zero.resident - self.activations - self.working - self.concurrent_buffers
+
+
+def zero_memory(
+    parameters: int,
+    zero: ZeroConfig,
+    precision: Precision,
+    replicas: int,
+    *,
+    largest_block: int,
+    microbatches: int,
+    share: float | None = None,
+    trained: TrainedWeights | None = None,
+) -> ZeroMemory:
+    """Return the memory of ``parameters`` weights on a rank.
+
+    Sharded collectives use a staging buffer, so two buckets are counted: one in flight and one
+    being copied.
+
+    Args:
+        trained: the weights that have gradients and optimiser state; None: all, with Adam.
+        replicas: number of ranks that hold the same part of each weight.
+        share: parameters of a rank's shard, if parameters have different numbers of holders. None: all have
+            ``replicas`` holders.
+        largest_block: parameters of the largest block. At stage 3 two blocks are whole at a time. At stages 2 and 3 the
+            gradients of two blocks are whole, if each micro-batch is reduced. Parameters so small that they stay
+            whole count if all are.
+    """
+    share = parameters / replicas if share is None else share
+    trained = trained or TrainedWeights(parameters, share, largest_block)
+    blocks = min(parameters, 2 * largest_block) if replicas > 1 else parameters
+    reduced = zero.reduce_every or microbatches
+    weights: float = parameters
+    if zero.stage == 3 and replicas > 1:
+        kept = zero.model_persistence_threshold if zero.param_persistence_threshold > largest_block else 0
+        weights = min(parameters, share + blocks + kept)
+    gradients = trained.count
+    if zero.stage >= 2 and replicas > 1 and reduced == 1:
+        gradients = trained.share + min(trained.count, 2 * trained.largest_block)
+    stepped = trained.share if zero.stage else trained.count
+    limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
+    bucket = min(trained.count, limit) * GRADIENT_BYTES
+    if zero.stage == 3:  # frozen weights are gathered, too
+        bucket = min(trained.count, limit, trained.largest_block) * GRADIENT_BYTES
+        bucket = max(bucket, min(parameters, limit, largest_block) * WEIGHT_BYTES[precision])
+    return ZeroMemory(
+        weights=weights * WEIGHT_BYTES[precision],
+        gradients=gradients * GRADIENT_BYTES,
+        optimizer=stepped * (trained.state_bytes + MASTER_BYTES[precision]),
+        buffers=2 * bucket if zero.stage and replicas > 1 else 0,
+    )
 
 
 class Held(NamedTuple):

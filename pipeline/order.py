@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from weft.pipeline.action import SENDS, Action, Slot, slot_text
 from weft.pipeline.dependencies import establishes
-from weft.pipeline.schedule import Schedule
-from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.schedule import Schedule, ScheduleError
 
 
 class Visit(NamedTuple):

@@ -10,8 +10,7 @@ from weft.pipeline.lowering import crossings
 from weft.pipeline.memory import held_along
 from weft.pipeline.order import execution_order
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule import Schedule
-from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.schedule import Schedule, ScheduleError
 
 
 def validate(schedule: Schedule, *, costs: CostModel | None = None, memory_cap_bytes: float | None = None) -> None:

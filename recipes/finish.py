@@ -16,10 +16,9 @@ from weft.engine.checkpoint import check_export, export
 from weft.engine.data import with_template
 from weft.engine.engine import WeftEngine
 from weft.engine.precision import EXPORTED
-from weft.pipeline.fitting import fit_costs
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
-from weft.pipeline.profile import costs_to_yaml
+from weft.pipeline.profile import costs_to_yaml, fit_costs
 from weft.pipeline.timeline import Timeline
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from weft.conf.host.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_tree
-from weft.engine.checkpoint.errors import OUT_OF_SPACE
+from weft.engine.checkpoint.durable import OUT_OF_SPACE
 from weft.engine.distributed import is_supervised
 
 log = logging.getLogger(__name__)

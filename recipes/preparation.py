@@ -19,7 +19,7 @@ from weft.conf.checks import check, virtual_stages
 from weft.conf.host.private import write_private
 from weft.conf.schema import Attention, DataKind, WeftConfig
 from weft.conf.trees import to_tree
-from weft.engine.attempt import Attempt
+from weft.engine.attempt import Attempt, Kept
 from weft.engine.data import (
     MicrobatchLoader,
     Seen,
@@ -35,14 +35,41 @@ from weft.engine.data import (
 from weft.engine.data.location import locate
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
-from weft.engine.layout.rank_layout import RankLayout
-from weft.engine.planning.kept import Kept
+from weft.engine.layout import RankLayout
 from weft.engine.stages.checking.refusals import refuse_packing
 from weft.engine.stages.checking.self_check import check_flash_packing, self_check
 from weft.engine.stages.files.fingerprint import files_fingerprint
 from weft.engine.stages.files.loading import load_hf_config
-from weft.recipes.clock import start_clock
 from weft.recipes.finish import print_once
+
+
+def read_clock(folder: Path) -> datetime:
+    """Return the time at which the run in ``folder`` first started, or the current time if it has not started.
+
+    Raises:
+        ValueError: the file with the time is damaged.
+    """
+    file = folder / "clock.json"
+    try:
+        return datetime.fromisoformat(json.loads(file.read_text())["started"])
+    except FileNotFoundError:
+        return datetime.now().replace(microsecond=0)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: holds no time ({error}); remove it, and chat templates show today's date") from error
+
+
+def start_clock(folder: Path, *, anew: bool = False) -> str:
+    """Return the time of `read_clock` as text, for other ranks. The first call writes it into a file.
+
+    Args:
+        anew: replace the time by the current one, because the run in ``folder`` begins again.
+    """
+    if anew:
+        (folder / "clock.json").unlink(missing_ok=True)
+    started = read_clock(folder).isoformat()
+    write_private(folder / "clock.json", json.dumps({"started": started}) + "\n")
+    return started
+
 
 SKIPS = 3
 """``supervise.max_skips`` of a supervised run that leaves it at null."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import CheckpointError, open_checkpoint, set_aside, tagged, to_resume
-from weft.engine.checkpoint.errors import StorageError
+from weft.engine.checkpoint.durable import StorageError
 from weft.engine.data import MicrobatchLoader
 from weft.engine.distributed import SharedError, attempt_number, from_rank_zero, together
 from weft.engine.engine import WeftEngine

@@ -3,22 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from weft.comm.collectives import CollectiveCosts
 from weft.conf.batch import fit_batch
 from weft.conf.hosts import world_size
-from weft.conf.schema import WeftConfig
-from weft.engine.data import load_tokenizer, vocabulary_for
+from weft.conf.schema import DataKind, WeftConfig
+from weft.engine.data import check_source, encode_first, load_tokenizer, unused_lines, vocabulary_for
+from weft.engine.data.documents import IGNORED, Document
 from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.memory import memory_checkpoint_bytes
 from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
-from weft.tools.first_row import first_row_lines
-from weft.tools.preflight import INPUTS, preflight
+from weft.tools.preflight import INPUTS, is_here, preflight
+
+MOST_CHARACTERS = 800
+"""Maximum number of characters of a row that are shown."""
+
+
+def first_row_lines(config: WeftConfig) -> list[str]:
+    """Return lines that show the first row of local data; empty for the embedded corpus and for data of a hub.
+
+    If only some tokens count in the loss, they stand in «these».
+    """
+    if config.data.kind is DataKind.corpus or not is_here(config.data.path):
+        return []
+    try:
+        tokenizer = load_tokenizer(config.model, config.data)
+        row = encode_first(config.data, tokenizer)
+        unused = unused_lines(config.data, tokenizer, check_source(config.data))
+    except ValueError as error:
+        return [f"first row: not shown ({error})"]
+    counted = sum(label != IGNORED for label in row.labels)
+    which = "all of which count" if counted == len(row.ids) else f"of which {counted:,} count in the loss, «these»"
+    text = _marked(row, tokenizer) if counted < len(row.ids) else _printable(tokenizer.decode(row.ids))
+    head = f"first row of {config.data.path}: {len(row.ids):,} tokens, {which}"
+    return [head, *_shortened(text).splitlines(), *unused]
+
+
+def _marked(row: Document, tokenizer: PreTrainedTokenizerBase) -> str:
+    parts = []
+    at = 0
+    for counts, labels in groupby(row.labels, lambda label: label != IGNORED):
+        here = len(list(labels))
+        text = _printable(tokenizer.decode(row.ids[at : at + here]))
+        parts.append(f"«{text}»" if counts else text)
+        at += here
+    return "".join(parts)
+
+
+def _printable(text: str) -> str:
+    """Escape control characters."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
+def _shortened(text: str) -> str:
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} [...] {text[-half:]}"
 
 
 def expected_plan(config: WeftConfig, *, num_nodes: int = 1, collectives: CollectiveCosts | None = None) -> RunPlan:

@@ -13,20 +13,19 @@ from typing import NoReturn
 from weft.conf import load
 from weft.conf.batch import fit_batch
 from weft.conf.features import entry, is_installed, require
-from weft.conf.host.ports import free_port
 from weft.conf.host.private import SECRETS, split_secrets, write_private
-from weft.conf.host.processes import COLUMNS, columns_of
+from weft.conf.host.processes import COLUMNS, columns_of, free_port
 from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import asks_for_nodes, is_loopback, run_folder, working_hosts, world_size
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
-from weft.tools.gpus import num_gpus
 from weft.tools.launch_arguments import (
     Arguments,
     EarlyProcess,
     completed,
     early_agent,
     for_other_hosts,
+    num_gpus,
     own_environment,
     read_arguments,
 )

@@ -21,7 +21,7 @@ from weft.conf.host.private import make_run_folder, make_shared_folder
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.tools.gpus import num_gpus
+from weft.tools.launch_arguments import num_gpus
 
 MIN_FREE_BYTES = 1 << 30
 

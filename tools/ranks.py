@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from weft.conf.host.ports import free_port
+from weft.conf.host.processes import free_port
 from weft.tools.children import Child, results_of
 
 _DUMP_AFTER = 0.95

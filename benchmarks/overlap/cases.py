@@ -16,8 +16,7 @@ from weft.pipeline.hardware import EFFICIENCY, GPU_KINDS
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan
 from weft.pipeline.strands.search import search
-from weft.pipeline.strands.segments import LinkScope, Segment, Strand, StrandPair
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import LinkScope, Segment, StageStrands, Strand, StrandPair
 from weft.pipeline.strands.work import Speed, Traffic
 
 TOKENS = 8192

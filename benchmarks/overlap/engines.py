@@ -41,18 +41,16 @@ from weft.conf.schema import (
 )
 from weft.engine.distributed import init_distributed
 from weft.engine.initialize import PreparedRun
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.joining import join
 from weft.engine.strands.facts import HANDOVER_S
 from weft.engine.strands.strand_pairs import StrandPairs
 from weft.engine.strands.yielding_group import YieldPoint
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import StrandCosts
+from weft.pipeline.strands.pairs import StrandCosts, plans_for
 from weft.pipeline.strands.plan import SegmentPlan
-from weft.pipeline.strands.scheduled import plans_for
-from weft.pipeline.strands.segments import StrandPair
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import StageStrands, StrandPair
 
 Order = Callable[[StrandPair], SegmentPlan]
 

@@ -20,15 +20,15 @@ from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.models.batch import Batch
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.joining import join
 from weft.engine.planning.run_plan import settle_placement
 from weft.pipeline.action import COMPUTE, slot_text
-from weft.pipeline.fitting import fit_costs
 from weft.pipeline.placement import Placement
+from weft.pipeline.profile import fit_costs
 
 
 def run(

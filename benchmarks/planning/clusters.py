@@ -19,8 +19,7 @@ from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.pipeline.strands.pairs import StrandCosts
-from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, StageStrands, Strand, StrandPair, WeightGradient
 from weft.pipeline.validation import validate
 from weft.tools.tables import table_of
 

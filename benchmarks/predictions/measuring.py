@@ -11,7 +11,7 @@ from benchmarks.peers.weft_engine import emulated_engine
 from weft.conf.schema import WeftConfig
 from weft.pipeline.cell import cell_step_s
 from weft.pipeline.costs import StageCost
-from weft.pipeline.fitting import fit_costs
+from weft.pipeline.profile import fit_costs
 from weft.pipeline.timeline import Timeline
 
 

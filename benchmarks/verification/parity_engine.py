@@ -14,8 +14,7 @@ from weft.comm.torch_channel import TorchChannel, between_hosts, connect
 from weft.engine.distributed import init_distributed
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
-from weft.engine.execution.label_count import LabelCount
-from weft.engine.execution.step_state import StepState
+from weft.engine.execution.step_state import LabelCount, StepState
 from weft.engine.planning.schedules import plan_evaluation
 from weft.engine.stages.checking.comparison import Outcome
 from weft.pipeline.generators import generate

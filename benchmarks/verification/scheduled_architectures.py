@@ -19,12 +19,10 @@ from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
-from weft.engine.execution.label_count import LabelCount
-from weft.engine.execution.step_state import StepState
+from weft.engine.execution.step_state import LabelCount, StepState
 from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.skeleton import cuttable_layers, hf_model
-from weft.engine.parallel.axis import AxisGroups
-from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.parallel.axis import AxisGroups, UnshareableError
 from weft.engine.stages.checking.axis_check import TOLERANCE
 from weft.engine.stages.checking.comparison import Outcome, difference, whole_outcome
 from weft.engine.stages.checking.members import members_outcome
@@ -38,8 +36,8 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.order import execution_order
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
+from weft.pipeline.strands.pairs import pair_name
 from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.scheduled import pair_name
 
 KINDS = ("zbv", "dualpipev", "auto")
 STAGES, MICROBATCHES = 4, 4

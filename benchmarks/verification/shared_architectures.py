@@ -12,7 +12,7 @@ from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import ContextExchange
 from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.skeleton import cuttable_layers
-from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.parallel.axis import UnshareableError
 from weft.engine.stages.checking.axis_check import TOLERANCE, check_axes, refuse_unshareable
 from weft.engine.stages.checking.comparison import difference, whole_outcome
 from weft.engine.stages.checking.members import members_outcome

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -16,11 +17,11 @@ from weft.comm.agreement import attempt
 from weft.comm.channel import ChannelError
 from weft.comm.exchange import gather
 from weft.comm.links import Cell, Hop, LinkProfile
-from weft.comm.wan.cell import join
 from weft.comm.wan.channel import WanChannel
 from weft.comm.wan.endpoint import WanEndpoint
 from weft.comm.wan.opening import await_links, open_endpoint
 from weft.comm.wan.probe import MOST, probe_both
+from weft.comm.wan.transport import Path
 from weft.conf.schema import CommConfig
 
 _log = logging.getLogger(__name__)
@@ -154,3 +155,37 @@ def _on_all_ranks(action: Callable[[], T]) -> T:
     if (failure := outcome.failure) is not None:
         raise (ChannelError if failure.kind == ChannelError.__name__ else ValueError)(failure.text) from failure.cause
     return outcome.results[0]
+
+
+class _Hop(IntEnum):
+    """The three hops of a relayed slice. Each hop has its own lanes."""
+
+    OUT = 0
+    ACROSS = 1
+    IN = 2
+
+
+def join(
+    endpoint: WanEndpoint, cell: Cell, *, piece_bytes: int = 1 << 20, priorities: Mapping[str, int] | None = None
+) -> WanChannel:
+    """Join a cell: relay for the other ranks, and return the channel to the counterpart.
+
+    Every rank of the cell calls this after opening the links that `Cell.links` names. The native
+    transport relays, independently of the rank's Python threads.
+
+    Args:
+        piece_bytes: size of a piece. A relay forwards a piece when it is complete.
+        priorities: see `WanChannel`.
+    """
+    mine, other, local = cell.sides(endpoint.rank)
+    others = [index for index in range(len(mine)) if index != local]
+    for index in others:
+        endpoint.relay(Path(mine[index], cell.lane(_Hop.OUT, index)), Path(other[local], cell.lane(_Hop.ACROSS, index)))
+        endpoint.relay(Path(other[local], cell.lane(_Hop.ACROSS, index)), Path(mine[index], cell.lane(_Hop.IN, local)))
+    direct = Path(other[local], cell.lane(_Hop.ACROSS, local))
+    return endpoint.channel_over(
+        outward=[direct, *(Path(mine[index], cell.lane(_Hop.OUT, local)) for index in others)],
+        inward=[direct, *(Path(mine[index], cell.lane(_Hop.IN, index)) for index in others)],
+        piece_bytes=piece_bytes,
+        priorities=priorities,
+    )

@@ -1,6 +1,7 @@
 """Checkpoints: atomic, without pickle, and independent of the layout of ranks."""
 
 from weft.engine.checkpoint.background import BackgroundWriter
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.engine_checkpoint import (
     check_base_model,
     check_folder,
@@ -11,7 +12,6 @@ from weft.engine.checkpoint.engine_checkpoint import (
     set_aside,
 )
 from weft.engine.checkpoint.engine_state import Wanted
-from weft.engine.checkpoint.errors import CheckpointError
 from weft.engine.checkpoint.exporting import check_export, export
 from weft.engine.checkpoint.folder import check_space, newest, tagged, to_resume
 from weft.engine.checkpoint.pieces import Piece

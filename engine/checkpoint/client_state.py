@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.checkpoint.shard_file import DTYPES
 

@@ -16,6 +16,7 @@ from weft.conf.schema import ModelConfig
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.background import BackgroundWriter, snapshot
 from weft.engine.checkpoint.client_state import decode, encode
+from weft.engine.checkpoint.durable import CheckpointError, OtherBaseError
 from weft.engine.checkpoint.engine_state import (
     EVERYTHING,
     Moment,
@@ -28,7 +29,6 @@ from weft.engine.checkpoint.engine_state import (
     num_bytes_to_come,
     restore_local,
 )
-from weft.engine.checkpoint.errors import CheckpointError, OtherBaseError
 from weft.engine.checkpoint.folder import (
     LATEST,
     by_step,

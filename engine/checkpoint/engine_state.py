@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from weft.engine.checkpoint import manifest_form as form
 from weft.engine.checkpoint import optimizer_state
 from weft.engine.checkpoint.client_state import CLIENT
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST
 from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
 from weft.engine.checkpoint.pieces import Piece, StoredPiece, stored_name, whole_name

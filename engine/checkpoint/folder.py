@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.engine.checkpoint import durable
-from weft.engine.checkpoint.errors import CheckpointError, NoSpaceError
+from weft.engine.checkpoint.durable import CheckpointError, NoSpaceError
 from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from weft.engine.checkpoint.shard_file import FILES
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.engine.checkpoint import durable
 from weft.engine.checkpoint import manifest_form as form
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.pieces import StoredTensor, checksum
 from weft.engine.checkpoint.shard_file import ShardEntry, StoredFile, check_size, damaged
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.pieces import Piece, share, stored_name
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.zero import Fragment, ShardedOptimizer

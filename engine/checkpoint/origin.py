@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.engine.checkpoint.errors import OtherBaseError
+from weft.engine.checkpoint.durable import OtherBaseError
 
 OF_THE_LAUNCH = ("cluster.master_addr", "cluster.master_port", "dry_run", "checkpoint.resume")
 """Settings that may differ between starts."""

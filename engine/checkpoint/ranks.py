@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from weft.comm.agreement import Gather, attempt
 from weft.engine.checkpoint import durable
-from weft.engine.checkpoint.errors import BY_NAME, CheckpointError, explain
+from weft.engine.checkpoint.durable import BY_NAME, CheckpointError, explain
 from weft.engine.checkpoint.folder import TEMPORARY
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor, cut_tensors, overlap, stored_name
 from weft.engine.checkpoint.shard_file import TYPES, ShardReader, damaged

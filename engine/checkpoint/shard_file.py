@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.engine.checkpoint import durable
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor, checksum, raw
 
 DTYPES: Mapping[torch.dtype, str] = {

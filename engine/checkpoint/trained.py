@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.engine.checkpoint.origin import Origin
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.zero import ShardedOptimizer, Sharding

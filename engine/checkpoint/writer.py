@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.engine.checkpoint import durable
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.folder import check_space, checkpoint_folder, clean, complete, prune, put, temporary_for
 from weft.engine.checkpoint.manifest import join, write_manifest
 from weft.engine.checkpoint.pieces import Piece

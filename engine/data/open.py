@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime
@@ -19,14 +20,16 @@ from datasets import (
     load_from_disk,
 )
 from datasets.exceptions import DatasetsError
+from datasets.packaged_modules.json.json import Json
+from huggingface_hub import hf_hub_download
 from transformers import PreTrainedTokenizerBase
 
+from weft.conf.host.files import JsonCache
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.corpus import load_corpus
 from weft.engine.data.documents import IGNORED, Document, Part
 from weft.engine.data.encode import Encoder, TextEncoder
-from weft.engine.data.hub import hub_files
 from weft.engine.data.location import Location, locate
 from weft.engine.data.messages import TOOLS, chat_columns, read_columns, without_nulls
 from weft.engine.data.rows import FileRows
@@ -206,3 +209,52 @@ def _saved(location: Location, split: str, *, streaming: bool) -> Rows:
     if isinstance(dataset, DatasetDict):
         dataset = dataset[split]
     return dataset.to_iterable_dataset() if streaming else dataset
+
+
+_PREFIX = "hf://datasets/"
+
+
+def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ...] | None:
+    """Return the JSON files of a split, all of one revision.
+
+    For a stream they are URLs. Otherwise they are downloaded, and their local paths are returned. If the hub cannot be
+    reached, the list of files is that of the previous run.
+
+    Args:
+        split: name of the split.
+        cache: folder that stores the list of files.
+
+    Returns:
+        None if `datasets` must read the data set itself: its files are not JSON, the split is a slice or a sum of
+        splits,
+        or the rows are in a field of the JSON object. Also None if the hub cannot be reached and no list is stored.
+
+    Raises:
+        ValueError: the data set has no such split.
+        OSError: a file cannot be downloaded.
+    """
+    known, key = JsonCache(cache / "hub.json"), f"{data.path}, {data.name}"
+    try:
+        builder = load_dataset_builder(data.path, name=data.name or None, cache_dir=str(cache / "datasets"))
+    except (OSError, ValueError, DatasetsError):
+        splits = known.read().get(key)
+    else:
+        if not isinstance(builder, Json) or builder.config.field is not None:
+            return None
+        splits = {str(name): list(map(str, files)) for name, files in (builder.config.data_files or {}).items()}
+        with suppress(OSError):  # the next run downloads the list again
+            known.add({key: splits})
+    if not splits or any(mark in split for mark in "[+"):
+        return None
+    if split not in splits:
+        raise ValueError(f"there is {', '.join(splits)}")
+    return tuple(splits[split] if data.streaming else map(_fetched, splits[split]))
+
+
+def _fetched(url: str) -> Path | str:
+    """Download a file from the hub, and return its path, which has the same name. Return other URLs unchanged."""
+    if not url.startswith(_PREFIX):
+        return url
+    repository, _, rest = url.removeprefix(_PREFIX).partition("@")
+    revision, _, name = rest.partition("/")
+    return Path(hf_hub_download(repository, name, repo_type="dataset", revision=revision))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 
 
 class RankTopology(PipeModelDataParallelTopology):

@@ -13,7 +13,7 @@ from torch import nn
 from weft.comm.exchange import gather
 from weft.comm.job import GatherPurpose
 from weft.engine.deepspeed.grid import RankTopology
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.stages.cutting.stage import Stage
 from weft.pipeline.placement import Placement
 

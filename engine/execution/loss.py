@@ -12,8 +12,7 @@ from torch import Tensor
 
 from weft.comm.sums import ReplicaSum
 from weft.engine.distributed import together
-from weft.engine.execution.label_count import LabelCount
-from weft.engine.execution.step_state import StepState
+from weft.engine.execution.step_state import LabelCount, StepState
 from weft.engine.models.batch import count_label_tokens, label_tokens
 from weft.engine.models.objective import Minimised, attach_items, attached_items
 

@@ -19,8 +19,7 @@ from weft.comm.shared_channel import SharedReceiver, SharedSender, share
 from weft.comm.torch_channel import between_hosts, connect
 from weft.conf.features import entry
 from weft.conf.schema import CommConfig
-from weft.engine.layout.hops import dp_cells, hops
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout, dp_cells, hops
 from weft.pipeline.placement import Placement
 
 

@@ -24,7 +24,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from weft.engine.checkpoint.exporting import check_export, export
 from weft.engine.checkpoint.origin import flat
-from weft.engine.deepspeed.joining import init_distributed
 from weft.engine.distributed import from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
@@ -32,7 +31,7 @@ from weft.engine.huggingface.layout import TrainerLayout
 from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, check_inputs, filled
 from weft.engine.huggingface.objective import trainer_objective
 from weft.engine.huggingface.refusals import NO_LOGITS, refuse, refuse_kind
-from weft.engine.initialize import initialize
+from weft.engine.initialize import init_distributed, initialize
 from weft.engine.models.skeleton import hf_model
 from weft.engine.precision import EXPORTED
 from weft.engine.stop_signals import Stopped, StopSignals

@@ -29,7 +29,7 @@ class Mark:
 
 
 class SlotTrace:
-    """An observer that marks every slot of a step. See `weft.engine.observability.slots.SlotObserver`."""
+    """An observer that marks every slot of a step. See `weft.engine.observability.watcher.SlotObserver`."""
 
     def __init__(self, clock: Clock) -> None:
         """Begin the trace now, with marks of ``clock``."""

@@ -21,11 +21,10 @@ from transformers.masking_utils import causal_mask_function
 
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import functions, zigzag
-from weft.engine.parallel.axis import AxisGroup, AxisGroups
+from weft.engine.parallel.axis import AxisGroup, AxisGroups, UnshareableError
 from weft.engine.parallel.context_exchange import MASKED, ring_obstacle
 from weft.engine.parallel.head_attention import HeadAttention
 from weft.engine.parallel.ring_attention import RingAttention
-from weft.engine.parallel.unshareable import UnshareableError
 
 
 def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:

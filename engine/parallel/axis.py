@@ -12,6 +12,11 @@ from torch import Tensor
 from weft.comm.channel import Handle
 from weft.conf.schema import ContextExchange
 
+
+class UnshareableError(ValueError):
+    """Error for a model or an input that a group cannot divide. The message has the field, its value and the remedy."""
+
+
 AXES = ("tensor", "context", "expert")
 """Axes along which ranks share the work of a layer."""
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from transformers import PreTrainedConfig
 
 from weft.conf.schema import ContextExchange
-from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.parallel.axis import UnshareableError
 
 MASKED = ("sdpa", "eager")
 """Attention implementations that support arbitrary masks. Gathered keys and values need them."""

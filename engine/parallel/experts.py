@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from weft.engine.parallel import functions
-from weft.engine.parallel.axis import AxisGroup, AxisGroups
+from weft.engine.parallel.axis import AxisGroup, AxisGroups, UnshareableError
 from weft.engine.parallel.cut import Cut, held_cut
-from weft.engine.parallel.unshareable import UnshareableError
 
 GROUPED_BYTES = 16
 """Multiple of bytes to which torch's grouped matrix products require rows to be aligned."""

@@ -20,9 +20,8 @@ from transformers.masking_utils import (
     prepare_padding_mask,
 )
 
-from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.axis import AxisGroup, UnshareableError
 from weft.engine.parallel.ring import Ring, Seen
-from weft.engine.parallel.unshareable import UnshareableError
 
 _OF_SCORES = ("position_bias", "s_aux")
 """Arguments that change scores or their normalisation, which ring attention does not support."""

@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from weft.engine.parallel import functions
-from weft.engine.parallel.axis import Alone, AxisGroup
+from weft.engine.parallel.axis import Alone, AxisGroup, UnshareableError
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.dropout import hook_dropout
 from weft.engine.parallel.tensor_cuts import hold_in_place, require_divisible, tensor_cuts
 from weft.engine.parallel.tensor_styles import Style, TensorPlan
-from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.parallel.vocabulary import VocabularyLoss, cut_embedding
 
 SEQUENCE = 1

@@ -10,10 +10,9 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from weft.engine.parallel.axis import AxisGroup
+from weft.engine.parallel.axis import AxisGroup, UnshareableError
 from weft.engine.parallel.cut import Cut, held_cut, set_held
 from weft.engine.parallel.tensor_styles import Style, TensorPlan
-from weft.engine.parallel.unshareable import UnshareableError
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
 """Fields of Hugging Face's configs with numbers of attention heads."""

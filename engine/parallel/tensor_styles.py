@@ -9,7 +9,7 @@ from enum import Enum, auto
 from torch import nn
 from transformers import PreTrainedModel
 
-from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.parallel.axis import UnshareableError
 
 
 class Style(Enum):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.engine.parallel.axis import AxisGroup
-from weft.engine.parallel.unshareable import UnshareableError
+from weft.engine.parallel.axis import AxisGroup, UnshareableError
 
 
 def chunks_of(size: int, index: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from weft.engine.planning.memory import rank_states
 from weft.engine.planning.schedules import open_placements
 from weft.engine.precision import DTYPES
 from weft.engine.stages.cutting.split import split_model
-from weft.pipeline.states import USABLE
+from weft.pipeline.memory import USABLE
 
 _LAUNCH_S = 1e-5
 """Latency of a collective inside of a host where nothing but the data sheet is known."""

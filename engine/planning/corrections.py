@@ -26,7 +26,7 @@ from weft.engine.planning.devices import correct, correct_reached, peak_flops
 from weft.engine.planning.gathering import devices_cache
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.costs import CostModel
-from weft.pipeline.fitting import fit_costs
+from weft.pipeline.profile import fit_costs
 from weft.pipeline.timeline import Timeline
 
 

@@ -9,7 +9,7 @@ from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import CostModel, PairCosts, StageCost
-from weft.pipeline.states import WEIGHT_BYTES
+from weft.pipeline.memory import WEIGHT_BYTES
 from weft.pipeline.workload import NOTHING, LayerWork, ModelWork, gathered_widths, loss_work, share_of_loss
 
 SAVED_WIDTHS = 17

@@ -11,7 +11,7 @@ from weft.comm.collectives import CollectiveCosts, Group, Primitive
 from weft.comm.links import Hop
 from weft.conf.features import entry, is_installed
 from weft.conf.schema import ContextExchange
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import ModelSizes
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import LinkCost, PairCosts, StageCost

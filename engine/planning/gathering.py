@@ -26,14 +26,14 @@ from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import model_sizes
 from weft.engine.models.skeleton import hf_model
 from weft.engine.models.tracing import trace_model
 from weft.engine.planning.axis_facts import with_axes, with_exchange
 from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links, fact_kinds
-from weft.engine.planning.optimizer_state import OptimizerMaker, state_bytes
+from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.engine.precision import DTYPES
 from weft.pipeline.costs import CostModel, LinkCost

@@ -14,7 +14,7 @@ from weft.conf.batch import check_world
 from weft.conf.schema import WeftConfig
 from weft.conf.sites import num_routes, ranks_per_site
 from weft.engine import distributed
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.conf.schema import Partition, WeftConfig
-from weft.engine.layout.hops import CellMember
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import CellMember, RankLayout
 from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
@@ -19,9 +18,9 @@ from weft.pipeline.action import Slot
 from weft.pipeline.cell import cell_step_s, pipeline_of, predict
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators.auto import own_cap_bytes
+from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, ZeroMemory, stepping_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.states import WEIGHT_BYTES, RankMemory, ZeroMemory, stepping_bytes
 from weft.pipeline.text import bytes_text, own_cap_text
 from weft.pipeline.timeline import Timeline
 

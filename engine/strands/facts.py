@@ -21,8 +21,7 @@ from weft.engine.strands.tracing import trace_strands
 from weft.pipeline.costs import StageCost
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import StrandCosts
-from weft.pipeline.strands.segments import LinkScope
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import LinkScope, StageStrands
 from weft.pipeline.strands.work import Speed, StrandWork, Traffic
 
 HANDOVER_S = 5e-5

@@ -13,9 +13,8 @@ from weft.comm.collectives.communicator import Communicator
 from weft.conf.host.measurements import Measurement, Measurements
 from weft.engine.parallel.communicated import CommunicatedGroup
 from weft.engine.strands.overlap_probe import measure_overlap
-from weft.pipeline.strands.fitting import fit_overlap
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import StrandCosts
+from weft.pipeline.strands.pairs import StrandCosts, fit_overlap
 from weft.pipeline.strands.segments import Kind, LinkScope
 from weft.pipeline.timeline import Timeline
 

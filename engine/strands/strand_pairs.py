@@ -13,14 +13,12 @@ from weft.engine.distributed import from_rank_zero
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.step_state import Key, StepState, key
 from weft.engine.parallel.axis import AxisGroups
-from weft.engine.strands.pair import PairRunner
-from weft.engine.strands.thread import StrandThread
+from weft.engine.strands.pair import PairRunner, StrandThread
 from weft.engine.strands.yielding_group import YieldPoint, yielding_groups
 from weft.pipeline.action import Op, Slot, is_pair
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.strands.pairs import StrandCosts
+from weft.pipeline.strands.pairs import StrandCosts, pair_name, plans_for
 from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.scheduled import pair_name, plans_for
 
 BY_TURNS = SegmentPlan(())
 """An empty plan, with which strands alternate."""

@@ -21,13 +21,11 @@ import torch.distributed as dist
 
 from weft.comm.job import current_job
 from weft.comm.lifeline import abort_devices_groups
-from weft.engine.attempt import Attempt, do_nothing
+from weft.engine.attempt import Attempt, Kept, SetUpTimes, do_nothing
 from weft.engine.checkpoint import CheckpointError
-from weft.engine.checkpoint.errors import OUT_OF_SPACE, NoSpaceError, StorageError
+from weft.engine.checkpoint.durable import OUT_OF_SPACE, NoSpaceError, StorageError
 from weft.engine.distributed import SharedError, attempt_number, leave_distributed, lost_peer
-from weft.engine.observability.set_up import SetUpTimes
 from weft.engine.observability.watcher import ERROR_FILE
-from weft.engine.planning.kept import Kept
 from weft.engine.supervision.faults import write_report
 from weft.engine.supervision.messages import ErrorReport, FaultKind
 from weft.engine.supervision.standby import AgentLink

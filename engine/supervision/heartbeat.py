@@ -10,8 +10,7 @@ from time import monotonic
 import torch
 
 from weft.comm.links import SiteEndpoint
-from weft.engine.observability.slots import SlotObserver
-from weft.engine.observability.watcher import PROGRESS_PAGE, Phase, Watcher
+from weft.engine.observability.watcher import PROGRESS_PAGE, Phase, SlotObserver, Watcher
 from weft.engine.supervision.messages import LinkReading
 from weft.engine.supervision.progress_writer import ProgressWriter
 

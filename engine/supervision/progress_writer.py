@@ -39,7 +39,7 @@ _PLACE, _MOVED = int(Word.PLACE), int(Word.MOVED)
 class ProgressWriter:
     """One rank's record. A background thread, which needs the interpreter's lock, increments its tick.
 
-    `slot_begins` and `slot_ends` implement `weft.engine.observability.slots.SlotObserver`.
+    `slot_begins` and `slot_ends` implement `weft.engine.observability.watcher.SlotObserver`.
     """
 
     def __init__(self, path: Path, *, local_rank: int, rank: int, attempt: int) -> None:

@@ -17,7 +17,7 @@ from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.probe import known_costs, nodes_of_world
 from weft.comm.collectives.space import Planner
 from weft.conf.schema import Partition, ZeroConfig
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.observability.watcher import Waits
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import DTYPES

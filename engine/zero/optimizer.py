@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 from typing import Any
@@ -15,13 +15,41 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.comm.sums import ReplicaSum, sum_now
+from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm
 from weft.engine.zero.origin import Extremes, OwnNumbers, Source
-from weft.engine.zero.presence import Presence
 from weft.engine.zero.sharding import Sharding
 from weft.engine.zero.skipping import Skips
+
+
+class Presence:
+    """The parameters of a rank's buckets that have a gradient in this step. Collective calls over their holders."""
+
+    def __init__(
+        self, buckets: Iterable[Bucket], start_sum: Callable[[Tensor], ReplicaSum], device: torch.device
+    ) -> None:
+        """Start to count the ranks with a gradient, parameter by parameter. This does not synchronise the host.
+
+        Args:
+            start_sum: starts to sum a tensor over the ranks that hold the same stages.
+        """
+        # Weights that are tied over pipeline ranks are embeddings, which always have a gradient.
+        members = [(b, m.parameter) for b in buckets if b.tied is None for m in b.members]
+        self._parameters = [parameter for _, parameter in members]
+        here = [float(parameter in bucket.present) for bucket, parameter in members]
+        self._lacks = not all(here)
+        if here:
+            self._counts = start_sum(torch.tensor(here).to(device, non_blocking=True))
+
+    def absent(self) -> set[nn.Parameter]:
+        """Return the parameters without a gradient on any rank. Synchronises the host if this rank lacks a gradient."""
+        if not self._lacks:
+            return set()
+        counts = self._counts.wait().tolist()
+        return {parameter for parameter, count in zip(self._parameters, counts, strict=True) if not count}
+
 
 MOST_SKIPPED = 50
 """Most consecutive steps that may be skipped. fp16's loss scale reaches its minimum before."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+from weft.pipeline.memory import USABLE
 from weft.pipeline.planner.crossings import Crossings, local_s
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
@@ -14,7 +15,6 @@ from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import site_capacity
 from weft.pipeline.planner.sharing import shared_s, spans_of
 from weft.pipeline.planner.speeds import Speed, Speeds, timing_key
-from weft.pipeline.states import USABLE
 from weft.pipeline.workload import LayerWork
 
 ANYWHERE = Route((), ())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from weft.pipeline.costs import CostModel
+from weft.pipeline.memory import RankMemory
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s
 from weft.pipeline.planner.layout import Layout, Shape
@@ -14,7 +15,6 @@ from weft.pipeline.planner.refusals import Refusals
 from weft.pipeline.planner.request import MOST_CELL, Request
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.traffic import Traffic
-from weft.pipeline.states import RankMemory
 
 STARTING = 200
 """Actions whose scheduling takes as long as the preparation for any."""

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, zero_memory
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.layout import Layout, Shape
-from weft.pipeline.states import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, zero_memory
 from weft.pipeline.workload import LayerWork, ModelWork, gathered_widths, share_of_loss
 
 Found = TypeVar("Found")

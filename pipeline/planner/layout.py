@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 
+from weft.pipeline.memory import RankMemory
 from weft.pipeline.placement import Placement
-from weft.pipeline.states import RankMemory
 
 LEGS = {"straight": "d", "fold": "du", "site_fold": "du", "site_interleaved": "dd"}
 """Placements that plans compare, and their passes: through all ranks in a plain fold, else through those of a site."""

@@ -9,8 +9,8 @@ from enum import Enum
 from typing import Any
 
 from weft.pipeline.limits import count, number, short_repr
+from weft.pipeline.memory import USABLE
 from weft.pipeline.planner.layout import LEGS, Layout, Prediction
-from weft.pipeline.states import USABLE
 
 
 class Objective(Enum):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
+from weft.conf.host.measurements import spread_of
+from weft.pipeline.action import Op, Slot, is_pair
 from weft.pipeline.costs import StageCost
+from weft.pipeline.schedule import Schedule
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step, steps_of
 from weft.pipeline.strands.search import search_stages
-from weft.pipeline.strands.segments import StrandPair
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import StageStrands, StrandPair
+from weft.pipeline.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -159,3 +164,67 @@ def _progress(plan: SegmentPlan, pair: StrandPair) -> Iterator[tuple[float, floa
             freed = min((done[kind] / ends[kind] for kind in (Step.backward, Step.weight) if ends[kind]), default=1.0)
             yield (done[step] + 1) / ends[step], freed
         done[step] += 1
+
+
+Kinds = tuple[tuple[bool, Op, int], ...]
+"""The actions of a slot, a forward first, without their micro-batches."""
+_HALVINGS = 20
+
+
+def fit_overlap(timelines: Sequence[Timeline], pairs: StrandCosts) -> tuple[OverlapTable, float] | None:
+    """Return the overlap of operators that reproduces measured strand pairs, and their speed relative to predictions.
+
+    All factors are moved by the same share towards 0 or 1. A pair counts if its halves ran alone elsewhere in the
+    steps, so that the speed of the device plays no part. None if no pair counts.
+
+    Args:
+        pairs: the costs with which the steps were planned.
+    """
+    seconds: dict[Kinds, list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for span in timeline.spans:
+            kinds = tuple(sorted((action.op is not Op.F, action.op, action.stage) for action in span.slot))
+            seconds[kinds].append(span.end_s - span.start_s)
+    alone = {kinds[0]: median(values) for kinds, values in seconds.items() if len(kinds) == 1}
+    measured = {
+        (kinds[0][-1], kinds[1][-1], kinds[1][1] is Op.B): median(values) / (alone[kinds[0]] + alone[kinds[1]])
+        for kinds, values in seconds.items()
+        if len(kinds) == 2 and alone.keys() >= {*kinds}
+    }
+    if not measured:
+        return None
+
+    def faster(share: float) -> list[float]:
+        table = pairs.overlap.moved(share)
+        return [pairs.scale_under(table, *pair) / scale for pair, scale in measured.items()]
+
+    low, high = -1.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if median(faster(middle)) > 1 else (low, middle)
+    ratios = faster(0.0)
+    return replace(pairs.overlap.moved(low), spread=spread_of(ratios, median(ratios))), median(ratios)
+
+
+def pair_name(pair: Slot) -> str:
+    """Return the name of the plan of a pair, such as ``0F+3B``; all pairs of these stages and operations share it."""
+    return "+".join(f"{action.stage}{action.op.value}" for action in pair)
+
+
+def plans_for(schedules: Iterable[Schedule], costs: StrandCosts | None, num_stages: int) -> dict[str, SegmentPlan]:
+    """Return the segment plans of all pairs in a run's schedules, by `pair_name`.
+
+    Args:
+        schedules: schedules of DP-cells, whose pipelines are alike.
+        costs: costs of one pipeline. None means that the segments of layers are unknown; then nothing is planned.
+        num_stages: virtual stages of a pipeline.
+    """
+    if costs is None:
+        return {}
+    plans: dict[str, SegmentPlan] = {}
+    for slot in {slot for schedule in schedules for row in schedule.rows for slot in row if is_pair(slot)}:
+        one, other = (action._replace(stage=action.stage % num_stages) for action in slot)
+        name = pair_name((one, other))
+        if name not in plans:
+            plans[name] = costs.plan(one.stage, other.stage, weights=other.op is Op.B)
+    return plans

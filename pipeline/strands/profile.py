@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from weft.pipeline.limits import count, known_fields, number, short_repr
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import StrandCosts
-from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, StageStrands, Strand, StrandPair, WeightGradient
 
 MOST_SEGMENTS = 200
 """Maximum number of segments of a layer; one with experts has some twenty."""

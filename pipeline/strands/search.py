@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step, take, turned
-from weft.pipeline.strands.segments import StrandPair
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import StageStrands, StrandPair
 from weft.pipeline.strands.state import IDLE, PairState, Transfer
 
 WIDTH = 12

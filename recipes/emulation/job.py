@@ -16,7 +16,7 @@ from weft.conf.sites import ranks_per_site
 from weft.engine.attempt import Attempt
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.planning.joining import join_job
 from weft.recipes.preparation import prepare
 

@@ -20,12 +20,12 @@ from weft.comm.emulated.operation_log import EmulationError, OperationLog, Recor
 from weft.comm.emulated.world import VALUES, EmulatedWorld
 from weft.comm.emulated.world_interface import Call
 from weft.comm.job import GatherPurpose
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.planning.estimates import stage_sizes
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.action import slot_text
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
-from weft.pipeline.fitting import fit_costs
+from weft.pipeline.profile import fit_costs
 from weft.pipeline.timeline import COMPUTE_LANE, Timeline
 from weft.recipes.emulation.delays import BUILT_IN, CheckedDelays, Job, delay_model
 from weft.recipes.emulation.job import EmulatedJob, hosts_of, sites_of

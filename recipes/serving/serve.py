@@ -31,7 +31,7 @@ from weft.recipes.serving.checks import (
     reason_of,
     warnings_of,
 )
-from weft.tools.gpus import visible_gpus
+from weft.tools.launch_arguments import visible_gpus
 
 POLL_S = 0.5
 STARTING_S = 600.0

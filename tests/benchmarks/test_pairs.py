@@ -16,8 +16,7 @@ from weft.engine.backward import SplitBackward
 from weft.engine.parallel.axis import Alone
 from weft.engine.strands.yielding_group import YieldPoint
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.segments import LinkScope, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import LinkScope, Segment, StageStrands, Strand, StrandPair, WeightGradient
 from weft.tools.ranks import run_ranks
 
 

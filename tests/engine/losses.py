@@ -71,7 +71,7 @@ def paired(replica: int, num_replicas: int) -> Iterator[dict[str, Tensor]]:
 
 def reference_losses(name: str, config: WeftConfig, num_replicas: int) -> list[float]:
     """One process that runs Hugging Face's own forward on the same data."""
-    from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
+    from weft.engine.deepspeed.construction import learning_rate, parameter_groups
     from weft.engine.stages.files.loading import build_model
 
     torch.set_num_threads(1)

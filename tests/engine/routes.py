@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.engine.tiny import weft_losses
 from weft.conf.schema import WeftConfig
-from weft.engine.deepspeed.joining import init_distributed
+from weft.engine.initialize import init_distributed
 
 
 def losses_over_sites(configs: list[WeftConfig], steps: int) -> list[list[float]]:

@@ -20,7 +20,7 @@ from weft.conf.schema import CommConfig, DataConfig, Partition, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.checkpoint.pieces import cut_tensors, stored_name, whole_name
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.zero import Collectives, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
 

@@ -7,7 +7,7 @@ from tests.engine.losses import frozen_losses
 from tests.engine.parallel.axis_training import go_on_all
 from tests.engine.tiny import many_losses, reference_losses, tiny_config
 from weft.conf.schema import LoraConfig
-from weft.engine.deepspeed.optimization import parameter_groups
+from weft.engine.deepspeed.construction import parameter_groups
 from weft.tools.ranks import run_ranks
 
 FIRST, LAST = ["model.layers.0.self_attn.q_proj"], ["model.layers.3.self_attn.q_proj", "model.layers.3.mlp.up_proj"]

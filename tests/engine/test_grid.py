@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 
 from weft.engine.deepspeed import grid as ours
 from weft.engine.deepspeed.grid import RankGrid, RankTopology, grid_of
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 
 ASKED = [
     "get_stage_id",

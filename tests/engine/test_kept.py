@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.engine.planning.kept import Kept
+from weft.engine.attempt import Kept
 
 
 def test_what_was_made_from_the_same_is_not_made_again():

@@ -129,7 +129,7 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
 
     In low precision the weights that train are fp32, rounded for each step's forwards.
     """
-    from weft.engine.deepspeed.optimization import learning_rate, parameter_groups
+    from weft.engine.deepspeed.construction import learning_rate, parameter_groups
     from weft.engine.precision import DTYPES
     from weft.engine.stages.files.loading import build_model
 

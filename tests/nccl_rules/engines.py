@@ -95,7 +95,7 @@ def divided_under_rules(
 
 def rule_strands(device: Device) -> None:
     """Put the threads of strands under the host's rules, too: what torch intercepts it does thread by thread."""
-    from weft.engine.strands.thread import StrandThread
+    from weft.engine.strands.pair import StrandThread
 
     run = StrandThread._run
 

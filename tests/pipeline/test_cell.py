@@ -13,7 +13,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.schedule import ScheduleError
 from weft.pipeline.serialization import schedule_from_json, schedule_to_json
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate

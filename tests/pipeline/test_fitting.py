@@ -6,7 +6,7 @@ import pytest
 
 from weft.pipeline.action import Action, Op
 from weft.pipeline.costs import CostModel, StageCost
-from weft.pipeline.fitting import fit_costs
+from weft.pipeline.profile import fit_costs
 from weft.pipeline.timeline import Span, Timeline
 
 UNIT = CostModel.unit(2)

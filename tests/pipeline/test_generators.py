@@ -12,7 +12,7 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.schedule import ScheduleError
 from weft.pipeline.simulation import simulate
 from weft.pipeline.validation import validate
 

@@ -11,7 +11,7 @@ from tests.pipeline.cases import ANY, maybe_lowered, schedules
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.schedule import ScheduleError
 from weft.pipeline.serialization import (
     load_schedule,
     schedule_from_csv,

@@ -15,8 +15,7 @@ from weft.pipeline.generators import generate
 from weft.pipeline.lowering import add_transfers, lower
 from weft.pipeline.memory import held_along
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule import Schedule
-from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.schedule import Schedule, ScheduleError
 from weft.pipeline.simulation import simulate
 
 

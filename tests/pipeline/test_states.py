@@ -3,7 +3,7 @@
 import pytest
 
 from weft.conf.schema import Precision, ZeroConfig
-from weft.pipeline.states import USABLE, RankMemory, ZeroMemory, zero_memory
+from weft.pipeline.memory import USABLE, RankMemory, ZeroMemory, zero_memory
 
 N, BLOCK, BUCKET = 1200, 100, 150
 """Parameters of a rank, of its largest block, and of a bucket."""

@@ -13,8 +13,7 @@ from weft.pipeline.dependencies import establishes
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
-from weft.pipeline.schedule import Schedule
-from weft.pipeline.schedule_error import ScheduleError
+from weft.pipeline.schedule import Schedule, ScheduleError
 from weft.pipeline.validation import validate
 
 

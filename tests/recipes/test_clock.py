@@ -8,8 +8,8 @@ import pytest
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data import build_loader, open_source
 from weft.engine.data.tokenizer import train_bpe
-from weft.recipes import clock
-from weft.recipes.clock import read_clock, start_clock
+from weft.recipes import preparation
+from weft.recipes.preparation import read_clock, start_clock
 
 DATED = (
     "{{ strftime_now('%Y-%m-%d %H:%M') }}{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}"
@@ -27,7 +27,7 @@ class Another(datetime):
 
 def test_run_keeps_the_time_of_its_start(tmp_path, monkeypatch):
     first = start_clock(tmp_path)
-    monkeypatch.setattr(clock, "datetime", Another)
+    monkeypatch.setattr(preparation, "datetime", Another)
     assert start_clock(tmp_path) == first == read_clock(tmp_path).isoformat()
     assert start_clock(tmp_path, anew=True) == "2030-05-06T07:08:09"
     (tmp_path / "clock.json").write_text("{}")

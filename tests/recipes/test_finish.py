@@ -4,10 +4,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from weft.pipeline.costs import CostModel
-from weft.pipeline.fitting import fit_costs
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
-from weft.pipeline.profile import load_costs
+from weft.pipeline.profile import fit_costs, load_costs
 from weft.pipeline.simulation import simulate
 from weft.recipes import finish
 

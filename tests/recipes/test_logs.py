@@ -14,7 +14,7 @@ import torch
 
 from tests.recipes.runs import prepare, records, run_all
 from weft.conf.schema import OptimizerConfig, WeftConfig
-from weft.engine.deepspeed.optimization import learning_rate
+from weft.engine.deepspeed.construction import learning_rate
 from weft.recipes import logs
 from weft.recipes.logs import STEP, JsonLines, LogWriter
 from weft.tools.ranks import run_ranks

@@ -5,7 +5,7 @@ import pytest
 from tests.engine.stages.tiny import tiny, whole
 from tests.recipes.runs import prepare, records, run_all
 from weft.conf import load
-from weft.engine.checkpoint.errors import OtherBaseError
+from weft.engine.checkpoint.durable import OtherBaseError
 from weft.tools.dry_run import show
 from weft.tools.preflight import INPUTS, preflight
 from weft.tools.ranks import run_ranks

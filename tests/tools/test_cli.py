@@ -198,9 +198,10 @@ def test_no_help_imports_torch(command):
 
 
 def test_the_parsers_name_what_there_is():
-    from weft.tools.diagnostics import node, options
+    from weft.tools import doctor
+    from weft.tools.diagnostics import node
 
-    assert tuple(node.CHECKS) == options.NODE_CHECKS
+    assert tuple(node.CHECKS) == doctor.NODE_CHECKS
 
 
 def test_a_user_without_a_home_is_refused_in_one_line(monkeypatch, capsys):

@@ -6,8 +6,7 @@ import pytest
 
 from weft.conf import load
 from weft.engine.data.tokenizer import train_bpe
-from weft.tools.dry_run import show
-from weft.tools.first_row import MOST_CHARACTERS, first_row_lines
+from weft.tools.dry_run import MOST_CHARACTERS, first_row_lines, show
 from weft.tools.preflight import check_data
 
 

@@ -3,12 +3,74 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import monotonic, sleep
 
+from weft.comm.key import VARIABLE
+from weft.conf import load as load_config
+from weft.conf.host.run_lock import RunLock
+from weft.conf.hosts import run_folder
+from weft.conf.sites import num_routes
+from weft.tools.launch import environment, write_config
 from weft.tools.netbed.bed import NetBed, beds, missing
-from weft.tools.netbed.topology import load
+from weft.tools.netbed.topology import Topology, load
+from weft.tools.preflight import preflight
 from weft.tools.tables import show, table_of
+
+_PORT = 29500  # each bed has a network of its own
+_GRACE_S = 15.0
+
+
+def launch(overrides: Sequence[str], *, window_kb: float) -> int:
+    """Build the bed, start the ranks in its nodes, wait for them and return the first exit code that is not 0.
+
+    Raises:
+        ValueError: bad input, found before any process starts.
+    """
+    config = load_config(overrides)
+    cluster = config.cluster
+    if len(cluster.sites) < 2:
+        raise ValueError("cluster.sites: a bed has at least two; choose cluster=three_sites, or list your own")
+    if cluster.hostfile:
+        raise ValueError(f"cluster.hostfile={cluster.hostfile}: the ranks run in the bed; leave it out")
+    preflight(config, leave_out={"port"})
+    replicas = cluster.ranks // config.pipeline.stages // num_routes(cluster)
+    topology = Topology.of_cluster(cluster, name=f"run{os.getpid()}", replicas=replicas, window_kb=window_kb)
+    with NetBed.up(topology) as bed:
+        config = replace(config, cluster=replace(cluster, master_addr=bed.address(bed.nodes[0]), master_port=_PORT))
+        folder = run_folder(config)
+        RunLock.check(folder)
+        file = write_config(config, folder / "config.yaml")
+        command = [sys.executable, "-m", "weft.recipes.train", "--config-file", str(file)]
+        shared = {VARIABLE: secrets.token_hex(32), **environment(os.environ)} | {
+            "WORLD_SIZE": str(cluster.ranks),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": config.cluster.master_addr,
+            "MASTER_PORT": str(_PORT),
+            "GLOO_SOCKET_IFNAME": "lan0",
+        }
+        return _wait(
+            [bed.popen(node, command, env={**shared, "RANK": str(rank)}) for rank, node in enumerate(bed.nodes)],
+            patience_s=config.comm.deadline_s + _GRACE_S,
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen], *, patience_s: float) -> int:
+    """Wait for all ranks, at most ``patience_s`` seconds after the first failure; return the exit code."""
+    code, limit = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks) and monotonic() < limit:
+        failed = next((rank.returncode for rank in ranks if rank.returncode), 0)
+        if failed and not code:
+            code, limit = failed, monotonic() + patience_s
+        sleep(0.1)
+    return code or next((rank.returncode for rank in ranks if rank.returncode), 0)
+
 
 _EXAMPLE = """\
 FILE is YAML:
@@ -77,7 +139,7 @@ def _exec(args: argparse.Namespace) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from weft.tools.netbed.launch import launch  # loads torch, which a bed does without
+    from weft.tools.netbed.command import launch  # loads torch, which a bed does without
 
     return launch(args.overrides, window_kb=args.window)
 

@@ -12,12 +12,12 @@ from typing import NoReturn
 
 from weft.conf.schema import LoraConfig
 from weft.pipeline.limits import count, number
+from weft.pipeline.memory import USABLE
 from weft.pipeline.planner.cluster import Cluster, load_cluster
 from weft.pipeline.planner.measured import load_measured
 from weft.pipeline.planner.request import Objective, Request, read_pins
 from weft.pipeline.planner.routes import FEW_SITES
 from weft.pipeline.planner.search import Plan, plan
-from weft.pipeline.states import USABLE
 from weft.pipeline.workload import ModelWork
 from weft.tools.planning.model import config_of, model_work
 from weft.tools.planning.report import as_json, as_markdown, explanation, places, route_text, rows, summary

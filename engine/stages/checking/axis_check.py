@@ -11,11 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from weft.conf.schema import ContextExchange, ModelConfig
 from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.skeleton import decoder_layers, skeleton
-from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.axis import Alone, UnshareableError
 from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.parallel.experts import expert_cuts, require_experts
 from weft.engine.parallel.tensor import require_shareable
-from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.checking.comparison import Outcome, difference, gradients
 from weft.engine.stages.checking.members import members_outcome
 from weft.engine.stages.checking.mismatch import why_not_shared

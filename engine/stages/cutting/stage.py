@@ -17,10 +17,9 @@ from weft.engine.models.objective import Minimised
 from weft.engine.models.router import RouterLoss, wants_router_loss
 from weft.engine.models.skeleton import decoder_layers, hf_model
 from weft.engine.parallel.attention import attend_over
-from weft.engine.parallel.axis import AxisGroups
+from weft.engine.parallel.axis import AxisGroups, UnshareableError
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.functions import all_sum, collect
-from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.cutting.boundary import Boundary, pack, packed_size, unpack
 from weft.engine.stages.cutting.context import labels_to_predict, own_positions, whole_batch, whole_sequence
 from weft.engine.stages.cutting.port import Port, StageEnded, require_as_predicted

@@ -18,14 +18,14 @@ from weft.engine.models.lora import PREFIX, add_adapters, require_targets
 from weft.engine.models.seeding import load, new_model
 from weft.engine.models.skeleton import causal_config, model_class, num_layers
 from weft.engine.parallel.axis import AxisGroups
+from weft.engine.stages.cutting.from_model import named_parts, share_tied
 from weft.engine.stages.cutting.outline import Outline, outline_of
-from weft.engine.stages.cutting.parts import named_parts, share_tied
 from weft.engine.stages.cutting.port import Port
 from weft.engine.stages.cutting.prune import open_port, prune
 from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.stages.cutting.stage import Stage, global_names
 from weft.engine.stages.files.folder import is_local, require_whole_folder, source_of, weight_types, weights_folder
-from weft.engine.stages.files.types import base_type, exact_type, settle_types
+from weft.engine.stages.files.shards import base_type, exact_type, settle_types
 
 
 def load_hf_config(config: ModelConfig) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from weft.conf.host.private import private_folder
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.shard_file import FILES
 from weft.engine.supervision.memory.slot import COMMIT, Commit, read_commit
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.distributed import SharedError, together
 from weft.engine.engine import WeftEngine
 from weft.engine.supervision.memory.checkpoints import MemoryCheckpoints

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from weft.comm.exchange import gather
 from weft.engine.checkpoint import engine_state
+from weft.engine.checkpoint.durable import CheckpointError, OtherBaseError
 from weft.engine.checkpoint.engine_checkpoint import check_base, restore
 from weft.engine.checkpoint.engine_state import check_form, fragments, sources
-from weft.engine.checkpoint.errors import CheckpointError, OtherBaseError
 from weft.engine.checkpoint.manifest import join
 from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint

@@ -13,9 +13,9 @@ from tests.comm.wan.proxy import Proxy
 from tests.comm.wan.test_endpoint import KEY, noise
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.links import Cell
-from weft.comm.wan.cell import join
 from weft.comm.wan.channel import cut
 from weft.comm.wan.endpoint import WanEndpoint
+from weft.comm.wan.network import join
 from weft.comm.wan.transport import Path
 
 SMALL = {

@@ -19,7 +19,7 @@ from weft.comm.channel import TensorSpec
 from weft.comm.host_port import HandedOn, HostPort, Service, claim, port_hello
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-from weft.conf.host.ports import free_port
+from weft.conf.host.processes import free_port
 
 HOST = "127.0.0.1"
 ANOTHER = WanKey(b"another key, as long as it")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.comm.channel import TensorSpec
-from weft.comm.wan.reused_memory import LEAST_BYTES, ReusedMemory
+from weft.comm.wan.staging import LEAST_BYTES, ReusedMemory
 
 
 def spec(num_bytes):

@@ -11,7 +11,7 @@ from torch import nn
 from weft.engine.checkpoint import CheckpointError, Piece, engine_state, open_checkpoint, save
 from weft.engine.checkpoint.folder import LATEST
 from weft.engine.checkpoint.pieces import share
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 
 COUNTERS = {name: number for number, name in enumerate(engine_state.COUNTERS, start=3)}
 META = {

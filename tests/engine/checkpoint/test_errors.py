@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.checkpoint.errors import CheckpointError, NoSpaceError, StorageError, explain
+from weft.engine.checkpoint.durable import CheckpointError, NoSpaceError, StorageError, explain
 from weft.engine.checkpoint.ranks import Ranks
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.stages.tiny import tiny, whole
 from weft.conf.schema import ModelConfig, WeftConfig
 from weft.conf.trees import to_tree
-from weft.engine.checkpoint.errors import OtherBaseError
+from weft.engine.checkpoint.durable import OtherBaseError
 from weft.engine.checkpoint.origin import Origin, flat
 from weft.engine.stages.files.fingerprint import files_fingerprint, folder_fingerprint, model_fingerprint
 

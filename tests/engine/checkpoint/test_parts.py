@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.checkpoint.errors import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.pieces import Piece, cut_tensors, overlap, stored_name, whole_name
 from weft.engine.checkpoint.reader import open_checkpoint
 from weft.engine.checkpoint.writer import save

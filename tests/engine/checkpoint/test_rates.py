@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler as torch_schedules
 from weft.conf.schema import LrSchedule, OptimizerConfig
 from weft.engine.checkpoint.optimizer_state import group_scalars
 from weft.engine.checkpoint.rates import PER_GROUP, restore_rates
-from weft.engine.deepspeed.optimization import learning_rate
+from weft.engine.deepspeed.construction import learning_rate
 
 SETTINGS = {
     "lr": lambda lr: ([lr], learning_rate(OptimizerConfig(schedule=LrSchedule.constant), 100)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weft.engine.checkpoint import CheckpointError, Piece, Ranks, engine_checkpoint, save
-from weft.engine.checkpoint.errors import OtherBaseError
+from weft.engine.checkpoint.durable import OtherBaseError
 from weft.engine.checkpoint.folder import LATEST
 
 

@@ -11,7 +11,8 @@ import fsspec
 import pytest
 
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import build_loader, check_source, encode_first, hub, tokens, unused_lines
+from weft.engine.data import build_loader, check_source, encode_first, tokens, unused_lines
+from weft.engine.data import open as opening
 from weft.engine.data.documents import IGNORED
 
 TEMPLATE = (
@@ -282,13 +283,13 @@ HUB_ROWS = [{"text": "2024-05-01T00:00:00"}, {"text": "2024-05-02T12:00:00", "so
 @pytest.fixture
 def on_hub(monkeypatch):
     """``on_hub(files)`` is a configuration of a data set with these JSON files, on a hub in memory."""
-    load = hub.load_dataset_builder
+    load = opening.load_dataset_builder
 
     def publish(files, **more):
         for name, data in files.items():
             fsspec.filesystem("memory").pipe(f"/hub/{name}", data)
         found = {"train": [f"memory://hub/{name}" for name in files]}
-        monkeypatch.setattr(hub, "load_dataset_builder", lambda path, **_: load("json", data_files=found, **more))
+        monkeypatch.setattr(opening, "load_dataset_builder", lambda path, **_: load("json", data_files=found, **more))
 
     yield publish
     fsspec.filesystem("memory").store.clear()
@@ -331,7 +332,7 @@ def test_what_was_fetched_from_the_hub_is_read_without_it(tmp_path, tokenizer, o
     def unreachable(*_, **__):
         raise ConnectionError("no hub")
 
-    monkeypatch.setattr(hub, "load_dataset_builder", unreachable)
+    monkeypatch.setattr(opening, "load_dataset_builder", unreachable)
     assert texts(data, tokenizer, 2) == [row["text"] for row in HUB_ROWS]
     with pytest.raises(ValueError, match=r"data\.path=owner/other: split 'train' cannot be read"):
         texts(replace(data, path="owner/other"), tokenizer, 1)
@@ -345,8 +346,8 @@ def test_files_of_the_hub_are_fetched_by_name_and_revision(tmp_path, tokenizer, 
         asked.append((given, more))
         return str(tmp_path / "b.jsonl")
 
-    monkeypatch.setattr(hub, "hf_hub_download", fetch)
-    assert hub._fetched("hf://datasets/owner/name@abc/data/b.jsonl") == tmp_path / "b.jsonl"
+    monkeypatch.setattr(opening, "hf_hub_download", fetch)
+    assert opening._fetched("hf://datasets/owner/name@abc/data/b.jsonl") == tmp_path / "b.jsonl"
     assert asked == [(("owner/name", "data/b.jsonl"), {"repo_type": "dataset", "revision": "abc"})]
 
 

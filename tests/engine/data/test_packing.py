@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from weft.engine.data import count_label_tokens, refuse_packing
-from weft.engine.data.batch import collate
 from weft.engine.data.documents import IGNORED, Document
+from weft.engine.data.loader import collate
 from weft.engine.data.packing import (
     OPEN_SEQUENCES,
     lay_out_contiguous,

@@ -5,8 +5,7 @@ import torch
 
 from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
 from weft.engine.execution.compute import Compute
-from weft.engine.execution.label_count import LabelCount
-from weft.engine.execution.step_state import StepState
+from weft.engine.execution.step_state import LabelCount, StepState
 from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
 

@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from weft.engine.observability.set_up import SetUpTimes
+from weft.engine.attempt import SetUpTimes
 
 
 def test_parts_follow_one_another_and_begin_anew(tmp_path):

@@ -18,7 +18,7 @@ from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut

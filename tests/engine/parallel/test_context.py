@@ -12,9 +12,8 @@ from tests.engine.parallel.members import CPU, items_of, micro_batches, require_
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.parallel import attention, zigzag
-from weft.engine.parallel.axis import Alone
+from weft.engine.parallel.axis import Alone, UnshareableError
 from weft.engine.parallel.in_process import run_in_threads
-from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.checking.axis_check import check_axes
 from weft.engine.stages.checking.comparison import whole_outcome
 from weft.engine.stages.checking.members import members_outcome

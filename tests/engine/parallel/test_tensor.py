@@ -12,8 +12,8 @@ from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, whole_model
 from weft.conf.schema import LoraConfig, ModelConfig, SplitKind
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
+from weft.engine.parallel.axis import UnshareableError
 from weft.engine.parallel.in_process import run_in_threads
-from weft.engine.parallel.unshareable import UnshareableError
 from weft.engine.stages.checking.axis_check import check_axes
 from weft.engine.stages.checking.comparison import whole_outcome
 from weft.engine.stages.checking.members import members_outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import LlamaConfig
 
 from weft.conf.schema import WeftConfig
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.gathering import facts_before_start

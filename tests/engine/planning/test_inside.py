@@ -24,7 +24,7 @@ from weft.engine.parallel.context_exchange import key_value_size
 from weft.engine.planning import axis_facts
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
-from weft.pipeline.states import USABLE
+from weft.pipeline.memory import USABLE
 
 LLAMA = LlamaConfig(**MODEL.to_dict() | {"vocab_size": 4096})
 MIXTRAL = MixtralConfig(

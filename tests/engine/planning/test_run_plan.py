@@ -15,7 +15,7 @@ from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.links import LinkProfile
 from weft.comm.values import decode, encode
 from weft.conf.schema import LinkConfig, Partition
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.planning.facts import PROBED
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.planning.run_plan import RunPlan, plan_run

@@ -30,7 +30,7 @@ from weft.conf.schema import (
     WeftConfig,
     ZeroConfig,
 )
-from weft.engine.deepspeed.optimization import parameter_groups
+from weft.engine.deepspeed.construction import parameter_groups
 from weft.engine.parallel.axis import Alone, AxisGroups
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run

@@ -11,8 +11,7 @@ from tests.engine.stages.tiny import batch, stages_of, tiny
 from weft.comm.channel import TensorSpec
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
-from weft.engine.execution.label_count import LabelCount
-from weft.engine.execution.step_state import StepState
+from weft.engine.execution.step_state import LabelCount, StepState
 from weft.engine.stages.checking.comparison import difference, staged_outcome
 from weft.engine.stages.checking.comparison import gradients as gradients_of
 from weft.pipeline.generators import generate

@@ -19,9 +19,8 @@ from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ContextExchange, ModelConfig, Partition, SplitKind, WeftConfig, ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
-from weft.engine.execution.label_count import LabelCount
-from weft.engine.execution.step_state import StepState
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.execution.step_state import LabelCount, StepState
+from weft.engine.layout import RankLayout
 from weft.engine.models.batch import attach_rows_of
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes, open_axes
@@ -35,8 +34,8 @@ from weft.pipeline.action import Op, parse_slot
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
+from weft.pipeline.strands.pairs import pair_name
 from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.scheduled import pair_name
 from weft.pipeline.validation import validate
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from weft.engine.strands import facts as strand_facts
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 from weft.pipeline.profile import costs_to_yaml
-from weft.pipeline.strands.scheduled import pair_name, plans_for
+from weft.pipeline.strands.pairs import pair_name, plans_for
 from weft.pipeline.strands.segments import LinkScope
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}

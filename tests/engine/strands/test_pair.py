@@ -15,8 +15,7 @@ from torch._C import _is_multithreading_enabled as is_multithreading_enabled
 
 from weft.engine.parallel import functions
 from weft.engine.parallel.in_process import run_in_threads
-from weft.engine.strands.pair import PairRunner
-from weft.engine.strands.thread import StrandThread
+from weft.engine.strands.pair import PairRunner, StrandThread
 from weft.engine.strands.yielding_group import YieldingGroup, YieldPoint
 from weft.pipeline.strands.plan import SegmentPlan, Step
 

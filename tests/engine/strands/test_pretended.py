@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.engine.strands.pretended import Pretended, PretendedGroup
 from weft.comm.collectives.executors import executor_for
-from weft.engine.strands.pair import PairRunner
-from weft.engine.strands.thread import StrandThread
+from weft.engine.strands.pair import PairRunner, StrandThread
 from weft.engine.strands.yielding_group import YieldingGroup, YieldPoint
 from weft.pipeline.strands.plan import SegmentPlan, Step
 

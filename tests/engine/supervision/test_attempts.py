@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine.supervision.again import attempts
 from tests.recipes.runs import prepare
-from weft.conf.host.ports import free_port
+from weft.conf.host.processes import free_port
 from weft.tools.ranks import run_ranks
 
 ATTEMPTS = 5

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from weft.comm.channel import ChannelError
 from weft.engine.attempt import Attempt
 from weft.engine.checkpoint import CheckpointError
-from weft.engine.checkpoint.errors import NoSpaceError
+from weft.engine.checkpoint.durable import NoSpaceError
 from weft.engine.distributed import SharedError
 from weft.engine.execution.batches import DataEnded
 from weft.engine.observability.watcher import ERROR_FILE

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.planning.given import given_facts
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import LinkConfig
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.planning.run_plan import plan_run
 from weft.engine.supervision.plan import read_rows

@@ -8,7 +8,7 @@ from tests.thread_ranks import run_in_threads
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.schema import Partition, ZeroConfig
-from weft.engine.layout.rank_layout import RankLayout
+from weft.engine.layout import RankLayout
 from weft.engine.parallel.cut import Cut
 from weft.engine.zero import Collectives, collectives
 

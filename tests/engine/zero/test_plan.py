@@ -18,10 +18,9 @@ from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.zero import Collectives, Sharding
 from weft.engine.zero.collectives import CompletedHandle
 from weft.pipeline.action import Action, Op
-from weft.pipeline.memory import peak_bytes
+from weft.pipeline.memory import peak_bytes, zero_memory
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.pipeline.states import zero_memory
 from weft.pipeline.tiers import LayerCosts, layer_tier
 
 LAYERS, ELEMENTS = 8, 1024

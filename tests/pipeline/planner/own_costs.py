@@ -7,7 +7,7 @@ Shared with the planner: the workload of layers, the hardware table, shapes as v
 from math import ceil
 
 from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
-from weft.pipeline.states import RankMemory, stepping_bytes, zero_memory
+from weft.pipeline.memory import RankMemory, stepping_bytes, zero_memory
 
 START_S = 2e-5
 """Seconds per member to start a collective between hosts."""

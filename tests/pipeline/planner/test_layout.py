@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from weft.pipeline.memory import RankMemory, ZeroMemory
 from weft.pipeline.placement import Placement
 from weft.pipeline.planner.layout import LEGS, Layout, Prediction, Shape
-from weft.pipeline.states import RankMemory, ZeroMemory
 
 SHAPE = Shape(num_stages=3, replicas=4, tensor=2, context=3, microbatches=5, microbatch_size=7, routes=2)
 LAYOUT = Layout(**vars(SHAPE), sites=(4, 1, 2), stages=(2, 1, 3), layers=(2, 3, 1))

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.plan import Step, take, turned
-from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, StageStrands, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.state import PairState
 
 INSIDE, BETWEEN = LinkScope.inside_host, LinkScope.between_hosts

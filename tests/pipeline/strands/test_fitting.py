@@ -4,11 +4,9 @@ import pytest
 
 from tests.pipeline.strands.pairs import INSIDE, llama_layer
 from weft.pipeline.action import Action, Op
-from weft.pipeline.strands.fitting import fit_overlap
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.pairs import StrandCosts
-from weft.pipeline.strands.segments import Kind
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.pairs import StrandCosts, fit_overlap
+from weft.pipeline.strands.segments import Kind, StageStrands
 from weft.pipeline.timeline import Span, Timeline
 
 

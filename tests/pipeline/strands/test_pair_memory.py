@@ -14,7 +14,7 @@ from weft.pipeline.lowering import open_pairs
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.strands.pairs import StrandCosts
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import StageStrands
 
 MOST = 0.03
 """DHelix's figure for the memory of the W over 1F1B (abstract)."""

@@ -17,8 +17,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.search import search_stages
-from weft.pipeline.strands.segments import Kind, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import Kind, Segment, StageStrands, Strand, StrandPair, WeightGradient
 
 HEAD = StrandPair(Strand((Segment(0.002),)), Strand((Segment(0.003),)), (WeightGradient(0, 0.004),))
 LAYER = llama_layer()

@@ -11,8 +11,7 @@ from weft.pipeline.profile import costs_to_yaml, load_costs
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.pairs import StrandCosts
 from weft.pipeline.strands.profile import strands_from_tables, strands_to_tables
-from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, StageStrands, Strand, StrandPair, WeightGradient
 
 
 def least():

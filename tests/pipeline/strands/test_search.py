@@ -13,8 +13,7 @@ from tests.pipeline.strands.pairs import BETWEEN, INSIDE, llama_layer, over, pai
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step
 from weft.pipeline.strands.search import _as_good, _keep, _Label, _period, _steps, search, search_stages
-from weft.pipeline.strands.segments import Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import Segment, StageStrands, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.state import IDLE, PairState, Transfer
 
 

@@ -1,7 +1,6 @@
 """Operations and bytes of a model's parts become seconds: by speed, by kind, and over the links of their axis."""
 
-from weft.pipeline.strands.segments import Kind, LinkScope, Segment, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.stages import StageStrands
+from weft.pipeline.strands.segments import Kind, LinkScope, Segment, StageStrands, Strand, StrandPair, WeightGradient
 from weft.pipeline.strands.work import PartWork, SegmentWork, Speed, StrandWork, Traffic, Work
 
 SPEED = Speed(flops_per_s=10.0, bytes_per_s=4.0)

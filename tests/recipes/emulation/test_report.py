@@ -8,7 +8,7 @@ import pytest
 
 from weft.comm.emulated.clock import EmulatedClock
 from weft.comm.emulated.operation_log import EmulationError
-from weft.recipes.emulation.report import _disagreement
+from weft.recipes.emulation.command import _disagreement
 from weft.recipes.emulation.turns import AGREED, Emulation, _agree, emulate
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from weft.pipeline.action import SENDS, Op
 from weft.pipeline.costs import CostModel
-from weft.pipeline.fitting import fit_costs
 from weft.pipeline.generators import generate
 from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
+from weft.pipeline.profile import fit_costs
 from weft.recipes.emulation.step import TwinStep
 
 LOOP_S, COMPUTE_S, SEND_S, RECEIVE_S, WAIT_S = 0.25, 4.0, 0.5, 0.125, 8.0

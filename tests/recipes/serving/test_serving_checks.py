@@ -32,7 +32,7 @@ from weft.recipes.serving.checks import (
     reason_of,
     warnings_of,
 )
-from weft.tools.gpus import num_gpus, visible_gpus
+from weft.tools.launch_arguments import num_gpus, visible_gpus
 
 GPU = 80 * 10**9
 

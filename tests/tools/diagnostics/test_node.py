@@ -13,8 +13,7 @@ from weft.conf.host.measurements import Measurements
 from weft.tools.cli import main
 from weft.tools.diagnostics import gpu, local_ranks
 from weft.tools.diagnostics.corruption import CHECKSUMS, SIZE, check_bits, checksum, factor
-from weft.tools.diagnostics.disk import check_disk, check_free_space
-from weft.tools.diagnostics.judging import Judge
+from weft.tools.diagnostics.judging import Judge, check_disk, check_free_space
 from weft.tools.diagnostics.node import FAULTS, Node, diagnose
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from weft.comm import rendezvous
 from weft.comm.links import Sites
 from weft.comm.wan.sites import links
 from weft.comm.wan.sites.links import SiteLinks
-from weft.conf.host.ports import free_port
+from weft.conf.host.processes import free_port
 from weft.conf.schema import CommConfig
 
 

@@ -12,9 +12,8 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from weft.comm.certificate import contexts
 from weft.comm.host_port import Service, port_hello
-from weft.comm.key import WanKey
+from weft.comm.key import WanKey, contexts
 from weft.engine.supervision.control import ControlClient, ControlServer, link
 from weft.engine.supervision.control.frames import MOST_BYTES, FrameError, Frames, pack
 from weft.engine.supervision.control.session import Session
@@ -402,7 +401,7 @@ def test_an_address_in_use_is_named():
 
 
 def test_the_certificate_is_the_same_in_every_process_and_fits_any_clock():
-    code = "from weft.comm.certificate import _certificate; print(_certificate(bytes(32)))"
+    code = "from weft.comm.key import _certificate; print(_certificate(bytes(32)))"
     command = [sys.executable, "-c", code]
     assert len({subprocess.run(command, check=True, capture_output=True, timeout=60).stdout for _ in "ab"}) == 1
 

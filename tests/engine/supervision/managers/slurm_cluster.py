@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from weft.conf.host.ports import free_port
+from weft.conf.host.processes import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

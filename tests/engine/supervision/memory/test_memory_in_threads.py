@@ -17,7 +17,7 @@ from tests.engine.small_engine import SmallEngine, assert_equal, joined
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import CheckpointError
-from weft.engine.checkpoint.errors import OtherBaseError
+from weft.engine.checkpoint.durable import OtherBaseError
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.supervision.memory import HostMemory, MemoryCheckpoints, checkpoints
 from weft.engine.supervision.memory.exchange import send_copy

@@ -6,8 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.engine.layout.hops import CellMember, dp_cells, hops
-from weft.engine.layout.rank_layout import Position, RankLayout
+from weft.engine.layout import CellMember, Position, RankLayout, dp_cells, hops
 from weft.pipeline.placement import Placement
 
 
