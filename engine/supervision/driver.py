@@ -31,6 +31,7 @@ from weft.engine.supervision.control import ControlServer
 from weft.engine.supervision.culprit import JobRows
 from weft.engine.supervision.eviction import DenyList
 from weft.engine.supervision.forkserver import EarlyAgent
+from weft.engine.supervision.guard import LaunchGuard
 from weft.engine.supervision.hosts import THIS_MACHINE, ChosenHosts, Layout, choose_hosts, config_for, hostfile_text
 from weft.engine.supervision.job import STOPS_S, Job, Stage
 from weft.engine.supervision.messages import AgentCommand, DesiredState, to_fields
@@ -114,6 +115,7 @@ class Driver:
         self._address: str | tuple[str, int] = ""
         self._signals, self._early_is_due = 0, True
         self._complaint = ""
+        self._guard: LaunchGuard | None = None
         self._laid_out: tuple[ChosenHosts, WeftConfig, Path] | None = None
         self.job = Job(
             settings=self._config.supervise,
@@ -130,7 +132,16 @@ class Driver:
             raise ValueError(f"{run_folder}: the run has ended; `weft launch` starts it again")
 
     async def run(self) -> int:
-        """Drive the run to its end."""
+        """Drive the run to its end. Until the first agent has started, another process guards a launch."""
+        if self._attach or not self._is_guarded:
+            return await self._run()
+        self._guard = LaunchGuard(self._command("launch"))
+        try:
+            return await self._run()
+        finally:
+            self._guard.release()
+
+    async def _run(self) -> int:
         self._server = ControlServer(
             on_message=self._hear,
             on_connected=self._meet,
@@ -207,10 +218,7 @@ class Driver:
 
     def start_agent(self, host: str, generation: int) -> None:
         """Start an agent on a host with its command."""
-        # Kubernetes restarts the driver's pod itself.
-        alone = self._config.supervise.enabled is False
-        guards = self._config.cluster.manager is not ClusterManager.kubernetes and not alone
-        first = guards and host == next(iter(self.job.fleet.hosts))
+        first = self._is_guarded and host == next(iter(self.job.fleet.hosts))
         settings = self._config.supervise
         command = AgentCommand(
             host=host,
@@ -224,8 +232,8 @@ class Driver:
             orphan_s=settings.setup_deadline_s,
             stop_s=self._config.checkpoint.signal_deadline_s + STOPS_S,
             launch=sum(event["event"] == "launch" for event in self._journal.past) + (not self._attach),
-            parent=os.getpid() if alone else 0,
-            driver=[sys.executable, "-m", __spec__.name, "attach", str(self._folder.absolute())] if first else [],
+            parent=os.getpid() if settings.enabled is False else 0,
+            driver=self._command("attach") if first else [],
             yields_s=self.job.fleet.hosts[host].yields_s,
         )
         early, self._early_is_due = self._early if self._early_is_due else None, False
@@ -233,6 +241,20 @@ class Driver:
             self._processes[host, generation] = (early or self._starter).start(command)
         except OSError as error:
             self.say(f"{host}: {error.strerror}: {error.filename}")
+        else:
+            if first and self._guard is not None:
+                self._guard.release()
+
+    @property
+    def _is_guarded(self) -> bool:
+        """True if another driver replaces one that ends too early. Kubernetes restarts the driver's pod itself."""
+        return (
+            self._config.cluster.manager is not ClusterManager.kubernetes
+            and self._config.supervise.enabled is not False
+        )
+
+    def _command(self, word: str) -> list[str]:
+        return [sys.executable, "-m", __spec__.name, word, str(self._folder.absolute())]
 
     def tell(self, host: str, generation: int, state: DesiredState) -> None:
         """Send an agent the desired state of its host."""

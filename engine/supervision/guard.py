@@ -1,8 +1,9 @@
-"""Behaviour of agents without a driver: they continue for a while, and the first host's agent restarts the driver."""
+"""Restarts of the driver: by the first host's agent, and by a process of its own until that agent has started."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from time import monotonic
@@ -15,6 +16,33 @@ from weft.engine.supervision.run_files import Storage, StorageHangs
 GUARD_S = 1.0
 """Seconds without a driver after which the first host's agent starts another."""
 _LOOK_S = 0.1
+
+
+class LaunchGuard:
+    """A process that launches again if the driver ends before it has started the agent that guards it."""
+
+    def __init__(self, command: list[str]) -> None:
+        """Fork the process, which replaces itself by ``command`` if this process ends before `release`."""
+        reading, self._writing = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(reading)
+            return
+        try:
+            os.setsid()  # so that Ctrl-C reaches the driver alone
+            os.close(self._writing)
+            if not os.read(reading, 1):
+                os.execv(command[0], command)
+        finally:
+            os._exit(0)
+
+    def release(self) -> None:
+        """End the process, once."""
+        if self._pid:
+            os.write(self._writing, b".")
+            os.close(self._writing)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
 
 
 class DriverGuard:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -15,7 +18,7 @@ from weft.conf.hosts import world_size
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.driver import Driver, _own_address
 from weft.engine.supervision.output import Writer, stderr_on_thread
-from weft.engine.supervision.run_files import Spec, config_file
+from weft.engine.supervision.run_files import NAME, Spec, config_file, read_journal
 
 
 @pytest.fixture
@@ -79,6 +82,37 @@ def test_of_the_deny_list_this_run_heeds_its_own_hosts(driver, tmp_path, capsys)
     driver._deny_list.path.write_text("garbage")
     driver.job.fleet.away["left"] = "before"
     assert driver.denied() == {"left": "before"} and "cannot be read" in capsys.readouterr().err
+
+
+DIES = """if True:
+    import os, signal, sys
+    from pathlib import Path
+    from weft.engine.supervision import driver, fleet
+    from weft.engine.supervision.driver import Driver
+    dies = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    owner, name = {"launch": (driver, "hostfile_text"), "agent": (driver.LocalStarter, "start")}[sys.argv[2]]
+    setattr(owner, name, dies)
+    driver.drive(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["launch", "agent"])
+def test_a_driver_that_dies_before_its_first_agent_has_started_is_replaced(driver, tmp_path, moment):
+    """It dies when the last event of the journal is its own start, or that of the agent of the first host."""
+    folder = tmp_path / "run"
+    driver._lock.release()
+    Spec("tests.engine.supervision.fake_ranks:done", ["tests.engine.supervision.fake_ranks"], {}).write(folder)
+    process = subprocess.run([sys.executable, "-c", DIES, str(folder), moment], timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+    def events():
+        return [event["event"] for event in read_journal(folder / NAME)]
+
+    limit = time.monotonic() + 60
+    while "end" not in events():
+        assert time.monotonic() < limit, events()
+        time.sleep(0.1)
+    assert events().count("driver") == 2 and events().count("launch") == 2
 
 
 def opened(pipe):
