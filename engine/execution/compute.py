@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.engine.backward import SplitBackward
 from weft.engine.execution.step_state import StepState, key
-from weft.engine.stages.cutting.stage import Stage
+from weft.engine.stages.cutting.stage import HEAD, HEAD_WEIGHT, Stage
 from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
 
@@ -42,7 +42,9 @@ class Compute:
         if self._last in self.stages:
             last = self.stages[self._last]
             # Wait for the count only before the last block, so that earlier layers hide its transfer.
-            (last.blocks() or [last])[-1].register_forward_pre_hook(self._before_last_block)
+            block = (last.blocks() or [last])[-1]
+            block.register_forward_pre_hook(self._before_last_block)
+            block.register_forward_hook(self._after_last_block, prepend=True)  # before ZeRO-3 releases the weight
 
     def forward(self, state: StepState, action: Action) -> None:
         """Run ``F``: consume an input, and store an output or a loss."""
@@ -92,6 +94,13 @@ class Compute:
             state.num_items.wait()
         if state is not None and state.training and inputs and isinstance(inputs[0], Tensor):
             state.note_hidden(self._last, inputs[0])
+
+    def _after_last_block(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        state = self._last_state
+        if state is not None and state.training and block is self.stages[self._last].hf_model.get_output_embeddings():
+            for point, tensor in ((HEAD_WEIGHT, getattr(block, "weight", None)), (HEAD, output)):
+                if isinstance(tensor, Tensor):
+                    state.note_hidden(point, tensor)
 
     def _pass_on(self, state: StepState, stage: int, microbatch: int, output: Tensor) -> None:
         local = stage + 1 in self.stages

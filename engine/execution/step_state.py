@@ -121,7 +121,7 @@ class StepState:
     done: set[Action] = field(default_factory=set)
     """Actions whose results are available on this rank. The executor's debug mode checks them."""
     hidden: list[tuple[int, Tensor]] = field(default_factory=list)
-    """Smallest and largest elements of the hidden states of training forwards, each with its stage."""
+    """Smallest and largest elements of hidden states, head weight and logits of training forwards, with their stage."""
     peak_bytes: int = 0
     """Highest sum of saved bytes."""
     peak_chunks: int = 0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.sums import ReplicaSum
+from weft.engine.stages.cutting.stage import HEAD, HEAD_WEIGHT
 from weft.engine.zero.origin import Source
 
 NOWHERE = Source()
@@ -46,7 +47,12 @@ def explanation(source: Source) -> str:
     """Return the cause of numbers that are not finite, and the remedy."""
     if not source.ranks:
         return f"training has diverged. {REMEDY}"
-    before = "their losses were" if source.forward < 0 else "the stage's input was"
+    if source.forward == HEAD_WEIGHT:
+        return (
+            f"{first_appeared(source)}, before this step and although the head's input was finite: look at the "
+            f"checkpoint or the model.path that the weights come from. {REMEDY}"
+        )
+    before = {-1: "their losses were", HEAD: "its input and weight were"}.get(source.forward, "the stage's input was")
     return (
         f"{first_appeared(source)}, although {before} finite: a host fails, or the weights are too large. "
         f"Test the hosts of these ranks with weft doctor node, and keep a bad one out with weft evict. {REMEDY}"
@@ -55,7 +61,8 @@ def explanation(source: Source) -> str:
 
 def first_appeared(source: Source) -> str:
     """Describe where non-finite numbers first appeared."""
-    where = "the gradients" if source.forward < 0 else f"the forward of stage {source.forward}"
+    names = {-1: "the gradients", HEAD_WEIGHT: "the weight of the model's head", HEAD: "the logits of the model's head"}
+    where = names.get(source.forward, f"the forward of stage {source.forward}")
     ranks = f"rank{'s' * (len(source.ranks) > 1)} {', '.join(map(str, source.ranks))}"
     return f"NaN or infinity first appeared in {where} of {ranks}"
 

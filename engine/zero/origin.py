@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.exchange import gather
+from weft.engine.stages.cutting.stage import HEAD_WEIGHT
 from weft.engine.zero.bucket import Bucket
 
 Extremes = Sequence[tuple[int, Tensor]]
@@ -26,7 +27,7 @@ class Source(NamedTuple):
 
     Attributes:
         ranks: the ranks that produced it, or empty if the cause is the data or divergence.
-        forward: virtual stage in whose forward it appeared, or -1 for a backward.
+        forward: virtual stage in whose forward it appeared, `HEAD_WEIGHT`, `HEAD`, or -1 for a backward.
     """
 
     ranks: tuple[int, ...] = ()
@@ -41,7 +42,8 @@ class Sighting:
         pipeline: global rank of the first rank of the pipeline.
         stage: the last stage of the rank whose gradients are not finite, or -1 if all are finite.
         in_loss: whether the rank's part of the loss is not finite.
-        forward: the first stage of the rank whose hidden states are not finite, or -1 if all are finite.
+        forward: the first stage of the rank whose hidden states are not finite, `HEAD_WEIGHT` or `HEAD` if only the
+            head's weight or the logits are not, or -1 if all are finite.
     """
 
     pipeline: int
@@ -58,7 +60,8 @@ class OwnNumbers:
         extremes: extreme elements of gradients before their reduction, each with the first stage of its bucket.
         loss: this rank's part of the loss, or None if it computes none.
         pipeline: group of this rank's pipeline. None means this rank alone.
-        hidden: extreme elements of the hidden states that its stages have computed, each with its stage.
+        hidden: extreme elements of the hidden states that its stages have computed, of the head's weight and of the
+            logits, each with its stage.
     """
 
     extremes: Extremes
@@ -98,10 +101,10 @@ def origins(sightings: Sequence[Sighting]) -> Source:
     """Return the ranks that produced NaN or infinity, or a source without ranks if the cause is the data or divergence.
 
     A forward propagates NaN from the first stage to the last. So the origin in a pipeline is the first stage whose
-    hidden states have NaN, because its inputs are finite. If all hidden states are finite, a loss that is not finite
-    comes from the pipeline's labels or weights. If the loss is finite, too, the origin is the last stage whose
-    gradients have NaN, because a backward propagates NaN to earlier stages. If there are several pipelines and all
-    have NaN, the cause is not a single rank.
+    hidden states have NaN, because its inputs are finite. After the hidden states come the head's weight and the
+    logits. If all are finite, a loss that is not finite comes from the labels or the objective. If the loss is finite,
+    too, the origin is the last stage whose gradients have NaN, because a backward propagates NaN to earlier stages. If
+    there are several pipelines and all have NaN, the cause is not a single rank, unless it is the head's weight.
 
     Args:
         sightings: one for each rank, in rank order.
@@ -110,6 +113,8 @@ def origins(sightings: Sequence[Sighting]) -> Source:
     for rank, sighting in enumerate(sightings):
         pipelines[sighting.pipeline].append(rank)
     found = [_first(sightings, ranks) for ranks in pipelines.values()]
+    if weights := [rank for each in found if each.forward == HEAD_WEIGHT for rank in each.ranks]:
+        return Source(tuple(sorted(weights)), HEAD_WEIGHT)
     if len(sightings) == 1 or (len(found) > 1 and all(each.ranks for each in found)):
         return Source()
     found = [each for each in found if each.ranks]

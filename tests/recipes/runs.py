@@ -61,6 +61,7 @@ def run(
     value: float = nan,
     spoilt_rank: int | None = None,
     spoilt_stage: int | None = None,
+    spoilt_part: str = "hidden states",
     left_out: range = range(0),
     filled_at: tuple[int, int] | None = None,
     freed_at: int = 0,
@@ -76,6 +77,7 @@ def run(
         spoilt: sequences of the data whose gradients become ``value`` times as large.
         spoilt_rank: the only rank on which they do; None is all.
         spoilt_stage: stage whose hidden states become ``value`` times as large instead.
+        spoilt_part: what does so on that stage: its hidden states, the "logits", or an element of the head's "weight".
         left_out: sequences of the data that the run goes past.
         filled_at: step before which the file system of the run fills up, and the bytes that stay free.
         freed_at: step before which it has space again.
@@ -110,10 +112,18 @@ def run(
         here = spoilt_stage is None and spoilt_rank in (None, engine.global_rank)
         return seed(engine, loss) * (value if now[0] and here else 1.0)
 
+    def spoil_weight(block: torch.nn.Module, _: Any) -> None:
+        block.weight.data.view(-1)[0] = value
+
     def forward_spoilt(stage: Stage, *args: Any, **named: Any) -> torch.Tensor:
         if not now[0] or stage.index != spoilt_stage:
             return forward(stage, *args, **named)
-        hook = stage.blocks()[0].register_forward_hook(lambda block, inputs, output: value * output)
+        head = stage.hf_model.get_output_embeddings()
+        block = stage.blocks()[0] if spoilt_part == "hidden states" else head
+        if spoilt_part == "weight":
+            hook = block.register_forward_pre_hook(spoil_weight)
+        else:
+            hook = block.register_forward_hook(lambda block, inputs, output: value * output, prepend=True)
         with hook:
             return forward(stage, *args, **named)
 

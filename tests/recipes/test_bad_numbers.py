@@ -110,6 +110,19 @@ def test_numbers_that_one_rank_spoils_name_that_rank(tmp_path):
             }
             for stage in range(2)
         },
+        **{
+            name: {
+                "settings": [*layout, "supervise.max_skips=0", "model.overrides.tie_word_embeddings=false"],
+                "spoilt": of(3, 200),
+                "spoilt_stage": int(layout is stages),
+                "spoilt_part": name.split(" of ")[0],
+            }
+            for name, layout in (
+                ("logits", stages),
+                ("weight", stages),
+                ("weight of replicas", [*replicas, "zero.stage=3"]),
+            )
+        },
     }
     for number, attempt in enumerate(attempts.values()):
         attempt["settings"].append(f"train.name=run{number}")
@@ -118,8 +131,14 @@ def test_numbers_that_one_rank_spoils_name_that_rank(tmp_path):
     ends = dict(zip(attempts, first, strict=True))
     assert "training has diverged" in ends["all replicas"]["error"] and not ends.pop("all replicas")["ranks"]
     for name, end in ends.items():
+        if "weight" in name:
+            ranks, whose = ((0, 1), "ranks 0, 1") if "replicas" in name else ((1,), "rank 1")
+            assert end["ranks"] == ranks and "the checkpoint or the model.path" in end["error"], (name, end)
+            assert f"first appeared in the weight of the model's head of {whose}, before this step" in end["error"]
+            continue
         rank = 0 if name == "forward 0" else 1
         place = f"the forward of stage {rank}" if "forward" in name else "the gradients"
+        place = "the logits of the model's head" if name == "logits" else place
         assert end["ranks"] == (rank,), (name, end)
         assert f"first appeared in {place} of rank {rank}, although" in end["error"], name
         assert "training has diverged" not in end["error"], name

@@ -24,6 +24,9 @@ from weft.engine.stages.cutting.boundary import Boundary, pack, packed_size, unp
 from weft.engine.stages.cutting.context import labels_to_predict, own_positions, whole_batch, whole_sequence
 from weft.engine.stages.cutting.port import Port, StageEnded, require_as_predicted
 
+HEAD_WEIGHT, HEAD = 1 << 29, 1 << 30
+"""Numbers, above all stages, that mean the weight and the logits of the last stage's head."""
+
 
 class Stage(nn.Module):
     """One virtual stage.

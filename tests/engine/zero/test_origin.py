@@ -8,6 +8,7 @@ import torch
 
 from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
 from weft.conf.schema import ZeroConfig
+from weft.engine.stages.cutting.stage import HEAD, HEAD_WEIGHT
 from weft.engine.zero import Sharding
 from weft.engine.zero.origin import OwnNumbers, Sighting, Source, origins
 from weft.pipeline.action import Action, Op
@@ -59,6 +60,11 @@ def forwards(*pipelines, losses=()):
         (forwards([FINE, 1], [FINE, FINE], losses=[0, 1]), Source((1,), 1)),
         (forwards([FINE, 1], [FINE, 1], losses=[0, 1]), Source()),
         (forwards([FINE, FINE], losses=[0]), Source()),
+        (forwards([FINE, HEAD], losses=[0]), Source((1,), HEAD)),
+        (forwards([FINE, HEAD], [FINE, HEAD], losses=[0, 1]), Source()),
+        (forwards([FINE, HEAD_WEIGHT], [FINE, HEAD_WEIGHT], losses=[0, 1]), Source((1, 3), HEAD_WEIGHT)),
+        (forwards([HEAD_WEIGHT], losses=[0]), Source((0,), HEAD_WEIGHT)),
+        (forwards([1, HEAD_WEIGHT], losses=[0]), Source((0,), 1)),
     ],
 )
 def test_the_first_stage_with_bad_hidden_states_is_the_origin(sightings, source):
