@@ -10,7 +10,7 @@ from peft import NoMatchingPeftModuleError
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -60,16 +60,26 @@ def _wrap_weights(placeholder: Placeholder) -> None:
 
 
 def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: PreTrainedConfig) -> None:
-    """Check that each of ``target_modules`` names a module of the whole model, because peft ignores unknown names.
+    """Check that peft can adapt each of ``target_modules`` in the whole model. It ignores unknown names.
 
     Raises:
-        ValueError: a target is not a module, or the model cannot be built.
+        ValueError: a target is not a module, peft does not support one, or the model cannot be built.
     """
     if not config.target_modules or config.target_modules == [ALL_LINEAR]:
         return
     whole = skeleton(cls, hf_config)
-    names = [name for name, _ in whole.named_modules()]
-    missing = [t for t in config.target_modules if not any(f".{name}".endswith(f".{t}") for name in names)]
+    matched = {
+        target: {name: module for name, module in whole.named_modules() if f".{name}".endswith(f".{target}")}
+        for target in config.target_modules
+    }
+    for target, modules in matched.items():
+        for name, module in modules.items():
+            if isinstance(module, nn.Linear) and not _is_plain(module):
+                raise ValueError(
+                    f"model.lora.target_modules={config.target_modules}: {target} stands for {name}, a "
+                    f"{type(module).__name__}, which peft takes for a linear layer; leave it out"
+                )
+    missing = [target for target, modules in matched.items() if not modules]
     if missing:
         raise ValueError(
             f"model.lora.target_modules={config.target_modules}: {cls.__name__} has no module {', '.join(missing)}; "
@@ -77,11 +87,53 @@ def require_targets(config: LoraConfig, cls: type[PreTrainedModel], hf_config: P
         )
 
 
+def require_adapters(config: LoraConfig, cls: type[PreTrainedModel], hf_config: PreTrainedConfig) -> None:
+    """Check that peft can adapt the whole model, by `require_targets` and by a trial without memory.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    require_targets(config, cls, hf_config)
+    whole = skeleton(cls, hf_config)
+    settings = peft_config(config, whole)
+    try:
+        peft.get_peft_model(whole, settings)
+    except Exception as error:  # any: it is peft's own code
+        raise ValueError(
+            f"model.lora.target_modules={config.target_modules}: peft cannot adapt {cls.__name__} "
+            f"({str(error).splitlines()[0]}); name other modules"
+        ) from error
+
+
 def _matrices(model: PreTrainedModel, *, output: bool = True) -> list[str]:
-    """Return the last parts of the names of a model's linear layers. ``output`` includes the output embedding."""
+    """Return names of a model's linear layers that peft can adapt. ``output`` includes the output embedding.
+
+    A name is the last part of the names of such layers, or a whole name if other modules have the same last part.
+    """
     head = None if output else model.get_output_embeddings()
-    matrices = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    return sorted({name.rpartition(".")[2] for name in matrices})
+    names = dict(model.named_modules())
+    matrices = [name for name, module in names.items() if _is_matrix(module) and module is not head]
+    ends = {name.rpartition(".")[2] for name in matrices}
+    others = {name.rpartition(".")[2] for name in names.keys() - set(matrices) if names[name] is not head}
+    return sorted((ends - others) | {name for name in matrices if name.rpartition(".")[2] in others})
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and _is_plain(module))
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    """True if a linear layer returns its product with any input. Some routers and grouped layers do not."""
+    if type(module).forward is nn.Linear.forward:
+        return True
+    try:
+        with torch.no_grad():
+            output = module(
+                torch.empty(2, 3, module.in_features, device=module.weight.device, dtype=module.weight.dtype)
+            )
+    except Exception:  # any: it is the model's own code
+        return False
+    return isinstance(output, Tensor) and output.shape == (2, 3, module.out_features)
 
 
 def peft_config(config: LoraConfig, model: PreTrainedModel) -> peft.LoraConfig:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import Attention, ModelConfig
-from weft.engine.models.lora import PREFIX, add_adapters, require_targets
+from weft.engine.models.lora import PREFIX, add_adapters, require_adapters, require_targets
 from weft.engine.models.seeding import load, new_model
 from weft.engine.models.skeleton import causal_config, model_class, num_layers
 from weft.engine.parallel.axis import AxisGroups
@@ -138,7 +138,7 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
             "stage needs one; use fewer stages"
         )
     if config.lora.enabled:
-        require_targets(config.lora, model_class(hf_config), hf_config)
+        require_adapters(config.lora, model_class(hf_config), hf_config)
     if config.path and is_local(config.path) and weight_types(weights_folder(config.path)):
         cls = model_class(hf_config)
         _, report = load(

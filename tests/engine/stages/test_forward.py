@@ -9,9 +9,12 @@ import peft
 import pytest
 import torch
 
+from benchmarks.verification.scheduled_architectures import small_model
 from tests.engine.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
-from weft.conf.schema import Attention, ModelConfig
+from weft.conf.schema import Attention, LoraConfig, ModelConfig
 from weft.engine.models import seeding
+from weft.engine.models.lora import add_adapters, require_adapters
+from weft.engine.stages.checking.self_check import tried_batch
 from weft.engine.stages.files.loading import load_hf_config
 
 
@@ -111,6 +114,39 @@ def test_adapters_on_all_matrices_are_those_that_peft_would_make(arch):
     config.lora.enabled, config.lora.target_modules = True, ["all-linear"]
     found = [name for stage in stages_of(config, 2) for name, p in stage.named_global_parameters() if p.requires_grad]
     assert sorted(found) == sorted(name for name, p in reference.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe", "deepseek_v4", "gemma3n_text", "ctrl", "falcon"])
+def test_adapters_on_all_matrices_leave_out_modules_that_peft_cannot_adapt(model_type):
+    """Routers that return tuples, grouped layers, and modules whose names end like those of matrices."""
+    model = small_model(model_type, 1).eval()
+    data = tried_batch(model)
+    before = model(**data).loss
+    settings = LoraConfig(enabled=True, target_modules=["all-linear"])
+    adapted = add_adapters(model, settings, seed=1)
+    loss = adapted(**data).loss
+    loss.backward()
+    assert torch.equal(loss, before), "new adapters change nothing"
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert trained and any(weight.grad.any() for name, weight in adapted.named_parameters() if name in trained)
+    require_adapters(settings, type(model), model.config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "target", "message"),
+    [
+        ("llama4_text", "router", r"=\['router'\]: router stands for \S+, a Llama4Router, .*leave it out"),
+        (
+            "mamba",
+            "all-linear",
+            r"=\['all-linear'\]: peft cannot adapt MambaForCausalLM .*'out_proj'.*name other modules",
+        ),
+    ],
+)
+def test_modules_that_peft_cannot_adapt_are_refused_by_name(model_type, target, message):
+    model = small_model(model_type, 1)
+    with pytest.raises(ValueError, match="model.lora.target_modules" + message):
+        require_adapters(LoraConfig(enabled=True, target_modules=[target]), type(model), model.config)
 
 
 def test_foreign_modules_cost_nothing():
