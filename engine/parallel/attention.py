@@ -1,15 +1,17 @@
 """Attention over a sequence that is divided over the members of a context group.
 
 Hugging Face's forward looks up its attention and mask functions by a name in the config. Each member registers its
-own functions under a unique name. Here they gather keys and values, and run the configured attention with this
-member's queries. `HeadAttention` and `RingAttention` are the alternatives. Hugging Face's own mask functions make the
-mask rows of this member's positions, so that windows, chunks, packed documents and padding keep their meaning.
+own functions under a unique name. `ContextAttention`, `HeadAttention` and `RingAttention` are the exchanges. Hugging
+Face's own mask functions make the mask rows of this member's positions, so that windows, chunks, packed documents and
+padding keep their meaning.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -17,14 +19,28 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    padding_mask_function,
+    prepare_padding_mask,
+)
 
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import functions, zigzag
 from weft.engine.parallel.axis import AxisGroup, AxisGroups, UnshareableError
 from weft.engine.parallel.context_exchange import MASKED, ring_obstacle
-from weft.engine.parallel.head_attention import HeadAttention
-from weft.engine.parallel.ring_attention import RingAttention
+from weft.engine.parallel.ring import Ring, Seen
+
+_OF_POSITIONS = ("position_ids",)
+"""Arguments about this member's positions.
+
+They are not passed on, because flash attention receives documents' bounds.
+"""
+_OF_HEADS = ("position_bias", "s_aux")
+"""Arguments with one entry for each head."""
+_OF_SCORES = ("position_bias", "s_aux")
+"""Arguments that change scores or their normalisation, which ring attention does not support."""
 
 
 def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
@@ -58,13 +74,78 @@ def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
         )
 
 
-class ContextAttention:
-    """One member's attention and masks, for gathered keys and values."""
+class MemberAttention(ABC):
+    """One member's attention and masks over a sequence that a context group divides, for one exchange.
+
+    Attributes:
+        name: under which Hugging Face's forward finds both functions.
+    """
+
+    prefix = "weft_{base}"
 
     def __init__(self, group: AxisGroup, base: str) -> None:
-        self._group = group
-        self._base = base
-        self.name = f"weft_context_{base}_{id(self)}"
+        """Create the functions of a member; ``base`` is the configured attention."""
+        self._group, self._base = group, base
+        self.name = f"{self.prefix.format(base=base)}_{id(self)}"
+
+    @abstractmethod
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute attention of this member's positions to the whole sequence.
+
+        Args:
+            query: this member's queries, [B, heads, S / members, D].
+            key, value: [B, key and value heads, S / members, D].
+            attention_mask: from `mask`.
+
+        Returns:
+            The output [B, S / members, heads, D], and the attention weights or None.
+
+        Raises:
+            UnshareableError: the exchange does not support an argument of the module.
+        """
+
+    @abstractmethod
+    def mask(self, *, q_length: int, kv_length: int, **arguments: Any) -> Any:
+        """Return the mask for `attend`, or None if it is plain causal. See `transformers.AttentionMaskInterface`.
+
+        Args:
+            q_length: number of this member's positions.
+            kv_length: ignored, because the exchange provides the keys of the whole sequence.
+            mask_function: takes the indices of batch, head, query and key in the whole sequence.
+            attention_mask: [B, S] of the whole sequence, false where a token is padding.
+            local_size: number of positions in an attention window. None means no window.
+        """
+
+    def _is_plain(self, length: int, attention_mask: Tensor | None, local_size: int | None) -> bool:
+        """True if a sequence of ``length`` has neither padding nor a window."""
+        return attention_mask is None and (local_size is None or length < local_size)
+
+    def _visible(self, function: Callable[..., Tensor], rows: Tensor, columns: Tensor, **arguments: Any) -> Tensor:
+        """Return the configured attention's mask for query positions ``rows`` and key positions ``columns``."""
+
+        def at(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return function(batch, head, rows[row], columns[column])
+
+        return AttentionMaskInterface()[self._base](
+            q_length=rows.numel(),
+            kv_length=columns.numel(),
+            mask_function=at,
+            allow_is_causal_skip=False,
+            device=rows.device,
+            **arguments,
+        )
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
+class ContextAttention(MemberAttention):
+    """The configured attention of one member's queries, with keys and values that are gathered."""
+
+    prefix = "weft_context_{base}"
 
     def attend(
         self,
@@ -75,16 +156,7 @@ class ContextAttention:
         attention_mask: Tensor | None,
         **arguments: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention of this member's positions to all positions.
-
-        Args:
-            query: this member's queries, [B, heads, S / members, D].
-            key, value: [B, key and value heads, S / members, D].
-            attention_mask: from `mask`.
-
-        Returns:
-            The output [B, S / members, heads, D], and the attention weights if the configured attention returns them.
-        """
+        """See `MemberAttention.attend`."""
         key, value = self._whole(key, value)
         if attention_mask is None and self._base == "sdpa":
             return self._causal(module, query, key, value, **arguments), None
@@ -102,35 +174,13 @@ class ContextAttention:
         device: torch.device | str = "cpu",
         **arguments: Any,
     ) -> Tensor | None:
-        """Return the mask [B, 1, S / members, S] of this member's queries.
-
-        Return None if torch's scaled-dot-product attention can use a plain causal mask instead.
-
-        Args:
-            q_length: number of this member's positions.
-            kv_length: ignored. Keys of the whole sequence are gathered.
-            mask_function: takes the indices of batch, head, query and key in the whole sequence.
-            attention_mask: [B, S] of the whole sequence, false where a token is padding.
-            local_size: number of positions in an attention window. None means no window.
-        """
+        """See `MemberAttention.mask`."""
         length = q_length * self._group.size
-        reaches = local_size is None or length < local_size
-        if self._base == "sdpa" and allow_is_causal_skip and attention_mask is None and reaches:
+        if self._base == "sdpa" and allow_is_causal_skip and self._is_plain(length, attention_mask, local_size):
             return None
         rows = zigzag.positions(self._group, length, device)
-
-        def of_row(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            return mask_function(batch, head, rows[row], column)
-
-        return AttentionMaskInterface()[self._base](
-            q_length=q_length,
-            kv_length=length,
-            mask_function=of_row,
-            attention_mask=attention_mask,
-            allow_is_causal_skip=False,
-            device=device,
-            **arguments,
-        )
+        columns = torch.arange(length, device=device)
+        return self._visible(mask_function, rows, columns, attention_mask=attention_mask, **arguments)
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Gather the keys and values of the whole sequence in one all-gather."""
@@ -153,7 +203,7 @@ class ContextAttention:
         **_: Any,
     ) -> Tensor:
         """Compute causal attention of this member's two chunks, each only to the keys up to the chunk's end."""
-        if position_bias is not None or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        if position_bias is not None or not _is_causal(module, is_causal):
             raise UnshareableError(
                 f"parallel.context={self._group.size}: {type(module).__name__} adds biases of its own to scores, or "
                 "attends to later positions, which gathered keys and values do not allow for; set parallel.context=1, "
@@ -182,7 +232,142 @@ class ContextAttention:
         return AttentionInterface()[self._base]
 
 
-_MAKES: dict[ContextExchange, Callable[[AxisGroup, str], ContextAttention | HeadAttention | RingAttention]] = {
+class HeadAttention(MemberAttention):
+    """One member's attention and masks, for whole sequences and a part of the heads ("DeepSpeed Ulysses").
+
+    One all-to-all sends queries, keys and values to the members that have their heads, and another one returns the
+    outputs. In between the configured attention runs on whole sequences. So windows, packed documents and padding work
+    as usual, and flash attention needs no mask.
+    """
+
+    prefix = "{base}_weft_heads"  # transformers passes varlen arguments to names with this prefix
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        """See `MemberAttention.attend`."""
+        if any(arguments.get(name) is not None for name in _OF_HEADS):
+            raise ValueError(
+                f"{type(module).__name__} gives its attention something for each head; set "
+                "parallel.context_exchange=gather"
+            )
+        given = {name: value for name, value in arguments.items() if name not in _OF_POSITIONS}
+        whole = self._to_heads(query, key, value)
+        output, _ = AttentionInterface()[self._base](module, *whole, attention_mask, **given)
+        return self._to_positions(output), None
+
+    def mask(self, *, q_length: int, kv_length: int, **arguments: Any) -> Tensor | None:
+        """See `MemberAttention.mask`."""
+        length = q_length * self._group.size
+        return AttentionMaskInterface()[self._base](q_length=length, kv_length=length, **arguments)
+
+    def _to_heads(self, *parts: Tensor) -> list[Tensor]:
+        """Exchange tensors [B, heads, S / members, D] for [B, heads / members, S, D], in one all-to-all."""
+        size = self._group.size
+        rows = [part.unflatten(1, (size, -1)).permute(1, 3, 0, 2, 4) for part in parts]
+        widths = [row.shape[-2:] for row in rows]
+        joined = self._exchange(torch.cat([row.flatten(3).flatten(0, 1) for row in rows], -1))
+        whole = zigzag.in_order(size, joined, 0).split([width.numel() for width in widths], -1)
+        return [part.unflatten(-1, width).permute(1, 2, 0, 3) for part, width in zip(whole, widths, strict=True)]
+
+    def _to_positions(self, output: Tensor) -> Tensor:
+        """Exchange [B, S, heads / members, D] for [B, S / members, heads, D], in one all-to-all."""
+        size, width = self._group.size, output.shape[2:]
+        rows = zigzag.by_member(size, output.transpose(0, 1).flatten(2), 0)
+        of_heads = self._exchange(rows).unflatten(0, (size, -1)).unflatten(-1, width)
+        return of_heads.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        each = [rows.shape[0] // self._group.size] * self._group.size
+        return functions.exchange(self._group, rows, each, each)
+
+
+class RingAttention(MemberAttention):
+    """One member's attention and masks, for keys and values that are passed round the ring.
+
+    Masks are made for one pair of chunks at a time, by Hugging Face's own mask functions. So windows, chunked
+    attention, packed documents and padding keep their meaning, and take memory for one step of the ring only.
+    """
+
+    prefix = "weft_ring_{base}"
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Seen | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        """See `MemberAttention.attend`."""
+        self._require(dropout == 0.0, module, "drops weights of its attention (set its attention_dropout to 0)")
+        given = [name for name in _OF_SCORES if arguments.get(name) is not None]
+        self._require(not given, module, f"gives its attention {' and '.join(given)}")
+        own = attention_mask is None or isinstance(attention_mask, Seen)
+        self._require(own and key.shape[2] == query.shape[2], module, "makes keys or masks of its own")
+        if attention_mask is None:
+            self._require(_is_causal(module, is_causal), module, "attends to later positions")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = Ring(self._group, scale, attention_mask).attend(query, key, value)
+        return output.transpose(1, 2).contiguous(), None
+
+    def mask(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., Tensor] = causal_mask_function,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        device: torch.device | str = "cpu",
+        **arguments: Any,
+    ) -> Seen | None:
+        """See `MemberAttention.mask`."""
+        length = q_length * self._group.size
+        if allow_is_causal_skip and self._is_plain(length, attention_mask, local_size):
+            return None
+        padding = prepare_padding_mask(attention_mask, length, 0)
+        seen = mask_function if padding is None else and_masks(mask_function, padding_mask_function(padding))
+
+        def of(rows: Tensor, columns: Tensor) -> Tensor:
+            return self._visible(seen, rows, columns, allow_is_bidirectional_skip=False, **arguments)
+
+        return Seen(of, only_earlier(seen), local_size)
+
+    def _require(self, met: bool, module: nn.Module, what: str) -> None:
+        if not met:
+            raise UnshareableError(
+                f"parallel.context_exchange=ring: {type(module).__name__} {what}, which attention cannot have that is "
+                "computed block by block; set parallel.context_exchange=gather"
+            )
+
+
+def only_earlier(function: Callable[..., Tensor]) -> bool:
+    """True if a transformers mask function hides all later positions.
+
+    It does if it is the causal mask, or combines the causal mask with others by "and". For any other function the
+    result is False, and later chunks are computed and masked.
+    """
+    if function is causal_mask_function:
+        return True
+    if getattr(function, "__qualname__", "") != f"{and_masks.__qualname__}.<locals>.and_mask":
+        return False
+    return any(map(only_earlier, getclosurevars(function).nonlocals.get("mask_functions", ())))
+
+
+_MAKES: dict[ContextExchange, type[MemberAttention]] = {
     ContextExchange.gather: ContextAttention,
     ContextExchange.all_to_all: HeadAttention,
     ContextExchange.ring: RingAttention,

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from weft.engine.models.skeleton import decoder_layers
-from weft.engine.parallel.attention import ContextAttention
-from weft.engine.parallel.head_attention import HeadAttention
-from weft.engine.parallel.ring_attention import RingAttention
+from weft.engine.parallel.attention import ContextAttention, HeadAttention, RingAttention
 
 _OF_SIZES = re.compile(r"\b(sizes?|shapes?|dimensions?)\b|out of bounds", re.IGNORECASE)
 

@@ -9,10 +9,9 @@ from tests.engine.parallel.members import items_of, micro_batches, require_same,
 from weft.conf.schema import ContextExchange
 from weft.engine.models.flash import ON_CPU
 from weft.engine.parallel import zigzag
-from weft.engine.parallel.attention import ContextAttention
+from weft.engine.parallel.attention import ContextAttention, HeadAttention
 from weft.engine.parallel.axis import Alone, UnshareableError
 from weft.engine.parallel.context_exchange import choose_exchange, key_value_size
-from weft.engine.parallel.head_attention import HeadAttention
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.stages.checking.axis_check import check_axes
 from weft.engine.stages.checking.comparison import whole_outcome

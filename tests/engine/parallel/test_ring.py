@@ -20,11 +20,11 @@ from tests.engine.parallel.test_experts import deepseek
 from tests.engine.parallel.test_head_attention import Grouped, saved_bytes, with_heads
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import blocks, ring, zigzag
+from weft.engine.parallel.attention import RingAttention, only_earlier
 from weft.engine.parallel.axis import Alone, UnshareableError
 from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.parallel.ring import Ring, Seen
-from weft.engine.parallel.ring_attention import RingAttention, only_earlier
 from weft.engine.stages.checking.axis_check import check_axes
 from weft.engine.stages.checking.comparison import whole_outcome
 
