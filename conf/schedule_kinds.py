@@ -53,15 +53,15 @@ ScheduleKind = Enum(
         "gpipe": ScheduleRules(generator="gpipe.generate_gpipe", placements=EVERY_PLACEMENT),
         "1f1b": ScheduleRules(generator="one_f_one_b.generate_1f1b", placements=(PlacementKind.straight,)),
         "interleaved": ScheduleRules(
-            generator="interleaved.generate_interleaved",
+            generator="one_f_one_b.generate_interleaved",
             placements=(PlacementKind.interleaved, PlacementKind.straight),
             goes_in_rounds=True,
         ),
         "w": ScheduleRules(generator="w.generate_w", placements=FOLDS),
         "dualpipev": ScheduleRules(
-            generator="dualpipev.generate_dualpipev", placements=(PlacementKind.fold,), microbatches_per_rank=2
+            generator="folded.generate_dualpipev", placements=(PlacementKind.fold,), microbatches_per_rank=2
         ),
-        "zbv": ScheduleRules(generator="zbv.generate_zbv", placements=(PlacementKind.fold,)),
+        "zbv": ScheduleRules(generator="folded.generate_zbv", placements=(PlacementKind.fold,)),
         "auto": ScheduleRules(
             generator="auto.generate_auto",
             placements=(PlacementKind.fold, *(kind for kind in EVERY_PLACEMENT if kind is not PlacementKind.fold)),

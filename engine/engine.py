@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from weft.comm.collectives.primitives import connect_groups
 from weft.comm.links import SiteNetwork
 from weft.conf.features import entry
+from weft.conf.host.processes import LongLived
 from weft.conf.schema import WeftConfig
 from weft.engine.attempt import SetUpTimes
 from weft.engine.checkpoint import BackgroundWriter, engine_methods
-from weft.engine.checkpoint.memory import MemoryWriter
+from weft.engine.checkpoint.background import MemoryWriter
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.deepspeed import bookkeeping, construction
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
@@ -26,7 +27,6 @@ from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import close_groups, from_rank_zero
 from weft.engine.execution.batches import draw, prepare_batch
 from weft.engine.execution.executor import SlotPairs
-from weft.engine.execution.garbage import LongLived
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
 from weft.engine.models.objective import Objective

@@ -32,7 +32,7 @@ from weft.engine.data import (
     vocabulary_for,
     with_template,
 )
-from weft.engine.data.location import locate
+from weft.engine.data.open import locate
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
 from weft.engine.layout import RankLayout

@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.chat import ChatEncoder
-from weft.engine.data.location import locate
 from weft.engine.data.messages import FORMS, TOOLS, Conversation, chat_columns, conversation_fault
-from weft.engine.data.open import open_rows
+from weft.engine.data.open import locate, open_rows
 from weft.engine.data.rows import RowFault, parquet_features, read_rows
 
 _LEAST = {"sequence_length": 2, "shuffle_buffer": 1}

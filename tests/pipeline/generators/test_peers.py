@@ -4,8 +4,7 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from weft.pipeline.action import slot_text
-from weft.pipeline.generators.dualpipev import generate_dualpipev
-from weft.pipeline.generators.zbv import generate_zbv
+from weft.pipeline.generators.folded import generate_dualpipev, generate_zbv
 from weft.pipeline.placement import Placement
 
 

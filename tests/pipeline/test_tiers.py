@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.pipeline.tiers import (
+    MAX_CHUNKS,
+    First,
     LayerCosts,
     ModelCosts,
     OperationCosts,
@@ -15,8 +17,6 @@ from weft.pipeline.tiers import (
     model_tier,
     operation_tier,
 )
-from weft.pipeline.tiers.layer import First
-from weft.pipeline.tiers.operation import MAX_CHUNKS
 
 SECONDS = st.floats(0, 100)
 SIZES = st.integers(1, 16)
