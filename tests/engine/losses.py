@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax, logsigmoid
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.engine import tiny
 from tests.engine.tiny import batches, check_order, tiny_config
 from weft.conf.schema import WeftConfig
 from weft.engine.models.objective import Objective
@@ -71,32 +72,11 @@ def paired(replica: int, num_replicas: int) -> Iterator[dict[str, Tensor]]:
 
 def reference_losses(name: str, config: WeftConfig, num_replicas: int) -> list[float]:
     """One process that runs Hugging Face's own forward on the same data."""
-    from weft.engine.deepspeed.construction import learning_rate, parameter_groups
-    from weft.engine.stages.files.loading import build_model
-
-    torch.set_num_threads(1)
-    model = build_model(config.model, dtype=torch.float32, seed=config.train.seed).train()
-    groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=tuple(config.optimizer.betas))
-    scheduler = learning_rate(config.optimizer, config.train.steps)(optimizer)
-    data, losses = paired(0, 1), []
-    for _ in range(STEPS):
-        step = list(itertools.islice(data, config.pipeline.microbatches * num_replicas))
-        items = torch.tensor(float(sum(int((b["labels"][:, 1:] != -100).sum()) for b in step)))
-        total = torch.zeros(())
-        for batch in step:
-            loss = _reference(name, model, batch, items, len(step))
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(float(total))
-    return losses
+    return tiny.reference_losses(config, num_replicas, STEPS, loss_of=partial(_reference, name), data=paired)
 
 
 def _reference(name: str, model: Any, batch: Any, items: Tensor, count: int) -> Tensor:
+    items = items.float()
     if name == "router":
         return routed(model, batch, items)
     if name == "own":

@@ -1,7 +1,6 @@
 """Losses of the engine equal those of a single process, whatever the schedule and layout."""
 
 import random
-from functools import cache
 from itertools import combinations, product
 from math import comb
 
@@ -84,13 +83,6 @@ def test_the_matrix_has_every_pair():
     assert len(options) == 4 * comb(len(OPTIONS), 2)
 
 
-@cache
-def _reference(replicas, steps, microbatches, precision, tied, lora, layers):
-    config = tiny_config(microbatches=microbatches, precision=precision, tied=tied, lora=lora, layers=layers)
-    config.train.steps = steps
-    return reference_losses(config, replicas, steps)
-
-
 def _compare(cases, steps, timeout_s, costs=None):
     configs = [_config(*case) for case in cases.values()]
     if costs is not None:
@@ -102,10 +94,7 @@ def _compare(cases, steps, timeout_s, costs=None):
     wrong = {}
     for name, config, losses in zip(cases, configs, results[0], strict=True):
         precision = config.train.precision.value
-        tied = config.model.overrides["tie_word_embeddings"]
-        replicas = 4 // config.pipeline.stages
-        layers, lora = config.model.overrides["num_hidden_layers"], config.model.lora.enabled
-        expected = _reference(replicas, steps, config.pipeline.microbatches, precision, tied, lora, layers)
+        expected = reference_losses(config, 4 // config.pipeline.stages, steps)
         if losses != pytest.approx(expected, rel=1e-5 if precision == "fp32" else 1e-3):
             wrong[name] = (losses, expected)
     assert not wrong

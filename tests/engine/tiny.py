@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,11 +125,37 @@ def batches(replica: int, num_replicas: int, batch_size: int = 2) -> Iterator[di
         yield {"input_ids": ids, "labels": labels}
 
 
-def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: str = "cpu") -> list[float]:
+def own_loss(model: Any, batch: dict[str, Tensor], items: Tensor, count: int) -> Tensor:
+    """Return Hugging Face's own loss of one of ``count`` micro-batches, divided by the ``items`` of all of them."""
+    return model(**batch, num_items_in_batch=items, use_cache=False).loss
+
+
+_known: dict[str, list[float]] = {}
+
+
+def reference_losses(
+    config: WeftConfig,
+    num_replicas: int,
+    steps: int,
+    device: str = "cpu",
+    loss_of: Callable[[Any, dict[str, Tensor], Tensor, int], Tensor] = own_loss,
+    data: Callable[[int, int], Iterator[dict[str, Tensor]]] = batches,
+) -> list[float]:
     """Losses of one process that runs Hugging Face's own forward on the same data.
 
-    In low precision the weights that train are fp32, rounded for each step's forwards.
+    Configurations that one process does not distinguish are trained once. In low precision the weights that train are
+    fp32, rounded for each step's forwards.
     """
+    settings = config.model, config.optimizer, config.train, config.pipeline.microbatches
+    seen = repr((*settings, num_replicas, steps, device, loss_of, data))
+    if seen not in _known:
+        _known[seen] = _trained_alone(config, num_replicas, steps, device, loss_of, data(0, 1))
+    return _known[seen]
+
+
+def _trained_alone(
+    config: WeftConfig, num_replicas: int, steps: int, device: str, loss_of: Callable, data: Iterator
+) -> list[float]:
     from weft.engine.deepspeed.construction import learning_rate, parameter_groups
     from weft.engine.precision import DTYPES
     from weft.engine.stages.files.loading import build_model
@@ -140,7 +167,6 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
     make = ReferenceLamb if config.optimizer.kind is OptimizerKind.lamb else torch.optim.AdamW
     optimizer = make(groups, lr=config.optimizer.lr, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps)
     scheduler = learning_rate(config.optimizer, config.train.steps)(optimizer)
-    data = batches(0, 1)
     losses = []
     for _ in range(steps):
         step = list(itertools.islice(data, config.pipeline.microbatches * num_replicas))
@@ -149,7 +175,7 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
         total = 0.0
         for batch in step:
             moved = {name: tensor.to(device) for name, tensor in batch.items()}
-            loss = working(**moved, num_items_in_batch=items.to(device), use_cache=False).loss
+            loss = loss_of(working, moved, items.to(device), len(step))
             loss.backward()
             total += loss.item()
             if working is not model:
@@ -160,16 +186,6 @@ def reference_losses(config: WeftConfig, num_replicas: int, steps: int, device: 
         scheduler.step()
         losses.append(total)
     return losses
-
-
-def references(cases: Iterable[tuple[WeftConfig, int]], steps: int) -> Iterator[list[float]]:
-    """`reference_losses` of each configuration and number of replicas; once for those that one process sees alike."""
-    known: dict[str, list[float]] = {}
-    for config, num_replicas in cases:
-        seen = repr((config.model, config.optimizer, config.train, config.pipeline.microbatches, num_replicas))
-        if seen not in known:
-            known[seen] = reference_losses(config, num_replicas, steps)
-        yield known[seen]
 
 
 def _add_gradients(source: torch.nn.Module, target: torch.nn.Module) -> None:

@@ -2,13 +2,13 @@
 
 import os
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 
 from tests.engine.parallel.axis_training import pair_config
 from tests.engine.stages.tiny import tiny
-from tests.engine.tiny import reference_losses, references, tiny_config
+from tests.engine.tiny import reference_losses, tiny_config
 from tests.nccl_rules.engines import a_run, divided_under_rules, losses_under_rules, without_eager_connection
 from tests.quickstart import TINY_QUICKSTART
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
@@ -144,21 +144,13 @@ def _config(*, stages, arch=None, **keywords):
     return config
 
 
-@cache
-def _reference(replicas, microbatches, arch, precision, tied, lora):
-    config = _config(stages=1, arch=arch, microbatches=microbatches, precision=precision, tied=tied, lora=lora)
-    return reference_losses(config, replicas, STEPS)
-
-
 def _check(cases, world, **job):
     configs = [_config(stages=stages, **keywords) for stages, keywords in cases.values()]
     results = run_ranks(world, partial(losses_under_rules, **job), configs, STEPS, timeout_s=800)
     wrong = {}
     for name, config, losses in zip(cases, configs, results[0][0], strict=True):
-        low, keywords = config.train.precision.value, cases[name][1]
-        replicas, tied = world // config.pipeline.stages, keywords.get("tied", False)
-        told = keywords.get("arch"), low, tied, keywords.get("lora", False)
-        expected = _reference(replicas, config.pipeline.microbatches, *told)
+        low = config.train.precision.value
+        expected = reference_losses(config, world // config.pipeline.stages, STEPS)
         if losses != pytest.approx(expected, rel=1e-5 if low == "fp32" else 1e-3):
             wrong[name] = (losses, expected)
     assert not wrong
@@ -205,7 +197,7 @@ def test_collectives_that_the_planner_divides(tmp_path):
     for config, (partition, *_) in zip(configs, DIVIDED.values(), strict=True):
         config.zero.partition, config.data.cache_dir = partition, str(tmp_path)
     results = run_ranks(8, divided_under_rules, configs, STEPS, (0, 0, 1, 1, 2, 2, 3, 3), timeout_s=800)
-    expected = _reference(4, 6, None, "fp32", False, False)
+    expected = reference_losses(configs[0], 4, STEPS)
     for number, (name, (partition, _, rewrites)) in enumerate(DIVIDED.items()):
         for found in (runs[number] for runs, _ in results):
             assert found["losses"] == results[0][0][number]["losses"] == pytest.approx(expected, rel=1e-5), name
@@ -221,11 +213,9 @@ def test_ranks_that_share_sequences_experts_and_matrices(world, cases):
     for config in configs.values():
         config.data.sequence_length = 24  # a multiple of 6; batches are made by hand
     results = run_ranks(world, losses_under_rules, list(configs.values()), STEPS, timeout_s=800)
-    alone = [
-        (config, world // config.pipeline.stages // (config.parallel.context * config.parallel.tensor))
-        for config in configs.values()
-    ]
-    for number, (name, expected) in enumerate(zip(configs, references(alone, STEPS), strict=True)):
+    for number, (name, config) in enumerate(configs.items()):
+        replicas = world // config.pipeline.stages // (config.parallel.context * config.parallel.tensor)
+        expected = reference_losses(config, replicas, STEPS)
         for losses, _ in results:
             assert losses[number] == pytest.approx(expected, rel=1e-5), name
     _refuse_waits(waits for _, waits in results)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.tiny import many_losses, references, tiny_config
+from tests.engine.tiny import many_losses, reference_losses, tiny_config
 from weft.tools.ranks import run_ranks
 
 RANKS, STEPS = 4, 20
@@ -24,10 +24,8 @@ def test_losses_equal_those_of_one_process():
     """Twenty steps of four micro-batches, clipped, warmed up and decayed."""
     configs = {name: tiny_config(layers=4, **keywords) for name, keywords in CASES.items()}
     got = run_ranks(RANKS, many_losses, list(configs.values()), STEPS, timeout_s=800)
-    cases = [
-        (config, RANKS // config.pipeline.stages // config.parallel.context // config.parallel.tensor)
-        for config in configs.values()
-    ]
-    for number, (name, want) in enumerate(zip(configs, references(cases, STEPS), strict=True)):
+    for number, (name, config) in enumerate(configs.items()):
+        parallel = config.parallel
+        want = reference_losses(config, RANKS // config.pipeline.stages // parallel.context // parallel.tensor, STEPS)
         for rank in got:
             assert rank[number] == pytest.approx(want, rel=1e-5), name
