@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from weft.pipeline.costs import StageCost
+
 WORK_FORM = 5
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
@@ -15,26 +17,29 @@ LOSS_WORKING_BYTES = 8
 """Additional bytes per logit of the loss's backward: fp32 gradients of these and of the logits."""
 CUT_LOSS_WORKING_BYTES = {2: 6, 4: 4}
 """The same by bytes of an activation where members share the vocabulary: an fp32 gradient, and its copy in theirs."""
-
-
 GATHERED_WIDTHS = 2
 """Gathered hidden states that members of a tensor group save per layer: the inputs of attention and of the
 feed-forward part."""
 
 
-def gathered_widths(tensor: int, context: int, attended: float) -> float:
-    """Return the size of gathered activations that a layer saves, in hidden states of a rank's own part.
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The division of a micro-batch of sequences among the ranks that share layers."""
 
-    Args:
-        tensor, context: numbers of ranks that share a layer's weights, and a sequence.
-        attended: size of a token's keys and values in hidden states, if each rank gathers those of all ranks.
-    """
-    return float(GATHERED_WIDTHS * (tensor - 1)) + attended * (context - 1)
+    microbatch_size: int
+    """Sequences of a micro-batch."""
+    tensor: int
+    """Ranks that share a layer's weights."""
+    context: int
+    """Ranks that share a sequence."""
+    recomputes: bool
+    """True if layers are recomputed in the backward."""
+    gathers: bool = True
+    """True if each rank gathers the keys and values of a whole sequence."""
 
-
-def share_of_loss(tensor: int, weight_bytes: int) -> float:
-    """Return the memory of the loss's backward as a share of that with an undivided vocabulary."""
-    return 1.0 if tensor == 1 else CUT_LOSS_WORKING_BYTES[weight_bytes] / LOSS_WORKING_BYTES
+    def of_rank(self, num_bytes: float) -> float:
+        """Return a rank's part of a micro-batch, from the bytes of a sequence."""
+        return num_bytes * self.microbatch_size / (self.tensor * self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,31 +87,6 @@ class LayerWork:
         forward_s = matmul_s + attention_s + exchanged_s
         again_s = forward_s if recomputes else 0.0
         return forward_s, matmul_s + 2 * attention_s + exchanged_s + again_s, trained_share * matmul_s
-
-    def saved_bytes(
-        self, num_layers: int, hidden_bytes: float, *, recomputes: bool, gathered_bytes: float = 0.0
-    ) -> float:
-        """Return the bytes that are kept from the forward to the backward.
-
-        Args:
-            num_layers: number of layers of this work.
-            hidden_bytes: bytes of the hidden states at the input of a layer.
-            gathered_bytes: bytes of gathered tensors that a layer also saves, unless it is recomputed.
-        """
-        if recomputes:
-            return num_layers * hidden_bytes + self.unrecomputed_bytes
-        return self.activation_bytes + num_layers * gathered_bytes
-
-    def backward_bytes(
-        self, num_layers: int, *, recomputes: bool, gathered_bytes: float = 0.0, loss_share: float = 1.0
-    ) -> float:
-        """Return the temporary bytes of a backward: those of the loss, or of a recomputed layer.
-
-        Args:
-            loss_share: share of `working_bytes` that the loss needs, see `share_of_loss`.
-        """
-        again = (self.activation_bytes - self.unrecomputed_bytes) / max(1, num_layers) + gathered_bytes
-        return max(self.working_bytes * loss_share, again if recomputes else 0.0)
 
     def __add__(self, other: LayerWork) -> LayerWork:
         return LayerWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -160,6 +140,45 @@ class ModelWork:
         """The sum of all parts; tied weights count once."""
         parts = sum(self.layers, self.before) + self.after
         return parts + LayerWork(parameters=-self.tied_parameters)
+
+    def stage_cost(
+        self, part: LayerWork, num_layers: int, seconds: tuple[float, float, float], division: Division
+    ) -> StageCost:
+        """Return the cost of a micro-batch on a rank whose layers have the work ``part``.
+
+        Args:
+            seconds: of the forward, of input gradients and of weight gradients, see `LayerWork.seconds`.
+        """
+        forward_s, input_s, weight_s = seconds
+        saved = self.saved_bytes(part, num_layers, division)
+        return StageCost(
+            forward_s=forward_s,
+            input_s=input_s,
+            weight_s=weight_s,
+            activation_bytes=saved,
+            # Inputs and output gradients of the matrices: about what the forward saved.
+            weight_saved_bytes=saved,
+            output_bytes=division.of_rank(self.message_bytes),
+        )
+
+    def saved_bytes(self, part: LayerWork, num_layers: int, division: Division) -> float:
+        """Return the bytes that a rank keeps of a micro-batch from the forward to the backward."""
+        if division.recomputes:
+            return division.of_rank(num_layers * self.message_bytes + part.unrecomputed_bytes)
+        return division.of_rank(part.activation_bytes + num_layers * self._gathered_bytes(division))
+
+    def backward_bytes(self, part: LayerWork, num_layers: int, division: Division, weight_bytes: int) -> float:
+        """Return the temporary bytes of a rank's backward: those of the loss, or of a recomputed layer."""
+        of_loss = part.working_bytes
+        if division.tensor > 1:
+            of_loss *= CUT_LOSS_WORKING_BYTES[weight_bytes] / LOSS_WORKING_BYTES
+        again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
+        return division.of_rank(max(of_loss, again + self._gathered_bytes(division) if division.recomputes else 0.0))
+
+    def _gathered_bytes(self, division: Division) -> float:
+        """Return the bytes per sequence of gathered tensors that a layer keeps for its backward."""
+        attended = (division.context - 1) * self.attended_bytes if division.gathers else 0.0
+        return GATHERED_WIDTHS * (division.tensor - 1) * self.message_bytes + attended
 
     @property
     def parameters(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.engine.models.sizes import ModelSizes, PartSize
@@ -10,7 +11,7 @@ from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import CostModel, PairCosts, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES
-from weft.pipeline.workload import NOTHING, LayerWork, ModelWork, gathered_widths, loss_work, share_of_loss
+from weft.pipeline.workload import NOTHING, Division, LayerWork, ModelWork, loss_work
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
@@ -67,30 +68,25 @@ def _stage_pairs(facts: Facts, split: StageSplit, measured: Sequence[StageCost])
 
 def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[float]:
     """Return the memory of each virtual stage's backward besides saved activations."""
-    whole, found = _work(config, facts), []
-    for work, layers in zip(_stage_works(whole, split), split.layers, strict=True):
-        taken = work.backward_bytes(
-            len(layers),
-            recomputes=facts.recomputes,
-            gathered_bytes=_gathered_widths(facts) * whole.message_bytes,
-            loss_share=share_of_loss(facts.layout.tensor, WEIGHT_BYTES[config.train.precision]),
-        )
-        found.append(_sequences(config, facts) * taken)
+    work, division = _work(config, facts), _division(config, facts)
+    found = [
+        work.backward_bytes(part, len(layers), division, WEIGHT_BYTES[config.train.precision])
+        for part, layers in zip(_stage_works(work, split), split.layers, strict=True)
+    ]
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     found[0] = max(found[0], embedding - costs.stages[0].activation_bytes)
     return found
 
 
-def _sequences(config: WeftConfig, facts: Facts) -> float:
-    """Return the number of sequences of a micro-batch per rank. It is a fraction if ranks share layers or sequences."""
-    return config.train.microbatch_size / (facts.layout.tensor * facts.layout.context)
-
-
-def _gathered_widths(facts: Facts) -> float:
-    gathers = facts.exchange is ContextExchange.gather
-    attended = facts.model.key_value_size / facts.model.hidden_size if gathers else 0.0
-    return gathered_widths(facts.layout.tensor, facts.layout.context, attended)
+def _division(config: WeftConfig, facts: Facts) -> Division:
+    return Division(
+        microbatch_size=config.train.microbatch_size,
+        tensor=facts.layout.tensor,
+        context=facts.layout.context,
+        recomputes=facts.recomputes,
+        gathers=facts.exchange is ContextExchange.gather,
+    )
 
 
 def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
@@ -103,33 +99,17 @@ def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
 
 def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
     """Estimate costs by the operations and bytes of each layer. Ranks that share layers divide them equally."""
-    work, sequences = _work(config, facts), _sequences(config, facts)
+    work, division = _work(config, facts), _division(config, facts)
     stages = []
     for part, size, layers in zip(
         _stage_works(work, split), stage_sizes(facts.model, split), split.layers, strict=True
     ):
-        forward_s, input_s, weight_s = part.seconds(
-            flops_per_s / sequences,
+        seconds = part.seconds(
+            flops_per_s / division.of_rank(1),
             recomputes=facts.recomputes,
             trained_share=size.active_trained / max(1, size.active),
         )
-        saved = part.saved_bytes(
-            len(layers),
-            work.message_bytes,
-            recomputes=facts.recomputes,
-            gathered_bytes=_gathered_widths(facts) * work.message_bytes,
-        )
-        stages.append(
-            StageCost(
-                forward_s=forward_s,
-                input_s=input_s,
-                weight_s=weight_s,
-                activation_bytes=saved * sequences,
-                # Inputs and output gradients of the matrices: about what the forward saved.
-                weight_saved_bytes=saved * sequences,
-                output_bytes=work.message_bytes * sequences,
-            )
-        )
+        stages.append(work.stage_cost(part, len(layers), seconds, division))
     return tuple(stages)
 
 
@@ -138,10 +118,11 @@ def _work(config: WeftConfig, facts: Facts) -> ModelWork:
 
     A forward takes two operations per active weight and token, and attention's scores on top.
     """
-    if facts.work is not None:
-        return facts.work
     model, tokens = facts.model, config.data.sequence_length
     hidden_bytes = float(tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision])
+    if facts.work is not None:
+        attended = model.key_value_size / model.hidden_size * facts.work.message_bytes
+        return replace(facts.work, attended_bytes=attended)
 
     def part(size: PartSize, layers: int = 0) -> LayerWork:
         return LayerWork(
@@ -159,5 +140,5 @@ def _work(config: WeftConfig, facts: Facts) -> ModelWork:
         after=part(model.after) + loss_work(float(tokens * model.vocab_size)),
         tied_parameters=model.tied.parameters,
         message_bytes=hidden_bytes,
-        attended_bytes=0.0,
+        attended_bytes=model.key_value_size / model.hidden_size * hidden_bytes,
     )

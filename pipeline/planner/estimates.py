@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -14,7 +14,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, zero_memory
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.layout import Layout, Shape
-from weft.pipeline.workload import LayerWork, ModelWork, gathered_widths, share_of_loss
+from weft.pipeline.workload import Division, LayerWork, ModelWork
 
 Found = TypeVar("Found")
 MANY_BYTES = 1e15
@@ -97,16 +97,9 @@ class Estimates:
 
     def stage_cost(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> StageCost:
         """Return the seconds and bytes of one micro-batch on a pipeline rank."""
-        forward_s, input_s, weight_s = self.stage_seconds(work, num_layers, shape, site)
-        saved = self.activation_bytes(work, num_layers, shape)
-        return StageCost(
-            forward_s=forward_s,
-            input_s=input_s,
-            weight_s=weight_s,
-            activation_bytes=saved,
-            weight_saved_bytes=saved,
-            output_bytes=self.work.message_bytes * shape.microbatch_size,
-        )
+        seconds = self.stage_seconds(work, num_layers, shape, site)
+        cost = self.work.stage_cost(work, num_layers, seconds, _division(shape))
+        return replace(cost, output_bytes=self.work.message_bytes * shape.microbatch_size)  # of all of its GPUs
 
     def stage_seconds(self, work: LayerWork, num_layers: Any, shape: Shape, site: Site) -> tuple[Any, Any, Any]:
         """Return the seconds of a rank's forward, input gradients and weight gradients for one micro-batch.
@@ -284,13 +277,7 @@ class Estimates:
 
     def activation_bytes(self, work: LayerWork, num_layers: int, shape: Shape) -> float:
         """Return the bytes that a micro-batch leaves on each GPU of a rank until its backward."""
-        kept = work.saved_bytes(
-            num_layers,
-            self.work.message_bytes,
-            recomputes=shape.checkpointing,
-            gathered_bytes=self._gathered_bytes(shape),
-        )
-        return kept * shape.microbatch_size / shape.gpus_per_rank
+        return self.work.saved_bytes(work, num_layers, _division(shape))
 
     def memory(self, work: LayerWork, num_layers: int, shape: Shape, activations: float = 0.0) -> RankMemory:
         """Return the memory of a GPU of a rank with ``activations`` bytes of saved activations."""
@@ -309,20 +296,10 @@ class Estimates:
             share=share,
             trained=TrainedWeights(trained * round(held), stepped, trained * largest),
         )
-        working = work.backward_bytes(
-            num_layers,
-            recomputes=shape.checkpointing,
-            gathered_bytes=self._gathered_bytes(shape),
-            loss_share=share_of_loss(shape.tensor, WEIGHT_BYTES[Precision.bf16]),
-        )
+        working = self.work.backward_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16])
         beside = zero.buffers if shape.zero_stage == 3 else 0.0
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
-        return RankMemory(zero, activations, working * shape.microbatch_size / shape.gpus_per_rank, beside, stepping)
-
-    def _gathered_bytes(self, shape: Shape) -> float:
-        """Return the bytes per sequence of gathered tensors that a layer keeps for its backward."""
-        attended = self.work.attended_bytes / self.work.message_bytes
-        return gathered_widths(shape.tensor, shape.context, attended) * self.work.message_bytes
+        return RankMemory(zero, activations, working, beside, stepping)
 
     def costs(self, layout: Layout) -> CostModel:
         """Return the seconds and bytes of one pipeline of a layout."""
@@ -361,6 +338,15 @@ class Estimates:
         return (
             site.gpu.scale_up_bytes_per_s if span <= site.gpus_per_host else site.network_bps / 8 / site.gpus_per_host
         )
+
+
+def _division(shape: Shape) -> Division:
+    return Division(
+        microbatch_size=shape.microbatch_size,
+        tensor=shape.tensor,
+        context=shape.context,
+        recomputes=shape.checkpointing,
+    )
 
 
 def _larger(one: Any, other: Any) -> Any:
