@@ -116,7 +116,12 @@ class HostPort:
         name = _service_name(self.address[1], whom) if attempt == _NO_ATTEMPT else f"weft-wan-{whom}-{attempt.hex()}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))
-            sender.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL, "\0" + name)  # ConnectionRefusedError: none here
+            while True:
+                try:
+                    sender.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL, "\0" + name)  # ConnectionRefusedError: none
+                    break
+                except BlockingIOError:  # its mailbox has ten connections, and the caller has a time limit
+                    await asyncio.sleep(_LOOK_S)
         raise HandedOn(name)
 
     def _admit_other_key(self) -> None:

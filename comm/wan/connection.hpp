@@ -7,8 +7,9 @@
 namespace weft {
 
 class Link;
+struct PortHello;
 
-enum class Stage { TCP, PORT_HELLO, TLS, HELLO, CHALLENGE, PROOF, READY };
+enum class Stage { TCP, PORT_HELLO, HANDOVER, TLS, HELLO, CHALLENGE, PROOF, READY };
 
 class Connection {
 public:
@@ -31,6 +32,7 @@ public:
     // ---- handshake messages
 
     Handshake handshake;
+    std::shared_ptr<PortHello> port_hello;  // while it waits to be handed over
 
     template <class Message>
     bool receive(Message &message) {  // false until it is complete

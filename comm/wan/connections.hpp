@@ -228,7 +228,15 @@ private:
     void answer(Connection &connection, const PortHello &hello) {
         if (!shared_port_.admits(hello)) throw Broken("it sent no valid hello");
         if (hello.job == options_.job && hello.to == options_.id) return begin(connection);
-        if (!Mailbox::give(connection.stream.fd, hello, port)) throw Broken("nobody of that name on this host");
+        connection.port_hello = std::make_shared<PortHello>(hello);
+        connection.stage = Stage::HANDOVER;
+    }
+
+    // A recipient whose mailbox is full gets the connection later, until the handshake times out.
+    void hand_over(Connection &connection) {
+        int error = Mailbox::give(connection.stream.fd, *connection.port_hello, port);
+        if (error == EAGAIN) return;
+        if (error) throw Broken("nobody of that name on this host");
         connection.dead = "handed over";
     }
 
@@ -320,6 +328,7 @@ private:
         }
         if (PortHello hello; connection.stage == Stage::PORT_HELLO && connection.receive(hello))
             answer(connection, hello);
+        if (connection.stage == Stage::HANDOVER) hand_over(connection);
         if (!connection.dead.empty()) return;
         if (connection.stage == Stage::TLS) {
             if (tls_ && !connection.stream.secure()) return;

@@ -80,10 +80,10 @@ public:
     ~Mailbox() { Descriptors::all().close(fd); }
     Mailbox(const Mailbox &) = delete;
 
-    // Hands over a connection; false if who it is for is not there, or does not keep up.
-    static bool give(int connection, const PortHello &hello, uint16_t port) {
+    // Hands over a connection. Returns an error number: EAGAIN if the recipient does not keep up, 0 if it was given.
+    static int give(int connection, const PortHello &hello, uint16_t port) {
         int sender = open();
-        if (sender < 0) return false;
+        if (sender < 0) return errno;
         Name name = hello.job == Job{} ? Name(port, hello.to) : Name(hello.job, hello.to);
         char byte = 0;
         iovec part{&byte, 1};
@@ -100,9 +100,9 @@ public:
         header->cmsg_type = SCM_RIGHTS;
         header->cmsg_len = CMSG_LEN(sizeof connection);
         memcpy(CMSG_DATA(header), &connection, sizeof connection);
-        bool given = sendmsg(sender, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == 1;
+        int error = sendmsg(sender, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == 1 ? 0 : errno;
         Descriptors::all().close(sender);
-        return given;
+        return error;
     }
 
     // The next connection, -1 if there is none now. What another user sent is dropped.

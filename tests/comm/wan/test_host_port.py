@@ -4,6 +4,7 @@ import array
 import asyncio
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -123,6 +124,28 @@ def test_a_link_uses_a_port_that_others_share():
         assert far.counters(0).ready == far.counters(1).ready == 12
         assert driver.handed + rendezvous.handed > 2
         assert first.refused + behind.refused + far.refused + driver.refused + rendezvous.refused == 0
+
+
+@pytest.mark.parametrize("accepts", [Service.CONTROL, 0])
+def test_a_burst_of_connections_waits_for_a_recipient_that_is_late(accepts):
+    """The kernel queues about ten messages for a socket. More connections are neither refused nor lost."""
+    port, taken = free_port(), 0
+    with ExitStack() as stack:
+        mailbox = stack.enter_context(claim(port, Service.RENDEZVOUS))
+        first = stack.enter_context(endpoint(0, port=port) if accepts == 0 else Listening(port, accepts))
+        for _ in range(40):
+            client = stack.enter_context(socket.create_connection((HOST, port), timeout=10))
+            client.sendall(port_hello(KEY, Service.RENDEZVOUS))
+        time.sleep(0.5)
+        limit = time.monotonic() + 20
+        while taken < 40 and time.monotonic() < limit:
+            with suppress(BlockingIOError):
+                _, parts, _, _ = mailbox.recvmsg(1, socket.CMSG_SPACE(4) + socket.CMSG_SPACE(12))
+                for _, kind, data in parts:
+                    if kind == socket.SCM_RIGHTS:
+                        os.close(int.from_bytes(data, sys.byteorder))
+                        taken += 1
+        assert taken == 40 and first.refused == 0
 
 
 def test_who_is_left_goes_on_when_another_has_gone():
