@@ -11,7 +11,16 @@ from pathlib import Path
 from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
-from weft.conf.schema import Attention, DataKind, LoraConfig, OptimizerKind, PipelineConfig, Precision, WeftConfig
+from weft.conf.schema import (
+    Attention,
+    DataKind,
+    KvConnector,
+    LoraConfig,
+    OptimizerKind,
+    PipelineConfig,
+    Precision,
+    WeftConfig,
+)
 from weft.conf.schema.ranges import SHARE, out_of_range
 from weft.conf.sites import site_problems
 
@@ -337,6 +346,14 @@ def _controller(config: WeftConfig) -> Iterator[str]:
             )
 
 
+def _decode(config: WeftConfig) -> Iterator[str]:
+    decode = config.inference.decode
+    if decode.enabled and config.inference.prefill.connector is KvConnector.none:
+        yield "inference.prefill.connector=none: a decode server could not fetch what workers compute; set it to nixl"
+    if decode.url and not decode.url.startswith(("http://", "https://")):
+        yield f"inference.decode.url={decode.url!r}: not an HTTP address; give it as in http://10.0.0.2:8400"
+
+
 CHECKS = (
     missing_features,
     _model,
@@ -353,4 +370,5 @@ CHECKS = (
     _supervision,
     _prefill,
     _controller,
+    _decode,
 )

@@ -49,7 +49,7 @@ FEATURES = {
     "prefill": Feature(
         entry="weft.inference",
         commands={
-            "serve": ("weft.recipes.serving.serve", "run vLLM prefill workers in the bubbles of a training run"),
+            "serve": ("weft.recipes.serving.serve", "serve prompts in the bubbles of a training run"),
             "controller": (
                 "weft.recipes.serving.controller",
                 "run the controller: one address in front of all prefill workers",

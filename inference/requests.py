@@ -14,6 +14,16 @@ _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _ENDED = re.compile(rb'"finish_reason"\s*:\s*"|data: {"error"')
 _OF_DECODING = ("n", "best_of", "min_tokens", "max_tokens", "max_completion_tokens")
 """Fields that are at most 1 in the part of a request that computes the prompt."""
+_OF_ANSWERS = {
+    *_OF_DECODING,
+    *("stream", "stream_options", "seed", "stop", "stop_token_ids", "echo", "logprobs", "top_logprobs"),
+    *("logprob_token_ids", "return_token_ids", "response_format", "structured_outputs", "use_beam_search"),
+}
+"""Fields that say nothing about the prompt, and would cost a worker time, or end the prompt's part early.
+
+Others stay, so that a worker refuses what a decode server would refuse. vLLM's engine ends at a chunked prompt with a
+seed on a CPU (0.32.0).
+"""
 _INNER_FIELDS = {"kv_transfer_params", "ec_transfer_params"}
 """Fields that vLLM merges with `vllm_xargs`, whose values can only be scalars and lists: its connectors expect
 objects there, and the engine would end."""
@@ -25,18 +35,20 @@ class Refusal(Exception):
     Attributes:
         status: HTTP status.
         retry_after_s: seconds after which the same request may succeed, or 0 if never.
+        field: the field of the body that is wrong, or None.
     """
 
-    def __init__(self, status: int, message: str, *, retry_after_s: int = 0) -> None:
+    def __init__(self, status: int, message: str, *, retry_after_s: int = 0, field: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.field = field
 
     @property
     def answer(self) -> dict[str, Any]:
         """Return the response body, in OpenAI's error format."""
         kind = "invalid_request_error" if self.status < 500 else "service_unavailable"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.status}}
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.status}}
 
 
 def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
@@ -92,6 +104,21 @@ def decodes_elsewhere(value: Mapping[str, Any]) -> bool:
     return isinstance(transfer, dict) and bool(transfer.get("do_remote_decode"))
 
 
+def check_inner_fields(value: Mapping[str, Any]) -> None:
+    """Refuse a request that would make vLLM's engine exit.
+
+    Raises:
+        Refusal: transfer parameters are where they can only be text.
+    """
+    inner = value.get("vllm_xargs")
+    if isinstance(inner, dict) and (wrong := _INNER_FIELDS & inner.keys()):
+        raise Refusal(
+            400,
+            f"vllm_xargs: {', '.join(sorted(wrong))} is not valid there; give it as a field of the body",
+            field="vllm_xargs",
+        )
+
+
 def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
     """Return the request to compute. With `do_remote_decode` it is only the prompt, as one sequence and one token.
 
@@ -100,9 +127,7 @@ def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Refusal: the response could not describe the computed KV cache, or the request would make vLLM's engine exit.
     """
-    inner = value.get("vllm_xargs")
-    if isinstance(inner, dict) and (wrong := _INNER_FIELDS & inner.keys()):
-        raise Refusal(400, f"vllm_xargs: {', '.join(sorted(wrong))} is not valid there; give it as a field of the body")
+    check_inner_fields(value)
     if not decodes_elsewhere(value):
         return value
     if (count := num_prompts(value)) > 1:
@@ -119,6 +144,41 @@ def as_prefill(value: dict[str, Any]) -> dict[str, Any]:
             raise Refusal(400, f"{name}={number!r:.40}: not an integer; give one")
     bounded = {"max_tokens": 1} | {name: min(number, 1) for name, number in given.items()}
     return {name: field for name, field in value.items() if name != "use_beam_search"} | bounded
+
+
+def prompt_part(value: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the request that computes the prompt of ``value``, whose KV cache a decode server then fetches.
+
+    It computes one sequence and one token, which is discarded.
+
+    Returns:
+        None if the decode server has to compute the prompt, because one prompt's cache is not enough, or has to refuse
+        the request.
+    """
+    numbers = {name: value[name] for name in _OF_DECODING if value.get(name) is not None}
+    if (
+        num_prompts(value) != 1
+        or not all(_is_int(number) and number >= (name != "min_tokens") for name, number in numbers.items())
+        or any(numbers.get(name, 1) > 1 for name in ("n", "best_of"))
+        or any(value.get(name) for name in ("prompt_embeds", "use_beam_search"))
+        or value.get("prompt_logprobs") is not None
+        or (value.get("echo") and value.get("logprobs") is not None)
+        or _has_media(value.get("messages"))
+    ):
+        return None
+    kept = {name: field for name, field in value.items() if name not in _OF_ANSWERS}
+    return kept | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+
+
+def _has_media(messages: object) -> bool:
+    """True if a message has an image or the like, whose encoder would run outside of bubbles."""
+    parts = [
+        part
+        for message in (messages if isinstance(messages, list) else ())
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    return any(isinstance(part, dict) and part.get("type") not in ("text", "refusal", "thinking") for part in parts)
 
 
 def num_prompts(value: Mapping[str, Any]) -> int:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 CONTEXT = 8192
 VOCABULARY = 512
+CHAT_TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 
 
 def write_model(folder: Path) -> None:
@@ -38,6 +41,7 @@ def write_model(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
 
 

@@ -45,8 +45,8 @@ class ControllerConfig:
     """tokenizer.json of the served model, or its folder, to count prompt tokens; empty uses the one in
     `inference.prefill.model`, or estimates the count from the text's length if there is none."""
     deadline_s: Annotated[float, POSITIVE] = 10.0
-    """Refuse a request whose first token is predicted to take longer, in seconds; the request header
-    X-Weft-Deadline-S overrides it."""
+    """Seconds in which a prompt has to be computed. A request that is predicted to take longer is refused; with a
+    decode server, that server computes the prompt instead. The request header X-Weft-Deadline-S overrides it."""
     max_prompt_tokens: Annotated[int, COUNT] = 131_072
     """Longest prompt that is accepted."""
     max_body_bytes: Annotated[int, COUNT] = 4_194_304
@@ -69,6 +69,8 @@ class ControllerConfig:
     """Seconds after which a prompt is abandoned even if its worker is alive."""
     probe_s: Annotated[float, POSITIVE] = 0.5
     """Seconds between probes of each worker's health and bubbles."""
+    drain_s: Annotated[float, POSITIVE] = 30.0
+    """Seconds that accepted requests have to end after SIGTERM."""
 
 
 @dataclass(kw_only=True)
@@ -116,6 +118,27 @@ class PrefillConfig:
 
 
 @dataclass(kw_only=True)
+class DecodeConfig:
+    """The server that decodes: a stock vLLM server, which fetches KV caches from the prefill workers."""
+
+    enabled: bool = False
+    """Let `weft serve` start a decode server and the controller as well, whose address then gives whole answers;
+    `weft serve --with-decode` sets it, and `inference.prefill.connector`."""
+    url: str = ""
+    """URL of a running decode server, such as http://10.0.0.2:8400; empty starts one on this host."""
+    gpus: list[str] = field(default_factory=list)
+    """GPUs of the decode server, as CUDA_VISIBLE_DEVICES names them, on which no rank trains; empty uses the CPU."""
+    port: Annotated[int, Range(1024, 65535)] = 8400
+    """Port of its HTTP server, on 127.0.0.1."""
+    side_port: Annotated[int, Range(1024, 65535)] = 5700
+    """Port of its NIXL connector's side channel."""
+    kv_cache_bytes: Annotated[int, COUNT] = 268_435_456
+    """KV cache of a decode server on a CPU; on GPUs vLLM takes what is free."""
+    arguments: list[str] = field(default_factory=list)
+    """Additional arguments for the vLLM server. Its number format must be the workers', as in [--dtype, float32]."""
+
+
+@dataclass(kw_only=True)
 class InferenceConfig:
     """Prefill serving in bubbles."""
 
@@ -128,3 +151,5 @@ class InferenceConfig:
     """Prefill workers."""
     controller: ControllerConfig = field(default_factory=ControllerConfig)
     """HTTP service in front of the workers."""
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """Decode server for whole answers."""

@@ -116,7 +116,6 @@ class Dispatch:
             finally:
                 self._fleet.done(ticket, answered=is_answer)
             if response is not None and response.is_client_error:  # an error in the request, which was not computed
-                self._metrics.refused(response.status_code)
                 return response, ticket
             if response is not None and is_answer:
                 self._metrics.answered(ticket, time.monotonic())

@@ -38,6 +38,19 @@ class Metrics:
             buckets=_LATE_SECONDS,
             registry=registry,
         )
+        self._answers = Counter(
+            "weft_answers",
+            "whole answers by who computed the prompt, and why",
+            ["prefill", "reason"],
+            registry=registry,
+        )
+        self._begun = Histogram(
+            "weft_answer_begin_seconds",
+            "time to the first part of an answer",
+            ["prefill"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
         registry.register(_FleetMetrics(fleet))
 
     def granted(self, ticket: Ticket) -> None:
@@ -58,6 +71,14 @@ class Metrics:
     def refused(self, status: int) -> None:
         """Count a request that the controller refused."""
         self._refusals.labels(status).inc()
+
+    def prefilled(self, prefill: str, reason: str) -> None:
+        """Count a prompt of a whole answer, computed in a ``bubble`` or by the server that decodes."""
+        self._answers.labels(prefill, reason).inc()
+
+    def begun(self, prefill: str, after_s: float) -> None:
+        """Observe the time to the first part of an answer."""
+        self._begun.labels(prefill).observe(after_s)
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus's text format."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.service import make_app
-from weft.inference.worker.command import addresses
+from weft.inference.worker.command import addresses, decode_url
 
 KEEP_ALIVE_S = 30
 LARGEST_HEADER = 16_384
@@ -56,6 +57,7 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         api_key=api_key,
         allow_decode=prefill.allow_decode,
         estimated=not tokenizer,
+        decode_url=decode_url(config.inference.decode),
     )
 
 
@@ -78,6 +80,7 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
         ws="none",
         limit_concurrency=settings.max_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=ceil(settings.drain_s),
         h11_max_incomplete_event_size=LARGEST_HEADER,
         access_log=False,
         log_level="warning",

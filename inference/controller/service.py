@@ -6,29 +6,45 @@ import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
 from weft.conf.schema import ControllerConfig
+from weft.inference.controller.answers import Answers
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
 from weft.inference.controller.prompts import Count, prompt_tokens
 from weft.inference.controller.worker import Ticket
-from weft.inference.requests import Refusal, as_prefill, check_prefill_only, parse
+from weft.inference.requests import (
+    Refusal,
+    as_prefill,
+    check_inner_fields,
+    check_prefill_only,
+    decodes_elsewhere,
+    parse,
+)
 
+T = TypeVar("T")
 KEEP_ALIVE_S = 2.0
 """Keep-alive of idle connections to workers, in seconds; less than the 5 s of vLLM's server, because a request
 sent while the server closes the connection fails."""
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose client disconnected, as in nginx."""
-_FORWARDED = ("content-type", "x-request-id", "x-data-parallel-rank")
-"""Client headers that are forwarded to the worker."""
+_REQUEST_ID = b"x-request-id"
+_FORWARDED = (
+    *("content-type", "x-request-id", "x-session-id", "x-data-parallel-rank", "traceparent", "tracestate"),
+    "endpoint-load-metrics-format",
+)
+"""Client headers that are forwarded to the worker and the decode server."""
 
 
 def make_app(
@@ -39,6 +55,7 @@ def make_app(
     api_key: str = "",
     allow_decode: bool = False,
     estimated: bool = False,
+    decode_url: str = "",
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> FastAPI:
     """Create the ASGI application.
@@ -48,9 +65,10 @@ def make_app(
         api_key: required of clients; empty requires none.
         allow_decode: True if the workers decode.
         estimated: True if ``count`` is an estimate.
-        transport: transport of the HTTP client to the workers. The default is TCP.
+        decode_url: URL of a decode server, for whole answers; empty answers prompts only.
+        transport: transport of the HTTP client to the servers. The default is TCP.
     """
-    service = _Service(fleet, settings, count, api_key, allow_decode, estimated, transport)
+    service = _Service(fleet, settings, count, api_key, allow_decode, estimated, decode_url, transport)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -69,6 +87,19 @@ def make_app(
     app.add_api_route("/health", service.health, methods=["GET"])
     app.add_api_route("/ready", service.ready, methods=["GET"])
     app.add_exception_handler(Refusal, service.refused)
+    served = ", ".join(
+        f"{method} {route.path}"
+        for route in app.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    )
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        why = f"{request.method} {request.url.path}: not served here; available: {served}"
+        return await service.refused(request, Refusal(error.status_code, why))
+
+    app.add_exception_handler(HTTPException, unknown)
     return app
 
 
@@ -83,6 +114,7 @@ class _Service:
         api_key: str,
         allow_decode: bool,
         estimated: bool,
+        decode_url: str,
         transport: httpx.AsyncBaseTransport | None,
     ) -> None:
         self._fleet, self._settings = fleet, settings
@@ -98,32 +130,42 @@ class _Service:
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
         )
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client)
+        self._answers = (
+            Answers(decode_url, self.dispatch, self._metrics, self.client, connect_s=settings.answer_slack_s)
+            if decode_url
+            else None
+        )
 
     async def generate(self, request: Request) -> Response:
-        """Place a prompt, have it prefilled, and return the worker's response."""
+        """Return a whole answer, or have a prompt prefilled and return the worker's response."""
         self._authorize(request)
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
-        body, tokens = await asyncio.to_thread(self._validate, body)
         # As bytes, because the client that forwards it refuses text that is not ASCII.
         headers = {name: value for name, value in request.headers.raw if name.decode("latin-1") in _FORWARDED}
-        prefill = PrefillRequest(
-            path=request.url.path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s
-        )
-        answer = asyncio.create_task(self.dispatch.prefill(prefill))
-        disconnected = asyncio.create_task(_disconnected(request))
-        try:
-            await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise Refusal(CLIENT_GONE, "the client has disconnected")
-            return _answer(*answer.result())
-        finally:
-            answer.cancel()
-            disconnected.cancel()
+        value = await asyncio.to_thread(parse, body, max_depth=self._settings.max_json_depth)
+        path = request.url.path
+        if self._answers is not None and not decodes_elsewhere(value):
+            tokens = await asyncio.to_thread(self._check_whole, value)
+            # Worker and decode server log the same name.
+            headers.setdefault(_REQUEST_ID, uuid.uuid4().hex.encode())
+            response = await _unless_disconnected(
+                request, self._answers.answer(path, body, value, headers, tokens=tokens, deadline_s=deadline_s)
+            )
+            response.headers.setdefault("X-Request-Id", headers[_REQUEST_ID].decode("latin-1"))
+            return response
+        body, tokens = await asyncio.to_thread(self._validate, body, value)
+        prefill = PrefillRequest(path=path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s)
+        answer, ticket = await _unless_disconnected(request, self.dispatch.prefill(prefill))
+        if answer.is_client_error:
+            self._metrics.refused(answer.status_code)
+        return _answer(answer, ticket)
 
     async def models(self, request: Request) -> Response:
-        """Return the model list of the first worker that answers."""
+        """Return the model list of the decode server, or of the first worker that answers."""
         self._authorize(request)
+        if self._answers is not None:
+            return await self._answers.models()
         for worker in [worker for worker in self._fleet.workers if worker.up]:
             try:
                 response = await self.client.get(f"{worker.url}/v1/models", timeout=self._settings.answer_slack_s)
@@ -145,14 +187,17 @@ class _Service:
         return Response()
 
     async def ready(self) -> Response:
-        """Return whether a worker can take a prompt."""
+        """Return whether requests are served: by the decode server, or without one by a worker with bubbles ahead."""
         workers = self._fleet.workers
         state = {
             "workers": len(workers),
             "up": sum(worker.up for worker in workers),
             "serving": self._fleet.serving,
         }
-        return JSONResponse(state, status_code=200 if self._fleet.serving else 503)
+        is_ready = self._fleet.serving > 0
+        if self._answers is not None:
+            state["decode"] = int(is_ready := await self._answers.is_up())
+        return JSONResponse(state, status_code=200 if is_ready else 503)
 
     async def refused(self, _: Request, refusal: Exception) -> Response:
         """Return a response for a `Refusal`, in OpenAI's error format."""
@@ -171,17 +216,35 @@ class _Service:
         if self._key and not right:
             raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
 
-    def _validate(self, body: bytes) -> tuple[bytes, int]:
+    def _check_whole(self, value: dict[str, Any]) -> int:
+        """Return the prompt's number of tokens, or 0 if the decode server has to compute the prompt."""
+        check_inner_fields(value)
+        if value.get("kv_transfer_params"):
+            raise Refusal(
+                400,
+                "kv_transfer_params: this server hands caches over itself; leave it out, or set do_remote_decode=true "
+                "for the prompt alone",
+                field="kv_transfer_params",
+            )
+        try:
+            tokens = prompt_tokens(value, self._count)
+        except Refusal:  # the decode server may know the format
+            return 0
+        self._check_tokens(tokens)
+        return tokens if tokens < self._fleet.max_tokens else 0
+
+    def _check_tokens(self, tokens: int) -> None:
+        if tokens > (most := self._settings.max_prompt_tokens):
+            raise Refusal(400, f"the prompt has about {tokens} tokens; the limit is {most}", field="prompt")
+
+    def _validate(self, body: bytes, value: dict[str, Any]) -> tuple[bytes, int]:
         """Return the body to forward, and its number of prompt tokens."""
-        value = parse(body, max_depth=self._settings.max_json_depth)
         if not self._allow_decode:
             check_prefill_only(value)
         prefill = as_prefill(value)
         if prefill != value:
             body = json.dumps(prefill).encode()
-        tokens, most = prompt_tokens(value, self._count), self._settings.max_prompt_tokens
-        if tokens > most:
-            raise Refusal(400, f"the prompt has about {tokens} tokens; the limit is {most}")
+        self._check_tokens(tokens := prompt_tokens(value, self._count))
         longest = self._fleet.max_tokens - 1
         if tokens > longest:
             # If it is too long for the model, the worker refuses it at once, without work.
@@ -218,6 +281,19 @@ class _Service:
         if is_too_large:
             raise Refusal(413, f"the body is larger than {most} bytes")
         return bytes(body)
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, or cancel it when the client disconnects."""
+    task, disconnected = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Refusal(CLIENT_GONE, "the client has disconnected")
+        return task.result()
+    finally:
+        task.cancel()
+        disconnected.cancel()
 
 
 async def _disconnected(request: Request) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.conf.hosts import working_hosts
-from weft.conf.schema import KvConnector, PrefillWorkerConfig, WeftConfig
+from weft.conf.schema import DecodeConfig, KvConnector, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.worker.settings import WorkerSettings
 
@@ -78,6 +78,11 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
         )
         for worker in workers_of(config)
     ]
+
+
+def decode_url(decode: DecodeConfig) -> str:
+    """Return the URL of the decode server, or an empty string if there is none."""
+    return (decode.url or f"http://127.0.0.1:{decode.port}").rstrip("/") if decode.enabled else ""
 
 
 def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> WorkerSettings:
@@ -146,14 +151,42 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *prefill.arguments]
 
 
-def kv_transfer(*, on_cpu: bool) -> dict[str, object]:
-    """Return the value of `--kv-transfer-config`, for prefill and decode instances."""
+def decode_command(config: WeftConfig, *, python: str) -> list[str]:
+    """Return the command line of the decode server: a stock vLLM server with the workers' connector.
+
+    Args:
+        python: an interpreter with vLLM.
+    """
+    decode, on_cpu = config.inference.decode, not config.inference.decode.gpus
+    options: dict[str, object] = {
+        "--model": config.inference.prefill.model,
+        "--host": "127.0.0.1",
+        "--port": decode.port,
+        "--max-model-len": "auto",  # the model's, or what fits into the KV cache
+        # Workers have the same path of the model, so only a wrong number format or version is refused.
+        "--kv-transfer-config": json.dumps(kv_transfer(on_cpu=on_cpu, enforce=True)),
+    }
+    if on_cpu:
+        options |= {"--kv-cache-memory-bytes": decode.kv_cache_bytes, "--distributed-executor-backend": IN_PROCESS}
+    else:
+        options["--tensor-parallel-size"] = len(decode.gpus)
+    listed = [text for name, value in options.items() for text in (name, str(value))]
+    # vLLM's engine ends at a seed of a prompt in chunks on a CPU (0.32.0).
+    flags = ["--enforce-eager", "--no-enable-chunked-prefill"] if on_cpu else []
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *decode.arguments]
+
+
+def kv_transfer(*, on_cpu: bool, enforce: bool = False) -> dict[str, object]:
+    """Return the value of `--kv-transfer-config`, for prefill and decode instances.
+
+    Args:
+        enforce: True fetches no cache from an instance of another model path, number format or version of vLLM.
+    """
     config: dict[str, object] = {
         "kv_connector": "QuietNixlConnector",
         "kv_connector_module_path": "weft.inference.worker.vllm_nixl",
         "kv_role": "kv_both",
-        # The hash would include each instance's path of the model.
-        "kv_connector_extra_config": {"enforce_handshake_compat": False, "kv_lease_duration": LEASE_S},
+        "kv_connector_extra_config": {"enforce_handshake_compat": enforce, "kv_lease_duration": LEASE_S},
         # A decode instance computes a prompt itself if the prompt's worker ends before the cache is fetched.
         "kv_load_failure_policy": "recompute",
     }
@@ -173,24 +206,41 @@ def environment(
     Raises:
         ValueError: a rank has no GPU on this host.
     """
+    env = _environment(config, outer, package=package, side_port=worker.side_port)
+    # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
+    env.setdefault("TORCH_COMPILE_DISABLE", "1")
+    env["WEFT_WORKER_STATUS"] = str(worker.status)
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, worker, devices))
+    return env
+
+
+def decode_environment(config: WeftConfig, outer: Mapping[str, str], *, package: Path) -> dict[str, str]:
+    """Return the environment of the decode server. See `environment`."""
+    decode = config.inference.decode
+    env = _environment(config, outer, package=package, side_port=decode.side_port)
+    if decode.gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(decode.gpus)
+    else:
+        env.setdefault("TORCH_COMPILE_DISABLE", "1")
+    return env
+
+
+def _environment(config: WeftConfig, outer: Mapping[str, str], *, package: Path, side_port: int) -> dict[str, str]:
     env = dict(outer)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
-    env.setdefault("TORCH_COMPILE_DISABLE", "1")
     if config.inference.prefill.connector is KvConnector.nixl:
+        env.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # one core is left to the connector's threads
         # vLLM refuses segments that move, because the connector registers their addresses; training may use them.
         for name in ALLOCATORS:
             if (fixed := _EXPANDABLE.sub("", env.get(name, "")).strip(", ")) != env.get(name, ""):
                 env[name] = fixed
     env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = config.inference.prefill.host
-    env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(worker.side_port)
-    env["WEFT_WORKER_STATUS"] = str(worker.status)
+    env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port)
     if key := outer.get(config.inference.controller.api_key_env):
         env["VLLM_API_KEY"] = key
-    if devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, worker, devices))
     return env
 
 

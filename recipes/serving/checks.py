@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
-from weft.inference.worker.command import workers_of
+from weft.inference.worker.command import devices_of, workers_of
 
 FIXED_BYTES = 1 << 30
 """GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, activations of one step."""
@@ -50,6 +51,15 @@ REMEDIES = {
     "kv-transfer-config": "set inference.prefill.connector",
 }
 """Reason for which an argument of the vLLM server is rejected, and remedy, by the argument's name."""
+DECODE_REMEDIES = {name: REMEDIES[name] for name in ("root-path", "config", "api-key", "model")} | {
+    "host": "the controller is the address of both; leave it out",
+    "port": "set inference.decode.port",
+    "uds": "the controller reaches it by TCP; leave it out",
+    "kv-transfer-config": "it has the connector of the workers; leave it out",
+    "ssl-keyfile": "the controller reaches it by HTTP on this host; leave it out",
+    "data-parallel-size": "the caches of workers reach one engine; leave it out",
+}
+"""The same for the decode server."""
 SHORT = {"-pp": "pipeline-parallel-size", "-dp": "data-parallel-size", "-tp": "tensor-parallel-size"}
 
 
@@ -73,13 +83,49 @@ def check_serving(config: WeftConfig) -> None:
         raise ValueError(f"inference.prefill.arguments: {problem}")
 
 
-def problems_of(arguments: Sequence[str]) -> Iterator[str]:
+def check_decode(config: WeftConfig) -> None:
+    """Check the settings that the decode server and the controller need to start.
+
+    Raises:
+        ValueError: a setting is wrong, or a package is missing. The message has the remedy.
+    """
+    decode = config.inference.decode
+    if not decode.enabled:
+        return
+    missing = [name for name in ("fastapi", "uvicorn", "httpx", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: not installed; pip install 'weft[serve]'")
+    for problem in problems_of(decode.arguments, DECODE_REMEDIES):
+        raise ValueError(f"inference.decode.arguments: {problem}")
+
+
+def check_decode_gpus(config: WeftConfig, devices: Sequence[str]) -> None:
+    """Check that a decode server on a host with GPUs has some on which no rank trains.
+
+    Raises:
+        ValueError: it has none, or one of a rank. The message has the field, its value and the remedy.
+    """
+    decode = config.inference.decode
+    if not decode.enabled or decode.url:
+        return
+    ranks = {device for worker in workers_of(config) for device in devices_of(config, worker, devices)}
+    if not config.cluster.hostfile:
+        ranks |= set(devices[: config.cluster.ranks])
+    shared = sorted(ranks & set(decode.gpus))
+    if shared or not decode.gpus:
+        raise ValueError(
+            f"inference.decode.gpus={decode.gpus}: {f'ranks train on {shared}' if shared else 'none is given'}; "
+            f"name GPUs of this host ({','.join(devices)}) on which no rank trains, or set inference.decode.url"
+        )
+
+
+def problems_of(arguments: Sequence[str], remedies: Mapping[str, str] = REMEDIES) -> Iterator[str]:
     """Yield the problems with additional server arguments, each with a remedy."""
     for argument in arguments:
         option = argument.partition("=")[0]
         name = SHORT.get(option, option.removeprefix("--").replace("_", "-") if option.startswith("--") else "")
-        if name in REMEDIES:
-            yield f"{argument}: {REMEDIES[name]}"
+        if name in remedies:
+            yield f"{argument}: {remedies[name]}"
 
 
 def check_engine(config: WeftConfig) -> None:
@@ -131,21 +177,28 @@ def check_ports(config: WeftConfig) -> None:
     Raises:
         ValueError: a port is not. The message has the field, its value and the remedy.
     """
-    prefill = config.inference.prefill
-    taken = {config.inference.controller.port: "inference.controller.port"}
-    for worker in workers_of(config):
-        uses = {"inference.prefill.first_port": worker.port}
+    prefill, decode, controller = config.inference.prefill, config.inference.decode, config.inference.controller
+    taken: dict[int, str] = {}
+
+    def check(field: str, first: int, who: str, host: str, index: int = 0, *, starts: bool = True) -> None:
+        port = first + index
+        where = f"{field}={first}: {who} would listen on {port}"
+        if port > 65_535:
+            raise ValueError(f"{where}, above 65535; lower it")
+        if port in taken:
+            raise ValueError(f"{where}, which {taken[port]} uses too; choose another")
+        taken[port] = field
+        if starts and not _is_free(host, port):
+            raise ValueError(f"{where}, where another process listens; choose another, or end that process")
+
+    check("inference.controller.port", controller.port, "the controller", controller.host, starts=decode.enabled)
+    if decode.enabled and not decode.url:
+        check("inference.decode.port", decode.port, "the decode server", "127.0.0.1")
+        check("inference.decode.side_port", decode.side_port, "its connector", prefill.host)
+    for index in range(len(workers_of(config))):
+        check("inference.prefill.first_port", prefill.first_port, f"worker {index}", prefill.host, index)
         if prefill.connector is KvConnector.nixl:
-            uses["inference.prefill.first_side_port"] = worker.side_port
-        for field, port in uses.items():
-            where = f"{field}={port - worker.index}: worker {worker.index} would listen on {port}"
-            if port > 65_535:
-                raise ValueError(f"{where}, above 65535; lower it")
-            if port in taken:
-                raise ValueError(f"{where}, which {taken[port]} uses too; choose another")
-            taken[port] = field
-            if not _is_free(prefill.host, port):
-                raise ValueError(f"{where}, where another process listens; choose another, or end that process")
+            check("inference.prefill.first_side_port", prefill.first_side_port, f"worker {index}", prefill.host, index)
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -14,6 +14,12 @@ from weft.inference.controller.service import make_app
 PATH = "/v1/completions"
 PREFILL = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
 REMOTE = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+DECODE = "http://decode"
+EVENTS = (
+    b'data: {"choices": [{"text": "a"}]}\n\n'
+    b'data: {"choices": [{"text": "b", "finish_reason": "stop"}]}\n\n'
+    b"data: [DONE]\n\n"
+)
 TOKEN_S = 1.5 * 5e-4
 """Seconds per token of the cost model's cautious prior."""
 
@@ -43,8 +49,20 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         self.asked = 0
         self.device = asyncio.Lock()
         self.names = [f"w{number}" for number in range(count)]
+        self.cancelled = []
+        self.decoded = []
+        """Requests of the decode server, `DECODE`: (request, body)."""
+        self.gate = asyncio.Event()
+        self.gate.set()
 
     async def handle_async_request(self, request):
+        try:
+            return await self._handle(request)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.url.host)
+            raise
+
+    async def _handle(self, request):
         name, fault = request.url.host, self.fault.get(request.url.host)
         if fault == "dead":
             raise httpx.ConnectError("refused", request=request)
@@ -62,6 +80,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
                 raise httpx.ReadTimeout("no answer", request=request)
             return httpx.Response(200, json={"data": [{"id": "tiny"}]})
         body = await request.aread()
+        if name == "decode":
+            return await self._decode(request, json.loads(body), fault)
         self.seen.append((name, request, json.loads(body)))
         if fault == "dying":
             self.fault[name] = "dead"
@@ -80,6 +100,39 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         await asyncio.sleep(1.0 if fault in ("slow", "mute", "crossing") else 0.0)
         return httpx.Response(200, json={"worker": name, "kv_transfer_params": {"do_remote_prefill": True}})
 
+    async def _decode(self, request, body, fault):
+        self.decoded.append((request, body))
+        headers = {"X-Server": "stock", "Date": "then"}
+        if body.get("temperature") == -1:
+            return httpx.Response(400, json={"error": {"message": "temperature"}}, headers=headers)
+        if not body.get("stream"):
+            await self.gate.wait()
+            reason = "abort" if fault == "leaving" else "stop"
+            return httpx.Response(200, json={"choices": [{"text": "hi", "finish_reason": reason}]}, headers=headers)
+        headers["content-type"] = "text/event-stream; charset=utf-8"
+        return httpx.Response(200, headers=headers, stream=_Events(self, fault))
+
+
+class _Events(httpx.AsyncByteStream):
+    """Events of the decode server, in parts that end anywhere."""
+
+    def __init__(self, servers, fault):
+        self.servers, self.fault = servers, fault
+
+    async def __aiter__(self):
+        yield EVENTS[:30]
+        await self.servers.gate.wait()
+        if self.fault == "dying":
+            raise httpx.RemoteProtocolError("closed")
+        if self.fault != "leaving":
+            yield EVENTS[30:70]
+            yield EVENTS[70:]
+        else:
+            yield b'"a"}]}\n\ndata: [DONE]\n\n'
+
+    async def aclose(self):
+        self.servers.cancelled.append("stream")
+
 
 def fleet_of(workers, boards=None, prefill=None, cost="", **settings):
     controller = ControllerConfig(**settings)
@@ -90,7 +143,7 @@ def fleet_of(workers, boards=None, prefill=None, cost="", **settings):
 
 
 @contextlib.asynccontextmanager
-async def controller(workers, boards=None, *, api_key="", allow_decode=False, **settings):
+async def controller(workers, boards=None, *, api_key="", allow_decode=False, decode_url="", **settings):
     """A client of a running controller."""
     fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, "silence_s": 0.3, **settings})
     app = make_app(
@@ -99,6 +152,7 @@ async def controller(workers, boards=None, *, api_key="", allow_decode=False, **
         count=lambda text: len(text.split()),
         api_key=api_key,
         allow_decode=allow_decode,
+        decode_url=decode_url,
         transport=workers,
     )
     async with (

@@ -8,7 +8,7 @@ import socket
 import pytest
 import uvicorn
 
-from tests.inference.controller.fake_workers import FakeWorkers, fleet_of
+from tests.inference.controller.fake_workers import DECODE, FakeWorkers, fleet_of
 from weft.conf.schema import PrefillWorkerConfig, WeftConfig
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.server import app_of, server_config
@@ -19,10 +19,10 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
-async def server(workers, **settings):
+async def server(workers, decode_url="", **settings):
     """The port of a controller that listens, and its fleet."""
     fleet, config = fleet_of(workers, **{"probe_s": 60.0, "receive_timeout_s": 0.3, **settings})
-    app = make_app(fleet, config, count=len, transport=workers)
+    app = make_app(fleet, config, count=len, decode_url=decode_url, transport=workers)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         running = uvicorn.Server(server_config(app, config))
@@ -115,6 +115,82 @@ def test_the_work_of_a_caller_that_has_left_is_given_up():
             async with asyncio.timeout(0.9):
                 while fleet.workers[0].tickets:
                     await asyncio.sleep(0.01)
+
+    run(scenario())
+
+
+STREAMED = json.dumps({"prompt": "hello", "stream": True}).encode()
+STREAM_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(STREAMED)
+
+
+def test_a_stream_begins_before_it_ends_and_keeps_its_headers():
+    async def scenario():
+        workers = FakeWorkers(1)
+        workers.gate.clear()
+        async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STREAM_HEAD + STREAMED)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert b"x-server: stock" in head and b"x-weft-worker: 0" in head
+            assert b"content-type: text/event-stream; charset=utf-8" in head
+            assert head.count(b"date:") == 1
+            workers.gate.set()
+            body = await reader.readuntil(b"[DONE]\n\n")
+            assert body.count(b"data: ") == 3
+            writer.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["dying", "leaving"])
+def test_a_stream_that_breaks_off_ends_with_an_error(fault):
+    async def scenario():
+        workers = FakeWorkers(1)
+        workers.fault = {"decode": fault}
+        async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STREAM_HEAD + STREAMED)
+            body = await reader.readuntil(b"[DONE]\n\n")
+            assert b'data: {"error": {"message": "the decode server ends, starts' in body
+            writer.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("where", ["worker", "decode", "stream"])
+def test_a_caller_that_leaves_ends_its_work_on_worker_and_decode_server(where):
+    async def scenario():
+        workers = FakeWorkers(1)
+        workers.fault = {"w0": "slow"} if where == "worker" else {}
+        workers.gate.clear()
+        async with server(workers, DECODE, receive_timeout_s=10.0, probe_s=60.0) as (port, fleet):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STREAM_HEAD + STREAMED if where == "stream" else HEAD + PREFILL)
+            while not (fleet.workers[0].tickets if where == "worker" else workers.decoded):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert not workers.cancelled
+            writer.close()
+            async with asyncio.timeout(0.9):
+                while not workers.cancelled:
+                    await asyncio.sleep(0.01)
+            assert workers.cancelled[0] == {"worker": "w0"}.get(where, where)
+            assert bool(workers.decoded) == (where != "worker")
+
+    run(scenario())
+
+
+def test_accepted_requests_are_answered_after_sigterm():
+    async def scenario():
+        workers = FakeWorkers(1)
+        workers.gate.clear()
+        async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STREAM_HEAD + STREAMED)
+            await reader.readuntil(b"\r\n\r\n")
+            asyncio.get_running_loop().call_later(0.3, workers.gate.set)
+        assert (await reader.read()).count(b"data: ") == 3
+        writer.close()
 
     run(scenario())
 

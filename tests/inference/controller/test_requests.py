@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, nests_deeper, parse
+from weft.inference.requests import (
+    Completion,
+    Refusal,
+    as_prefill,
+    check_prefill_only,
+    nests_deeper,
+    parse,
+    prompt_part,
+)
 
 VALUES = st.recursive(
     st.none() | st.text() | st.floats(allow_nan=False),
@@ -132,6 +140,17 @@ def test_numbers_that_vllm_would_convert_are_refused(name, number):
     with pytest.raises(Refusal, match=f"{name}=.*: not an integer") as caught:
         as_prefill({"prompt": "x", name: number} | REMOTE)
     assert caught.value.status == 400 and len(str(caught.value)) < 100
+
+
+@pytest.mark.parametrize(
+    "answer", [{"seed": 3, "stop": ["x"], "stream": True}, {"n": 1, "max_tokens": 9, "min_tokens": 0}, {"logprobs": 2}]
+)
+def test_the_prompts_part_of_a_whole_request_has_nothing_of_its_answer(answer):
+    prompt = {"model": "m", "prompt": "x", "temperature": 0.5, "tools": [], "cache_salt": "s"}
+    part = prompt_part(prompt | answer)
+    assert part.pop("kv_transfer_params")["do_remote_decode"] is True
+    assert part == prompt | {"max_tokens": 1}
+    assert as_prefill(part | REMOTE) == part | REMOTE
 
 
 def test_a_stream_cannot_hand_a_cache_over():

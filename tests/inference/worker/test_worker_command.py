@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from weft.conf.checks import check
-from weft.conf.schema import KvConnector, WeftConfig
+from weft.conf.schema import DecodeConfig, KvConnector, WeftConfig
 from weft.inference.worker.command import (
     addresses,
     command,
     cost_link,
+    decode_command,
+    decode_environment,
+    decode_url,
     devices_of,
     environment,
     kv_transfer,
@@ -80,6 +83,33 @@ def test_kv_caches_leave_by_the_connector_that_is_set(config):
     config.inference.prefill.connector = KvConnector.nixl
     words = command(config, worker, python="python", num_gpus=0)
     assert json.loads(option(words, "--kv-transfer-config")) == kv_transfer(on_cpu=True)
+
+
+@pytest.mark.parametrize("gpus", [[], ["6", "7"]])
+def test_the_decode_server_fetches_from_equal_workers_only_and_computes_what_it_cannot_fetch(config, tmp_path, gpus):
+    decode = config.inference.decode
+    decode.gpus, decode.enabled, decode.arguments = gpus, True, ["--dtype", "float32"]
+    words = decode_command(config, python="python")
+    transfer = json.loads(option(words, "--kv-transfer-config"))
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert transfer["kv_connector_extra_config"]["enforce_handshake_compat"] is True
+    assert option(words, "--dtype") == "float32" and option(words, "--model") == config.inference.prefill.model
+    assert ("--enforce-eager" in words) == ("--kv-cache-memory-bytes" in words) == (not gpus)
+    env = decode_environment(config, {"WEFT_API_KEY": "s3cret"}, package=tmp_path)
+    assert env["VLLM_API_KEY"] == "s3cret" and env.get("CUDA_VISIBLE_DEVICES", "") == ",".join(gpus)
+    assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5700"
+    assert decode_url(decode) == "http://127.0.0.1:8400"
+    decode.url = "http://other:1/"
+    assert decode_url(decode) == "http://other:1"
+    decode.enabled = False
+    assert decode_url(decode) == ""
+
+
+@pytest.mark.parametrize(("enabled", "url", "word"), [(True, "", "set it to nixl"), (False, "other:1", "not an HTTP")])
+def test_a_decode_server_that_cannot_fetch_is_refused(config, enabled, url, word):
+    config.inference.decode = DecodeConfig(enabled=enabled, url=url)
+    with pytest.raises(ValueError, match=word):
+        check(config)
 
 
 def test_the_key_is_never_on_the_command_line(config, tmp_path):

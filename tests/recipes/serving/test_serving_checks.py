@@ -1,10 +1,12 @@
 """Tests of `weft serve`'s refusals before it starts a worker."""
 
 import ctypes
+import io
 import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -16,12 +18,15 @@ from weft.conf import load
 from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.board.layout import boards_folder
 from weft.inference.worker.command import workers_of
-from weft.recipes.serving import serve
+from weft.recipes.serving import processes, serve
 from weft.recipes.serving.checks import (
+    DECODE_REMEDIES,
     FIXED_BYTES,
     REMEDIES,
     SHORT,
     cache_bytes,
+    check_decode,
+    check_decode_gpus,
     check_engine,
     check_memory,
     check_ports,
@@ -187,8 +192,8 @@ print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(
 @pytest.mark.parametrize(
     ("become", "policy", "nicer", "slack_s"),
     [
-        (serve._become_idle_worker, os.SCHED_IDLE, 0, serve.SLACK_S),
-        (serve._become_willing_worker, os.SCHED_OTHER, serve.NICE, None),
+        (processes.run_on_idle_cores, os.SCHED_IDLE, 0, processes.SLACK_S),
+        (processes.run_below_ranks, os.SCHED_OTHER, processes.NICE, None),
     ],
 )
 def test_a_worker_yields_cores_as_configured(become, policy, nicer, slack_s):
@@ -202,13 +207,13 @@ def test_a_worker_yields_cores_as_configured(become, policy, nicer, slack_s):
 def test_workers_on_gpus_and_those_that_do_not_yield_are_willing(config, monkeypatch, tmp_path):
     """SCHED_IDLE would keep a GPU worker's launches waiting for a core while its bubble passes."""
     started = []
-    monkeypatch.setattr(serve.subprocess, "Popen", lambda words, **options: started.append(options["preexec_fn"]))
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda words, **options: started.append(options["preexec_fn"]))
     config.inference.boards = str(tmp_path / "boards")
     for devices, yields in (([], True), ([], False), (["0", "1"], True)):
         monkeypatch.setattr(serve, "visible_gpus", lambda devices=devices: devices)
         config.inference.prefill.yield_cores = yields
-        serve._WorkerProcess(config, workers_of(config)[0], None)._start(0.0)
-    assert started == [serve._become_idle_worker, serve._become_willing_worker, serve._become_willing_worker]
+        serve.worker_server(config, workers_of(config)[0], None).start(0.0)
+    assert started == [processes.run_on_idle_cores, processes.run_below_ranks, processes.run_below_ranks]
 
 
 def fake_python(path, *, vllm=True, then="true"):
@@ -243,7 +248,7 @@ def test_a_worker_that_never_answers_ends_with_the_reason(config, tmp_path, monk
         tmp_path / "python", then=f'echo "(APIServer pid=7) {error}"; echo "RuntimeError: see above"; exit 1'
     )
     monkeypatch.setattr(serve, "POLL_S", 0.01)
-    monkeypatch.setattr(serve, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
     given = {
         "cluster.ranks": 2,
         "inference.boards": tmp_path / "boards",
@@ -257,14 +262,113 @@ def test_a_worker_that_never_answers_ends_with_the_reason(config, tmp_path, monk
     assert capsys.readouterr().err.count("again in") == 4, "two workers, two more starts each"
 
 
+@pytest.mark.parametrize("failing", ["worker 0", "decode server", "controller"])
+def test_with_decode_the_first_server_that_does_not_start_ends_all(tmp_path, monkeypatch, failing):
+    error = "OSError: no such model"
+    is_failing = {"worker 0": "*scheduler-cls*", "decode server": "*8402*"}.get(failing, "*nothing*")
+    then = f'case "$*" in {is_failing}) echo "{error}"; exit 1;; esac; echo $$ >>{tmp_path}/pids; exec sleep 300'
+    monkeypatch.setattr(serve, "POLL_S", 0.01)
+    if failing == "controller":
+        monkeypatch.setattr(serve.sys, "executable", fake_python(tmp_path / "other", then=f'echo "{error}"; exit 1'))
+    given = {
+        "cluster.ranks": 1,
+        "inference.boards": tmp_path / "boards",
+        "inference.prefill.model": "tiny/llama",
+        "inference.prefill.python": fake_python(tmp_path / "python", then=then),
+        "inference.prefill.first_port": 28401,
+        "inference.prefill.first_side_port": 28411,
+        "inference.controller.port": 28400,
+        "inference.decode.port": 28402,
+        "inference.decode.side_port": 28412,
+    }
+    with pytest.raises(
+        ValueError, match=rf"^{failing}: ended with code 1; {error}; it has not answered once in 1 start"
+    ):
+        serve.main(["--with-decode", *(f"{name}={value}" for name, value in given.items())])
+    pids = tmp_path / "pids"
+    assert not any(Path("/proc", pid).exists() for pid in (pids.read_text().split() if pids.exists() else ()))
+
+
+def test_sigterm_lets_the_controller_end_first(monkeypatch):
+    calls = []
+
+    class Server:
+        def __init__(self, name):
+            self.name, self.failure, self.polls = name, "", 3
+
+        def check(self):
+            calls.append(f"check {self.name}")
+            if self.name == "controller":
+                signal.raise_signal(signal.SIGTERM)
+
+        @property
+        def is_running(self):
+            self.polls -= 1
+            return self.polls > 0
+
+        def send_signal(self, _):
+            calls.append(f"signal {self.name}")
+
+        def end(self, _):
+            assert self.polls == 0 or self.name != "controller"
+            calls.append(f"end {self.name}")
+
+    for name in ("check_serving", "check_decode", "check_ports", "check_engine"):
+        monkeypatch.setattr(serve, name, lambda _: None)
+    monkeypatch.setattr(serve, "worker_server", lambda *_, **__: Server("worker"))
+    monkeypatch.setattr(serve, "_decode_server", lambda _: Server("decode"))
+    monkeypatch.setattr(serve, "_controller_server", lambda *_: Server("controller"))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        assert serve.main(["--with-decode"]) == 0
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+    assert calls[:5] == ["check worker", "check decode", "check controller", "signal controller", "signal worker"]
+    assert sorted(calls[-3:]) == ["end controller", "end decode", "end worker"]
+
+
+def test_who_computes_prompts_is_printed_once(config, monkeypatch, capsys):
+    readiness = serve._Readiness(config)
+    monkeypatch.setattr(serve, "PROBE_S", 0.0)
+    for state in ({"serving": 0}, {"serving": 0}, {"serving": 1}):
+        monkeypatch.setattr(
+            serve.urllib.request, "urlopen", lambda *_, state=state, **__: io.StringIO(json.dumps(state))
+        )
+        readiness.check()
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert printed[0].endswith("no training publishes bubbles, so the decode server computes prompts itself")
+    assert printed[1] == "http://127.0.0.1:8300: ready, workers compute prompts in bubbles"
+
+
+def test_a_decode_server_has_ports_gpus_and_arguments_of_its_own(config):
+    decode = config.inference.decode
+    decode.enabled, decode.port = True, config.inference.prefill.first_port
+    with pytest.raises(ValueError, match=r"worker 0 would listen on 28301, which inference\.decode\.port uses too"):
+        check_ports(config)
+    for gpus, problem in (([], "none is given"), (["1", "2"], r"ranks train on \['1'\]")):
+        decode.gpus = gpus
+        with pytest.raises(ValueError, match=rf"inference\.decode\.gpus=.*{problem}; name GPUs of this host"):
+            check_decode_gpus(config, ["0", "1", "2"])
+    decode.gpus = ["2"]
+    check_decode_gpus(config, ["0", "1", "2"])
+    for name in DECODE_REMEDIES:
+        decode.arguments = ["--dtype", "float32", f"--{name}=3"]
+        with pytest.raises(ValueError, match=rf"inference\.decode\.arguments: --{name}=3: "):
+            check_decode(config)
+    decode.arguments = ["--max-model-len", "4096"]
+    check_decode(config)
+
+
 def test_a_worker_that_has_answered_is_started_again_for_ever(config, tmp_path, monkeypatch):
     config.inference.boards = str(tmp_path / "boards")
     config.inference.prefill.python = fake_python(tmp_path / "python", then="exit 1")
-    process = serve._WorkerProcess(config, workers_of(config)[0], None)
-    process._ever_answered = True
-    for _ in range(serve.MAX_STARTS + 2):
-        process._start(0.0)
-        process._restart("ended", 0.0)
+    process = serve.worker_server(config, workers_of(config)[0], None)
+    process.ever_answered = True
+    for _ in range(processes.MAX_STARTS + 2):
+        process.start(0.0)
+        process.restart("ended", 0.0)
     assert not process.failure
 
 
@@ -287,19 +391,20 @@ def test_the_reason_is_the_first_error_of_the_last_start(tmp_path):
 
 
 def test_the_readmes_lines_serve_prefills():
-    """Trainer, workers and controller agree, and training lasts as long as they do."""
+    """Trainer and servers agree, and training lasts as long as they do."""
     text = (Path(__file__).parents[3] / "README.md").read_text()
     (block,) = re.findall(r"^### 3\. Serving .*?^```\n(.*?)^```", text, re.M | re.S)
     lines = [shlex.split(line.removesuffix("&")) for line in block.splitlines()]
-    assert [line[1] for line in lines] == ["launch", "serve", "controller"]
-    assert all(line[2] == "recipe=serving" for line in lines)
-    trainer, workers, controller = (load(line[2:]) for line in lines)
+    assert [line[1] for line in lines] == ["serve", "launch"]
+    assert lines[0].pop(2) == "--with-decode" and all(line[2] == "recipe=serving" for line in lines)
+    workers, trainer = load([*lines[0][2:], *serve.WITH_DECODE]), load(lines[1][2:])
     assert trainer.train.steps >= 1_000_000
     assert not (trainer.train.max_seconds or trainer.train.epochs or trainer.train.early_stopping_patience)
     assert trainer.inference.enabled and trainer.pipeline.stages > 1, "no bubbles without a pipeline"
     assert workers.inference.prefill.connector is KvConnector.nixl, "what a worker computes reaches a decoder"
-    assert len({str(boards_folder(config, 0)) for config in (trainer, workers, controller)}) == 1
-    assert workers.inference.prefill.model == controller.inference.prefill.model == "MODEL"
+    assert len({str(boards_folder(config, 0)) for config in (trainer, workers)}) == 1
+    assert workers.inference.prefill.model == "MODEL"
+    assert workers.inference.prefill.arguments == workers.inference.decode.arguments, "caches fit"
 
 
 @pytest.mark.parametrize("where", ["boards", "package"])
@@ -309,11 +414,11 @@ def test_workers_import_nothing_that_another_user_could_have_written(tmp_path, m
     boards.mkdir(mode=0o700)
     trap.mkdir(exist_ok=True)
     trap.chmod(0o777)
-    monkeypatch.setattr(serve.subprocess, "Popen", lambda *_, **__: pytest.fail("a process would start"))
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: pytest.fail("a process would start"))
     config = load([f"inference.boards={boards}", "inference.enabled=true"])
     (worker,) = serve.workers_of(config)
     with pytest.raises(ValueError, match=r"not a folder of this user alone"):
-        serve._WorkerProcess(config, worker, None).check()
+        serve.worker_server(config, worker, None).check()
 
 
 @pytest.mark.parametrize("name", REMEDIES)
