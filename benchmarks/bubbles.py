@@ -18,13 +18,12 @@ from statistics import median
 from benchmarks.results import parse, write_json
 from benchmarks.serving.faults import FAULTS, LAST, Target
 from benchmarks.serving.figures import steps_within
-from benchmarks.serving.picture import draw
-from benchmarks.serving.report import Findings, prefills_of, report_faults, report_serving, spans_of
+from benchmarks.serving.report import Findings, prefills_of, report_faults, report_serving
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
 from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import until_ready, weft_server
 from benchmarks.serving.stalls import measure_stalls
-from benchmarks.serving.training import Cell, Training, settings, train
+from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.command import cost_file, workers_of
@@ -52,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="then break things; without names in every way")
     parser.add_argument("--stalls", type=int, metavar="ROUNDS", help="instead stop a worker under bursts")
-    parser.add_argument("--picture", metavar="FILE", help="draw two ranks over two steps here")
     args = parse(parser, argv, faults=FAULTS)
     if args.trace is None and args.stalls is None:
         raise ValueError("--trace: no trace is given; name the CSV of an Azure LLM inference trace")
@@ -112,8 +110,8 @@ class _Bench:
                 if LAST in self.said:
                     ranks.exception()
                 else:
-                    cells = ranks.result()
-            self._report(watch, [] if LAST in self.said else cells)
+                    ranks.result()
+            self._report(watch)
         return 0
 
     @contextlib.contextmanager
@@ -169,7 +167,7 @@ class _Bench:
         middle = f"median {1e3 * median(steps_s):.1f} ms" if steps_s else "none whole"
         print(f"{name}: {len(steps_s)} steps, {middle}", file=sys.stderr, flush=True)
 
-    def _report(self, watch: Watch, cells: Sequence[Sequence[Cell]]) -> None:
+    def _report(self, watch: Watch) -> None:
         quantile = self.config.inference.prefill.quantile
         costs = {w.index: PrefillCost.load(cost_file(self.config, w), quantile=quantile) for w in self.workers}
         found = Findings(
@@ -187,13 +185,3 @@ class _Bench:
         if self.said:
             figures |= report_faults(found)
         write_json(self.args, "bubbles", figures)
-        if self.args.picture and cells:
-            shown = {worker.ranks[0]: worker for worker in self.workers}
-            draw(
-                Path(self.args.picture),
-                {rank: cells[rank] for rank in shown},
-                {rank: watch.work(worker) for rank, worker in shown.items()},
-                {rank: spans_of(found.prefills[worker.index]) for rank, worker in shown.items()},
-                found.steps,
-                self.windows.spans["on"],
-            )

@@ -85,7 +85,6 @@ def items(out: Path) -> tuple[Item, ...]:
             "deepspeed-1f1b",
             "torch-1f1b",
         ),
-        bench("pairs", "steps with interleaved pairs, on this machine's processor", "--seconds", "0.1"),
     )
 
 

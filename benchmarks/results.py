@@ -24,8 +24,6 @@ from weft.tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 _SHOWN: list[Table] = []
-ROUNDING = 1 + 1e-9
-"""Ratios closer to 1 than this are of equals."""
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collection) -> argparse.Namespace:
@@ -46,19 +44,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collect
         if unknown := [str(name) for name in getattr(args, option) or () if name not in names]:
             raise ValueError(f"--{option} {' '.join(unknown)}: not known; choose from {', '.join(map(str, names))}")
     return args
-
-
-def ratio_cells(ratios: Sequence[float]) -> dict[str, str]:
-    """Return how often one side was shorter, equal and longer, as cells of a table, from ratios of durations."""
-    cells = {
-        "shorter": sum(ratio < 1 / ROUNDING for ratio in ratios),
-        "equal": sum(1 / ROUNDING <= ratio <= ROUNDING for ratio in ratios),
-        "longer": sum(ratio > ROUNDING for ratio in ratios),
-        "mean ratio": f"{sum(ratios) / len(ratios):.3f}" if ratios else "-",
-        "best": f"{min(ratios):.3f}" if ratios else "-",
-        "worst": f"{max(ratios):.3f}" if ratios else "-",
-    }
-    return {head: str(cell) for head, cell in cells.items()}
 
 
 def finish(args: argparse.Namespace, bench: str, figures: Any, *, met: bool | None = None) -> int:

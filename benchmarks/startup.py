@@ -35,7 +35,7 @@ def _start_row(found: tuple[str, Sequence[Run]]) -> dict[str, object]:
         "first output": "said_s",
         "first step": "first_step_s",
         "last step to exit": "exit_s",
-        "processor": "cpu_s",
+        "processor time": "cpu_s",
     }
     return {"run by": side, **{head: _spread([getattr(run, name) for run in runs]) for head, name in names.items()}}
 
@@ -56,7 +56,7 @@ def _ratio_row(begun: Mapping[str, Sequence[Run]]) -> dict[str, object]:
     return {
         "first step": f"{ratios['first_step_s']:.2f}",
         "last step to exit": f"{ratios['exit_s']:.2f}",
-        "processor": f"{ratios['cpu_s']:.2f}",
+        "processor time": f"{ratios['cpu_s']:.2f}",
     }
 
 

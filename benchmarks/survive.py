@@ -7,13 +7,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
 from benchmarks.results import parse, show, write_json
-from benchmarks.survival import peers
 from benchmarks.survival.hosts import BedHosts
 from benchmarks.survival.outcome import NAMED_WITHIN_S, NEXT_STEP_WITHIN_S, ROUNDING, Survival
 from benchmarks.survival.session import SESSIONS, Outcomes
@@ -52,21 +51,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of all faults, by run")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no further run after so many")
     parser.add_argument("--folder", type=Path, help="leave the runs there")
-    parser.add_argument(
-        "--peers", nargs="*", metavar="NAME", help=f"instead: alongside others; of {', '.join(peers.NAMES)}"
-    )
-    parser.add_argument("--patience", type=float, default=90.0, help="seconds that a peer has to go on")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of `weft launch`")
-    args = parse(parser, argv, peers=peers.NAMES)
+    args = parse(parser, argv)
     if args.list:
         for number, session in enumerate(SESSIONS):
             print(*(f"run {number}: {fault.name}" for fault in session.faults), sep="\n")
         return 0
     with _terminated_like_interrupted(), tempfile.TemporaryDirectory(prefix="weft-survive-") as temporary:
-        folder = args.folder or Path(temporary)
-        if args.peers is not None:
-            return _peers(args, folder)
-        return _faults(args, folder, [*SETTINGS, *args.overrides])
+        return _faults(args, args.folder or Path(temporary), [*SETTINGS, *args.overrides])
 
 
 def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> int:
@@ -103,23 +95,6 @@ def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
                 print(f"left out, for {missing()}: {', '.join(fault.name for fault in chosen)}", file=sys.stderr)
             else:
                 outcomes.run(session, chosen)
-
-
-def _peers(args: argparse.Namespace, folder: Path) -> int:
-    """Compare Weft with other systems on the same faults."""
-    names = args.peers or [name for name in peers.NAMES if peers.is_here(name)]
-    found: dict[str, dict[str, str]] = {}
-    with suppress(KeyboardInterrupt):
-        for fault in (fault for fault in peers.FAULTS if any(text in fault for text in args.only)):
-            found[fault] = {}
-            for name in names:
-                number = len(list(folder.iterdir())) if folder.exists() else 0
-                found[fault][name] = peers.survive(name, fault, folder / f"job{number}", args.patience)
-                print(fault, name, found[fault][name], sep=" | ", file=sys.stderr, flush=True)
-                write_json(args, "survive", found)
-    rows = ({"fault": fault} | {name: cells.get(name, "-") for name in names} for fault, cells in found.items())
-    show(table_of(rows, "until the next step; 4 ranks on 2 hosts, which this machine plays", left=1))
-    return 0
 
 
 def _print(outcome: Survival) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig, MixtralConfig, PreTrainedConfig
@@ -109,16 +108,6 @@ class Orders:
         alone = {SEQUENTIAL: pair.sequential_s, COMPUTE: pair.compute_s}
         found = alone | seconds | {CHUNKS: chunked_s(pair, table), PAIRS: self.paired.seconds}
         return {name: found[name] for name in NAMES}
-
-
-def planned_rows(factor: float) -> Iterator[dict[str, str]]:
-    """Yield the share of communication that each order hides in the simulation, one row per case."""
-    cases = [OverlapCase("tensor", 2, share, factor) for share in SHARES]
-    for case in (*cases, *(OverlapCase(axis, 2, SHARES[2], factor) for axis in ("context", "expert"))):
-        pair = case.stage().whole
-        seconds = Orders.of(pair, case.table).predicted_s(pair, case.table)
-        hidden = {name: (pair.sequential_s - seconds[name]) / pair.comm_s for name in NAMES[2:]}
-        yield {"pair": str(case), **{name: f"{share:.0%}" for name, share in hidden.items()}}
 
 
 COMPUTE, SEQUENTIAL = "compute alone", "sequential"

@@ -45,8 +45,8 @@ def chunked(pair: StrandPair, chunks: int = CHUNKS) -> Iterator[ChunkStep]:
     collective's input sends each chunk of its result at once. Division into chunks costs nothing. Weight gradients
     stay in place, where they hide their own strand's collectives, as in Megatron-LM.
     """
-    yield from chunked_strand(pair.backward, pair.weights, chunks)
-    yield from chunked_strand(pair.forward, (), chunks)
+    yield from _strand(pair.backward, pair.weights, chunks)
+    yield from _strand(pair.forward, (), chunks)
 
 
 def chunked_s(pair: StrandPair, table: OverlapTable, chunks: int = CHUNKS) -> float:
@@ -68,9 +68,7 @@ def chunked_s(pair: StrandPair, table: OverlapTable, chunks: int = CHUNKS) -> fl
     return now_s + (worst - 1.0) * hidden_s
 
 
-def chunked_strand(
-    strand: Strand, weights: tuple[WeightGradient, ...] = (), chunks: int = CHUNKS
-) -> Iterator[ChunkStep]:
+def _strand(strand: Strand, weights: tuple[WeightGradient, ...], chunks: int) -> Iterator[ChunkStep]:
     """Yield the steps of one of the two strands of `chunked`."""
     longest_s = max((max(s.leading_s, s.trailing_s) for s in strand.segments), default=0.0)
     on_their_way = 0

@@ -8,8 +8,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.peers.zero_case import Technique
-from weft.conf.schema import CommConfig, Partition
+from weft.conf.schema import CommConfig
 
 MANY = 32
 """TCP connections per pair of ranks that fill a link between sites."""
@@ -121,17 +120,18 @@ _SHARDED = ("reduce_scatter", "all_gather")
 _ON_DEMAND = (*_SHARDED, "all_gather")
 
 
+def _moves(stage: int) -> tuple[str, ...]:
+    return _ON_DEMAND if stage == 3 else _SHARDED
+
+
 def _deepspeed_zero(stage: int) -> Engine:
-    moves = _ON_DEMAND if stage == 3 else _SHARDED
-    return Engine(f"DeepSpeed ZeRO-{stage}", "deepspeed_engines", "run_sharded", {"stage": stage}, moves=moves)
+    return Engine(f"DeepSpeed ZeRO-{stage}", "deepspeed_engines", "run_sharded", {"stage": stage}, moves=_moves(stage))
 
 
-def _weft_zero(title: str, technique: Technique) -> Engine:
-    moves = _ON_DEMAND if technique.zero_stage == 3 else _SHARDED
-    return Engine(title, "zero_weft", arguments={"technique": technique}, moves=moves, across=technique.num_stages > 1)
+def _weft_zero(stage: int) -> Engine:
+    return Engine(f"Weft ZeRO-{stage}", "zero_weft", arguments={"stage": stage}, moves=_moves(stage))
 
 
-_WHOLE = Technique(layer_by_layer=False, weights_first=False)
 SHARDED: Mapping[str, Engine] = {
     "torch-ddp": Engine("torch DDP", "zero_torch", "run_ddp", moves=("all_reduce",)),
     "torch-fsdp2": Engine("torch FSDP2", "zero_torch", "run_fsdp2", moves=_ON_DEMAND),
@@ -146,22 +146,14 @@ SHARDED: Mapping[str, Engine] = {
         moves=_SHARDED,
         across=True,
     ),
-    "weft-1": _weft_zero("Weft ZeRO-1", Technique()),
-    "weft-2": _weft_zero("Weft ZeRO-2", Technique(zero_stage=2)),
-    "weft-3": _weft_zero("Weft ZeRO-3", Technique(zero_stage=3)),
-    "weft-pipeline": _weft_zero("Weft ZeRO-1, 2 stages", Technique(num_stages=2, chunks=8)),
-    "ablation-plain": _weft_zero("plain", replace(_WHOLE, partition=Partition.none)),
-    "ablation-primitive": _weft_zero("+ primitive", replace(_WHOLE, partition=Partition.primitive)),
-    "ablation-group": _weft_zero("+ group", replace(_WHOLE, partition=Partition.group)),
-    "ablation-workload": _weft_zero("+ workload", Technique(weights_first=False)),
-    "ablation-layer": _weft_zero("+ layer tier", Technique()),
-    "ablation-model": _weft_zero("+ model tier", Technique(chunks=8)),
+    "weft-1": _weft_zero(1),
+    "weft-2": _weft_zero(2),
+    "weft-3": _weft_zero(3),
+    "weft-pipeline": Engine(
+        "Weft ZeRO-1, 2 stages", "zero_weft", arguments={"stage": 1, "num_stages": 2}, moves=_SHARDED, across=True
+    ),
 }
 """Data-parallel engines; a pipeline's step without overlap leaves out its bubbles."""
-ABLATION = tuple(name for name in SHARDED if name.startswith("ablation"))
-"""Weft with one technique after the other."""
-RACE = tuple(name for name in SHARDED if name not in ABLATION)
-"""Sharded engines that run unless engines are named."""
 OVER: Mapping[str, tuple[str, ...]] = {
     name: (name.replace("weft", "deepspeed"),) for name in ("weft-1", "weft-2", "weft-3", "weft-pipeline")
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.comparison import Measured, show_steps
-from benchmarks.peers.registry import ABLATION, OVER, PLAIN, RACE, SHARDED
+from benchmarks.peers.registry import OVER, PLAIN, SHARDED
 from benchmarks.peers.zero_case import ZeroCase, ZeroRun
 from benchmarks.results import finish, parse, show
 from weft.tools.netbed import NetBed, Topology
@@ -29,7 +29,6 @@ SLOWNESS = 4.0
 def main(argv: Sequence[str]) -> int:
     """Run every engine at every share of communication and return 0 if the goals are met, 1 if not."""
     args = parse(_parser(), argv, engines=SHARDED)
-    names = list(ABLATION) if args.ablation else args.engines
     with (
         TemporaryDirectory(prefix="weft-bench-zero-") as folder,
         NetBed.up(Topology.even((1, 1), uplink_mbps=args.rate, latency_ms=args.latency)) as bed,
@@ -38,12 +37,12 @@ def main(argv: Sequence[str]) -> int:
         base_s = plain_s["reduce_scatter"] + plain_s["all_gather"]
         case = _case(args, tuple(base_s * (1 - alpha) / alpha for alpha in args.alphas), folder)
         runs: dict[str, list[ZeroRun]] = {}
-        for name in names:
+        for name in args.engines:
             print(f"{SHARDED[name].title} ...", file=sys.stderr)
             runs[name] = run_engine(name, bed, NODES, case)
     rows = {
         (name, compute_s): row_of(name, run.step_s, compute_s, plain_s)
-        for name in names
+        for name in args.engines
         for compute_s, run in zip(case.compute_s, runs[name], strict=True)
     }
     show(
@@ -52,20 +51,18 @@ def main(argv: Sequence[str]) -> int:
         ", ".join(f"plain {name} {1e3 * seconds:.0f} ms" for name, seconds in plain_s.items()),
     )
     show_steps(list(rows.values()))
-    met = None if args.ablation else _verdict(rows)
-    return finish(args, "engines", list(rows.values()), met=met)
+    return finish(args, "engines", list(rows.values()), met=_verdict(rows))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks engines sharded", description=__doc__)
-    parser.add_argument("--engines", nargs="+", default=list(RACE), metavar="NAME", help=f"of {', '.join(SHARDED)}")
-    parser.add_argument("--ablation", action="store_true", help="Weft alone, one technique after the other")
+    parser.add_argument("--engines", nargs="+", default=list(SHARDED), metavar="NAME", help=f"of {', '.join(SHARDED)}")
     parser.add_argument("--alphas", type=float, nargs="+", default=[0.2, 0.5, 0.8], help="shares of communication")
     parser.add_argument("--rate", type=float, default=200, help="uplink of a node in Mbit/s")
     parser.add_argument("--latency", type=float, default=0.5, help="one-way delay between nodes in ms")
     parser.add_argument("--layers", type=int, default=16, help="of the model")
     parser.add_argument("--elements", type=int, default=1 << 16, help="fp32 parameters of a layer")
-    parser.add_argument("--microbatches", type=int, help="of a step and rank; default: 1, 4 in the ablation")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step and rank")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each case")
     return parser
 
@@ -75,7 +72,7 @@ def _case(args: argparse.Namespace, compute_s: tuple[float, ...], cache_dir: str
         compute_s=compute_s,
         num_layers=args.layers,
         layer_elements=args.elements,
-        num_microbatches=args.microbatches or (4 if args.ablation else 1),
+        num_microbatches=args.microbatches,
         num_steps=args.steps,
         cache_dir=cache_dir,
     )

@@ -1,4 +1,4 @@
-"""The case of data-parallel engines: emulated layers with weights to reduce, and techniques to compare."""
+"""The case of data-parallel engines: emulated layers with weights to reduce."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from time import perf_counter
 import torch.distributed as dist
 
 from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedWork
-from weft.conf.schema import Partition
 
 Span = tuple[str, float, float]
 """A computation (F, I, W), with its start and end by `perf_counter`."""
@@ -50,28 +49,6 @@ class ZeroCase:
         return EmulatedWork(
             forward_s=each, input_s=each, weight_s=each, hidden_bytes=1024, weight_elements=self.layer_elements
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Technique:
-    """The techniques of Weft that are switched on.
-
-    Attributes:
-        zero_stage: 1 to 3.
-        num_stages: pipeline ranks.
-        chunks: maximum number of virtual stages per rank. If there are several, micro-batches are launched
-            together, as the model tier determines.
-        partition: axes by which collectives may be rewritten.
-        layer_by_layer: True to reduce gradients and gather weights one layer at a time, not all at once.
-        weights_first: True to compute a layer's weight gradient before its input gradient.
-    """
-
-    zero_stage: int = 1
-    num_stages: int = 1
-    chunks: int = 1
-    partition: Partition = Partition.workload
-    layer_by_layer: bool = True
-    weights_first: bool = True
 
 
 @dataclass(frozen=True)

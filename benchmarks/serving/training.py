@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -20,26 +19,14 @@ from weft.conf.schema import ScheduleKind, WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
 from weft.inference.board.common_bubbles import Spans
-from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.costs import LinkCost
 from weft.tools.netbed import NetBed
 
 WORK = EmulatedWork(forward_s=0.02, input_s=0.02, weight_s=0.02, hidden_bytes=2**18)
-STEPS_DRAWN = 256
-"""Steps whose computations are kept."""
 VOCABULARY = 4096
 """Vocabulary of the real model's random tokens."""
 _KEY = "the key of a bed that no other process can reach"
 _PORT = 29500
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A computation of a rank, in seconds of CLOCK_MONOTONIC."""
-
-    op: str
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -84,27 +71,24 @@ def settings(name: str, *, ranks: int, microbatches: int, schedule: str, wan: bo
     return config
 
 
-def train(training: Training) -> list[Cell]:
-    """Train one rank until the stop file appears; return the computations of its last steps, in order."""
+def train(training: Training) -> None:
+    """Train one rank until the stop file appears."""
     if training.cores:
         os.sched_setaffinity(0, training.cores)
     if training.bed:
         _enter(NetBed(training.bed))
     engine = _real(training.config) if training.real else _emulated(training.config)
-    cells = deque[list[Cell]](maxlen=STEPS_DRAWN)
     ended, count = torch.zeros(1), 0
     with open(training.steps_file if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as steps:
         while not ended.item():
             begin_s = time.monotonic()
             engine.train_batch()
             steps.write(f"{begin_s} {time.monotonic()}\n")
-            cells.append(_cells(engine))
             count += 1
             if count % 8 == 0:
                 ended[0] = float(training.stop.exists())
                 dist.all_reduce(ended)
     engine.destroy()
-    return [cell for step in cells for cell in step]
 
 
 def _enter(bed: NetBed) -> None:
@@ -118,16 +102,6 @@ def _enter(bed: NetBed) -> None:
             VARIABLE: _KEY,
         }
     )
-
-
-def _cells(engine: WeftEngine) -> list[Cell]:
-    """Return the cells of the last step."""
-    clock = engine.records.clock  # the host's, which is CLOCK_MONOTONIC on Linux
-    return [
-        Cell(mark.slot[0].op.value, clock.seconds(0.0, mark.start), clock.seconds(0.0, mark.end))
-        for mark in engine.records[-1].marks
-        if mark.slot[0].op in COMPUTE | {Op.STEP}
-    ]
 
 
 def _emulated(config: WeftConfig) -> WeftEngine:

@@ -79,7 +79,7 @@ def _row(run: SupervisedRun, rank: RankProcess) -> list[Slot]:
     return list(read_rows((run.folder / "plan.json").read_text()).row(rank.rank))
 
 
-def kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
+def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
     """Send SIGKILL while the rank executes a slot with one of these operations."""
     rank = run.rank(number)
     row, page = _row(run, rank), run.page(rank.host)
@@ -93,7 +93,7 @@ def kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
     raise RuntimeError(f"rank {number} was never seen in {', '.join(op.name for op in ops)}")
 
 
-def kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
+def _kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
     """Send SIGKILL while the rank saves a checkpoint."""
     rank = run.rank(number)
     page = run.page(rank.host)
@@ -106,14 +106,14 @@ def kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
     raise RuntimeError(f"rank {number} was never seen saving")
 
 
-def stop(run: SupervisedRun, number: int) -> Inflicted:
+def _stop(run: SupervisedRun, number: int) -> Inflicted:
     """Stop the rank by SIGSTOP permanently."""
     rank = run.rank(number)
     os.kill(rank.pid, signal.SIGSTOP)
     return _blame(rank)
 
 
-def stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
+def _stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
     """Stop and continue the rank every 0.1 s during 15 s."""
     rank = run.rank(number)
 
@@ -132,7 +132,7 @@ def stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
     return begun
 
 
-def hold_lock(run: SupervisedRun, number: int) -> Inflicted:
+def _hold_lock(run: SupervisedRun, number: int) -> Inflicted:
     """Make a thread of the rank hold the interpreter's lock."""
     rank = run.rank(number)
     run.order(number, "hold_lock", seconds=60)
@@ -148,21 +148,16 @@ def _hold_lock_in_save(run: SupervisedRun, number: int) -> Inflicted:
     return _blame(rank)
 
 
-def exhaust_memory(run: SupervisedRun, number: int) -> Inflicted:
-    """Make the rank allocate more memory than its control group may have."""
+def _exhaust_memory(run: SupervisedRun, number: int) -> Inflicted:
+    """Make the rank allocate more memory than its new control group of 256 MiB may have."""
     rank = run.rank(number)
-    shrink_memory(rank.pid)
-    run.order(number, "take_memory", num_bytes=1 << 30)
-    return _blame(rank)
-
-
-def shrink_memory(pid: int) -> None:
-    """Put a process into a new control group with 256 MiB for its further allocations."""
     version1 = Path("/sys/fs/cgroup/memory")
-    group = (version1 if version1.is_dir() else version1.parent) / f"weft-survive-{pid}"
+    group = (version1 if version1.is_dir() else version1.parent) / f"weft-survive-{rank.pid}"
     group.mkdir()
     (group / ("memory.limit_in_bytes" if version1.is_dir() else "memory.max")).write_text(str(256 << 20))
-    (group / "cgroup.procs").write_text(str(pid))
+    (group / "cgroup.procs").write_text(str(rank.pid))
+    run.order(number, "take_memory", num_bytes=1 << 30)
+    return _blame(rank)
 
 
 def _flip(run: SupervisedRun, number: int) -> Inflicted:
@@ -174,7 +169,7 @@ def _flip(run: SupervisedRun, number: int) -> Inflicted:
 # ---- hosts and those who watch
 
 
-def kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
+def _kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
     """Kill all processes of these hosts at once."""
     victims = run.agents(hosts)
     everyone = [child for agent in victims for child in agent.children(recursive=True)] + victims
@@ -184,7 +179,7 @@ def kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
     return Inflicted({"host": hosts[0]})
 
 
-def kill_agent(run: SupervisedRun, host: str) -> Inflicted:
+def _kill_agent(run: SupervisedRun, host: str) -> Inflicted:
     """Kill only the agent by SIGKILL; its ranks end with it."""
     for process in run.agents([host]):
         process.kill()
@@ -238,13 +233,13 @@ def _held_still(run: SupervisedRun) -> Iterator[None]:
                 os.kill(pid, signal.SIGCONT)
 
 
-def damaged(damage: Callable[[Path], object], run: SupervisedRun, number: int = 5) -> Inflicted:
+def _damaged(damage: Callable[[Path], object], run: SupervisedRun, number: int = 5) -> Inflicted:
     """Damage the newest checkpoint. Then remove the copies in memory and kill a rank, so that it is read."""
     run.wait_for(lambda: len(_complete(run)) > 1, "two checkpoints")
     rank = run.rank(number)
     with _held_still(run):
         damage(max(_complete(run), key=lambda path: int(path.name[5:])))
-        forget_memory(run)
+        _forget_memory(run)
         os.kill(rank.pid, signal.SIGKILL)
     return _blame(rank)
 
@@ -253,7 +248,7 @@ def _complete(run: SupervisedRun) -> list[Path]:
     return [path for path in (run.folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
 
 
-def forget_memory(run: SupervisedRun) -> None:
+def _forget_memory(run: SupervisedRun) -> None:
     """Remove the copies in hosts' memory."""
     for page in (page_path(run.folder, host) for host in HOSTS):
         for path in page.parent.glob(f"{page.name}.memory*/**/*.safetensors"):
@@ -264,7 +259,7 @@ def _shard(checkpoint: Path) -> Path:
     return sorted(checkpoint.glob("**/*.safetensors"))[0]
 
 
-def truncate(checkpoint: Path) -> None:
+def _truncate(checkpoint: Path) -> None:
     """Remove the second half of a shard."""
     with open(_shard(checkpoint), "r+b") as file:
         file.truncate(file.seek(0, os.SEEK_END) // 2)
@@ -289,33 +284,33 @@ def _empty_manifest(checkpoint: Path) -> None:
 
 
 ONE_RANK = (
-    Fault("SIGKILL in F", lambda run: kill_in(run, 4, Op.F)),
-    Fault("SIGKILL in B", lambda run: kill_in(run, 3, Op.B, Op.I)),
-    Fault("SIGKILL in a send", lambda run: kill_in(run, 2, Op.SEND_F, Op.SEND_B)),
-    Fault("SIGKILL in the reduction", lambda run: kill_in(run, 5, Op.REDUCE_GRAD)),
-    Fault("SIGKILL in the step", lambda run: kill_in(run, 6, Op.STEP)),
-    Fault("SIGKILL in a save", lambda run: kill_in_save(run, 1)),
-    Fault("SIGSTOP for good", lambda run: stop(run, 3)),
-    Fault("SIGSTOP half of the time", lambda run: stop_and_go(run, 2), alert="straggler"),
-    Fault("interpreter lock held for 60 s", lambda run: hold_lock(run, 6)),
+    Fault("SIGKILL in F", lambda run: _kill_in(run, 4, Op.F)),
+    Fault("SIGKILL in B", lambda run: _kill_in(run, 3, Op.B, Op.I)),
+    Fault("SIGKILL in a send", lambda run: _kill_in(run, 2, Op.SEND_F, Op.SEND_B)),
+    Fault("SIGKILL in the reduction", lambda run: _kill_in(run, 5, Op.REDUCE_GRAD)),
+    Fault("SIGKILL in the step", lambda run: _kill_in(run, 6, Op.STEP)),
+    Fault("SIGKILL in a save", lambda run: _kill_in_save(run, 1)),
+    Fault("SIGSTOP for good", lambda run: _stop(run, 3)),
+    Fault("SIGSTOP half of the time", lambda run: _stop_and_go(run, 2), alert="straggler"),
+    Fault("interpreter lock held for 60 s", lambda run: _hold_lock(run, 6)),
     Fault("interpreter lock held in a save", lambda run: _hold_lock_in_save(run, 7)),
-    Fault("out of memory in a control group", lambda run: exhaust_memory(run, 4)),
+    Fault("out of memory in a control group", lambda run: _exhaust_memory(run, 4)),
     Fault("a bit flipped in a replica's weights", lambda run: _flip(run, 5)),
 )
 HOSTS_AND_WATCHERS = (
-    Fault("a whole host killed", lambda run: kill_hosts(run, HOSTS[1])),
-    Fault("the host of rank 0 killed", lambda run: kill_hosts(run, HOSTS[0])),
-    Fault("an agent killed", lambda run: kill_agent(run, HOSTS[2])),
+    Fault("a whole host killed", lambda run: _kill_hosts(run, HOSTS[1])),
+    Fault("the host of rank 0 killed", lambda run: _kill_hosts(run, HOSTS[0])),
+    Fault("an agent killed", lambda run: _kill_agent(run, HOSTS[2])),
     Fault("the driver killed", _kill_driver),
     Fault("wall clocks of ranks wrong by +-60 s", _shift_clocks),
     Fault("garbage on every open port", _shout_at_ports),
 )
 STORAGE = (
-    Fault("newest checkpoint: a shard truncated", partial(damaged, truncate)),
-    Fault("newest checkpoint: a bit flipped", partial(damaged, _flip_stored_bit)),
-    Fault("newest checkpoint: a shard missing", partial(damaged, lambda path: _shard(path).unlink())),
-    Fault("newest checkpoint: empty manifest", partial(damaged, _empty_manifest)),
-    Fault("newest checkpoint: a pickle in the place of a shard", partial(damaged, _plant_pickle)),
+    Fault("newest checkpoint: a shard truncated", partial(_damaged, _truncate)),
+    Fault("newest checkpoint: a bit flipped", partial(_damaged, _flip_stored_bit)),
+    Fault("newest checkpoint: a shard missing", partial(_damaged, lambda path: _shard(path).unlink())),
+    Fault("newest checkpoint: empty manifest", partial(_damaged, _empty_manifest)),
+    Fault("newest checkpoint: a pickle in the place of a shard", partial(_damaged, _plant_pickle)),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
@@ -20,8 +20,7 @@ from weft.tools.netbed.topology import Link, Node, Topology
 HOSTS = ("east0", "east1", "west0", "west1")
 SITES = ("east", "west")
 RANKS_PER_HOST = 2
-SLOTS = dict.fromkeys(HOSTS, RANKS_PER_HOST)
-NUM_RANKS = sum(SLOTS.values())
+NUM_RANKS = RANKS_PER_HOST * len(HOSTS)
 UPLINK_MBPS, LATENCY_MS = 20.0, 10.0
 """Limits of a node: low enough that a tiny model notices a tenth."""
 NODES = "WEFT_SURVIVE_NODES"
@@ -84,9 +83,9 @@ class OneMachine:
 class LocalHosts(OneMachine):
     """Hosts that share this machine's network."""
 
-    def __init__(self, folder: Path, slots: Mapping[str, int] = SLOTS) -> None:
-        """Write the hostfile to ``folder``; with other slots than `SLOTS`, all hosts belong to one site."""
-        self.settings = [*_cluster(folder, slots), "cluster.manager=local"]
+    def __init__(self, folder: Path) -> None:
+        """Write the hostfile to ``folder``."""
+        self.settings = [*_cluster(folder), "cluster.manager=local"]
 
 
 class BedHosts:
@@ -110,7 +109,7 @@ class BedHosts:
         )
         self.bed = NetBed.up(topology)
         master = f"cluster.master_addr={self.bed.address(HOSTS[0])}"
-        self.settings = [*_cluster(folder, SLOTS), "cluster.manager=ssh", master, f"cluster.master_port={_PORT}"]
+        self.settings = [*_cluster(folder), "cluster.manager=ssh", master, f"cluster.master_port={_PORT}"]
         for host in HOSTS:
             (self._nodes / host).symlink_to(self.bed.namespace(host))
         names = [f"{self.bed.address(host)} {host}\n" for host in HOSTS]
@@ -185,11 +184,8 @@ class BedHosts:
         self.bed.down()
 
 
-def _cluster(folder: Path, slots: Mapping[str, int]) -> list[str]:
+def _cluster(folder: Path) -> list[str]:
     hostfile = folder / "hostfile"
-    hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
-    settings = [f"cluster.hostfile={hostfile}", "supervise.enabled=true"]
-    if slots is not SLOTS:
-        return settings
+    hostfile.write_text("".join(f"{host} slots={RANKS_PER_HOST}\n" for host in HOSTS))
     sites = ", ".join(f"{{name: {site}, hosts: [{', '.join(h for h in HOSTS if h[:-1] == site)}]}}" for site in SITES)
-    return [*settings, f"cluster.sites=[{sites}]"]
+    return [f"cluster.hostfile={hostfile}", "supervise.enabled=true", f"cluster.sites=[{sites}]"]

@@ -59,7 +59,7 @@ class Survival:
             "blamed": self.note or self.culprit,
             "right": "yes" if self.right else "NO",
             "named after s": _seconds(self.named_s),
-            "next step after s": "the run ends" if self.ends and self.right else _seconds(self.next_step_s),
+            "next good step after s": "the run ends" if self.ends and self.right else _seconds(self.next_step_s),
             "steps lost": "-" if self.lost is None else self.lost,
             "losses equal": self._losses,
         }

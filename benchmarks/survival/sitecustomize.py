@@ -18,14 +18,10 @@ from typing import Any
 
 FOLDER = "WEFT_SURVIVE_ORDERS"
 """Environment variable with the folder of the orders."""
-PAD = "WEFT_SURVIVE_PAD"
-"""Environment variable with seconds by which each step is longer."""
 _POLL_S = 0.02
 
 
 def _listen() -> None:
-    if PAD in os.environ and "weft.engine.engine" in sys.modules:
-        _pad_steps(float(os.environ[PAD]))
     threading.Thread(target=_obey, name="orders", daemon=True).start()
 
 
@@ -138,47 +134,6 @@ def _leave_out(_: Any, first: int, after: int) -> None:
     MicrobatchLoader.__init__ = begin_without  # type: ignore[method-assign,assignment]
 
 
-class _Paused:
-    """A replacement of the event on which a heartbeat's thread waits between two ticks.
-
-    The thread is blocked until ``over`` is set.
-    """
-
-    def __init__(self) -> None:
-        self.over = threading.Event()
-
-    def wait(self, timeout: float) -> bool:
-        self.over.wait()
-        return False
-
-
-def _watch(module: Any, on: bool) -> None:
-    """Switch the publication of this rank's progress on or off."""
-    engine = _engine(module)
-    place = engine.watcher.record
-    if not on:
-        kept.update(observers=engine.slot_observers, closing=place._closing, paused=_Paused())
-        engine.slot_observers = [each for each in engine.slot_observers if type(each).__name__ != "ProgressObserver"]
-        place._closing = kept["paused"]
-    elif kept:
-        engine.slot_observers, place._closing = kept["observers"], kept["closing"]
-        kept["paused"].over.set()
-        kept.clear()
-
-
-def _pad_steps(seconds: float) -> None:
-    """Make every step take longer, as if a device computed."""
-    from weft.engine.engine import WeftEngine
-
-    train = WeftEngine.train_batch
-
-    def padded(engine: Any, *args: Any) -> Any:
-        time.sleep(seconds)
-        return train(engine, *args)
-
-    WeftEngine.train_batch = padded  # type: ignore[method-assign,assignment]
-
-
 def _shift_clock(_: Any, seconds: float) -> None:
     """Shift the wall clock of this process by ``seconds``."""
     true = time.time
@@ -191,7 +146,6 @@ def _take_memory(_: Any, num_bytes: int) -> None:
 
 
 held: list[bytearray] = []
-kept: dict[str, Any] = {}
 
 
 if FOLDER in os.environ:

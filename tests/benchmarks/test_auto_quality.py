@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.planning.clusters import compare, random_cluster
-from benchmarks.planning.optimal import random_case
+from benchmarks.auto import compare, random_cluster
+from tests.pipeline.generators.random_cases import random_case
 from tests.pipeline.generators.test_auto_cell import costs_of, step_s
 from tests.pipeline.pair_costs import scaled
 from weft.pipeline.generators.auto import _list_schedules, _problem, generate_auto
@@ -14,7 +14,7 @@ from weft.pipeline.simulation import simulate
 
 
 def case(seed):
-    """One of `python -m benchmarks optimal`'s random cases; every third with strand pairs that gain."""
+    """One of the random cases; every third with strand pairs that gain."""
     found = random_case(seed)
     return replace(found, costs=replace(found.costs, pairs=scaled(0.7))) if seed % 3 == 0 else found
 
@@ -99,7 +99,7 @@ def test_cells_whose_forwards_have_to_be_held_back(sites, pipelines, transfer_s,
 
 @pytest.mark.parametrize("seed", range(10))
 def test_never_slower_than_a_fixed_schedule_on_any_placement(seed):
-    """`benchmarks clusters` does it for 200."""
+    """`benchmarks auto` does it for 200."""
     outcome = compare(random_cluster(seed))
     assert outcome.auto.step_s <= outcome.fixed_s * (1 + 1e-9), outcome
     assert not outcome.slower

@@ -68,7 +68,7 @@ def test_every_command_is_one(tmp_path):
         elif "benchmarks" in item.command:
             overrides_of("benchmarks", item.command[item.command.index("benchmarks") + 1 :])
     assert len({item.name for item in found}) == len(found), "each has a file of its own"
-    assert {"profile", "collectives", "engines", "pairs"} <= {item.name for item in found}
+    assert {"profile", "collectives", "engines"} <= {item.name for item in found}
 
 
 def _needs_gpus(file):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planning.duels import compare, exported_step
+from tests.pipeline.generators.duels import compare, exported_step
 from tests.pipeline.generators.pipelines import costs_of, least_cap_bytes, placements
 from tests.pipeline.pair_costs import scaled
 from weft.pipeline.action import Op

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.planning.optimal import closed_cases
-from benchmarks.verification.optimum import solve
+from tests.pipeline.generators.optimum import solve
+from tests.pipeline.generators.random_cases import closed_cases
 from tests.pipeline.pair_costs import scaled
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate

@@ -1,19 +1,16 @@
-"""Compare `auto` with every fixed schedule in the same memory, at every size."""
+"""Comparisons of `auto` with every fixed schedule in the same memory."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.results import ratio_cells, show
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.serialization import schedule_from_csv, schedule_to_csv
 from weft.pipeline.simulation import simulate
-from weft.tools.tables import table_of
 
 PLACEMENTS: dict[str, Callable[[int], Placement]] = {
     "1f1b": Placement.straight,
@@ -35,27 +32,6 @@ class Comparison:
     """Live chunk activations of the fixed schedule, which are the cap for `auto`."""
     fixed: float
     auto: float
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this part."""
-    parser.add_argument("--ranks", type=int, default=16, help="duels: up to how many")
-    parser.add_argument("--microbatches", type=int, default=64, help="duels: up to how many")
-    parser.add_argument("--every", type=int, default=1, help="duels: take only every n-th number of micro-batches")
-
-
-def measure(args: argparse.Namespace) -> tuple[object, bool]:
-    """Print how often `auto` is shorter, equal and longer and return the duels, and True if it is never longer."""
-    counts = range(1, args.microbatches + 1, args.every)
-    comparisons = [
-        comparison for ranks in range(2, args.ranks + 1) for count in counts for comparison in compare(ranks, count)
-    ]
-    ratios = {kind: [found.auto / found.fixed for found in comparisons if found.kind == kind] for kind in PLACEMENTS}
-    rows = ({"schedule": kind, "sizes": len(each), **ratio_cells(each)} for kind, each in ratios.items())
-    show(table_of(rows, f"auto over fixed schedules in the same memory, 2 to {args.ranks} ranks"))
-    longer = [comparison for comparison in comparisons if comparison.auto > comparison.fixed]
-    show(*(f"longer: {comparison}" for comparison in longer))
-    return comparisons, not longer
 
 
 def compare(num_ranks: int, num_microbatches: int) -> Iterator[Comparison]:

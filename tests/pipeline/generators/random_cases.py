@@ -1,20 +1,16 @@
-"""Distance of `auto` from the proven optimum."""
+"""Random scheduling cases, and the distance of `auto` from their proven optimum."""
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from benchmarks.results import show
-from benchmarks.verification.optimum import Optimum, solve
+from tests.pipeline.generators.optimum import Optimum, solve
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
-from weft.tools.tables import table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,37 +30,12 @@ class Result:
 
     case: SchedulingCase
     auto_s: float
-    auto_wall_s: float
     optimum: Optimum
 
     @property
     def gap(self) -> float:
         """Step of `auto` over the best proven lower bound, minus 1."""
         return self.auto_s / self.optimum.bound_s - 1
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this part."""
-    parser.add_argument("--cases", type=int, default=40, help="optimal: random cases that the solver has to close")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="optimal: solver, per case")
-    parser.add_argument("--search", type=float, default=2.0, metavar="SECONDS", help="optimal: auto, per case")
-    parser.add_argument("--large", type=float, default=60.0, metavar="SECONDS", help="optimal: solver, per large case")
-
-
-def measure(args: argparse.Namespace) -> tuple[object, bool]:
-    """Print both tables and return the results, and True if `auto` meets its goal (mean 2 %, worst 5 %)."""
-    closed = list(closed_cases(args.cases, args.limit, args.search))
-    gaps = [result.gap for result in closed]
-    mean, worst = sum(gaps) / len(gaps), max(gaps)
-    show(
-        table_of(map(_row, closed), "random cases, solved to the optimum"),
-        f"auto over optimum: mean {mean:.2%} (goal 2 %), worst {worst:.2%} (goal 5 %)",
-    )
-    results = []
-    if args.large:
-        results = [solve_both(case, args.large, args.search) for case in large_cases()]
-        show(table_of(map(_row, results), "larger cases, against the proven lower bound"))
-    return {"closed": closed, "large": results}, mean <= 0.02 and worst <= 0.05
 
 
 def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result]:
@@ -80,14 +51,12 @@ def closed_cases(count: int, limit_s: float, search_s: float) -> Iterator[Result
 
 def solve_both(case: SchedulingCase, limit_s: float, search_s: float) -> Result:
     """Schedule a case with `auto`, then with the solver."""
-    started_s = time.perf_counter()
     schedule = generate_auto(case.placement, case.num_microbatches, case.costs, case.cap_bytes, search_s)
-    wall_s = time.perf_counter() - started_s
     timeline = simulate(schedule, case.costs)
     optimum = solve(case.placement, case.num_microbatches, case.costs, case.cap_bytes, limit_s=limit_s, known=schedule)
     makespan_s = max(lane[-1].end_s for lane in timeline.compute)
     assert makespan_s >= optimum.bound_s - 1e-6, f"{case.name}: auto takes {makespan_s}, less than {optimum}"
-    return Result(case=case, auto_s=makespan_s, auto_wall_s=wall_s, optimum=optimum)
+    return Result(case=case, auto_s=makespan_s, optimum=optimum)
 
 
 def random_case(seed: int) -> SchedulingCase:
@@ -135,41 +104,3 @@ def _stage(random: Random) -> StageCost:
         weight_saved_bytes=random.choice([0, saved // 2]),
         output_bytes=1,
     )
-
-
-def large_cases() -> Iterator[SchedulingCase]:
-    """Yield pipelines that are too large to solve, on which `auto` is compared with the solver's lower bound."""
-    for num_ranks, num_microbatches in ((4, 16), (8, 16), (8, 32)):
-        wan = LinkCost(latency_s=2, bandwidth_bps=8 / 6)
-        halves = (num_ranks // 2, num_ranks // 2)
-        for layout, placement, work_s in (
-            ("straight", Placement.straight(num_ranks, halves), 2),
-            ("fold", Placement.fold(num_ranks, sites=halves), 1),
-            ("site fold", Placement.site_fold(halves), 1),
-        ):
-            stage = StageCost(
-                forward_s=work_s, input_s=work_s, weight_s=work_s, activation_bytes=work_s, output_bytes=1
-            )
-            yield SchedulingCase(
-                name=f"{layout} {halves[0]}+{halves[1]}, even",
-                placement=placement,
-                num_microbatches=num_microbatches,
-                costs=CostModel(stages=(stage,) * placement.num_stages, wan=wan),
-                cap_bytes=3.0 * num_ranks,
-            )
-
-
-def _row(result: Result) -> dict[str, object]:
-    case, optimum = result.case, result.optimum
-    return {
-        "case": case.name,
-        "ranks": case.placement.num_ranks,
-        "micro-batches": case.num_microbatches,
-        "cap": f"{case.cap_bytes:g}",
-        "auto": f"{result.auto_s:g}",
-        "bound": f"{optimum.bound_s:g}",
-        "known": f"{min(optimum.best_s, result.auto_s):g}",
-        "gap": f"{result.gap:.1%}",
-        "auto s": f"{result.auto_wall_s:.1f}",
-        "solver s": f"{optimum.wall_s:.1f}",
-    }
