@@ -221,10 +221,6 @@ class WeftEngine(PipelineEngine):
             self.optimizer.skips.check()
         return loss
 
-    def schedule_for(self, num_microbatches: int) -> Schedule:
-        """Return the schedule for a step of ``num_microbatches``, planned on first use, by all ranks together."""
-        return self.plan_for(num_microbatches).schedule
-
     def plan_for(self, num_microbatches: int) -> RankSchedule:
         """Return the same schedule with the priorities of this rank's messages between sites."""
         if num_microbatches not in self._plans:

@@ -87,10 +87,6 @@ class Child:
         """Receive the next value that the function sends. Wait without limit if ``timeout_s`` is None."""
         return self._next("sent", timeout_s)
 
-    def has_news(self) -> bool:
-        """Return True if `receive` or `result` would return at once."""
-        return self._pipe.poll()
-
     def fileno(self) -> int:
         """Return the descriptor for `multiprocessing.connection.wait`.
 

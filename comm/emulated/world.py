@@ -108,10 +108,6 @@ class EmulatedWorld(Job):
         span = f"{members[0]} to {members[-1]}" if len(members) > 4 else ", ".join(map(str, members))
         return EmulatedGroup(self, members, f"group {number} of {len(members)} ranks {span}")
 
-    def group_sizes(self) -> tuple[int, ...]:
-        """Return the size of each process group that this rank is in, in order of creation."""
-        return tuple(len(members) for members, last in self._made.items() for _ in range(last + 1))
-
     # -- small values ----------------------------------------------------------------------------
 
     def gather(self, exchange: Callable, value: Any, group: dist.ProcessGroup, purpose: GatherPurpose) -> list[Any]:

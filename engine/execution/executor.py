@@ -10,8 +10,7 @@ from typing import Protocol
 
 from weft.comm.channel import Receiver, Sender, TensorSpec
 from weft.engine.execution.compute import Compute
-from weft.engine.execution.receives import ReceiveQueue
-from weft.engine.execution.step_state import Key, StepState, key
+from weft.engine.execution.step_state import Key, ReceiveQueue, StepState, key
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.cutting.stage import Stage
 from weft.pipeline.action import RECEIVES, SENDS, Action, Op, Slot, is_pair, receive_of

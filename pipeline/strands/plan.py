@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from weft.pipeline.limits import short_repr
 from weft.pipeline.strands.overlap import OverlapTable
@@ -80,12 +80,6 @@ class SegmentPlan:
         for step, count in steps_of(pair).items():
             if done[step] != count:
                 raise ValueError(f"segment plan: {done[step]} steps {step.value}, where the pair has {count}")
-
-    @property
-    def handovers(self) -> int:
-        """The number of switches between strands."""
-        turns = [step for step in self.steps if step is not Step.weight]
-        return sum(one is not other for one, other in pairwise(turns))
 
     def seconds(self, pair: StrandPair, table: OverlapTable, handover_s: float = 0.0) -> float:
         """Return the predicted duration of a pair under this plan, until the last collective has ended.

@@ -51,7 +51,6 @@ class OnlineTwin:
         }
         self._began_s: list[float] | None = None
         self._step: _Peers | None = None
-        self.num_visits = 0
 
     def begin(self, at_s: float, pause_s: float = 0.0) -> None:
         """Begin a step.
@@ -131,7 +130,6 @@ class OnlineTwin:
                     self._reached_s[rank] = step.could_start_s(visit)
                 step.step(visit)
                 index += 1
-                self.num_visits += 1
                 for action in visit.slot:
                     for fact in establishes(action):
                         ready += self._waiting.pop(fact, ())

@@ -19,9 +19,9 @@ from weft.conf.host.diagnosis import Finding, Verdict, failures
 from weft.conf.host.measurements import Measurements
 from weft.conf.schema import DataConfig
 from weft.tools.diagnostics.corruption import check_bits
+from weft.tools.diagnostics.exchange import check_local_collectives
 from weft.tools.diagnostics.gpu import check_gpus, check_xid
 from weft.tools.diagnostics.judging import Judge, check_disk, check_free_space
-from weft.tools.diagnostics.local_ranks import check_local_collectives
 from weft.tools.diagnostics.loopback import check_loopback
 from weft.tools.diagnostics.speed import check_gemm, check_memory
 from weft.tools.doctor import NODE_FAULTS

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.models.batch import Batch, PackedRows, attach_packed_rows, count_label_tokens
-from weft.engine.models.flash import ON_CPU, wanted_arguments
+from weft.engine.models.batch import ON_CPU, Batch, PackedRows, attach_packed_rows, count_label_tokens, wanted_arguments
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.models.seeding import seeded
 from weft.engine.models.shrink import shrunken_model

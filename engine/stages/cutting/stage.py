@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from weft.engine.models.batch import Batch
-from weft.engine.models.flash import wanted_arguments
+from weft.engine.models.batch import Batch, wanted_arguments
 from weft.engine.models.objective import Minimised
 from weft.engine.models.router import RouterLoss, wants_router_loss
 from weft.engine.models.skeleton import decoder_layers, hf_model

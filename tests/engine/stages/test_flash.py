@@ -8,8 +8,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from tests.engine.stages.tiny import batch, run, stages_of, tiny, whole
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.models.batch import PackedRows, attach_packed_rows, flash_arguments
-from weft.engine.models.flash import ON_CPU
+from weft.engine.models.batch import ON_CPU, PackedRows, attach_packed_rows, flash_arguments
 from weft.engine.stages.checking.self_check import check_flash_packing
 from weft.engine.stages.files.loading import load_hf_config
 

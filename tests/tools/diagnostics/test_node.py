@@ -11,7 +11,7 @@ import torch
 from weft.conf.host.diagnosis import Finding, Verdict, failures, read_findings
 from weft.conf.host.measurements import Measurements
 from weft.tools.cli import main
-from weft.tools.diagnostics import gpu, local_ranks
+from weft.tools.diagnostics import exchange, gpu
 from weft.tools.diagnostics.corruption import CHECKSUMS, SIZE, check_bits, checksum, factor
 from weft.tools.diagnostics.judging import Judge, check_disk, check_free_space
 from weft.tools.diagnostics.node import FAULTS, Node, diagnose
@@ -211,13 +211,13 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     [({"damaged": 1}, "numbers of ranks [1] came wrong"), ({"hung": 0}, "ranks [0, 1] of 2 did not answer")],
 )
 def test_a_faulty_rank_is_named(fault, part, judge, monkeypatch):
-    monkeypatch.setattr(local_ranks, "MOST_S", 120.0 if "damaged" in fault else 3.0)
-    finding = local_ranks.check_local_collectives(2, judge, **fault)
+    monkeypatch.setattr(exchange, "MOST_S", 120.0 if "damaged" in fault else 3.0)
+    finding = exchange.check_local_collectives(2, judge, **fault)
     assert finding.verdict is Verdict.failed and part in finding.says
 
 
 def test_one_rank_has_no_peer(judge):
-    assert local_ranks.check_local_collectives(1, judge).verdict is Verdict.does_not_apply
+    assert exchange.check_local_collectives(1, judge).verdict is Verdict.does_not_apply
 
 
 def test_without_a_driver_the_clock_is_not_compared(judge, tmp_path):
