@@ -32,6 +32,8 @@ from weft.tools.children import end_with_parent
 
 LIMIT_S = 40.0
 """After which a device that waits is stuck."""
+LEAVES_S = 200.0
+"""In place of `THREADS_S`: no agent starts a rank again that has waited too long for a slow one to leave."""
 
 
 def die() -> None:
@@ -139,7 +141,10 @@ def _attempts(
         return 0
 
     agent = Agent(last=len(dying))
-    with patch.object(attempts.AgentLink, "from_environment", lambda _: agent):
+    with (
+        patch.object(attempts.AgentLink, "from_environment", lambda _: agent),
+        patch.object(attempts, "THREADS_S", LEAVES_S),
+    ):
         code = run_attempts([], once)
     found["code"] = code
 
