@@ -21,7 +21,7 @@ CARRIED_PYTHON ?= 3.12
 CARRIED_COMPILED := pydantic-core
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm lint lint-ruff lint-format lint-layers lint-types lint-language language carried clean
+.PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm device lint lint-ruff lint-format lint-layers lint-types lint-language language carried clean
 
 env: $(VENV)/.ready  ## the environment in which every command of the documentation works
 	@echo "Activate it: . $(BIN)/activate"
@@ -35,8 +35,11 @@ test-fast: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
 
 # A worker that has no tests left takes some of another's: they last from one second to minutes.
-test-slow: $(VENV)/.ready
+test-slow: $(VENV)/.ready device
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and not gpu" $(ARGS)
+
+device: $(VENV)/.ready  ## compile the emulated CUDA device of the tests (docs/device.md), unless it is cached
+	$(BIN)/python -m tests.device.build
 
 # Unauthenticated peers, insiders, damaged input, and the WAN transport under sanitizers; part of `make test` as well.
 test-security: $(VENV)/.ready

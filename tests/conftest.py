@@ -38,6 +38,24 @@ if find_spec("hypothesis"):  # a Python that has a GPU or vLLM, whose tests do w
     settings.load_profile("weft")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that gives this process an emulated GPU; see docs/device.md."""
+    parser.addoption("--device", choices=("emulated",), help="the GPU of tests marked `gpu`, if not a real one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Install the emulated GPU before a test module imports torch."""
+    global NUM_GPUS
+    if config.getoption("--device"):
+        from tests.device import cuda
+
+        cuda.install(1)
+        from tests.device import group
+
+        group.register()
+        NUM_GPUS = 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need more GPUs than there are, with a reason that the summary shows."""
     for item in items:

@@ -1,0 +1,84 @@
+"""The emulated device observes what a GPU would suffer from, and the engine trains on it without any of that."""
+
+import pytest
+
+from tests.device import observations, training
+from tests.device.ranks import run_on_devices
+from weft.tools.ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+STEPS = 3
+CASES = {
+    1: {"one rank": {"stages": 1}, "split backward, two chunks": {"stages": 1, "schedule": "auto"}},
+}
+
+
+@pytest.fixture(scope="module")
+def seen():
+    (result,) = run_on_devices(1, observations.observations)
+    return result
+
+
+def test_accesses_that_no_event_orders_are_races(seen):
+    value, kinds = seen["read without an event"]
+    assert value == 0.0, "the reader ran before the writer, so it read what fresh memory is filled with"
+    (race,) = kinds["races"]
+    assert race.startswith("read by aten::sum at device/observations.py") and "write by aten::fill_" in race
+    value, kinds = seen["read behind an event"]
+    assert value == 1.0 and not kinds["races"]
+    assert not seen["other columns"][1]["races"] and seen["same columns"][1]["races"]
+
+
+def test_memory_that_is_freed_too_early_is_overwritten(seen):
+    value, kinds = seen["freed without record_stream"]
+    assert value == 0.0 and "reuse after free" in kinds["races"][0]
+    value, kinds = seen["freed with record_stream"]
+    assert value == 1.0 and not kinds["races"]
+
+
+def test_host_waits_are_reported_with_their_lines(seen):
+    for name, what in {
+        "item": "aten::_local_scalar_dense",
+        "nonzero": "aten::nonzero",
+        "to pageable memory": "copy to pageable memory",
+        "an event not reached": "event.synchronize",
+    }.items():
+        (wait,) = seen[name][1]["waits"]
+        assert wait.startswith(f"{what} at device/observations.py:"), name
+    assert not seen["to pinned memory"][1]["waits"]
+    value, kinds = seen["from pageable memory"]
+    assert value == 4.0
+    assert sorted(wait.partition(" at ")[0] for wait in kinds["waits"]) == [
+        "aten::_local_scalar_dense",
+        "copy from pageable memory",
+    ]
+
+
+def test_a_thread_without_a_device_creates_a_context_on_another(seen):
+    (context,) = seen["a thread without a device"][1]["contexts"]
+    assert context.startswith("device 0 by torch.cuda.set_stream at device/observations.py:")
+    assert not seen["a thread with a device"][1]["contexts"]
+
+
+def test_memory_and_random_numbers_are_those_of_a_caching_allocator_and_a_generator(seen):
+    assert seen["memory"][0] == (2048, 4096, 1)
+    first, second, again = seen["random numbers"][0]
+    assert first == again != second
+    assert seen["backward"][0], "gradients equal the CPU's"
+    assert not any(kinds["errors"] for _, kinds in seen.values())
+
+
+@pytest.mark.parametrize("num_ranks", CASES)
+def test_training_is_that_of_a_cpu_without_races(num_ranks):
+    cases = CASES[num_ranks]
+    expected = run_ranks(num_ranks, training.train_on_cpu, list(cases.values()), STEPS, timeout_s=400)[0]
+    for rank, runs in enumerate(run_on_devices(num_ranks, training.train, list(cases.values()), STEPS, timeout_s=400)):
+        for name, run, losses in zip(cases, runs, expected, strict=True):
+            where = f"{name}, rank {rank}"
+            assert run.losses == losses, where
+            assert not run.races, (where, run.races)
+            assert not run.contexts, (where, run.contexts)
+            assert not run.errors, (where, run.errors)
+            assert not run.waits, (where, run.waits)
+            assert run.num_launches, where
