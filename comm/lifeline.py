@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from weft.comm.backends import on_host
 from weft.comm.channel import ChannelError
+from weft.conf.host.threads import Thread
 
 _TAG = 1
 """The tag of the lifeline's messages; ready-to-send messages have 0."""
@@ -52,7 +53,7 @@ class Lifeline:
         self.on_loss: Callable[[ChannelError], None] = lambda error: None
         """Called on a thread when a rank is lost, to make this rank's waits fail."""
         for peer in self._neighbours:
-            threading.Thread(target=self._listen, args=(peer,), name=f"weft lifeline to {peer}", daemon=True).start()
+            Thread(self._listen, peer, name=f"weft lifeline to {peer}").start()
 
     @contextmanager
     def watching(self) -> Iterator[None]:

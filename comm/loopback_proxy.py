@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import struct
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -26,6 +25,7 @@ from weft.comm.authenticated_socket import (
     open_connection,
 )
 from weft.comm.host_port import HostPort
+from weft.conf.host.threads import Thread
 
 MAX_UNAUTHENTICATED = 4096
 """Connections that have not authenticated themselves yet; further ones are closed."""
@@ -105,7 +105,7 @@ class LoopbackProxy:
         self._loop = asyncio.new_event_loop()
         self._port: HostPort | None = None
         self._start(self._accept(self._own, self._check_own_process))
-        threading.Thread(target=self._run, name="weft-rendezvous", daemon=True).start()
+        Thread(self._run, name="weft-rendezvous").start()
 
     def also_accept(self, address: AuthenticatedSocket) -> None:
         """Also forward the connections that ``address`` accepts and authenticates."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -10,6 +9,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+
+from weft.conf.host.threads import Thread
 
 
 class Progress:
@@ -26,7 +27,7 @@ class Progress:
         self._name = name
         self._closed: Exception | None = None
         self.error: Exception | None = None
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        Thread(self._run, name=name).start()
 
     def submit(self, function: Callable[[], Any]) -> Future:
         """Run ``function`` after the previous ones. Its future fails if one of those failed, or after `close`."""

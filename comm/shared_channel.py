@@ -16,7 +16,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -30,6 +30,7 @@ from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.exchange import gather
 from weft.comm.links import Hop
 from weft.conf.host.processes import host_identity
+from weft.conf.host.threads import executor
 
 INLINE_BYTES = 2 << 20
 """Larger tensors are copied by a separate thread; for smaller ones the context switch costs more than the copy."""
@@ -100,7 +101,7 @@ class SharedSender:
         self._link = f"rank {hop[0]} -> rank {hop[1]}"
         self._slots: list[mmap.mmap] = []
         self._free: list[int] = []
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=f"weft-{hop[0]}-{hop[1]}")
+        self._writer = executor(f"weft-{hop[0]}-{hop[1]}")
         self._last: Future[None] | None = None
         self._room = select.poll()
         self._room.register(control, select.POLLOUT)

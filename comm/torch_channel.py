@@ -8,7 +8,7 @@ sends do not wait for each other's receive.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.job import current_job
 from weft.comm.links import Hop
 from weft.comm.rts_channel import RtsReceiver, RtsSender, shorten_switch_interval
+from weft.conf.host.threads import executor
 
 RTS_TIMEOUT = timedelta(days=7)
 """An RTS may take as long as a step; the receiver enforces its own deadline."""
@@ -74,7 +75,7 @@ class TorchChannel:
         self._link = f"rank {me} -> rank {peer}" if sending else f"rank {peer} -> rank {me}"
         # gloo copies a message into the socket on the calling thread, 3 to 4 ms for 8 MB, so a
         # separate thread starts the sends.
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix=self._link) if sending else None
+        self._sender = executor(self._link) if sending else None
 
     def send(self, tag: str, tensor: Tensor) -> TorchHandle:
         """Start sending ``tensor``, which must not be modified before the handle's `wait` returns."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -22,6 +21,7 @@ from weft.comm.channel import ChannelError
 from weft.comm.exchange import broadcast
 from weft.comm.job import current_job
 from weft.comm.links import Sites
+from weft.conf.host.threads import Thread
 from weft.conf.schema import CommConfig, WeftConfig
 
 T = TypeVar("T")
@@ -253,7 +253,7 @@ def _is_first(name: str) -> bool | None:
         with suppress(RuntimeError, ValueError):
             counted.append(dist.distributed_c10d._get_default_store().add(f"weft/{name}", 1))
 
-    asking = threading.Thread(target=count, daemon=True)  # a store on a stopped host never answers
+    asking = Thread(count, name="weft-arrivals")  # a store on a stopped host never answers
     asking.start()
     asking.join(timeout=2.0)
     return counted[0] == 1 if counted else None

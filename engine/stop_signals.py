@@ -11,6 +11,8 @@ from collections.abc import Callable
 from time import monotonic
 from types import FrameType
 
+from weft.conf.host.threads import Thread
+
 STOP = "WEFT_STOP"
 """Environment variable of a rank that starts while its run is being stopped: the number of the signal."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -55,7 +57,7 @@ class StopSignals:
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, _noted) for number in taken}
         os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._release_in_child)
-        self._thread = threading.Thread(target=self._take, name="weft-signals", daemon=True)
+        self._thread = Thread(self._take, name="weft-signals")
         self._thread.start()
         return self
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from weft.conf.host.threads import executor
 
 Work = Callable[[Tensor], Tensor]
 """One step: maps the previous step's result to its own."""
@@ -41,7 +43,7 @@ class ThreadExecutor:
     """An executor for CPU collectives: a thread, because they block their caller."""
 
     def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = executor(name)
 
     def submit(self, work: Work, after: Pending) -> Future[Tensor]:
         """Run ``work`` on the result of ``after``, and return without waiting for it."""
@@ -74,7 +76,7 @@ class HostedStreamExecutor:
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._thread = executor(name)
 
     def submit(self, work: Work, after: Pending) -> HostedResult:
         """Run ``work`` on the result of ``after``, and return without waiting for it."""

@@ -6,13 +6,14 @@ import mmap
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.comm.channel import TensorSpec
+from weft.conf.host.threads import executor
 
 LEAST_BYTES = 128 << 10
 """Smaller tensors are left to torch, whose allocator reuses memory of this size."""
@@ -155,7 +156,7 @@ class CudaStaging:
         """Create the streams, and the thread that waits for copies to the host."""
         self._device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="weft wan staging")
+        self._waiter = executor("weft wan staging")
         self._pinned = PinnedPreallocation(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:

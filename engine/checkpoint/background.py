@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from weft.comm.backends import in_host_memory
+from weft.conf.host.threads import Thread
 from weft.engine.checkpoint.pieces import Piece
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class BackgroundWriter:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """Create a writer. During writes, ranks communicate over ``group``, which nothing else may use."""
         self.group = group
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._path: Path | None = None
         self._error: Exception | None = None
 
@@ -47,7 +47,7 @@ class BackgroundWriter:
             Exception: the previous write failed. The new one was not started.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(write,), name="weft-checkpoint", daemon=True)
+        self._thread = Thread(self._run, write, name="weft-checkpoint")
         self._thread.start()
 
     def wait(self) -> Path | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import Generic, TypeVar
 
+from weft.conf.host.threads import Thread
+
 T = TypeVar("T")
 
 _POLL_S = 0.1
@@ -38,9 +40,7 @@ class Prefetch(Iterator[T], Generic[T]):
         self._queue: Queue[T | _End] = Queue(depth)
         self._stop = threading.Event()
         # The thread must not refer to this object. Otherwise it would never be collected.
-        self._thread = threading.Thread(
-            target=_fill, args=(items, self._queue, self._stop), name="weft-prefetch", daemon=True
-        )
+        self._thread = Thread(_fill, items, self._queue, self._stop, name="weft-prefetch")
         self._shut = weakref.finalize(self, _shut, self._queue, self._stop, self._thread)
 
     def __next__(self) -> T:

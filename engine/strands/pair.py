@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from weft.conf.host.threads import Thread
 from weft.engine.strands.pair_scheduler import OtherStrandFailed, PairScheduler
 from weft.engine.strands.yielding_group import YieldPoint
 from weft.pipeline.strands.plan import SegmentPlan, Step
@@ -114,10 +114,10 @@ class StrandThread:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start the thread, with ``device`` as its current device."""
+        """Start the thread. ``device`` is that of the jobs' tensors, and the current device of the caller."""
         self._device = device
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="weft strand", daemon=True)
+        self._thread = Thread(self._run, name="weft strand")
         self._thread.start()
 
     def start(self, job: Callable[[], Result]) -> Future[Result]:
@@ -146,8 +146,6 @@ class StrandThread:
         self._thread.join(CLOSING_S)
 
     def _run(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
         with torch.autograd.set_multithreading_enabled(False):
             while (job := self._jobs.get()) is not None:
                 job()

@@ -7,13 +7,14 @@ import io
 import os
 import queue
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+from weft.conf.host.threads import Thread
 
 KEPT_LINES = 20
 _MOST_OF_A_LINE = 500
@@ -41,7 +42,7 @@ class Writer:
         self._waiting: queue.Queue[tuple[int | Path, bytes] | None] = queue.Queue(_MOST_WAITING)
         self._closing: queue.SimpleQueue[Path] = queue.SimpleQueue()
         self._files: dict[Path, int] = {}
-        self._thread = threading.Thread(target=self._run, name="weft-output", daemon=True)
+        self._thread = Thread(self._run, name="weft-output")
         self._thread.start()
 
     def write(self, target: int | Path, data: bytes) -> None:

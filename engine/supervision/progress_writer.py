@@ -10,6 +10,7 @@ from pathlib import Path
 from time import monotonic_ns
 
 from weft.conf.host.processes import own_start
+from weft.conf.host.threads import Thread
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.messages import LinkReading
 from weft.engine.supervision.progress_page import (
@@ -62,7 +63,7 @@ class ProgressWriter:
         self._own: frozenset[Op] = COMPUTE
         self._closing = threading.Event()
         self.begin_attempt(attempt, rank=rank)
-        self._thread = threading.Thread(target=self._tick, name="weft-place", daemon=True)
+        self._thread = Thread(self._tick, name="weft-place")
         self._thread.start()
 
     def begin_attempt(self, attempt: int, *, rank: int) -> None:

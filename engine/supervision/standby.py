@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft.conf.host.threads import Thread
 from weft.engine.supervision.messages import Assignment, Leave, Membership, decode, encode
 
 AGENT = "WEFT_AGENT"
@@ -44,7 +45,7 @@ class AgentLink:
         self._on_leave: Callable[[], None] | None = None
         self._leaving = False
         self._changing = threading.Lock()
-        threading.Thread(target=self._hear, name="weft-agent", daemon=True).start()
+        Thread(self._hear, name="weft-agent").start()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> AgentLink | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from weft.comm.rts_channel import shorten_switch_interval
+from weft.conf.host.threads import Thread
 from weft.conf.schema import WeftConfig
 from weft.engine.observability.clock import DeviceTimes
 from weft.inference.board.layout import board_path, boards_folder
@@ -101,7 +101,7 @@ class DeviceMarks:
         self._board, self._times = board, times
         self._marks: queue.SimpleQueue = queue.SimpleQueue()
         shorten_switch_interval()
-        self._thread = threading.Thread(target=self._follow, name="weft-bubbles", daemon=True)
+        self._thread = Thread(self._follow, name="weft-bubbles")
         self._thread.start()
 
     def begin(self, kind: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic_ns
 
 from weft.conf.host.processes import own_identity
+from weft.conf.host.threads import Thread
 from weft.inference.board.futex import Futex
 from weft.inference.board.layout import (
     HEADER,
@@ -82,7 +83,7 @@ class BoardWriter:
         self._closing = threading.Event()
         self._file_lost = False
         publish(path)
-        threading.Thread(target=self._beat, name="weft-board", daemon=True).start()
+        Thread(self._beat, name="weft-board").start()
 
     def _map(self) -> None:
         """Map a new, unpublished file."""

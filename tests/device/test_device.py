@@ -10,8 +10,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 3
 CASES = {
-    1: {"one rank": {"stages": 1}, "split backward, two chunks": {"stages": 1, "schedule": "auto"}},
+    1: {"one rank": {"stages": 1}, "split backward": {"stages": 1, "schedule": "auto"}},
+    2: {
+        "pipeline": {"stages": 2},
+        "split backward, fold": {"schedule": "w", "placement": "fold"},
+        **{f"replicas, ZeRO-{zero}": {"stages": 1, "zero": zero} for zero in range(4)},
+        "tensor 2": {"stages": 1, "tensor": 2},
+        "context 2": {"stages": 1, "context": 2},
+        "pipeline, bf16": {"stages": 2, "precision": "bf16"},
+        "pipeline, fp16": {"stages": 2, "precision": "fp16"},
+    },
 }
+"""Keywords of `tiny_config` by the number of ranks."""
 
 
 @pytest.fixture(scope="module")

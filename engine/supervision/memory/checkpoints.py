@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from math import ceil
@@ -20,6 +20,7 @@ from torch import Tensor
 from weft.comm.backends import in_host_memory
 from weft.comm.exchange import gather
 from weft.conf.host.private import private_folder
+from weft.conf.host.threads import executor
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.client_state import encode
 from weft.engine.checkpoint.engine_state import Moment, Portion, fragments, num_bytes_to_come
@@ -98,7 +99,7 @@ class MemoryCheckpoints:
         self._step_s = 0.0  # average of the steps before the last due checkpoint
         self._gone_on: tuple[int, float] | None = None  # the step after which training last continued, and the time
         self._not_before = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-memory")
+        self._worker = executor("weft-memory")
         self._stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
 
     @classmethod
