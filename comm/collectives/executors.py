@@ -63,9 +63,7 @@ class StreamExecutor:
     def submit(self, work: Work, after: Pending) -> StreamResult:
         """Queue ``work`` on the result of ``after``, and return without waiting for it."""
         with torch.cuda.stream(self._stream):
-            tensor = after.result()
-            tensor.record_stream(self._stream)
-            return StreamResult(work(tensor))
+            return StreamResult(work(after.result()))
 
     def close(self) -> None:
         """No-op: queued steps still run."""
@@ -84,9 +82,7 @@ class HostedStreamExecutor:
 
     def _run(self, work: Work, after: Pending) -> StreamResult:
         with torch.cuda.stream(self._stream):
-            tensor = after.result()
-            tensor.record_stream(self._stream)
-            return StreamResult(work(tensor))
+            return StreamResult(work(after.result()))
 
     def close(self) -> None:
         """Accept no more steps."""
@@ -116,8 +112,13 @@ class StreamResult:
         self._event = torch.cuda.current_stream(tensor.device).record_event()
 
     def result(self) -> Tensor:
-        """Make the current stream wait for the tensor, and return it."""
-        self._event.wait()
+        """Make the current stream wait for the tensor, and return it.
+
+        Its memory is not reused before that stream has executed what is queued when the tensor is freed.
+        """
+        stream = torch.cuda.current_stream(self._tensor.device)
+        stream.wait_event(self._event)
+        self._tensor.record_stream(stream)
         return self._tensor
 
     def done(self) -> bool:
