@@ -24,7 +24,8 @@ def begin_batch(engine: PipelineEngine, data_iter: Iterator | None) -> None:
     if data_iter is not None:
         engine.set_dataiterator(data_iter)
     engine.module.train()
-    engine.timers(TRAIN_BATCH_TIMER).start()
+    if engine.steps_per_print() is not None:  # otherwise nothing reads the timer, and its events would pile up
+        engine.timers(TRAIN_BATCH_TIMER).start()
 
 
 def advance(engine: PipelineEngine) -> None:
@@ -51,7 +52,8 @@ def end_batch(engine: PipelineEngine, loss: Tensor) -> Tensor:
     """End `train_batch`: stop the timer, report the loss, and return a copy of it that the caller may keep."""
     engine.dp_group_loss, engine.agg_train_loss = loss, loss.clone()
     timer = engine.timers(TRAIN_BATCH_TIMER)
-    timer.stop()
+    if engine.steps_per_print() is not None:
+        timer.stop()
     if _prints(engine, engine.global_steps):
         step_s = timer.elapsed(reset=True) / 1000.0 / engine.steps_per_print()
         if engine.global_rank == 0:

@@ -147,7 +147,7 @@ class Comparison:
             return
         (done, copy, _), self._compared = self._compared, None
         found = self._describe(copy.read())
-        flag = torch.tensor(bool(found.text), dtype=torch.int32, device=self._sharding.device)
+        flag = torch.full((), bool(found.text), dtype=torch.int32, device=self._sharding.device)
         self._told = _Pending(done, self._copies[1], found)
         self._copies[1].send(_reduced(flag, dist.ReduceOp.MAX, dist.group.WORLD))
 

@@ -204,8 +204,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         assert self._square is not None
         step = self._steps_done() + 1
         if self.skips.most:
-            norm = float(self._awaited_norm())
-            self._take_stop(self._square[0].wait())
+            norm = self._read_norm()
             overflows = not isfinite(norm) and self._can_lower_scale()
             self._is_bad = not overflows and not self.skips.judge(step, norm, self._origin)
             self.overflow = overflows or self._is_bad
@@ -215,11 +214,18 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             if self._clip() and self.sharding.device.type == "cpu":
                 self._take_stop(self._watch.check())
             return
-        self.overflow = not torch.isfinite(self._awaited_norm()).item()
-        self._take_stop(self._square[0].wait())
+        norm = self._read_norm()
+        self.overflow = not isfinite(norm)
         self._skipped = self._skipped + 1 if self.overflow else 0
         if self._skipped > MOST_SKIPPED:
-            raise nonfinite_gradient(step, float(self._awaited_norm()), self._origin())
+            raise nonfinite_gradient(step, norm, self._origin())
+
+    def _read_norm(self) -> float:
+        """Return the norm, and take a request to stop that was reduced with it. The host waits once for both."""
+        assert self._square is not None
+        norm, stop = torch.stack([self._awaited_norm(), self._square[0].wait()[1]]).tolist()
+        self.must_stop |= bool(stop)
+        return norm
 
     def _take_stop(self, sums: Tensor | None) -> None:
         """Update `must_stop` from the sums that were reduced with a norm."""
