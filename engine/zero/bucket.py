@@ -306,6 +306,14 @@ class Bucket:
             self._gathering = None
             self._whole = True
 
+    def order_after_gather(self) -> None:
+        """Make the current stream wait for an all-gather in progress that also writes this rank's fragment.
+
+        It writes there what is there already, so a reader that comes before it reads the same values.
+        """
+        if self._gathering is not None and not self.sharded:
+            self._gathering.wait()
+
     def release(self, user: User | None = None) -> None:
         """End the use by ``user``. At ZeRO stage 3 the full weights are freed when no user is left."""
         self.users.discard(user)

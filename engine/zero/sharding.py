@@ -207,6 +207,11 @@ class Sharding:
         for bucket in self.buckets:
             bucket.settle_weights()
 
+    def order_after_gathers(self) -> None:
+        """Make the current stream wait for the all-gathers in progress, so that it may read fragments."""
+        for bucket in self.buckets:
+            bucket.order_after_gather()
+
     @contextmanager
     def full_weights(self) -> Iterator[None]:
         """Context in which every parameter has its full value. Collective call over the replicas."""

@@ -50,7 +50,7 @@ def install(num_devices: int) -> None:
 
 
 def observed(kind: str) -> Counter[str]:
-    """Return what was observed since `forget`: ``races``, ``waits``, ``contexts``, ``errors``, ``operators``."""
+    """Return what was observed of a kind since `forget`. docs/device.md lists the kinds."""
     pointer = native.emulated_observations()
     lines = ctypes.string_at(pointer).decode(errors="replace").splitlines()
     ctypes.CDLL(None).free(ctypes.c_void_p(pointer))

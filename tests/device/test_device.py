@@ -22,6 +22,10 @@ CASES = {
     },
 }
 """Keywords of `tiny_config` by the number of ranks."""
+TOLERANCE = {"bf16": 1e-3, "fp16": 1e-3}
+"""Relative difference of losses to a CPU's, which rounds low precision elsewhere; other losses are equal."""
+WAITS = {"fp16": "zero/optimizer.py"}
+"""Where the host has to know the norm: a step whose gradients overflow is skipped."""
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,19 @@ def test_memory_and_random_numbers_are_those_of_a_caching_allocator_and_a_genera
     assert not any(kinds["errors"] for _, kinds in seen.values())
 
 
+def test_memory_checkpoints_are_ordered_after_all_gathers(tmp_path):
+    keywords = {"stages": 1, "zero": 1, "layers": 2}
+    for rank, run in enumerate(run_on_devices(2, training.train_with_memory, keywords, 4, str(tmp_path))):
+        assert not run.races, (rank, run.races)
+        assert not run.contexts, (rank, run.contexts)
+        assert not run.waits, (rank, run.waits)
+
+
+def test_the_number_of_events_does_not_grow_with_steps():
+    (runs,) = run_on_devices(1, training.train, [{"stages": 1, "layers": 2, "microbatches": 2}], 13)
+    assert len(set(runs[0].events[-4:])) == 1, runs[0].events
+
+
 @pytest.mark.parametrize("num_ranks", CASES)
 def test_training_is_that_of_a_cpu_without_races(num_ranks):
     cases = CASES[num_ranks]
@@ -86,9 +103,11 @@ def test_training_is_that_of_a_cpu_without_races(num_ranks):
     for rank, runs in enumerate(run_on_devices(num_ranks, training.train, list(cases.values()), STEPS, timeout_s=400)):
         for name, run, losses in zip(cases, runs, expected, strict=True):
             where = f"{name}, rank {rank}"
-            assert run.losses == losses, where
+            precision = name.rpartition(", ")[2]
+            assert run.losses == pytest.approx(losses, rel=TOLERANCE.get(precision, 0.0), abs=0.0), where
             assert not run.races, (where, run.races)
             assert not run.contexts, (where, run.contexts)
             assert not run.errors, (where, run.errors)
-            assert not run.waits, (where, run.waits)
+            allowed = [wait for wait in run.waits if precision in WAITS and WAITS[precision] in wait]
+            assert len(allowed) <= 1 and len(run.waits) == len(allowed), (where, run.waits)
             assert run.num_launches, where

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+LAG_MS = 3.0
 
 
 @dataclass
@@ -17,49 +20,62 @@ class Observed:
     contexts: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
-    """Host waits between the first and the last launch of a step."""
+    """Host waits of steps after the first."""
+    events: list[int] = field(default_factory=list)
+    """Number of events that exist after each step."""
     num_launches: int = 0
     peak_bytes: int = 0
 
 
-def train(cases: list[dict[str, Any]], steps: int) -> list[Observed]:
-    """Train with each case's keywords of `tiny_config`, one after the other, and return what was observed."""
-    return [train_one(case, steps) for case in cases]
+def train(cases: list[dict[str, Any]], steps: int, lag_ms: float = 0.0) -> list[Observed]:
+    """Train with each case's keywords of `tiny_config`, one after the other, and return what was observed.
+
+    Args:
+        lag_ms: delay of operations on other streams than the default one.
+    """
+    from tests.device import cuda
+
+    cuda.lag(other_ms=lag_ms)
+    return [_train_one(case, steps) for case in cases]
 
 
-def train_one(keywords: dict[str, Any], steps: int, after_step: Callable[[Any], None] | None = None) -> Observed:
-    """Train with keywords of `tiny_config`."""
+def train_with_memory(keywords: dict[str, Any], steps: int, root: str) -> Observed:
+    """Train with a memory checkpoint in ``root`` after each step, whose copies run late."""
+    from tests.device import cuda
+    from weft.engine.supervision.memory import HostMemory, attach_memory
+
+    cuda.lag(other_ms=LAG_MS)
+    return _train_one(keywords, steps, lambda engine: attach_memory(engine, HostMemory(Path(root))))
+
+
+def _train_one(keywords: dict[str, Any], steps: int, attach: Callable[[Any], Any] | None = None) -> Observed:
     import torch
     import torch.distributed as dist
 
     from tests.device import cuda
     from tests.engine.tiny import batches, check_order, tiny_config
-    from weft.engine.engine import WeftEngine
     from weft.engine.initialize import initialize
 
     seen = Observed()
-    execute = WeftEngine._exec_schedule
-
-    def noting(engine: WeftEngine, *args: Any) -> None:
-        before = cuda.observed("waits")
-        execute(engine, *args)
-        seen.waits += cuda.observed("waits") - before
-
-    WeftEngine._exec_schedule = noting  # type: ignore[method-assign]
     cuda.forget()
     cuda.errors.clear()
     torch.cuda.reset_peak_memory_stats()
-    try:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            engine, *_ = initialize(config=tiny_config(**keywords))
-            engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
-            launched = cuda.native.emulated_num_launched()
-            for _ in range(steps):
-                seen.losses.append(float(engine.train_batch()))
-                if after_step is not None:
-                    after_step(engine)
-    finally:
-        WeftEngine._exec_schedule = execute  # type: ignore[method-assign]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        engine, *_ = initialize(config=tiny_config(**keywords))
+        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        memory = attach(engine) if attach is not None else None
+        launched = cuda.native.emulated_num_launched()
+        for step in range(steps):
+            before = cuda.observed("waits")
+            loss = engine.train_batch()
+            if step:
+                seen.waits += cuda.observed("waits") - before
+            seen.losses.append(float(loss))
+            seen.events.append(cuda.native.emulated_num_events())
+            if memory is not None:
+                memory.take({})
+    if memory is not None:
+        memory.finish()
     check_order(engine)
     torch.cuda.synchronize()
     seen.num_launches = cuda.native.emulated_num_launched() - launched

@@ -163,6 +163,8 @@ class MemoryCheckpoints:
         taken = _Taken(step, Moment.now(self._engine, copy=True), tree, tensors)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._engine.device))
+            with torch.cuda.stream(self._stream):
+                self._engine.sharding.order_after_gathers()
         self._copied.clear()
         self._work = self._worker.submit(self._store, taken, 1 - self._last)
         self._go_on(step, begun)

@@ -4,7 +4,10 @@
 #include <Python.h>
 #include <c10/util/Exception.h>
 
+#include <unistd.h>
+
 #include <array>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -42,6 +45,26 @@ const std::string& reported_name(PyCodeObject* code) {
   return names->emplace(code, name).first->second;
 }
 
+// True in a thread that Python has started. The main thread and autograd's, for which it waits, are none.
+bool in_python_thread() {
+  if (gettid() == getpid()) return false;
+  PyGILState_STATE held = PyGILState_Ensure();
+  bool found = false;
+  PyFrameObject* frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  while (frame) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    const char* name = PyUnicode_AsUTF8(code->co_name);
+    found = name && !strcmp(name, "_bootstrap");
+    Py_DECREF(code);
+    PyFrameObject* outer = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = outer;
+  }
+  PyGILState_Release(held);
+  return found;
+}
+
 }  // namespace
 
 void count(const char* kind, const std::string& what) {
@@ -56,7 +79,7 @@ int& sync_debug_mode() {
 
 void count_wait(const std::string& why, bool torch_warns) {
   std::string text = why + " at " + calling_line();
-  count("waits", text);
+  count(in_python_thread() ? "thread waits" : "waits", text);
   if (!torch_warns || !sync_debug_mode()) return;
   TORCH_CHECK(sync_debug_mode() < 2, "called a synchronizing CUDA operation: ", text);
   TORCH_WARN("called a synchronizing CUDA operation");

@@ -5,10 +5,10 @@
 
 namespace emulated {
 
-// Count an observation. Kinds: races, waits, contexts, errors, operators.
+// Count an observation. Kinds: races, waits, thread waits, contexts, errors, operators.
 void count(const char* kind, const std::string& what);
 
-// A blocking call of the host. With `torch.cuda.set_sync_debug_mode`, what torch warns of is warned of or refused.
+// A blocking call of the host, by a thread that Python has started or by another. With `torch.cuda.set_sync_debug_mode`, what torch warns of is warned of or refused.
 void count_wait(const std::string& why, bool torch_warns = true);
 
 // The two innermost Python lines of the caller outside torch, DeepSpeed, transformers and the emulation.

@@ -6,10 +6,16 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
+
 namespace emulated {
 namespace {
 
+std::atomic<int> num_events{0};
+
 struct Event {
+  Event() { ++num_events; }
+  ~Event() { --num_events; }
   MomentPtr moment;
 };
 
@@ -107,7 +113,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 }  // namespace
 
-// For torch.Event.elapsed_time, which refuses subclasses.
+// The second is for torch.Event.elapsed_time, which refuses subclasses.
+extern "C" int emulated_num_events() { return num_events; }
 extern "C" double emulated_elapsed_ms(void* first, void* second) { return Guard().elapsedTime(first, second, 0); }
 
 struct Hooks final : at::CUDAHooksInterface {
