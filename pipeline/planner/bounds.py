@@ -13,7 +13,7 @@ from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import site_capacity
-from weft.pipeline.planner.sharing import shared_s, spans_of
+from weft.pipeline.planner.sharing import shared_s, spans_of, whole_layers_s
 from weft.pipeline.planner.speeds import Speed, Speeds, timing_key
 from weft.pipeline.workload import LayerWork
 
@@ -52,13 +52,15 @@ class Bounds:
         ways_s, uplink_s, sending_s = crossing
         speeds, ranks, count = self.speeds.of(shape), self._ranks(shape, route), shape.microbatches
         least, last_way_s = self._least_of(shape, route), ways_s[-1][1]
-        spans, through, first = [], [], 0
+        spans, through, gathered, first = [], [], [], 0
         for site, held, way_s in spans_of(ranks, ways_s, len(route.sites)):
             before = first + (held - 1) / 2  # ranks, on average: a layer at least goes through each
             spans.append((held / speeds[site].whole_s, way_s + before * least.layer_forward_s))
             through.append(
                 (held / speeds[site].whole_s / least.through_share, 2 * way_s + before * least.layer_through_s)
             )
+            if speeds[site].gathered_s:
+                gathered.append((held / speeds[site].gathered_s, spans[-1][1]))
             first += held
         sent_s, hops_s = self._inside(shape, route, len(ways_s))
         pipeline_s = max(
@@ -71,9 +73,14 @@ class Bounds:
             count * shape.crossings * uplink_s,
             shared_s(spans, count),
             shared_s(through, count),
-            count * self._layers_held(shape) * least.layer_through_s,
+            shared_s(gathered, count) if gathered else 0.0,
+            self._crowded_s(shape, route),
         )
-        return pipeline_s + least.ends_s
+        many: dict[float, int] = {}
+        for site, held in self._ranks(shape, route, "layer_s"):
+            many[speeds[site].layer_s] = many.get(speeds[site].layer_s, 0) + held
+        layers_s = [(held, count * layer_s) for layer_s, held in many.items()]
+        return whole_layers_s(layers_s, len(self._work.layers), pipeline_s) + least.ends_s
 
     def _inside(self, shape: Shape, route: Route, num_sites: int) -> tuple[float, float]:
         """Return the seconds in which a micro-batch is sent inside a site, and those of all such hops of a forward.
@@ -143,26 +150,28 @@ class Bounds:
         """Return the least seconds of a step with ``in_flight`` micro-batches in flight."""
         return shape.microbatches * self._least_of(shape, ANYWHERE).through_s / in_flight
 
-    def _layers_held(self, shape: Shape) -> float:
-        """Return the least number of layers whose time one micro-batch occupies the memory of all ranks, on average.
+    def held(self, shape: Shape, route: Route) -> float:
+        """Return the least sum over layers of the bytes that a micro-batch saves times the seconds that they stay.
 
-        What a layer saves stays in memory at least while the layers behind it run forward and backward.
+        They stay at least while the layer and what is behind it run forward and backward.
         """
-        key = ("held", shape)
+        key = ("saved", shape.checkpointing, shape.microbatch_size, shape.gpus_per_rank)
+        if key not in self._known:
+            saved = [self._estimates.activation_bytes(layer, 1, shape) for layer in self._work.layers]
+            through = sum(each * layers for layers, each in enumerate(reversed(saved), start=1))
+            self._known[key] = through, sum(saved)
+        least, (through, whole) = self._least_of(shape, route), self._known[key]
+        return float(through * least.layer_through_s + whole * least.after_through_s)
+
+    def _crowded_s(self, shape: Shape, route: Route) -> float:
+        """Return the least seconds of a step because activations stay in the memory of all ranks together."""
+        key = ("room", shape)
         if key not in self._known:
             kept = self._estimates.memory(self.part(shape.num_stages), 1, shape).zero.resident
             most = max(site.gpu.memory_bytes for site in self._cluster.sites)
-            room = shape.num_stages * (self._usable * most - kept)
-            self._known[key] = self._bytes_held(shape) / room if room > 0 else 0.0
-        return self._known[key]
-
-    def _bytes_held(self, shape: Shape) -> float:
-        """Return the sum over layers of a micro-batch's saved bytes times the number of layers behind the layer."""
-        key = ("bytes held", shape.checkpointing, shape.microbatch_size, shape.gpus_per_rank)
-        if key not in self._known:
-            saved = [self._estimates.activation_bytes(layer, 1, shape) for layer in self._work.layers]
-            self._known[key] = sum(each * behind for behind, each in enumerate(reversed(saved)))
-        return self._known[key]
+            self._known[key] = shape.num_stages * (self._usable * most - kept)
+        room_bytes = self._known[key]
+        return shape.microbatches * self.held(shape, route) / room_bytes if room_bytes > 0 else 0.0
 
     def price_seconds(self, shape: Shape, route: Route = ANYWHERE) -> float:
         """Return the sum over GPUs of the hourly price times the seconds for which the GPU computes in a step.
@@ -195,11 +204,15 @@ class Bounds:
         )
         return max(0.0, least_s - estimates.least_across_s(part, shape))
 
-    def _ranks(self, shape: Shape, route: Route) -> list[tuple[int, int]]:
-        """Return (site, number of ranks) for a route, then for the fastest other sites until all ranks are placed."""
+    def _ranks(self, shape: Shape, route: Route, by: str = "whole_s") -> list[tuple[int, int]]:
+        """Return (site, number of ranks) for a route, then for the fastest other sites until all ranks are placed.
+
+        Args:
+            by: field of `Speed` by which sites are compared.
+        """
         ranks = list(zip(route.sites, route.stages, strict=True))
         left = shape.num_stages - sum(route.stages)
-        for site, cap in self._fastest(shape):
+        for site, cap in self._fastest(shape, by):
             if not left:
                 break
             if site not in route.sites:
@@ -221,13 +234,13 @@ class Bounds:
             self._known[key] = site_capacity(self._cluster, shape.gpus_per_rank, shape.replicas_of_route)
         return self._known[key]
 
-    def _fastest(self, shape: Shape) -> list[tuple[int, int]]:
+    def _fastest(self, shape: Shape, by: str) -> list[tuple[int, int]]:
         """Return (site, capacity in pipeline ranks), sorted by speed, without sites that have no capacity."""
-        key = ("fastest", *timing_key(shape), shape.replicas_of_route)
+        key = ("fastest", by, *timing_key(shape), shape.replicas_of_route)
         if key not in self._known:
             speeds = self.speeds.of(shape)
             held = [(site, cap) for site, cap in enumerate(self.caps(shape)) if cap]
-            self._known[key] = sorted(held, key=lambda one: speeds[one[0]].whole_s)
+            self._known[key] = sorted(held, key=lambda one: getattr(speeds[one[0]], by))
         return self._known[key]
 
     def _roomiest(self, shape: Shape) -> list[tuple[int, int]]:

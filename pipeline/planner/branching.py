@@ -7,6 +7,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
 from math import inf
 
+from weft.pipeline.planner.bounds import ANYWHERE
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.parts import Found, Opened, Placed, place_of
 from weft.pipeline.planner.request import EQUAL, Request
@@ -17,6 +18,8 @@ WORTH = 1.002
 """At first, a layout is expanded only if its bound is better than the best score by a five hundredth."""
 SHARE_OF_EQUALS = 4
 """The effort for layouts that are better by less, or cheaper, is at most 1 / `SHARE_OF_EQUALS` of all."""
+SHARE_OF_DIVES = 3
+"""The effort for whole routes of shapes that cross sites is at most 1 / `SHARE_OF_DIVES` of all. See `Search._dive`."""
 SHARE_OF_BOUNDS = 5
 """The effort at the end for the parts of the least bound is 1 / `SHARE_OF_BOUNDS` of all."""
 BOUNDED = 16
@@ -49,7 +52,7 @@ class Search:
         self._space, self._request, self._best, self._is_last = space, request, best, is_last
         self._evaluation, self._ways = space.evaluation, Routes(space.cluster, request)
         self._order, self._spent, self._worth = count(), 0, WORTH
-        self._by_bound = False
+        self._by_bound, self._dived = False, 0
         self._opened: list[Opened] = []
         self._placed: list[Placed] = []
         self._later: list[Opened] = []  # what can be better by little
@@ -156,7 +159,7 @@ class Search:
         elif one.route.sites and one.route.is_whole(one.shape):
             self._cut(one)
         elif one.crowding is None:
-            crowding = self._evaluation.crowding(one.shape)
+            crowding = max(self._evaluation.crowding(one.shape), self._dive(one) / one.bound)
             self._open(one._replace(expected=one.bound * crowding * WITHOUT_ROUTE, crowding=crowding))
         else:
             self._go_on(one)
@@ -172,6 +175,36 @@ class Search:
             self._spent += BOUNDED
             bound = max(bound, one.bound)
             self._open(Opened(bound * WITHOUT_ROUTE, bound, 0, 0, shape))
+
+    def _dive(self, one: Opened) -> float:
+        """Queue layouts on one whole route of a shape, and return the least of their bounds; 0 without a route.
+
+        It fills one site after the other, as Algorithm 1 of Atlas does, and goes on to the site of the least bound.
+        Long routes have many beginnings with equal bounds, of which a search in the order of bounds completes none.
+        """
+        shape, start = one.shape, self._spent
+        if not self._ways.is_long(shape) or self._dived > self._request.effort // SHARE_OF_DIVES:
+            return 0.0
+        route, least = ANYWHERE, one.bound
+        while not route.is_whole(shape):
+            further: list[tuple[float, int, Route]] = []
+            for longer in self._ways.filled(shape, route):
+                self._spent += BOUNDED
+                if (bound := self._evaluation.route_bound(shape, longer, self._request.max_sites)) is not None:
+                    further.append((bound, len(further), longer))
+            if not further:
+                return 0.0
+            least, _, route = min(further)
+        bounds = []
+        for bound, placed in self._space.arranged(shape, route, least):
+            self._spent += EXPANDED * placed.virtual_stages
+            for _, table in self._evaluation.tables(placed, route)[:1]:
+                part = one._replace(bound=max(one.bound, bound), shape=placed, route=route, crowding=1.0)
+                bounds.append(self._place(part, list(table.best())))
+        self._dived += self._spent - start
+        if self._placed and bounds and not self._is_poor(min(bounds)):
+            self._schedule()
+        return min(bounds, default=0.0)
 
     def _go_on(self, one: Opened) -> None:
         """Queue the routes that extend the part's route by one site."""

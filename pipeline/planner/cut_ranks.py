@@ -76,7 +76,9 @@ class Way:
 
 def _in_flight(rank: Rank, cap_bytes: float) -> Array:
     """Return how many micro-batches' activations fit the memory, at least 1."""
-    return (rank.room_bytes.clip(max=cap_bytes) * ROUNDED_UP // rank.saved_bytes).clip(min=1.0)
+    import numpy as np
+
+    return np.floor(rank.room_bytes.clip(max=cap_bytes) * ROUNDED_UP / rank.saved_bytes).clip(min=1.0)
 
 
 def largest(of_ways: list[list[Array]]) -> list[Array]:

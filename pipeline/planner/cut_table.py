@@ -27,17 +27,20 @@ class CutTable:
         rank_stages: virtual stages of each rank.
         marked_s: None if the table has all cuts. Otherwise only cuts with at least one marked rank are in it, and these
             are the bounds of marked ranks; infinite where a rank cannot be marked.
+        least_s: lower bound of the pipeline for all cuts.
     """
 
     rank_s: list[Array]
     ends_s: list[Array]
     rank_stages: tuple[tuple[int, ...], ...]
     marked_s: list[Array] | None = None
+    least_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """The lower bound of a step for all cuts and schedules; infinite if no cut fits the memory."""
-        return float(self._rest(self.marked_s is not None)[0][0] + self._rest_ends_s[0][0])
+        pipeline_s = max(self.least_s, float(self._rest(self.marked_s is not None)[0][0]))
+        return pipeline_s + float(self._rest_ends_s[0][0])
 
     def best_counts(self) -> tuple[int, ...]:
         """Return the layers of each rank for the most even of the cuts whose slowest rank is the fastest."""
@@ -59,7 +62,7 @@ class CutTable:
 
     def below(self, limit_s: float) -> Iterator[tuple[int, ...]]:
         """Yield the cuts that may take less than ``limit_s``; on each rank, the most even number of layers is first."""
-        for counts in self._counts(0, 0, (0.0, 0.0), (inf, inf, limit_s), self.marked_s is not None):
+        for counts in self._counts(0, 0, (self.least_s, 0.0), (inf, inf, limit_s), self.marked_s is not None):
             yield from self._split(counts)
 
     def pipeline_s(self, counts: Sequence[int]) -> float:

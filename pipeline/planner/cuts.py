@@ -15,6 +15,7 @@ from weft.pipeline.planner.cut_ranks import ROUNDED_UP, Rank, Way, largest, leve
 from weft.pipeline.planner.cut_table import CutTable
 from weft.pipeline.planner.estimates import FIELDS, Estimates
 from weft.pipeline.planner.layout import Layout, Shape
+from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.speeds import timing_key
 from weft.pipeline.workload import LayerWork
 
@@ -33,10 +34,17 @@ class Cuts:
     Args:
         max_memory: share of a GPU's memory that may be filled.
         hop_s: returns the least seconds in which a micro-batch crosses between two sites.
+        held: returns the least sum over layers of the bytes that a micro-batch saves times the seconds that they stay.
     """
 
-    def __init__(self, estimates: Estimates, max_memory: float, hop_s: Callable[[Shape, int, int], float]) -> None:
-        self._estimates, self._max_memory, self._hop_s = estimates, max_memory, hop_s
+    def __init__(
+        self,
+        estimates: Estimates,
+        max_memory: float,
+        hop_s: Callable[[Shape, int, int], float],
+        held: Callable[[Shape, Route], float],
+    ) -> None:
+        self._estimates, self._max_memory, self._hop_s, self._held = estimates, max_memory, hop_s, held
         self._sites, self._work = estimates.cluster.sites, estimates.work
         self._known: dict[Hashable, Any] = {}
 
@@ -65,12 +73,17 @@ class Cuts:
         whole = CutTable(largest([part.rank_s(inf) for part in parts]), ends_s, stages)
         if whole.step_s == inf:
             return []
-        if layout.legs != "d":
-            return [whole]
         room_bytes = smallest([[rank.room_bytes for rank in part.ranks] for part in parts])
         counts = whole.best_counts()
         cut = list(pairwise([0, *accumulate(counts)]))
         cap_bytes = min(float(each[place]) for each, place in zip(room_bytes, cut, strict=True))
+        if layout.legs != "d":
+            each = (self._held(way, Route(way.sites, way.stages)) for way in ways)
+            held = layout.microbatches * max(each) / layout.num_stages
+            if held / cap_bytes <= whole.pipeline_s(counts) * TIGHT:
+                return [whole]
+            saved_bytes = largest([[rank.saved_bytes for rank in part.ranks] for part in parts])
+            return self._of_folds(whole, room_bytes, saved_bytes, held)
         capped = CutTable(largest([part.rank_s(cap_bytes) for part in parts]), ends_s, stages)
         if capped.pipeline_s(counts) <= whole.pipeline_s(counts) * TIGHT:
             return [whole]
@@ -80,6 +93,29 @@ class Cuts:
         found.append(CutTable(self._held_by_1f1b(whole.rank_s, room_bytes, parts[0]), ends_s, stages))
         for low, high in levels:
             found.append(self._level(parts, room_bytes, (low, high), CutTable([], ends_s, stages)))
+        return sorted((one for one in found if one.step_s < inf), key=lambda one: one.step_s)
+
+    @staticmethod
+    def _of_folds(whole: CutTable, room_bytes: list[Array], saved_bytes: list[Array], held: float) -> list[CutTable]:
+        """Return tables by the memory for activations, of which all ranks together have as many times the cap.
+
+        Args:
+            held: seconds of a step times bytes that activations need of each rank, on average.
+        """
+        import numpy as np
+
+        least_bytes, levels = levels_of(room_bytes)
+        alone = [
+            np.where(saved > least_bytes, each_s, inf) for saved, each_s in zip(saved_bytes, whole.rank_s, strict=True)
+        ]
+        most_bytes = max(
+            float(saved[each_s < inf].max(initial=0.0)) for saved, each_s in zip(saved_bytes, alone, strict=True)
+        )
+        found = [CutTable(whole.rank_s, whole.ends_s, whole.rank_stages, alone, held / max(most_bytes, 1.0))]
+        for low, high in levels:
+            rank_s = [np.where(room >= low, each, inf) for room, each in zip(room_bytes, whole.rank_s, strict=True)]
+            marked_s = [np.where(room <= high, each, inf) for room, each in zip(room_bytes, rank_s, strict=True)]
+            found.append(CutTable(rank_s, whole.ends_s, whole.rank_stages, marked_s, held / (high * ROUNDED_UP)))
         return sorted((one for one in found if one.step_s < inf), key=lambda one: one.step_s)
 
     @staticmethod
@@ -241,27 +277,35 @@ class Cuts:
     def _fullest(self, shape: Shape, memory_bytes: float) -> int:
         layers, last = len(self._work.layers), shape.num_stages - 1
         ends = {(rank == 0, rank == last): many for rank, many in ((1, last - 1), (0, 1), (last, 1)) if many > 0}
-        even = -(-layers // shape.num_stages)
-
-        def fits(end: tuple[bool, bool], count: int, layer: LayerWork | None = None) -> bool:
-            work = self._least(count, *end) if layer is None else self._part(layer, *end)
-            room_bytes, saved_bytes = self._room(shape, work, count, self._max_memory * memory_bytes)
-            return room_bytes * ROUNDED_UP >= saved_bytes
-
         kinds = self._different
-        if len(kinds) > 1 and not all(any(fits(end, 1, layer) for end in ends) for layer in kinds):
+        if len(kinds) > 1 and not all(
+            any(self._fits(shape, memory_bytes, end, 1, one) for end in ends) for one in kinds
+        ):
             return 0
-        if all(fits(end, even) for end in ends):
-            return even
-        counts = range(1, layers + 1)
+        held = []
+        for end, many in ends.items():  # ranks in the middle come first: no other rank holds more
+            held.append((self._most(shape, memory_bytes, end), many))
+            if not held[-1][0] or (len(ends) > 2 and held[0][0] * shape.num_stages < layers):
+                return 0
+        even = -(-layers // shape.num_stages)
+        return next(
+            (n for n in range(even, layers + 1) if sum(min(n, count) * many for count, many in held) >= layers), 0
+        )
 
-        def most(end: tuple[bool, bool]) -> int:
-            return bisect_left(counts, True, key=lambda count: not fits(end, count))
+    def _most(self, shape: Shape, memory_bytes: float, end: tuple[bool, bool]) -> int:
+        """Return the maximum number of layers on a rank, given as (is first, is last)."""
+        key = ("most", *self._memory_key(shape), memory_bytes, end)
+        if key not in self._known:
+            counts = range(1, len(self._work.layers) + 1)
+            self._known[key] = bisect_left(counts, True, key=lambda n: not self._fits(shape, memory_bytes, end, n))
+        return self._known[key]
 
-        held = [(most(end), many) for end, many in ends.items()]
-        if not all(count for count, _ in held):
-            return 0
-        return next((n for n in counts if sum(min(n, count) * many for count, many in held) >= layers), 0)
+    def _fits(
+        self, shape: Shape, memory_bytes: float, end: tuple[bool, bool], count: int, layer: LayerWork | None = None
+    ) -> bool:
+        work = self._least(count, *end) if layer is None else self._part(layer, *end)
+        room_bytes, saved_bytes = self._room(shape, work, count, self._max_memory * memory_bytes)
+        return room_bytes * ROUNDED_UP >= saved_bytes
 
     @cached_property
     def _different(self) -> set[LayerWork]:

@@ -30,7 +30,7 @@ class Evaluation:
         self._estimates = Estimates(cluster, work)
         self._least_price = min(site.price for site in cluster.sites)
         self._bounds = Bounds(self._estimates, request.pins.get("cell"), request.max_memory)
-        self._cuts = Cuts(self._estimates, request.max_memory, self._bounds.hop_s)
+        self._cuts = Cuts(self._estimates, request.max_memory, self._bounds.hop_s, self._bounds.held)
         self.families = FamilyBounds(cluster, self._estimates, self._bounds, request)
         self.refused = Refusals(cluster, work, request)
         self._traffic = Traffic(self._estimates)

@@ -99,6 +99,18 @@ class Routes:
                     for held in range(min(caps[site], left - 1), 0, -1):
                         yield Route((*taken, site), (*ranks, held))
 
+    def is_long(self, shape: Shape) -> bool:
+        """Return True if no two sites have enough GPUs for all ranks of a pipeline."""
+        return shape.num_stages > sum(sorted(self._of(shape)[0])[-2:])
+
+    def filled(self, shape: Shape, route: Route) -> Iterator[Route]:
+        """Yield the routes that extend ``route`` by one site, with as many ranks there as the site has GPUs for."""
+        caps, placed = self._of(shape)[0], sum(route.stages)
+        left = shape.num_stages - placed % shape.num_stages
+        for longer in self.longer(shape, route if placed else None):
+            if longer.stages[-1] == min(left, caps[longer.sites[-1]]):
+                yield longer
+
     def _of(self, shape: Shape) -> tuple[list[int], list[Hashable], list[Hashable]]:
         """Return, by site, its capacity in ranks, its kind and its equivalence class."""
         key = (shape.gpus_per_rank, shape.replicas_of_route)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+ROUNDED_UP = 1 + 1e-9
+
 
 def spans_of(
     ranks: list[tuple[int, int]], ways_s: list[tuple[int, float]], given: int
@@ -40,3 +42,18 @@ def shared_s(spans: list[tuple[float, float]], count: int) -> float:
         lost += speed * off_s
         step_s = (count + lost) / rate
     return step_s
+
+
+def whole_layers_s(ranks: list[tuple[int, float]], layers: int, least_s: float) -> float:
+    """Return the least seconds of a step whose ranks hold whole layers, or ``least_s`` if that is longer.
+
+    Args:
+        ranks: (number of ranks, seconds of a step for each layer on one of them).
+    """
+    held = [int(least_s * ROUNDED_UP / layer_s) for _, layer_s in ranks]
+    left = layers - sum(many * each for (many, _), each in zip(ranks, held, strict=True))
+    while left > 0:
+        least_s, place = min(((each + 1) * ranks[at][1], at) for at, each in enumerate(held))
+        held[place] += 1
+        left -= ranks[place][0]
+    return least_s

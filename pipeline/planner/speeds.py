@@ -22,7 +22,10 @@ class Speed(NamedTuple):
         layer_s: seconds of a micro-batch on the fastest layer.
         layer_forward_s: seconds of the forward of the layer with the fastest one.
         layer_through_s: seconds of the forward and input gradient of the layer with the fastest ones.
-        after_s: seconds of a micro-batch on what follows the layers.
+        after_s: seconds of a micro-batch on what follows the layers; ``after_through_s`` is the part without weight
+            gradients.
+        gathered_s: seconds in which a rank with the whole model gathers the weights for a micro-batch (ZeRO 3); 0 with
+            shared experts.
         ends_s: seconds of a step outside of the pipeline.
     """
 
@@ -33,6 +36,8 @@ class Speed(NamedTuple):
     layer_forward_s: float
     layer_through_s: float
     after_s: float
+    after_through_s: float
+    gathered_s: float = 0.0
     ends_s: float = 0.0
 
 
@@ -98,6 +103,7 @@ class Speeds:
         whole = estimates.stage_cost(self._whole, len(self._work.layers), shape, site)
         alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
         each = [estimates.stage_cost(layer, 1, alone, site) for layer in self._layers]
+        after = estimates.stage_cost(self._work.after, 0, alone, site)
         through_s, whole_s = whole.forward_s + whole.input_s, busy_s(whole)
         return Speed(
             whole_s,
@@ -106,7 +112,9 @@ class Speeds:
             min(map(busy_s, each)),
             min(cost.forward_s for cost in each),
             min(cost.forward_s + cost.input_s for cost in each),
-            busy_s(estimates.stage_cost(self._work.after, 0, alone, site)),
+            busy_s(after),
+            after.forward_s + after.input_s,
+            2 * estimates.weights_s(self._whole, shape, site) if shape.expert == 1 else 0.0,
         )
 
 

@@ -122,10 +122,12 @@ OPTIMIZER_OF_4 = OPTIMIZER_S * 2
         ),
         # Twice as fast at one site: a rank there does two thirds of the work. The nearest is taken to be the fastest.
         (
-            of(2, 2, gpus=["A100", "H100"]),
+            of(2, 2, latency_s=5.0, gpus=["A100", "H100"]),
             shape(4, 4),
-            (4 + 2 / 12 * 0.25 + 2 / 24 * 1.25) / (2 / 12 + 2 / 24) + OPTIMIZER_OF_4,
+            (4 + 2 / 12 * 0.25 + 2 / 24 * (1.25 + 5)) / (2 / 12 + 2 / 24) + OPTIMIZER_OF_4,
         ),
+        # Ranks hold whole layers: three on each of the fast ones, and one on each of the slow ones.
+        (of(2, 2, gpus=["A100", "H100"]), shape(4, 4), 4 * 3 * 1.5 + OPTIMIZER_OF_4),
         # The last rank begins late, and the others do its share.
         (of(1, 1, latency_s=12.0), shape(2, 1), 16 + 2 * 12 + OPTIMIZER_S * 4),
     ],
@@ -267,3 +269,12 @@ def test_replicas_apart_reduce_over_the_best_links_that_any_rank_of_a_route_has(
     apart = Shape(num_stages=2, replicas=2, microbatches=4, zero_stage=0, routes=2)
     bound = Bounds(Simple(replace(made, links=fast), of(1, layers=2)._work))
     assert bound.further_across_s(apart, Route(sites, (1, 1, 1, 1))) == pytest.approx(longer_s)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max_size=4), st.integers(1, 40))
+def test_ranks_that_hold_whole_layers_take_as_long_as_the_slowest_of_them(ranks, layers):
+    """The least step is the first multiple of a rank's seconds at which all layers are held."""
+    steps_s = sorted({count * layer_s for _, layer_s in ranks for count in range(layers + 1)})
+    least_s = next(one for one in steps_s if sum(many * (one // layer_s) for many, layer_s in ranks) >= layers)
+    assert sharing.whole_layers_s(ranks, layers, 0.0) == least_s
+    assert sharing.whole_layers_s(ranks, layers, least_s + 0.5) == least_s + 0.5
