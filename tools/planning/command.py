@@ -158,11 +158,11 @@ def _request(args: argparse.Namespace, cluster: Cluster, work: ModelWork) -> Req
         max_cost_per_hour=number(args.max_cost_per_hour, "--max-cost-per-hour"),
         home=_home(cluster, args.keep_data_in),
         pins=pins,
-        effort=_effort(cluster),
+        effort=effort_of(cluster),
     )
 
 
-def _effort(cluster: Cluster) -> int:
+def effort_of(cluster: Cluster) -> int:
     """Return the maximum number of actions to schedule; in a small cluster each takes less time."""
     if sum(site.gpus for site in cluster.sites) <= SMALL:
         return 60_000

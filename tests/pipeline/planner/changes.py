@@ -1,16 +1,13 @@
 """Requests with a field pinned, and clusters with more of something: neither may make a plan better, or worse.
 
-``python -m tests.pipeline.planner.changes pins 0 20`` counts over random clusters 0 to 19, and so does ``resources``.
+`python -m benchmarks planner` counts them.
 """
 
-import sys
 from dataclasses import replace
 from itertools import chain, product
-from time import process_time
 
 from tests.pipeline.planner.judge import TOLERANCE
 from tests.pipeline.planner.own_model import Own
-from tests.pipeline.planner.random_cases import case
 from weft.pipeline.planner.layout import LEGS
 from weft.pipeline.planner.search import plan
 
@@ -80,24 +77,3 @@ def compared(kind, cluster, work, request):
 def is_refuted(ratio, allowed):
     """True if a plan is worse than its gap allows."""
     return ratio > allowed * (1 + TOLERANCE)
-
-
-def main(kind, first, last):
-    """Print what is refuted, and count it."""
-    plans = refuted = worse = 0
-    most = 1.0
-    for seed in map(int, range(int(first), int(last))):
-        for name, ratio, allowed in compared(kind, *case(seed)):
-            plans, worse = plans + 1, worse + (ratio > 1 + TOLERANCE)
-            most = max(most, ratio)
-            if is_refuted(ratio, allowed):
-                refuted += 1
-                print(f"{seed}: {name}: {ratio:.6f} times, where {allowed:.6f} is allowed", flush=True)
-    print(
-        f"{kind}: {plans} plans, {refuted} beyond the gap, {worse} worse at all, up to {most:.4f} times; "
-        f"{process_time():.0f} s of a processor"
-    )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

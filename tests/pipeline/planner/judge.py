@@ -1,16 +1,10 @@
-"""A judgement of plans for random clusters, by all layouts of each.
+"""A judgement of plans for random clusters, by all layouts of each; `python -m benchmarks planner` counts them."""
 
-``python -m tests.pipeline.planner.judge 0 200`` judges the plans of random clusters 0 to 199.
-"""
-
-import sys
 from dataclasses import dataclass
 from math import inf
-from time import process_time
 
 from tests.pipeline.planner.brute_force import BruteForce
 from tests.pipeline.planner.own_model import ROUNDING
-from tests.pipeline.planner.random_cases import case
 from weft.pipeline.planner.request import Objective
 from weft.pipeline.planner.search import plan
 
@@ -54,28 +48,3 @@ def judge(cluster, work, request):
     best = next(((layout, one) for layout, one in others if one < proven), None)
     cheaper = next(((layout, one) for layout, one in others if one >= proven), None)
     return Verdict(found, score, best, cheaper, brute.layouts, brute.simulated)
-
-
-def main(first, last):
-    """Print each plan that is refuted, and how many there are."""
-    false = ties = layouts = 0
-    gaps = []
-    for seed in range(first, last):
-        made = case(seed)
-        verdict = judge(*made)
-        layouts += verdict.layouts
-        gaps += [verdict.found.gap] if verdict.found else []
-        false, ties = false + bool(verdict.best), ties + bool(verdict.cheaper)
-        if verdict.best:
-            layout, score = verdict.best
-            print(f"{seed}: {layout} scores {score / verdict.score:.4f} of the plan, gap {gaps[-1:]}", flush=True)
-        if verdict.cheaper:
-            print(f"{seed}: as fast and cheaper: {verdict.cheaper[0]}", flush=True)
-    print(
-        f"{last - first} clusters, {layouts} layouts: {false} false claims, {ties} cheaper plans as fast; gaps up to "
-        f"{max(gaps):.2%}, {process_time():.0f} s of a processor"
-    )
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pipeline.planner.planned import cluster, model, site
 from weft.pipeline.hardware import GpuKind
 from weft.pipeline.planner.cluster import Cluster, Link, Site
 from weft.pipeline.planner.estimates import STARTING_S, STEP_BYTES, Estimates, over_gpus_s
@@ -326,3 +327,28 @@ def test_parts_of_one_kind_have_one_answer_and_others_their_own():
     folded = Layout(**vars(shape(num_stages=2, arrangement="site_fold")), sites=(0,), stages=(2,), layers=(1, 1, 1, 1))
     MADE.of_ranks(folded, what)
     assert asked == [(2500, 2, "here"), (2000, 2, "here")], "the first rank holds both ends"
+
+
+def test_shared_experts_leave_the_optimizer_as_large_as_it_is():
+    layer = LayerWork(parameters=100, expert_parameters=80, matmul_flops=1.0)
+    work = replace(model(), layers=(layer,) * 8)
+    estimates = Estimates(cluster(site("a")), work)
+    shape = Shape(num_stages=1, replicas=4, microbatches=1)
+    held = estimates.rank_work(range(8), first=False, last=False)
+    alone, shared = (estimates.memory(held, 8, replace(shape, expert=expert)).zero for expert in (1, 4))
+    assert shared.weights == pytest.approx(alone.weights * 0.4)
+    assert shared.optimizer == pytest.approx(alone.optimizer)
+
+
+def test_experts_are_whole_beside_tensor_and_of_each_gpu_as_many_weights_are_stepped():
+    work = replace(model(experts=8), layers=(LayerWork(parameters=100, expert_parameters=80, matmul_flops=1.0),) * 8)
+    estimates, where = Estimates(cluster(site("a")), work), site("a")
+    held = estimates.rank_work(range(8), first=False, last=False)
+    cut = Shape(num_stages=1, replicas=2, tensor=4, microbatches=1)
+    for expert, weights in ((1, 200), (4, 40 + 160), (8, 40 + 80)):
+        shape = replace(cut, expert=expert)
+        assert estimates.parameters(held, shape) == weights
+        assert estimates.optimizer_s(held, shape, where) == estimates.optimizer_s(held, cut, where)
+    none_to_reduce = replace(cut, expert=8, replicas=2)
+    all_reduced = replace(cut, expert=4, replicas=2)
+    assert estimates.collective_s(held, none_to_reduce, where) < estimates.collective_s(held, all_reduced, where)
