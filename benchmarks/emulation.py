@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
+from time import sleep
 from typing import Any
 
-from benchmarks.emulations.both_ways import Beside, compare
-from benchmarks.emulations.layouts import CHANGES, LAYER_MS, LAYOUTS, work_of_layers
+import torch.distributed as dist
+
+from benchmarks.netbed.ranks import run_ranks_in
+from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout, Links, measured_links, wan_topology
+from benchmarks.peers.stepping import time_steps
+from benchmarks.peers.weft_engine import LayersJob, emulated_engine
 from benchmarks.results import parse, show, write_json
+from weft.conf.schema import WeftConfig
+from weft.recipes.emulation.session import Setting
+from weft.recipes.emulation.turns import Emulation, emulated
 from weft.tools.links import Way, measure_link
+from weft.tools.netbed import NetBed
+from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 
 GOAL, MOST = 0.005, 0.015
@@ -27,6 +40,156 @@ was too busy to tell, and nothing is shown.
 PARTS = ("jobs", "what-ifs")
 Figures = dict[str, list[dict[str, Any]]]
 """Rows of each part."""
+
+
+LAYER_MS = 60.0
+"""Milliseconds of a layer's forward and of each gradient. The host takes about 0.3 ms of a slot, and twice that where
+eight real
+ranks share two processors, which emulated ones do not: of slots of 30 ms that alone is more than the goal."""
+TIMEOUT_S = 280.0
+
+
+def work_of_layers(layer_ms: float) -> EmulatedWork:
+    """Return the work of each layer of a job."""
+    seconds = layer_ms / 1e3
+    return EmulatedWork(forward_s=seconds, input_s=seconds, weight_s=seconds, hidden_bytes=2**18, weight_elements=2**14)
+
+
+LAYOUTS = (
+    Layout("straight"),
+    Layout("w, fold", schedule="w", placement="fold"),
+    Layout("site fold", schedule="w", placement="site_fold", sites=(2, 2)),
+    Layout("cells of 2", replicas=2, sites=(2, 2), cell=2),
+    Layout("eight stages", stages=8),
+    Layout("uneven layers", layers=(3, 1, 3, 1)),
+    Layout("interleaved", schedule="interleaved", placement="interleaved"),
+    Layout("2 replicas, ZeRO-0", stages=2, replicas=2, zero=0),
+    Layout("2 replicas, ZeRO-2", stages=2, replicas=2, zero=2),
+    Layout("4 replicas, ZeRO-3", stages=2, replicas=4, zero=3),
+    Layout("4 x 4", stages=4, replicas=4),
+    Layout("straggler", slow=(2, 0.8)),
+    Layout("two stages", stages=2),
+    Layout("auto", schedule="auto", placement="fold"),
+)
+_LARGEST = Layout("4 x 4", stages=4, replicas=4)
+_LARGEST_AT_SITES = Layout("4 x 2 at two sites", replicas=2, sites=(2, 2))
+CHANGES = {
+    "slow rank": (_LARGEST, replace(_LARGEST, name="4 x 4, a rank at 80 %", slow=(5, 0.8))),
+    "jitter": (_LARGEST_AT_SITES, replace(_LARGEST_AT_SITES, name="4 x 2, 10 ms of jitter", jitter_ms=10.0)),
+    "bandwidth": (_LARGEST_AT_SITES, replace(_LARGEST_AT_SITES, name="4 x 2, twice the bandwidth", bandwidth=2.0)),
+}
+"""Pairs of a job and the same job with one change, on as many ranks as this machine can run concurrently."""
+
+
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The step of a job, real and emulated.
+
+    Attributes:
+        real_s, emulated_s: seconds of a step, the median of each run.
+    """
+
+    name: str
+    ranks: int
+    real_s: list[float]
+    emulated_s: list[float]
+
+    @property
+    def own(self) -> float:
+        """The largest relative difference of a real run from the median of real runs."""
+        return max(abs(s / median(self.real_s) - 1) for s in self.real_s)
+
+    @property
+    def error(self) -> float:
+        """Relative difference of the emulated step from the real one."""
+        return median(self.emulated_s) / median(self.real_s) - 1
+
+
+@dataclass
+class Turns:
+    """Files with which real ranks and an emulation alternate; called repeatedly while the ranks run."""
+
+    folder: Path
+    rounds: int
+    measure: Callable[[], Emulation]
+    emulated_s: list[float] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        """Emulate if the real ranks wait, then let them run."""
+        number = len(self.emulated_s)
+        if number == self.rounds or not self._file("ready", number).exists():
+            sleep(_POLL_S)
+            return
+        self.emulated_s.append(self.measure().step_s)
+        self._file("go", number).touch()
+
+    def wait(self, number: int) -> None:
+        """Wait until the real ranks may run. They all call it."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            self._file("ready", number).touch()
+        while not self._file("go", number).exists():
+            sleep(_POLL_S)
+
+    def _file(self, name: str, number: int) -> Path:
+        return self.folder / f"{name}{number}"
+
+
+def compare(layout: Layout, links: Links, work: EmulatedWork, rounds: int, steps: int, at_once: int) -> Beside:
+    """Run rounds of one job, emulated and real.
+
+    Args:
+        at_once: number of real ranks of the emulated job, which run concurrently like all ranks of the real job.
+    """
+    between = links.near if layout.sites else links.local
+    setting = Setting(
+        delays="simulate",
+        per_host=1 if layout.sites else layout.ranks,
+        inside=links.local,
+        between=between,
+        what_if=layout.what_if,
+    )
+    case = layout.case(links, steps, work)
+    limit_s = rounds * TIMEOUT_S
+    with tempfile.TemporaryDirectory(prefix="weft-emulation-") as folder:
+        config = layout.config(folder, timeout_s=TIMEOUT_S)
+        job = LayersJob(case, config)
+        with emulated(job, layout.ranks, setting, at_once=at_once) as measure:
+            turns = Turns(Path(folder), rounds, lambda: measure(steps))
+            given = case, config, layout.slow, Path(folder), rounds
+            if layout.sites:
+                with NetBed.up(layout.topology()) as bed:
+                    measured = run_ranks_in(bed, bed.nodes, real_rounds, *given, timeout_s=limit_s, meanwhile=turns)
+            else:
+                measured = run_ranks(layout.ranks, real_rounds, *given, timeout_s=limit_s, meanwhile=turns)
+    real_s = [median(map(median, each)) for each in zip(*measured, strict=True)]
+    return Beside(layout.name, layout.ranks, real_s, turns.emulated_s)
+
+
+def real_rounds(
+    case: EngineCase, config: WeftConfig, slow: tuple[int, float] | None, folder: Path, rounds: int
+) -> list[tuple[float, ...]]:
+    """Return, by round, the seconds of the measured steps on one rank of the real job."""
+    work = case.work
+    if slow is not None and int(os.environ["RANK"]) == slow[0]:
+        times = {name: getattr(work, name) / slow[1] for name in ("forward_s", "input_s", "weight_s")}
+        work = replace(work, **times)
+    engine = emulated_engine(case, config, work=work)
+    turns = Turns(folder, rounds, _nothing)
+    engine.train_batch()  # the first makes buffers
+    found = []
+    for number in range(rounds):
+        turns.wait(number)
+        found.append(time_steps(case, engine.train_batch))
+    engine.destroy()
+    return found
+
+
+def _nothing() -> Emulation:
+    raise AssertionError("real ranks emulate nothing")
 
 
 def main(argv: Sequence[str]) -> int:

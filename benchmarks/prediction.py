@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import mean
+from statistics import mean, median
 from time import perf_counter
 from typing import Any
 
@@ -16,12 +16,15 @@ from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.case import EngineCase, StageProfile, middle_and_spread
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import NUM_LAYERS, Layout, Links, measured_links, wan_topology
-from benchmarks.predictions.layouts import LAYOUTS, PROFILED
-from benchmarks.predictions.measuring import measure, profile_stages, slowest
-from benchmarks.predictions.predicted import Predicted
+from benchmarks.peers.stepping import time_steps
+from benchmarks.peers.weft_engine import emulated_engine
 from benchmarks.results import parse, show, write_json
 from weft.comm.wan.library import load
+from weft.conf.schema import WeftConfig
+from weft.pipeline.cell import cell_step_s
 from weft.pipeline.costs import StageCost
+from weft.pipeline.profile import fit_costs
+from weft.pipeline.timeline import Timeline
 from weft.tools.netbed import NetBed
 from weft.tools.tables import table_of
 
@@ -30,6 +33,132 @@ NEAR, FAR = 0.03, 0.05
 MOST_BEYOND_NEAR = 1 / 6
 APART = 0.05
 """Layouts whose steps differ by more are to be predicted in their order."""
+
+
+MICROBATCHES = 12
+"""Micro-batches of a step, over all replicas."""
+
+
+def _at(*sites: int, **settings: Any) -> Layout:
+    """Create a layout with ``sites`` pipeline ranks at each site, named by its settings."""
+    replicas = settings.get("replicas", 1)
+    given = {"schedule": "auto", "zero": 0, "microbatches": MICROBATCHES // replicas, **settings}
+    layout = Layout("", stages=sum(sites), sites=sites, **given)
+    return replace(layout, name="; ".join(_words(layout)))
+
+
+def _words(layout: Layout) -> Iterator[str]:
+    yield f"{len(layout.sites)} site{'s' * (len(layout.sites) > 1)} of {' + '.join(map(str, layout.sites))}"
+    yield f"{layout.placement.replace('_', ' ')} {layout.schedule}"
+    if layout.layers:
+        yield f"layers {' '.join(map(str, layout.layers))}"
+    if layout.replicas > 1:
+        yield f"{layout.replicas} replicas"
+    if layout.cell > 1:
+        yield f"cell of {layout.cell}"
+    if layout.replicas > 1:
+        yield f"ZeRO-{layout.zero}"
+
+
+LAYOUTS = (
+    _at(4, schedule="1f1b"),
+    _at(4, placement="fold"),
+    _at(4, layers=(1, 2, 3, 2)),
+    _at(2, replicas=2, zero=1),
+    _at(2, 2),
+    _at(2, 2, placement="fold"),
+    _at(2, 2, placement="site_fold"),
+    _at(2, 2, replicas=2, cell=2, zero=1),
+    _at(3, 1, layers=(3, 2, 2, 1), replicas=2, zero=2),
+    _at(1, 2, 1, schedule="1f1b"),
+    _at(1, 2, 1, replicas=3, cell=3, zero=2),
+    _at(1, 1, 1, layers=(3, 2, 3), replicas=3, cell=3),
+)
+"""All of them train the same layers on the same micro-batches, so that their steps can be ranked."""
+
+PROFILED = _at(4, layers=(1, 3, 3, 1))
+"""Measured before the others, for what stages of few and of many layers take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSteps:
+    """The measurements of a rank.
+
+    Attributes:
+        step_s: seconds of each measured step, between the ends of consecutive steps.
+        pipeline_s: seconds of each step from the first action to the last on any rank of the replica.
+        predicted_s: step time predicted by the plan before the first step.
+        told_s: step time predicted by the same plan with the measured seconds of the stages.
+    """
+
+    step_s: tuple[float, ...]
+    pipeline_s: tuple[float, ...]
+    predicted_s: float
+    told_s: float
+
+
+def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...]:
+    """Train a few steps, and fit the costs of each virtual stage. A collective call."""
+    engine = emulated_engine(case, config)
+    try:
+        time_steps(replace(case, num_warmup=0), engine.train_batch)
+        found = fit_costs(engine.measured_timelines()[1:], engine.plan.costs).stages
+        return tuple(replace(stage, reduce_s=0.0, unshard_s=0.0) for stage in found)
+    finally:
+        engine.destroy()
+
+
+def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
+    """Train a few steps in a row. A collective call."""
+    engine = emulated_engine(case, config)
+    try:
+        time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)
+        step_s = time_steps(replace(case, num_warmup=0), engine.train_batch)
+        timelines = engine.measured_timelines()[-case.num_steps :]
+        fitted = fit_costs(timelines, engine.plan.step_costs)
+        return RankSteps(
+            step_s=step_s,
+            pipeline_s=tuple(map(_between, timelines)),
+            predicted_s=engine.plan.step_s,
+            told_s=cell_step_s(engine.plan.schedule(), fitted),
+        )
+    finally:
+        engine.destroy()
+
+
+def _between(timeline: Timeline) -> float:
+    """Return the seconds from the first action to the last."""
+    return max(span.end_s for span in timeline.spans) - min(span.start_s for span in timeline.spans)
+
+
+def slowest(ranks: list[RankSteps]) -> RankSteps:
+    """Return the rank with the longest median step."""
+    return max(ranks, key=lambda rank: median(rank.step_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A layout's step, predicted and measured.
+
+    Attributes:
+        measured_s: median of the measured steps.
+        spread: range of the middle half of the steps over the median.
+        told_s: step predicted with the measured seconds of stages and collectives. The difference from ``predicted_s``
+            is due to the machine, or to an estimate.
+    """
+
+    name: str
+    sites: int
+    predicted_s: float
+    told_s: float
+    measured_s: float
+    pipeline_s: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        """The error of the prediction, as a share of the measurement."""
+        return self.predicted_s / self.measured_s - 1
 
 
 def main(argv: Sequence[str]) -> int:

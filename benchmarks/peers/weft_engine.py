@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import repeat
 from statistics import median
 from time import perf_counter
@@ -79,6 +79,19 @@ def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | N
     ids = torch.zeros(1, 2, dtype=torch.long)
     same = repeat({"input_ids": ids, "labels": ids})
     return engine_of(config, emulated_facts(case, config, device), device, stage, same)
+
+
+@dataclass(frozen=True)
+class LayersJob:
+    """A job of layers, compared with the same job without emulation; see
+    `weft.recipes.emulation.job.EmulatedJob`."""
+
+    case: EngineCase
+    config: WeftConfig
+
+    def engine(self) -> WeftEngine:
+        """Create the engine, as benchmarks do."""
+        return emulated_engine(self.case, self.config)
 
 
 def engine_of(

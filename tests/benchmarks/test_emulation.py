@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import emulation
-from benchmarks.emulations import both_ways
-from benchmarks.emulations.both_ways import Beside
-from benchmarks.emulations.layouts import CHANGES, LAYOUTS, TIMEOUT_S
+from benchmarks.emulation import CHANGES, LAYOUTS, TIMEOUT_S, Beside
 from benchmarks.peers.layout import LATENCY_MS, UPLINK_MBPS
 
 
@@ -108,15 +106,15 @@ def test_a_changed_real_job_has_the_settings_of_its_emulation(layout, tmp_path):
 
 
 def test_real_ranks_and_the_emulation_take_turns(monkeypatch, tmp_path):
-    monkeypatch.setattr(both_ways.dist, "barrier", lambda: None)
-    monkeypatch.setattr(both_ways.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(emulation.dist, "barrier", lambda: None)
+    monkeypatch.setattr(emulation.dist, "get_rank", lambda: 0)
     done = []
-    turns = both_ways.Turns(tmp_path, 2, lambda: done.append("emulated") or SimpleNamespace(step_s=1.0))
+    turns = emulation.Turns(tmp_path, 2, lambda: done.append("emulated") or SimpleNamespace(step_s=1.0))
     turns()
     assert not done  # ranks are not ready yet
 
     def real():
-        theirs = both_ways.Turns(tmp_path, 2, both_ways._nothing)
+        theirs = emulation.Turns(tmp_path, 2, emulation._nothing)
         for number in range(2):
             theirs.wait(number)
             done.append("real")

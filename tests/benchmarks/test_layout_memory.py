@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.predictions.memory import LAYOUTS, NUM_RANKS, peaks
+from benchmarks.memory import LAYOUTS, NUM_RANKS, peaks
 
 
 @pytest.mark.slow

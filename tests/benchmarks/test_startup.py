@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import startup
-from benchmarks.starts.first_step import PEER, WEFT, Run
+from benchmarks.startup import PEER, WEFT, Run
 
 
 @pytest.mark.parametrize(("cpu_s", "code"), [(1.0, 0), (1.2, 1)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.peers.case import EngineCase
-from benchmarks.peers.emulated_job import LayersJob
 from benchmarks.peers.emulated_stage import EmulatedWork
+from benchmarks.peers.weft_engine import LayersJob
 from weft.comm.emulated.operation_log import EmulationError, Mismatch
 from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
 from weft.pipeline.costs import LinkCost

@@ -1,1 +1,0 @@
-"""Jobs that `benchmarks emulation` runs for real and emulated."""

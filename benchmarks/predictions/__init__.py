@@ -1,1 +1,0 @@
-"""Layouts whose step is predicted and measured, for `benchmarks prediction`."""
