@@ -3,12 +3,11 @@
 import configparser
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.interpreter import python
 from tests.quickstart import TINY_QUICKSTART, losses_of
 from weft.conf.features import FEATURES
 
@@ -65,9 +64,7 @@ def copy(root, *, without=()):
 def run(root, *command):
     """Run Python with the copy, and return what it printed."""
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, cwd=root, capture_output=True, text=True, timeout=300
-    )
+    return python(*command, env=environment, cwd=root, timeout_s=300)
 
 
 def train(root):

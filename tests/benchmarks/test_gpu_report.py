@@ -4,8 +4,6 @@ import ast
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 import tarfile
 from dataclasses import replace
 from itertools import takewhile
@@ -15,6 +13,7 @@ import pytest
 
 from benchmarks import gpu_report
 from benchmarks.gpu_report import Item, write_report
+from tests.interpreter import python
 from tests.tools.test_docs import overrides_of, parsing_only  # noqa: F401  # a fixture
 from weft.conf.checks import check
 from weft.conf.compose import compose
@@ -84,7 +83,7 @@ def test_gpu_tests_begin_with_what_each_shows_and_needs(monkeypatch):
     monkeypatch.chdir(ROOT)
     command = next(item.command for item in gpu_report.items(ROOT) if item.name == "tests")
     more = ("--collect-only", "-p", "no:cacheprovider")
-    found = subprocess.run([sys.executable, *command, *more], capture_output=True, text=True, timeout=120, check=True)
+    found = python(*command, *more, timeout_s=120, check=True)
     _, head, said = found.stdout.partition("what GPU tests show; this machine has ")
     assert head
     lines = list(takewhile(lambda line: re.match(r"\d+ GPU", line), said.splitlines()[1:]))

@@ -1,11 +1,9 @@
 """Every recipe, group and file composes, and a resolved configuration repeats itself."""
 
-import subprocess
-import sys
-
 import pytest
 import yaml
 
+from tests.interpreter import python
 from weft.conf import load
 from weft.conf.compose import compose
 from weft.conf.fields import FOLDER, choices, groups
@@ -99,4 +97,4 @@ def test_neither_torch_nor_hydra_is_loaded_with_the_schema():
         "assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules); weft.conf.load(['recipe=quickstart']);"
         "assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code, check=True)

@@ -1,17 +1,17 @@
 """Every module of the package can be the first that is imported."""
 
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.interpreter import python
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["weft.engine.initialize", "weft.engine.execution.batches", "weft.engine.stages"])
 def test_a_module_can_come_first(module):
     code = f"import os; os.environ.setdefault('DS_ACCELERATOR', 'cpu'); import {module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -23,5 +23,5 @@ BEFORE_A_GPU_IS_USED = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": 
 def test_kernels_are_loaded_and_nccl_is_connected_before_a_step_unless_the_user_says_otherwise(given):
     env = {name: value for name, value in os.environ.items() if name not in BEFORE_A_GPU_IS_USED} | given
     code = f"import weft.engine, os; print(*(os.environ[name] for name in {list(BEFORE_A_GPU_IS_USED)}))"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=110)
+    done = python("-c", code, env=env)
     assert done.stdout.split() == list((BEFORE_A_GPU_IS_USED | given).values()), done.stderr[-2000:]

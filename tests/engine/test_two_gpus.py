@@ -1,23 +1,17 @@
 """The engine on two GPUs over NCCL: what `tests/nccl_rules` says on CPUs, said by NCCL itself."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.engine.two_gpus import report
+from tests.interpreter import python
 from weft.tools.ranks import run_ranks
 
 
 def _run() -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run(
-        [*command, "-m", "tests.engine.two_gpus"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = python(*torchrun, "-m", "tests.engine.two_gpus", timeout_s=500)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
 

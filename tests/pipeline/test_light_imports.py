@@ -1,7 +1,6 @@
 """The pipeline package and its commands start without torch."""
 
-import subprocess
-import sys
+from tests.interpreter import python
 
 
 def test_commands_and_pipeline_load_neither_torch_nor_matplotlib():
@@ -15,5 +14,5 @@ def test_commands_and_pipeline_load_neither_torch_nor_matplotlib():
         "heavy = {'torch', 'numpy', 'matplotlib', 'deepspeed', 'transformers', 'hydra'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = python("-c", code, timeout_s=60)
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import yaml
 
 import benchmarks.__main__ as benchmarks
 from benchmarks.__main__ import benches
+from tests.interpreter import python
 from weft.conf import load
 from weft.conf.checks import missing
 from weft.conf.compose import compose
@@ -192,7 +193,7 @@ def test_no_help_imports_torch(command):
         "with suppress(SystemExit): main([*sys.argv[1:], '--help'])\n"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, timeout=120)
+    done = python("-c", code, *command.split(), timeout_s=120)
     *text, imported = done.stdout.splitlines()
     assert "usage" in text[0] and imported == "False"
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.engine.huggingface.preferences import by_hand, example, on_ranks, pairs
 from tests.engine.huggingface.runs import tiny_model
+from tests.interpreter import python
 from weft.engine.data.tokenizer import train_bpe
 from weft.tools.ranks import run_ranks
 
@@ -89,9 +88,7 @@ def test_commands_of_the_example_run_as_they_are_typed(tmp_path):
         [script, "reference", folder, tmp_path / "pairs.jsonl", pairs_file],
         [*torchrun, script, "train", folder, pairs_file, output, "--stages", "2"],
     ):
-        done = subprocess.run(
-            [sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=300
-        )
+        done = python(*command, env=env, timeout_s=300)
         assert done.returncode == 0, done.stderr[-3000:]
     assert len(Path(pairs_file).read_text().splitlines()) == 8
     assert list(Path(output).glob("*.safetensors"))

@@ -1,11 +1,9 @@
 """Loading a stage takes the memory of that stage, not of the model."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.engine.stages.tiny import whole
+from tests.interpreter import python
 from weft.conf.schema import ModelConfig
 
 LOAD = """
@@ -39,7 +37,6 @@ def test_peak(tmp_path):
     overrides = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 1000}
     overrides |= {"num_attention_heads": 8, "num_key_value_heads": 8, "pad_token_id": 0, "num_local_experts": 4}
     whole(ModelConfig(arch="mixtral", overrides=overrides)).save_pretrained(tmp_path)
-    run = [sys.executable, "-c", LOAD, str(tmp_path)]
-    output = subprocess.run(run, check=True, capture_output=True, text=True, timeout=100).stdout
+    output = python("-c", LOAD, tmp_path, check=True, timeout_s=100).stdout
     *stages, everything = map(float, output.split())
     assert everything > 200 and max(stages) < 0.4 * everything, (stages, everything)

@@ -1,12 +1,10 @@
 """A run whose numbers are no longer finite ends with one clear error, and what was good stays."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.engine.tiny import tiny_config
 from tests.engine.zero.astray import go_astray
+from tests.interpreter import python
 from tests.quickstart import TINY_QUICKSTART
 from weft.engine.checkpoint import newest
 from weft.tools.ranks import run_ranks
@@ -44,8 +42,7 @@ def test_every_rank_stops_at_the_same_step_and_good_weights_stay(tmp_path):
 def test_a_run_ends_with_its_exit_code(tmp_path):
     settings = [*TINY_QUICKSTART, "pipeline.stages=1", "pipeline.schedule=1f1b", "pipeline.placement=straight"]
     settings += ["optimizer.lr=1e18", "optimizer.warmup_steps=2", "train.steps=9", "checkpoint.every=1"]
-    command = [sys.executable, "-m", "weft.recipes.train", *settings, f"train.output_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = python("-m", "weft.recipes.train", *settings, f"train.output_dir={tmp_path}", timeout_s=280)
     assert done.returncode == 1, done.stderr[-3000:]
     assert "the norm of the gradient is" in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
     kept = newest(tmp_path / "quickstart" / "checkpoints")

@@ -1,11 +1,10 @@
 """`weft doctor ring`: it covers every neighbour, and names the pair that is slow, wrong or silent."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.interpreter import python
 from tests.tools.diagnostics.ring_ranks import ring_rank
 from weft.conf.host.diagnosis import Verdict
 from weft.tools.diagnostics.ring import _Seen, judge_pairs, rounds
@@ -70,9 +69,8 @@ def test_healthy_ranks():
 
 @pytest.mark.slow
 def test_wrong_numbers_by_the_command_that_starts_all_ranks():
-    command = [sys.executable, "-m", "weft.tools.doctor", "ring", "--ranks", "4", "--json"]
-    command += ["--share", "0", "--timeout", "120", "--inject", "wrong=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    options = ["--ranks", "4", "--json", "--share", "0", "--timeout", "120", "--inject", "wrong=2"]
+    done = python("-m", "weft.tools.doctor", "ring", *options, timeout_s=280)
     assert done.stdout, done.stderr[-3000:]
     failed, _ = findings_of(done.stdout)
     assert done.returncode == 1 and list(failed) == ["pair 2-3"]

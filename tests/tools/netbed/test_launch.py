@@ -1,10 +1,8 @@
 """A run whose ranks are machines at three sites learns what the same run at one site learns."""
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.interpreter import python
 from tests.quickstart import TINY_QUICKSTART, losses_of, train
 from weft.tools import cli
 from weft.tools.netbed import missing
@@ -20,9 +18,9 @@ def test_losses_over_three_sites_equal_those_of_one(tmp_path):
     run_ranks(4, train, SETTINGS, tmp_path / "one", timeout_s=240)
     one = losses_of(tmp_path / "one")
     assert len(one) == 4
-    command = [sys.executable, "-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *SETTINGS]
+    command = ["-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *SETTINGS]
     command.append(f"train.output_dir={tmp_path / 'three'}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = python(*command, timeout_s=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses_of(tmp_path / "three") == pytest.approx(one, rel=1e-6)
 
@@ -35,9 +33,9 @@ def test_losses_of_replicas_on_two_routes_equal_those_of_one_site(tmp_path):
     settings = [*SETTINGS, "pipeline.stages=2", "zero.stage=1"]
     run_ranks(4, train, settings, tmp_path / "one", timeout_s=240)
     sites = "cluster.sites=[{name: east, ranks: 1}, {name: mid, ranks: 1}, {name: west, ranks: 2}]"
-    command = [sys.executable, "-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *settings, sites]
+    command = ["-m", "weft.tools.cli", "netbed", "launch", "cluster=three_sites", *settings, sites]
     command += ["cluster.routes=[[east, mid], [west]]", f"train.output_dir={tmp_path / 'three'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = python(*command, timeout_s=240)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses_of(tmp_path / "three") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-6)
 
