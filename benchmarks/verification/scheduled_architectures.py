@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.verification.architectures import Finding, Verdict, causal_class, reason_of
-from benchmarks.verification.shared_architectures import examine_shared, raise_vocabulary, shared_text
-from benchmarks.verification.small_configs import small_config
+from benchmarks.verification.shared_architectures import examine_shared, shared_text, small_model
 from weft.conf.schema import ZeroConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
@@ -26,7 +25,7 @@ from weft.engine.parallel.axis import AxisGroups, UnshareableError
 from weft.engine.stages.checking.axis_check import TOLERANCE
 from weft.engine.stages.checking.comparison import Outcome, difference, whole_outcome
 from weft.engine.stages.checking.members import members_outcome
-from weft.engine.stages.checking.self_check import architecture, small_copy, tried_batch
+from weft.engine.stages.checking.self_check import tried_batch
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.strands.strand_pairs import StrandPairs
 from weft.engine.zero import Sharding
@@ -43,8 +42,6 @@ KINDS = ("zbv", "dualpipev", "auto")
 STAGES, MICROBATCHES = 4, 4
 BY_HAND = "0F0 0I0 0F1 0W0 0I1 0F2 0W1 0B2 0F3 0I3 0W3"
 """The schedule of an architecture that stays on one stage."""
-BIASES = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias", "add_bias_linear")
-"""Fields of configs that give matrices biases."""
 PLAN = SegmentPlan(tuple(islice(cycle((Step.forward, Step.backward, Step.weight)), 300)))
 """The plan of each pair: strands alternate, and weight gradients are computed between them."""
 CPU = torch.device("cpu")
@@ -108,18 +105,6 @@ def examine_scheduled(
                     return found(Verdict.wrong, f"{kind}, {what}: {wrong}")
                 notes.append(f"{what} under {kind} in fp64, because rounding in fp32 is larger than the tolerance")
     return found(Verdict.exact, "; ".join(notes))
-
-
-def small_model(model_type: str, tensor: int) -> PreTrainedModel:
-    """Return a small copy with at least four layers, and with all biases that its config supports."""
-    config = small_config(model_type)
-    text = config.get_text_config()
-    for name in BIASES:
-        if getattr(text, name, None) is False:
-            setattr(text, name, True)
-    cls, config = architecture(config)
-    raise_vocabulary(config, tensor)
-    return small_copy(cls, config, min_layers=STAGES)
 
 
 def adapted(model: PreTrainedModel) -> nn.Module:

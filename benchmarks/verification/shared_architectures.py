@@ -16,7 +16,10 @@ from weft.engine.parallel.axis import UnshareableError
 from weft.engine.stages.checking.axis_check import TOLERANCE, check_axes, refuse_unshareable
 from weft.engine.stages.checking.comparison import difference, whole_outcome
 from weft.engine.stages.checking.members import members_outcome
-from weft.engine.stages.checking.self_check import LENGTH, check_packing, tried_batch
+from weft.engine.stages.checking.self_check import LENGTH, architecture, check_packing, small_copy, tried_batch
+
+BIASES = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias", "add_bias_linear")
+"""Fields of configs that give matrices biases."""
 
 
 def shared_text(sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto) -> str:
@@ -87,6 +90,18 @@ def _refused_by_name(model_type: str, sizes: Mapping[str, int]) -> str:
 def _check(config: PreTrainedConfig, sizes: Mapping[str, int], exchange: ContextExchange, *, packing: bool) -> None:
     tensor, context, expert = (sizes.get(axis, 1) for axis in ("tensor", "context", "expert"))
     check_axes(config, tensor=tensor, context=context, expert=expert, exchange=exchange, packing=packing)
+
+
+def small_model(model_type: str, tensor: int) -> PreTrainedModel:
+    """Return a small copy with at least four layers, and with all biases that its config supports."""
+    config = small_config(model_type)
+    text = config.get_text_config()
+    for name in BIASES:
+        if getattr(text, name, None) is False:
+            setattr(text, name, True)
+    cls, config = architecture(config)
+    raise_vocabulary(config, tensor)
+    return small_copy(cls, config, min_layers=4)
 
 
 def raise_vocabulary(config: PreTrainedConfig, members: int) -> None:

@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 
-from benchmarks.verification.scheduled_architectures import small_model
+from benchmarks.verification.shared_architectures import small_model
 from tests.engine.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
 from weft.conf.schema import Attention, LoraConfig, ModelConfig
 from weft.engine.models import seeding
