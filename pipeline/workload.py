@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.pipeline.costs import StageCost
 
-WORK_FORM = 5
+WORK_FORM = 6
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -42,6 +42,13 @@ class Division:
         return num_bytes * self.microbatch_size / (self.tensor * self.context)
 
 
+_TRAINED = {
+    "trained_parameters": "parameters",
+    "trained_expert_parameters": "expert_parameters",
+    "trained_flops": "matmul_flops",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """The work of a layer for one sequence, or of the modules before or after all layers."""
@@ -50,8 +57,16 @@ class LayerWork:
     """Weights."""
     expert_parameters: int = 0
     """Those of them that belong to routed experts, which expert parallelism shares out."""
+    trained_parameters: Any = None
+    """Trained ones among `parameters`. None: all."""
+    trained_expert_parameters: Any = None
+    """Trained ones among `expert_parameters`. None: all."""
+    whole_parameters: int = 0
+    """Trained weights that each rank of a tensor group holds whole: one factor of each adapter."""
     matmul_flops: float = 0.0
     """Operations of a forward's products with weights; of experts, those that tokens are sent to."""
+    trained_flops: Any = None
+    """Those of them with trained weights, which as many operations for weight gradients follow. None: all."""
     attention_flops: float = 0.0
     """Operations of a forward's products between tokens, over the pairs that the mask leaves: of causal
     attention half of what `FlopCounterMode` counts."""
@@ -66,27 +81,30 @@ class LayerWork:
     routed_layers: float = 0.0
     """1 for a layer with routed experts."""
 
+    def __post_init__(self) -> None:
+        """Set defaults: all weights are trained."""
+        for name, whole in _TRAINED.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, getattr(self, whole))
+
     @property
     def forward_flops(self) -> float:
         """Operations of a forward; a backward takes twice as many."""
         return self.matmul_flops + self.attention_flops
 
-    def seconds(
-        self, flops_per_s: float, *, recomputes: bool, trained_share: float = 1.0, exchanged_s: Any = 0.0
-    ) -> tuple[Any, Any, Any]:
+    def seconds(self, flops_per_s: float, *, recomputes: bool, exchanged_s: Any = 0.0) -> tuple[Any, Any, Any]:
         """Return the seconds of the forward, of input gradients and of weight gradients.
 
         Fields may be arrays, for many parts at once.
 
         Args:
             recomputes: True if the forward runs again before the backward.
-            trained_share: share of the products' weights that have gradients.
             exchanged_s: seconds of collectives inside of layers, in one direction.
         """
         matmul_s, attention_s = self.matmul_flops / flops_per_s, self.attention_flops / flops_per_s
         forward_s = matmul_s + attention_s + exchanged_s
         again_s = forward_s if recomputes else 0.0
-        return forward_s, matmul_s + 2 * attention_s + exchanged_s + again_s, trained_share * matmul_s
+        return forward_s, matmul_s + 2 * attention_s + exchanged_s + again_s, self.trained_flops / flops_per_s
 
     def __add__(self, other: LayerWork) -> LayerWork:
         return LayerWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -118,8 +136,6 @@ class ModelWork:
         attended_bytes: bytes of one layer's keys and values, which context parallelism gathers.
         heads: numbers that tensor parallelism has to divide: heads of keys and values, and of queries; 0 if unknown.
         experts: experts of a layer, which expert parallelism has to divide; 0 if it is not supported.
-        trained_share: share of the weights that are trained.
-        adapter_share: share of the trained weights that low-rank adapters hold.
     """
 
     name: str
@@ -132,14 +148,13 @@ class ModelWork:
     attended_bytes: float
     heads: int = 0
     experts: int = 0
-    trained_share: float = 1.0
-    adapter_share: float = 0.0
 
     @cached_property
     def whole(self) -> LayerWork:
         """The sum of all parts; tied weights count once."""
         parts = sum(self.layers, self.before) + self.after
-        return parts + LayerWork(parameters=-self.tied_parameters)
+        trained = min(self.tied_parameters, self.after.trained_parameters)
+        return parts + LayerWork(parameters=-self.tied_parameters, trained_parameters=-trained)
 
     def stage_cost(
         self, part: LayerWork, num_layers: int, seconds: tuple[float, float, float], division: Division

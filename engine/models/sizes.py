@@ -133,7 +133,7 @@ def model_sizes(
     path = decoder_layers(model)
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
-    cuts = _cuts(model, path, tensor, expert)
+    cuts = divided_parameters(model, path, tensor=tensor, expert=expert)
     if dtype is not None:
         require_grouped_rows(model, cuts, dtype, tensor)
     inside = {id(parameter) for parameter in layers.parameters()}
@@ -141,13 +141,13 @@ def model_sizes(
         _identities(part) for part in (model.get_output_embeddings(), model.get_input_embeddings())
     )
     outside = {id(parameter) for parameter in model.parameters()} - inside
-    before = _size(model, cuts, outside - (of_head - of_embedding))
+    before = part_size(model, cuts, outside - (of_head - of_embedding))
     text = model.config.get_text_config()
     return ModelSizes(
         before=replace(before, active=0, active_trained=0),
-        layers=tuple(_size(model, cuts, {id(parameter) for parameter in layer.parameters()}) for layer in layers),
-        after=_size(model, cuts, of_head),
-        tied=_size(model, cuts, of_head & of_embedding),
+        layers=tuple(part_size(model, cuts, {id(parameter) for parameter in layer.parameters()}) for layer in layers),
+        after=part_size(model, cuts, of_head),
+        tied=part_size(model, cuts, of_head & of_embedding),
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         key_value_size=key_value_size(model.config),
@@ -158,7 +158,7 @@ def _identities(part: nn.Module | None) -> set[int]:
     return set() if part is None else {id(parameter) for parameter in part.parameters()}
 
 
-def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict[str, Cut]:
+def divided_parameters(model: PreTrainedModel, layers: str, *, tensor: int = 1, expert: int = 1) -> dict[str, Cut]:
     """Return a rank's parts of divided parameters, by the parameters' names."""
     cuts: dict[str, Cut] = {}
     if tensor > 1:
@@ -170,7 +170,7 @@ def _cuts(model: PreTrainedModel, layers: str, tensor: int, expert: int) -> dict
     return cuts
 
 
-def _size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
+def part_size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int]) -> PartSize:
     """Return the size of the parameters whose ``id`` is in ``wanted``."""
     chosen, experts = chosen_experts(model.config.get_text_config())
     total = active = held = largest = trained = held_trained = active_trained = 0

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from weft.conf.schema import LoraConfig
 from weft.engine.models import batch as packed
-from weft.engine.models.sizes import meta_model
+from weft.engine.models.sizes import divided_parameters, meta_model, part_size
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
 from weft.engine.parallel.experts import expert_modules
 from weft.pipeline.workload import LayerWork, ModelWork, loss_work
@@ -237,35 +237,58 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
     head = model.get_output_embeddings()
     tied = bool(head is not None and model.all_tied_weights_keys)
     head_weights = 0 if head is None else sum(weight.numel() for weight in head.parameters())
-    outside = sum(weight.numel() for at, weight in model.named_parameters() if not at.startswith(f"{path}."))
     text = model.config.get_text_config()
     before, *inner, after = tracer.parts
-    sizes = {at: weight.numel() for at, weight in model.named_parameters()}
-    trained = {at: sizes[at] for at, weight in model.named_parameters() if weight.requires_grad}
+    ends = {id(weight) for at, weight in model.named_parameters() if not at.startswith(f"{path}.")}
+    of_head = set() if head is None else {id(weight) for weight in head.parameters()}
+    whole = _whole_factors(model, path)
     return ModelWork(
         name=name,
         sequence_length=tokens,
-        before=_layer_work(before, outside - (0 if tied else head_weights), 0, recomputed=False),
+        before=_layer_work(before, model, ends if tied else ends - of_head, whole, recomputed=False),
         layers=tuple(
-            _layer_work(part, sum(w.numel() for w in layer.parameters()), expert_parameters(layer))
+            _layer_work(part, model, {id(weight) for weight in layer.parameters()}, whole, layer)
             for part, layer in zip(inner, layers, strict=True)
         ),
-        after=_layer_work(after, head_weights, 0, recomputed=False) + loss_work(float(tokens * text.vocab_size)),
+        after=_layer_work(after, model, of_head, whole, recomputed=False) + loss_work(float(tokens * text.vocab_size)),
         tied_parameters=head_weights if tied else 0,
         message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
         heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
-        trained_share=sum(trained.values()) / sum(sizes.values()),
-        adapter_share=sum(size for at, size in trained.items() if ".lora_" in at) / max(1, sum(trained.values())),
         experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
     )
 
 
-def _layer_work(part: _Part, parameters: int, experts: int, *, recomputed: bool = True) -> LayerWork:
+def _whole_factors(model: PreTrainedModel, path: str) -> set[int]:
+    """Return the ``id`` of each adapter's factor that every rank of a tensor group holds whole."""
+    factors = {at: id(weight) for at, weight in model.named_parameters() if weight.requires_grad and ".lora_" in at}
+    try:
+        cuts = divided_parameters(model, path, tensor=2) if factors else {}
+    except ValueError:  # no group can share the model
+        return set()
+    return {weight for at, weight in factors.items() if at not in cuts}
+
+
+def _layer_work(
+    part: _Part,
+    model: PreTrainedModel,
+    wanted: set[int],
+    whole: set[int],
+    layer: nn.Module | None = None,
+    *,
+    recomputed: bool = True,
+) -> LayerWork:
+    """Return the work of the parameters whose ``id`` is in ``wanted``."""
+    size = part_size(model, {}, wanted)
+    experts, trained_experts = (0, 0) if layer is None else (expert_parameters(layer), expert_parameters(layer, True))
     return LayerWork(
-        parameters=parameters,
+        parameters=size.parameters,
         expert_parameters=experts,
+        trained_parameters=size.trained,
+        trained_expert_parameters=trained_experts,
+        whole_parameters=part_size(model, {}, wanted & whole).parameters,
         matmul_flops=part.matmul_flops,
+        trained_flops=part.matmul_flops * (size.active_trained / size.active if size.active else 1.0),
         attention_flops=part.attention_flops,
         activation_bytes=part.activation_bytes,
         unrecomputed_bytes=0.0 if recomputed else part.activation_bytes,
@@ -274,6 +297,7 @@ def _layer_work(part: _Part, parameters: int, experts: int, *, recomputed: bool 
     )
 
 
-def expert_parameters(layer: nn.Module) -> int:
-    """Return the number of weights of a layer's routed experts."""
-    return sum(weight.numel() for name, weight in layer.named_parameters() if ".experts." in f".{name}")
+def expert_parameters(layer: nn.Module, trained: bool = False) -> int:
+    """Return the number of weights of a layer's routed experts, or of the trained ones among them."""
+    experts = [weight for name, weight in layer.named_parameters() if ".experts." in f".{name}"]
+    return sum(weight.numel() for weight in experts if weight.requires_grad or not trained)

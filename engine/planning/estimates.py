@@ -101,14 +101,8 @@ def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops
     """Estimate costs by the operations and bytes of each layer. Ranks that share layers divide them equally."""
     work, division = _work(config, facts), _division(config, facts)
     stages = []
-    for part, size, layers in zip(
-        _stage_works(work, split), stage_sizes(facts.model, split), split.layers, strict=True
-    ):
-        seconds = part.seconds(
-            flops_per_s / division.of_rank(1),
-            recomputes=facts.recomputes,
-            trained_share=size.active_trained / max(1, size.active),
-        )
+    for part, layers in zip(_stage_works(work, split), split.layers, strict=True):
+        seconds = part.seconds(flops_per_s / division.of_rank(1), recomputes=facts.recomputes)
         stages.append(work.stage_cost(part, len(layers), seconds, division))
     return tuple(stages)
 
@@ -127,7 +121,9 @@ def _work(config: WeftConfig, facts: Facts) -> ModelWork:
     def part(size: PartSize, layers: int = 0) -> LayerWork:
         return LayerWork(
             parameters=size.parameters,
+            trained_parameters=size.trained,
             matmul_flops=2.0 * tokens * size.active,
+            trained_flops=2.0 * tokens * size.active_trained,
             attention_flops=layers * 2.0 * tokens * model.hidden_size * tokens,  # causal: half of 4
             activation_bytes=layers * SAVED_WIDTHS * hidden_bytes,
         )

@@ -276,7 +276,11 @@ def _share(work: LayerWork, parts: int) -> LayerWork:
     return LayerWork(
         parameters=work.parameters // parts,
         expert_parameters=work.expert_parameters // parts,
+        trained_parameters=work.trained_parameters // parts,
+        trained_expert_parameters=work.trained_expert_parameters // parts,
+        whole_parameters=work.whole_parameters // parts,
         matmul_flops=work.matmul_flops / parts,
+        trained_flops=work.trained_flops / parts,
         attention_flops=work.attention_flops / parts,
         activation_bytes=work.activation_bytes / parts,
         unrecomputed_bytes=work.unrecomputed_bytes / parts,

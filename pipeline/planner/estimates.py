@@ -24,7 +24,11 @@ STARTING_S = 2e-5
 FIELDS = (
     "parameters",
     "expert_parameters",
+    "trained_parameters",
+    "trained_expert_parameters",
+    "whole_parameters",
     "matmul_flops",
+    "trained_flops",
     "attention_flops",
     "activation_bytes",
     "unrecomputed_bytes",
@@ -54,8 +58,8 @@ class Estimates:
         }
 
     @cached_property
-    def _largest_layer(self) -> int:
-        return max(layer.parameters for layer in self.work.layers)
+    def _kinds(self) -> set[LayerWork]:
+        return set(self.work.layers)
 
     def rank_work(self, layers: range, *, first: bool, last: bool) -> LayerWork:
         """Return the operations and bytes per sequence of a rank with these layers."""
@@ -111,7 +115,6 @@ class Estimates:
         forward_s, input_s, weight_s = work.seconds(
             speed,
             recomputes=shape.checkpointing,
-            trained_share=self.work.trained_share,
             exchanged_s=self.layer_collectives_s(work, num_layers, shape, site),
         )
         return _larger(forward_s, gathered_s), _larger(input_s, gathered_s), weight_s
@@ -141,7 +144,7 @@ class Estimates:
 
         Replicas on one host reduce first. Then hosts reduce the shards that are left (Centauri's group partition).
         """
-        return self._over_holders_s(self.trained_share(shape) * reduced_bytes(shape), work, shape, site)
+        return self._over_holders_s(reduced_bytes(shape), self._trained(work, shape), shape, site)
 
     def across_s(self, work: LayerWork, shape: Shape, sites: Sequence[int]) -> float:
         """Return the seconds in which replicas at several sites reduce and gather what each site has reduced.
@@ -233,19 +236,23 @@ class Estimates:
         """Return the bytes that each GPU of a rank sends to each other site in a step, for gradients and weights."""
         if shape.routes == 1:
             return 0.0
-        dense, experts = self._held(work, shape)
+        dense, experts = self._trained(work, shape)
         shared = dense / (shape.lines_of_route // shape.tensor) + experts / (shape.lines_of_route // shape.expert)
-        return self.trained_share(shape) * reduced_bytes(shape) * shared / shape.routes
+        return reduced_bytes(shape) * shared / shape.routes
 
     def weights_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Return the seconds of gathering a rank's weights for one pass of a micro-batch under ZeRO 3."""
         if shape.zero_stage < 3:
             return 0.0
-        return self._over_holders_s(2.0, work, shape, site)
+        return self._over_holders_s(2.0, self._held(work, shape), shape, site)
 
-    def _over_holders_s(self, moved: float, work: LayerWork, shape: Shape, site: Site) -> float:
-        """Return the seconds of reducing or gathering ``moved`` bytes per weight over the GPUs that hold the weight."""
-        dense, experts = self._held(work, shape)
+    def _over_holders_s(self, moved: float, weights: tuple[float, float], shape: Shape, site: Site) -> float:
+        """Return the seconds of reducing or gathering ``moved`` bytes per weight over the GPUs that hold the weight.
+
+        Args:
+            weights: dense weights and those of experts on each GPU.
+        """
+        dense, experts = weights
         seconds = over_gpus_s(moved * dense, shape.lines_of_route // shape.tensor, shape.tensor, site)
         if shape.expert > 1:
             seconds += over_gpus_s(moved * experts, shape.lines_of_route // shape.expert, shape.expert, site)
@@ -253,27 +260,25 @@ class Estimates:
 
     def optimizer_s(self, work: LayerWork, shape: Shape, site: Site) -> float:
         """Return the seconds of a rank's optimiser, which memory bandwidth limits."""
-        stepped = self.work.trained_share * work.parameters / shape.lines
-        if not shape.zero_stage:
-            stepped = self.trained_share(shape) * self.parameters(work, shape)
-        return stepped * STEP_BYTES / site.gpu.bytes_per_s
+        return self._stepped(work, shape) * STEP_BYTES / site.gpu.bytes_per_s
 
-    def trained_share(self, shape: Shape) -> float:
-        """Return the trained weights per weight that a GPU holds.
+    def _stepped(self, work: LayerWork, shape: Shape) -> float:
+        """Return the number of weights that a GPU's optimiser updates."""
+        if shape.zero_stage:
+            return work.trained_parameters / shape.lines
+        return sum(self._trained(work, shape))
 
-        Tensor parallelism divides one factor of an adapter, and each GPU holds the other one whole.
-        """
-        return self.work.trained_share * (1 + self.work.adapter_share * (shape.tensor - 1) / 2)
+    def _trained(self, work: LayerWork, shape: Shape) -> tuple[float, float]:
+        """Return the trained ones among the weights that `_held` returns."""
+        return _on_each(work.trained_parameters, work.trained_expert_parameters, work.whole_parameters, shape)
 
     def parameters(self, work: LayerWork, shape: Shape) -> float:
         """Return the number of weights on each GPU of a rank."""
         return sum(self._held(work, shape))
 
     def _held(self, work: LayerWork, shape: Shape) -> tuple[float, float]:
-        """Return the weights on each GPU: dense ones cut by tensor parallelism, and whole experts."""
-        if shape.expert == 1:
-            return work.parameters / shape.tensor, 0.0
-        return (work.parameters - work.expert_parameters) / shape.tensor, work.expert_parameters / shape.expert
+        """Return the weights on each GPU: dense ones, most of them cut by tensor parallelism, and whole experts."""
+        return _on_each(work.parameters, work.expert_parameters, work.whole_parameters, shape)
 
     def activation_bytes(self, work: LayerWork, num_layers: int, shape: Shape) -> float:
         """Return the bytes that a micro-batch leaves on each GPU of a rank until its backward."""
@@ -284,8 +289,12 @@ class Estimates:
         shards, held = shape.replicas * shape.context, self.parameters(work, shape)
         # experts that GPUs share have fewer holders than other weights
         share = work.parameters / shape.lines if shape.zero_stage else held / shards
-        largest, trained = self._largest_layer // shape.tensor, self.trained_share(shape)
-        stepped = self.work.trained_share * share if shape.zero_stage else trained * held
+        stepped = self._stepped(work, shape)
+        largest = max(
+            (layer.parameters - layer.whole_parameters) // shape.tensor + layer.whole_parameters
+            for layer in self._kinds
+        )
+        largest_trained = max(sum(self._trained(layer, shape)) for layer in self._kinds)
         zero = zero_memory(
             round(held),
             _ZERO[shape.zero_stage],
@@ -294,7 +303,7 @@ class Estimates:
             largest_block=largest,
             microbatches=shape.microbatches,
             share=share,
-            trained=TrainedWeights(trained * round(held), stepped, trained * largest),
+            trained=TrainedWeights(sum(self._trained(work, shape)), stepped, largest_trained),
         )
         working = self.work.backward_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16])
         beside = zero.buffers if shape.zero_stage == 3 else 0.0
@@ -369,3 +378,15 @@ def over_gpus_s(moved: float, count: int, apart: int, site: Site) -> float:
     seconds += moved * (together - 1) / together / site.gpu.scale_up_bytes_per_s
     network = site.network_bps / 8 / site.gpus_per_host
     return seconds + moved / together * (hosts - 1) / hosts / network
+
+
+def _on_each(weights: Any, experts: Any, whole: Any, shape: Shape) -> tuple[Any, Any]:
+    """Return the dense weights and the weights of experts on each GPU, from those of a rank.
+
+    Args:
+        weights: all weights, with those of experts.
+        whole: weights that each GPU holds whole.
+    """
+    if shape.expert == 1:
+        return (weights - whole) / shape.tensor + whole, 0.0
+    return (weights - experts - whole) / shape.tensor + whole, experts / shape.expert

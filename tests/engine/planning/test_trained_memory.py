@@ -105,6 +105,11 @@ class HalfAdam(torch.optim.Optimizer):
                 self.state[weight] = {**moments, **scales}
 
 
+def eight_bit_adam(params) -> torch.optim.Optimizer:
+    """Return AdamW of bitsandbytes. Its state is fp32 for weights of fewer than 4096 elements."""
+    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(params)
+
+
 CASES = {
     "all weights": Case(),
     "tied weights of one rank": Case(tied=True, stages=1),
@@ -132,6 +137,7 @@ CASES = {
     "transformers' Adafactor": Case(passed=TransformersAdafactor),
     "a caller's RMSprop": Case(passed=torch.optim.RMSprop, precision=Precision.bf16),
     "a caller's AdamW with 2 bytes a weight": Case(passed=HalfAdam, zero=2, replicas=2),
+    "bitsandbytes' AdamW": Case(passed=eight_bit_adam),
 }
 
 
