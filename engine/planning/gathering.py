@@ -27,7 +27,7 @@ from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
 from weft.conf.schema import ClusterConfig, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.layout import RankLayout
-from weft.engine.models.sizes import model_sizes
+from weft.engine.models.sizes import meta_model, model_sizes
 from weft.engine.models.skeleton import hf_model
 from weft.engine.models.tracing import trace_model
 from weft.engine.planning.axis_facts import with_axes, with_exchange
@@ -191,7 +191,7 @@ def _known_facts(
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
-    facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer))
+    facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer, trained))
     facts = with_axes(config, facts, machine.nodes, machine.device)
     facts = with_exchange(config, hf_config, facts)
     if not is_installed("strands"):
@@ -211,16 +211,24 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
 
 
 def _optimizer_bytes(
-    config: WeftConfig, facts: Facts, device: torch.device, given: Optimizer | OptimizerMaker | None
+    config: WeftConfig,
+    facts: Facts,
+    device: torch.device,
+    given: Optimizer | OptimizerMaker | None,
+    model: PreTrainedConfig | nn.Module,
 ) -> float | None:
     """Return the bytes of state per weight of the caller's optimiser, or None if there is none or it fails."""
     if given is None:
         return None
-    width = facts.model.hidden_size
     trained = sum(layer.held_trained for layer in facts.model.layers) / facts.layout.stages
     shard = min(trained, config.zero.reduce_bucket_size) / facts.layout.lines
-    try:  # a parameter that is whole in a rank's shard keeps its form
-        return state_bytes(given, device, width, flat=bool(config.zero.stage) and shard < width * width)
+    shapes = Counter[tuple[int, ...]]()
+    for weight in meta_model(model, config.model.lora).parameters():
+        cut = config.zero.stage and shard < weight.numel()  # otherwise it keeps its form in a rank's shard
+        if weight.requires_grad:
+            shapes[(max(1, int(shard)),) if cut else tuple(weight.shape)] += weight.numel()
+    try:
+        return state_bytes(given, device, shapes)
     except Exception as error:  # any: it is the caller's code, and may want the weights of the model
         log.warning("memory is predicted with the state of %s: %s", config.optimizer.kind.name, error)
         return None

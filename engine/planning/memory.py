@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,26 +141,30 @@ OptimizerMaker = Callable[[Iterable[dict[str, Any]]], Optimizer]
 """Makes an optimiser of parameter groups."""
 
 
-def state_bytes(given: Optimizer | OptimizerMaker, device: torch.device, width: int, *, flat: bool) -> float:
-    """Return the bytes of state that an optimiser keeps for each fp32 weight that it steps.
+def state_bytes(
+    given: Optimizer | OptimizerMaker, device: torch.device, shapes: Mapping[tuple[int, ...], int]
+) -> float:
+    """Return the bytes of state that an optimiser keeps on average for each fp32 weight that it steps.
 
     Args:
         given: an optimiser, of whose class another one is created, or a function of parameter groups.
         device: device of the step.
-        width: width of the model's matrices, because some optimisers store state per row and column.
-        flat: whether the optimiser updates shards, which have one dimension, instead of matrices.
+        shapes: number of weights by the shape in which they are stepped, because some optimisers store state per row
+            and column, and others have another state for small parameters.
 
     Raises:
         Exception: any error of the optimiser.
     """
-    width = min(width, WIDEST)
-    shape = (width * width,) if flat else (width, width)
-    weight = nn.Parameter(torch.ones(shape, device=device))
-    weight.grad = torch.ones_like(weight)
-    groups = [{"params": [weight]}]
+    most = {1: WIDEST * WIDEST}
+    small = {shape: [min(size, most.get(len(shape), WIDEST)) for size in shape] for shape in shapes}
+    weights = {shape: nn.Parameter(torch.ones(sizes, device=device)) for shape, sizes in small.items()}
+    for weight in weights.values():
+        weight.grad = torch.ones_like(weight)
+    groups = [{"params": list(weights.values())}]
     optimizer = type(given)(groups, **given.defaults) if isinstance(given, Optimizer) else given(groups)
     optimizer.step()
-    return sum(map(_bytes_of, optimizer.state[weight].values())) / weight.numel()
+    each = {s: sum(map(_bytes_of, optimizer.state[w].values())) / w.numel() for s, w in weights.items()}
+    return sum(each[shape] * count for shape, count in shapes.items()) / sum(shapes.values())
 
 
 def _bytes_of(value: Any) -> int:
