@@ -6,12 +6,12 @@ import asyncio
 import os
 import socket
 import ssl
-import struct
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from weft.comm.host_port import HostPort, Service, family_of, port_hello
 from weft.comm.key import WanKey, contexts
+from weft.conf.host.processes import peer_process
 
 RUN = "WEFT_RUN"
 """Environment variable of supervised ranks that identifies their run among others on the same machine."""
@@ -144,7 +144,7 @@ class AuthenticatedUnixSocket:
 
     async def authenticate(self, peer: socket.socket, protocol: Callable[[], P]) -> P:
         """Accept the peer if it is a process of this user."""
-        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, user = peer_process(peer)
         if user != os.getuid():
             raise AuthenticationError(f"user {user}")
         return await open_connection(peer, protocol)

@@ -29,7 +29,7 @@ from weft.comm.backends import on_host
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.exchange import gather
 from weft.comm.links import Hop
-from weft.conf.host.processes import host_identity
+from weft.conf.host.processes import host_identity, peer_process
 from weft.conf.host.threads import executor
 
 INLINE_BYTES = 2 << 20
@@ -86,7 +86,7 @@ def _accept(listener: socket.socket, timeout_s: float) -> socket.socket:
     """Accept the next connection from a process of this user."""
     while True:
         accepted = _socket(timeout_s, listener.accept()[0].detach())
-        _, user, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, user = peer_process(accepted)
         if user == os.getuid():
             return accepted
         accepted.close()

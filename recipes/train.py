@@ -157,7 +157,7 @@ def train(
     engine.stop_signals = signals
     _check_outputs(config, engine, tokenizer, folder)
     engine.set_dataloader(loader)
-    if config.checkpoint.memory_every and (problem := entry("supervision").open_memory(config, engine)):
+    if config.checkpoint.memory_every and (problem := entry("supervision").open_memory(config.checkpoint, engine)):
         print_once(problem)
 
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())

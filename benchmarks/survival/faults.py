@@ -19,8 +19,8 @@ import psutil
 from benchmarks.survival.hosts import HOSTS
 from benchmarks.survival.run import RankProcess, SupervisedRun, now
 from weft.engine.observability.watcher import Phase
-from weft.engine.supervision.plan import read_rows
-from weft.engine.supervision.stale_resources import page_path
+from weft.engine.supervision.driver.culprit import read_rows
+from weft.engine.supervision.progress_page import page_path
 from weft.pipeline.action import Op, Slot
 from weft.tools.preflight import MIN_FREE_BYTES
 

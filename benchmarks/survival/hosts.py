@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from weft.engine.supervision.stale_resources import page_path
+from weft.engine.supervision.progress_page import page_path
 from weft.tools.netbed.bed import NetBed
 from weft.tools.netbed.topology import Link, Node, Topology
 

@@ -19,13 +19,12 @@ import psutil
 
 from benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
 from weft.conf import load
-from weft.engine.supervision.progress_page import ProgressReader, Reading
-from weft.engine.supervision.run_files import NAME, config_file, read_journal
-from weft.engine.supervision.stale_resources import page_path
+from weft.engine.supervision.driver.files import JOURNAL, config_file, read_journal
+from weft.engine.supervision.progress_page import ProgressReader, Reading, page_path
 
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG = 1
-_AGENT = "weft.engine.supervision.agent"
+_AGENT = "weft.engine.supervision.agent.agent"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class SupervisedRun:
 
     def events(self, kind: str = "", *, since: float = 0.0) -> list[dict[str, Any]]:
         """Return the journal's events of one kind, from the time of day ``since`` on."""
-        found = read_journal(self.folder / NAME)
+        found = read_journal(self.folder / JOURNAL)
         return [event for event in found if event["at"] >= since and kind in ("", event["event"])]
 
     def losses(self) -> dict[int, float]:

@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Mapping
@@ -55,6 +56,12 @@ def process_state(pid: int) -> ProcessState | None:
         return None
     cpu_s = (int(fields[10]) + int(fields[11])) / _TICKS_PER_S
     return ProcessState(state.decode(), cpu_s, int(fields[18]), int(fields[20]) * _PAGE_BYTES)
+
+
+def peer_process(connection: socket.socket) -> tuple[int, int]:
+    """Return pid and user of the process at the other end of a Unix socket, as the kernel reports them."""
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, user
 
 
 def host_identity() -> tuple[object, ...]:

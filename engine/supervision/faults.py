@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from weft.conf.host.private import write_private
-from weft.conf.schema import SuperviseConfig
-from weft.engine.supervision.messages import ErrorReport, FaultKind, RankEnd, decode, encode
+from weft.engine.supervision.messages import ErrorReport, FaultKind, RankEnd, decode
 
 LONGEST_FILE = 64 * 1024
 """Largest size of a valid error file, in bytes."""
@@ -60,22 +57,10 @@ POLICIES: Mapping[FaultKind, Policy] = {
     FaultKind.other: Policy(Response.retry),
 }
 """The policy for each class."""
-
 STOPPED_CODES = frozenset(128 + number for number in (signal.SIGTERM, signal.SIGINT))
 """Exit codes of ranks that stopped because of a signal."""
 _LESS_TELLING = (FaultKind.signal, FaultKind.other, FaultKind.stopped, FaultKind.lost_peer)
 """Classes that may follow from another rank's fault, the most specific first."""
-
-
-def write_report(path: Path, report: ErrorReport) -> None:
-    """Write an error file that only this user can read. An existing file stays, because the first error is the cause.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if path.exists():
-        return
-    write_private(path, encode(replace(report, message=report.message[:LONGEST_MESSAGE])).decode() + "\n")
 
 
 def read_report(path: Path) -> ErrorReport | None:
@@ -176,89 +161,3 @@ def _oom_kills(path: Path) -> int:
         return 0
     counts = dict(zip(words[::2], words[1::2], strict=False))
     return int(counts.get("oom_kill", 0))
-
-
-MOST_BACKOFF_S = 600.0
-SAME_FAULT = 3
-"""Number of times that a fault at the same step ends the run, unless its class has another limit."""
-
-
-MOST_LOST = 10
-"""The same limit for losses of an agent or a host, most of which the run does not cause."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """The fault that ended an attempt.
-
-    Attributes:
-        kind: a class of `FaultKind`, a kind of a watch's diagnosis, agent or host.
-        culprit: rank and host, ranks and hosts, host alone, or link. Empty if the culprit is unknown.
-        evidence: one line.
-        step: the step that was in progress, or None before training.
-        seconds: seconds since a rank last made progress.
-        most: number of times that the fault may occur at the same step.
-        final: whether another attempt would fail in the same way.
-    """
-
-    kind: str
-    culprit: Mapping[str, Any]
-    evidence: str
-    step: int | None
-    seconds: float
-    most: int = SAME_FAULT
-    final: bool = False
-
-    @property
-    def text(self) -> str:
-        """Return a readable description in one line."""
-        where = ", ".join(f"{name} {value}" for name, value in self.culprit.items()) or "nobody in particular"
-        return f"{self.kind}: {where}: {self.evidence}"
-
-
-class Budget:
-    """Counts the faults since the run was launched.
-
-    Attributes:
-        fruitless: faults since the last good step.
-    """
-
-    def __init__(self, settings: SuperviseConfig) -> None:
-        """Start without faults."""
-        self._settings = settings
-        self._restarts = self.fruitless = 0
-        self._seen: list[tuple[str, str, int | None]] = []
-
-    def saw_restart(self) -> None:
-        """Note that an attempt has begun."""
-        self._restarts += 1
-
-    def saw_good_step(self) -> None:
-        """Note that an attempt has reached its first step."""
-        self.fruitless = 0
-
-    def saw_fault(self, kind: str, culprit: Mapping[str, Any], step: int | None) -> int:
-        """Count a fault, and return how often it has occurred at this step."""
-        key = (kind, repr(sorted(culprit.items())), step)
-        self._seen.append(key)
-        self.fruitless += 1
-        return self._seen.count(key)
-
-    def end(self, fault: Fault, same: int) -> tuple[int, str] | None:
-        """Return exit code and reason if the run must end because of this fault, or None if it goes on.
-
-        ``same`` is the number of equal faults at this step, as `saw_fault` returned it.
-        """
-        if fault.final or self._settings.enabled is False:
-            return (2 if fault.kind == FaultKind.input_error.value else 1), fault.text
-        if same >= (MOST_LOST if fault.kind in ("agent", "host") else fault.most):
-            return 1, f"the same fault at the same step {same} times: {fault.text}"
-        if self._restarts >= self._settings.max_restarts:
-            return 1, f"supervise.max_restarts={self._settings.max_restarts} reached: {fault.text}"
-        return None
-
-    def wait_s(self) -> float:
-        """Return the seconds to wait before the next attempt."""
-        if self.fruitless < 2:
-            return 0.0
-        return min(self._settings.backoff_s * 2 ** (self.fruitless - 2), MOST_BACKOFF_S)

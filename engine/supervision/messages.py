@@ -1,7 +1,7 @@
 """Messages between driver, agents, forkservers and ranks, and their one encoding in JSON.
 
-A rank's progress is not a message: it lies in shared memory (`weft.engine.supervision.progress_page`). This module
-loads without torch.
+Driver and agents exchange them over TLS (`weft.engine.supervision.control`), agents, forkservers and ranks over Unix
+sockets. A rank's progress lies in shared memory (`weft.engine.supervision.progress_page`). No torch is needed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ import msgspec
 from weft.engine.observability.watcher import Phase
 
 T = TypeVar("T")
+MOST_BYTES = 1 << 17
+"""Largest size of a message of a forkserver or a rank, which is one packet of a Unix socket."""
+
+# Environment variables of a rank
+
+AGENT = "WEFT_AGENT"
+"""Path of the socket of the rank's agent."""
+MEMORY = "WEFT_MEMORY"
+"""Folder of memory checkpoints, which the agent creates, and removes at the end of the run."""
+ATTEMPT = "WEFT_ATTEMPT"
+"""Number of the attempt, from 0."""
 
 
 def to_fields(message: Any) -> Any:
@@ -56,10 +67,7 @@ class AgentCommand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The command that an agent receives when it starts, as one line of JSON on its standard input.
 
     Attributes:
-        host: name of the agent's host.
         generation: number of this agent. The driver accepts one agent of a host.
-        address: the driver's address.
-        run_folder: folder of the run.
         slots: maximum number of ranks on this host.
         preload: modules for the forkserver.
         environment: variables to set, some of them secret.
@@ -98,12 +106,9 @@ class DesiredState(msgspec.Struct, frozen=True, kw_only=True):
     """The state to which an agent brings its host. A repeated message has no effect.
 
     Attributes:
-        attempt: the number of the attempt.
         run: whether the ranks of that attempt run.
         ranks: global ranks of this host, in the order of their local ranks.
         target: ``module:function`` that a rank runs.
-        arguments: command-line arguments of each rank.
-        environment: environment variables of each rank.
         in_process: whether ranks may take part in several attempts.
         drop: ranks whose processes must end with the previous attempt. None ends all processes.
         stop: the number of the signal that ends the run early, or 0.
@@ -268,13 +273,7 @@ class RankReport(NamedTuple):
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """A heartbeat of a host.
-
-    Attributes:
-        host: its name.
-        ranks: a report for each of its ranks.
-        vitals: vital signs of the host itself. See `weft.engine.supervision.vitals`.
-    """
+    """A heartbeat of a host: reports of its ranks, and its vital signs (`weft.engine.supervision.agent.reports`)."""
 
     host: str
     ranks: tuple[RankReport, ...]
@@ -307,29 +306,25 @@ class AgentMessage(msgspec.Struct, frozen=True):
     leaving: bool = False
 
 
-_PLACE, _LINKS = RankReport._fields.index("place"), RankReport._fields.index("links")
-
-
 def _check_lengths(report: Any) -> None:
     """Check the lengths of a `HostReport`'s lists in JSON, because msgspec fills missing fields with defaults.
 
     Raises:
         ValueError: the report is of another version of Weft.
     """
+    rank_length, progress_length, link_length = (len(kind._fields) for kind in (RankReport, RowProgress, LinkReading))
+    place, links = RankReport._fields.index("place"), RankReport._fields.index("links")
     try:
-        whole = all(map(_is_whole, report["ranks"]))
+        whole = all(
+            len(rank) == rank_length
+            and len(rank[place]) == progress_length
+            and all(len(link) == link_length for link in rank[links])
+            for rank in report["ranks"]
+        )
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"heartbeat: not of this form ({error!r}); driver and agents need the same Weft") from error
     if not whole:
         raise ValueError("heartbeat: a rank's report has another length; driver and agents need the same Weft")
-
-
-def _is_whole(rank: Any) -> bool:
-    return (
-        len(rank) == len(RankReport._fields)
-        and len(rank[_PLACE]) == len(RowProgress._fields)
-        and all(len(link) == len(LinkReading._fields) for link in rank[_LINKS])
-    )
 
 
 # Between an agent and its forkserver
@@ -341,7 +336,6 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         name: unique while the process lives.
         target: ``module:function`` that it runs.
-        environment: variables that it sets.
     """
 
     name: str

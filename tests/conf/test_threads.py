@@ -12,8 +12,8 @@ from weft.conf.host.threads import Thread, executor
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_A_GPU = {
-    "engine/supervision/agent.py",
-    "engine/supervision/run_files.py",
+    "engine/supervision/agent/reports.py",
+    "engine/supervision/driver/files.py",
     "engine/parallel/in_process.py",
     "inference/worker/gate.py",
 }

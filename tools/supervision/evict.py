@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.conf.compose import compose
-from weft.engine.supervision.eviction import Denial, DenyList
+from weft.engine.supervision.driver.files import Denial, DenyList
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,4 +67,4 @@ def parse_hosts(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[l
     args = parser.parse_intermixed_args(list(argv))
     hosts = [word for word in args.words if "=" not in word]
     config = compose([word for word in args.words if "=" in word])
-    return hosts, DenyList.of(config), args
+    return hosts, DenyList.of(config.cluster.deny_list, config.train.output_dir), args

@@ -21,24 +21,24 @@ from weft.comm.backends import in_host_memory
 from weft.comm.exchange import gather
 from weft.conf.host.private import private_folder
 from weft.conf.host.threads import executor
+from weft.conf.schema import CheckpointConfig
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.client_state import encode
+from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.engine_state import Moment, Portion, fragments, num_bytes_to_come
 from weft.engine.checkpoint.pieces import Piece
 from weft.engine.checkpoint.ranks import Ranks, find_stores, store_of
 from weft.engine.checkpoint.trained import Trained
-from weft.engine.distributed import attempt_number
-from weft.engine.supervision.memory.exchange import receive_copies, send_copy
-from weft.engine.supervision.memory.host_memory import HostMemory
-from weft.engine.supervision.memory.hosts import Hosts
+from weft.engine.distributed import SharedError, attempt_number, together
+from weft.engine.engine import WeftEngine
+from weft.engine.supervision.memory.partners import Hosts, receive_copies, send_copy
 from weft.engine.supervision.memory.recovery import recover
-from weft.engine.supervision.memory.slot import Slot, in_order
+from weft.engine.supervision.memory.slots import HostMemory, Slot, in_order
 
 COPIES = 2
 """Memory checkpoints per rank and host: a complete one, and one that is being written."""
 WAIT_S = 1.0
 """Duration of a memory checkpoint in seconds, from which their interval may grow, so that training does not wait."""
-
 log = logging.getLogger(__name__)
 
 
@@ -296,3 +296,43 @@ class MemoryCheckpoints:
             folder.mkdir(mode=0o700, exist_ok=True)
             slot = self._slots[index, rank] = Slot(folder, rank, pinned=self._stream is not None)
         return slot
+
+
+def attach_memory(engine: WeftEngine, memory: HostMemory, *, share: float = 1.0) -> MemoryCheckpoints:
+    """Let an engine take checkpoints in host memory. Collective call.
+
+    Args:
+        share: see `MemoryCheckpoints.open`.
+
+    Raises:
+        CheckpointError: on every rank, if a host has too little memory.
+    """
+    sites = [engine.layout.position(rank).site for rank in range(engine.layout.world_size)]
+    checkpoints = MemoryCheckpoints.open(
+        engine, memory, sites=sites, timeout_s=engine.weft.comm.timeout_s, share=share, whole=engine.watcher.kept
+    )
+    engine.memory = checkpoints
+    engine.groups = [*engine.groups, checkpoints.group]
+    return checkpoints
+
+
+def open_memory(settings: CheckpointConfig, engine: WeftEngine) -> str:
+    """Attach the host memory that a supervisor keeps when ranks end. Collective call.
+
+    Returns:
+        Why there are no memory checkpoints, or empty if there are.
+    """
+    try:
+        memory = together(HostMemory.of_environment)
+        if memory is not None:
+            attach_memory(engine, memory, share=settings.memory_share)
+            engine.set_up.done("memory open")
+            return ""
+    except (SharedError, CheckpointError) as error:  # on every rank
+        every = settings.every
+        rest = f"every {every} steps" if every else "at the end alone; set checkpoint.every"
+        return f"warning: no memory checkpoints: {error}. Checkpoints go to storage, {rest}"
+    return (
+        f"checkpoint.memory_every={settings.memory_every}: only a supervisor keeps memory checkpoints; "
+        "set supervise.enabled=true with weft launch"
+    )

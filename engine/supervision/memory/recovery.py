@@ -22,10 +22,8 @@ from weft.engine.checkpoint.ranks import Ranks
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.checkpoint.shard_file import ShardEntry, ShardReader, file_name
 from weft.engine.checkpoint.trained import Trained
-from weft.engine.supervision.memory.exchange import receive_copies, send_copy
-from weft.engine.supervision.memory.host_memory import HostMemory
-from weft.engine.supervision.memory.hosts import Hosts
-from weft.engine.supervision.memory.slot import COMMIT, Commit, Slot, entry, read_commit
+from weft.engine.supervision.memory.partners import Hosts, receive_copies, send_copy
+from weft.engine.supervision.memory.slots import COMMIT, Commit, HostMemory, Slot, entry, read_commit
 from weft.engine.zero import NonFiniteError
 
 log = logging.getLogger(__name__)
@@ -161,7 +159,6 @@ class _Recovery:
         self._ranks.gather(None)  # no rank searches again before all ranks have removed their parts
 
     def _own(self) -> list[Path]:
-        """Return the files of the parts on this host."""
         return [self._folder / file_name(part.rank) for part, held in self._where.items() if self._host in held]
 
     def _clear(self) -> None:

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from weft.engine.supervision.eviction import NAME as DENIED
-from weft.engine.supervision.eviction import DenyList
-from weft.engine.supervision.run_files import NAME, read_journal
+from weft.engine.supervision.driver.files import DENIED_HOSTS as DENIED
+from weft.engine.supervision.driver.files import JOURNAL, DenyList, read_journal
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -59,7 +58,7 @@ def _evict_and_die() -> None:
 def _readmit_and_wait() -> None:
     """Until the driver has noticed."""
     _deny_list().readmit("right")
-    while not any(event["event"] == "readmit" for event in read_journal(Path(os.environ["RUN"]) / NAME)):
+    while not any(event["event"] == "readmit" for event in read_journal(Path(os.environ["RUN"]) / JOURNAL)):
         time.sleep(0.02)
 
 

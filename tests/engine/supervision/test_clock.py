@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from weft.conf.host.diagnosis import Verdict
-from weft.engine.supervision import clock
+from weft.engine.supervision import control as clock
 from weft.engine.supervision.control import ControlServer
 
 

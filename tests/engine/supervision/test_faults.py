@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.engine.supervision.faults import POLICIES, OomKills, Response, cause, classify, read_report, write_report
+from weft.engine.supervision.faults import POLICIES, OomKills, Response, cause, classify, read_report
 from weft.engine.supervision.messages import ErrorReport, FaultKind, RankEnd
+from weft.engine.supervision.rank.agent_link import write_report
 
 REPORT = ErrorReport(kind=FaultKind.bad_numbers, message="step 7: nan", step=7, data=(96, 112))
 

@@ -12,10 +12,9 @@ import pytest
 
 from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.observability.watcher import Phase, watcher_of
-from weft.engine.supervision.heartbeat import ProgressObserver
 from weft.engine.supervision.messages import LinkReading, RowProgress
 from weft.engine.supervision.progress_page import MOST_LINKS, ProgressReader, make_page, progress_of
-from weft.engine.supervision.progress_writer import ProgressWriter
+from weft.engine.supervision.rank.agent_link import Heartbeat, ProgressObserver
 from weft.pipeline.action import Action, Op
 
 F, RECV = (Action(Op.F, 0, 0),), (Action(Op.RECV_F, 1, 0),)
@@ -38,7 +37,7 @@ def page(tmp_path):
 
 @pytest.fixture
 def writer(page):
-    place = ProgressWriter(page, local_rank=1, rank=7, attempt=4)
+    place = Heartbeat(page, local_rank=1, rank=7, attempt=4)
     yield place
     place.close()
 
@@ -153,9 +152,9 @@ def test_gauges_are_read_by_the_background_thread(page, writer):
     assert reader.read(1).links == tuple(links[:MOST_LINKS])
 
 
-def test_a_memory_checkpoint_is_told_until_the_next_attempt(page, writer):
+def test_a_memory_checkpoint_is_reported_until_the_next_attempt(page, writer):
     reader = ProgressReader(page)
-    writer.keep(7)
+    writer.kept(7)
     assert reader.read(1).kept_step == 7
     writer.begin_attempt(5, rank=1)
     assert reader.read(1).kept_step == 0
@@ -187,7 +186,7 @@ def test_the_fastest_of_a_link_is_kept_for_a_while(page, writer):
     assert reader.read(1).links == last.links
 
 
-def test_computations_that_a_device_measures_are_told(page, writer):
+def test_computations_that_a_device_measures_are_reported(page, writer):
     writer.measure_device()
     writer.begin_step(1, 2)
     writer.slot_begins(F)
@@ -246,9 +245,9 @@ def test_a_rank_that_died_leaves_its_place(page):
 def _child(page, code):
     head = (
         "import os, time\nfrom pathlib import Path\nfrom weft.pipeline.action import Op\n"
-        "from weft.engine.supervision.progress_writer import ProgressWriter\n"
+        "from weft.engine.supervision.rank.agent_link import Heartbeat\n"
         "from weft.engine.supervision.progress_page import Phase\n"
-        f"place = ProgressWriter(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
+        f"place = Heartbeat(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
     )
     return subprocess.Popen([sys.executable, "-c", head + code], stdout=subprocess.PIPE)
 
@@ -257,7 +256,7 @@ def test_what_is_no_page_is_refused(tmp_path, page):
     with pytest.raises(ValueError, match="WEFT_PLACES"):
         ProgressReader(tmp_path / "private" / "nothing")
     with pytest.raises(ValueError, match="room for 3"):
-        ProgressWriter(page, local_rank=3, rank=3, attempt=0)
+        Heartbeat(page, local_rank=3, rank=3, attempt=0)
     for content, message in ((b"x", "no page"), (b"x" * 64, "version")):
         page.write_bytes(content)
         with pytest.raises(ValueError, match=message):

@@ -5,7 +5,7 @@ from time import time
 
 import pytest
 
-from weft.engine.supervision.stale_resources import OLD_S, Ownership, remove_stale
+from weft.engine.supervision.progress_page import OLD_S, Ownership, remove_stale
 
 
 def leave(folder, name, age_s=2 * OLD_S):

@@ -16,9 +16,9 @@ import pytest
 
 from tests.recipes.runs import prepare, run
 from weft.conf import load
-from weft.engine.supervision import driver
-from weft.engine.supervision.forkserver import PRELOAD
-from weft.engine.supervision.run_files import NAME, Spec, config_file, prepare_folder, read_journal
+from weft.engine.supervision.agent.forkserver import PRELOAD
+from weft.engine.supervision.driver import driver
+from weft.engine.supervision.driver.files import JOURNAL, Spec, config_file, prepare_folder, read_journal
 from weft.tools import launch
 from weft.tools.launch import is_supervised, write_config
 from weft.tools.ranks import run_ranks
@@ -71,7 +71,7 @@ def losses(folder):
 
 
 def events(folder, name):
-    return [event for event in read_journal(folder / NAME) if event["event"] == name]
+    return [event for event in read_journal(folder / JOURNAL) if event["event"] == name]
 
 
 def wait_for(condition):
@@ -86,7 +86,7 @@ def test_a_run_with_faults_computes_what_one_without_does(settings):
     process, calm = start(settings, "calm")
     assert process.wait(LIMIT_S) == 0
     process, folder = start(settings, "faulty", faults="1:2:6:SIGKILL 2:1:10:SIGSTOP")
-    wait_for(lambda: (folder / NAME).exists() and events(folder, "good_step"))
+    wait_for(lambda: (folder / JOURNAL).exists() and events(folder, "good_step"))
     os.kill(process.pid, signal.SIGKILL)  # ranks do not notice; an agent starts another driver
     process.wait(LIMIT_S)
     wait_for(lambda: events(folder, "end"))

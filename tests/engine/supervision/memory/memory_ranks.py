@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from tests.engine.checkpoint.engines import build, data
 from weft.conf.schema import WeftConfig
-from weft.engine.supervision.memory import HostMemory, attach_memory
+from weft.engine.supervision.memory.checkpoints import attach_memory
+from weft.engine.supervision.memory.slots import HostMemory
 from weft.pipeline.action import Slot
 
 

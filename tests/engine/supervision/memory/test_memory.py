@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from weft.engine.checkpoint import CheckpointError, Piece
 from weft.engine.checkpoint.pieces import share
 from weft.engine.checkpoint.ranks import Ranks, Store
-from weft.engine.supervision.memory import HostMemory, partners
-from weft.engine.supervision.memory.hosts import Hosts
+from weft.engine.supervision.memory.partners import Hosts, partners
 from weft.engine.supervision.memory.recovery import Part, _is_intact, _Recovery, newest_whole
-from weft.engine.supervision.memory.slot import COMMIT, Commit, Slot, in_order, read_commit
+from weft.engine.supervision.memory.slots import COMMIT, Commit, HostMemory, Slot, in_order, read_commit
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
@@ -176,7 +175,7 @@ def test_commits_survive_as_text():
     assert Commit.parse(commit.text() + b" ") is None
 
 
-def test_the_folder_is_private_and_has_room(tmp_path):
+def test_the_folder_is_private_and_has_space(tmp_path):
     memory, slots = two_slots(tmp_path)
     fill(slots[0], 1)
     memory.check_room(0)
@@ -189,7 +188,7 @@ def test_the_folder_is_private_and_has_room(tmp_path):
         HostMemory(memory.root)
 
 
-def test_nobody_keeps_memory_without_a_folder(monkeypatch, tmp_path):
+def test_no_memory_is_kept_without_a_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("WEFT_MEMORY", raising=False)
     assert HostMemory.of_environment() is None
     monkeypatch.setenv("WEFT_MEMORY", str(tmp_path / "m"))

@@ -19,9 +19,10 @@ from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.durable import OtherBaseError
 from weft.engine.checkpoint.origin import Origin
-from weft.engine.supervision.memory import HostMemory, MemoryCheckpoints, checkpoints
-from weft.engine.supervision.memory.exchange import send_copy
-from weft.engine.supervision.memory.slot import Slot
+from weft.engine.supervision.memory import checkpoints
+from weft.engine.supervision.memory.checkpoints import MemoryCheckpoints
+from weft.engine.supervision.memory.partners import send_copy
+from weft.engine.supervision.memory.slots import HostMemory, Slot
 
 STEPS = 3
 LAYOUTS = {

@@ -13,7 +13,7 @@ from tests.engine.supervision.memory.test_memory_in_threads import opened
 from tests.thread_ranks import run_in_threads
 from weft.engine.supervision.memory import checkpoints
 from weft.engine.supervision.memory.checkpoints import MemoryCheckpoints
-from weft.engine.supervision.memory.slot import Slot
+from weft.engine.supervision.memory.slots import Slot
 
 STEPS = 30
 STEP_S = (0.5, 0.25)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.supervision.memory.memory_ranks import train
 from tests.engine.tiny import tiny_config
-from weft.engine.supervision.memory import HostMemory
+from weft.engine.supervision.memory.slots import HostMemory
 from weft.tools.ranks import run_ranks
 
 STEPS, TOTAL = 7, 4

@@ -1,0 +1,1 @@
+"""The agent of a host: its processes, their output and the reports to the driver."""

@@ -1,0 +1,1 @@
+"""Cluster managers: Slurm and Kubernetes, and the starters of agents."""

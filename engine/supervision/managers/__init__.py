@@ -1,1 +1,0 @@
-"""Cluster managers: requests for hosts, and the hosts of an allocation."""

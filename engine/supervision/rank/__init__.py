@@ -1,0 +1,1 @@
+"""The side of a rank: its attempts and its published progress."""

@@ -1,0 +1,50 @@
+"""Tests of calls and values of storage that hangs."""
+
+import threading
+
+import pytest
+
+from weft.conf.host import storage
+from weft.conf.host.storage import Storage, StorageHangs, TimedRead
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run"
+
+
+def test_storage_that_hangs_yields_the_last_value_until_it_answers(monkeypatch, path):
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.01)
+    answers, hangs, reads = iter("ab"), threading.Event(), []
+
+    def read():
+        reads.append(1)
+        if len(reads) > 1:
+            hangs.wait()
+        return next(answers)
+
+    value = TimedRead(path, read)
+    assert [value(), value(), value()] == ["a"] * 3 and len(reads) == 2, "one read hangs, and no other starts"
+    hangs.set()
+    value._storage._last[1].result()
+    assert value() == "b" and len(reads) == 2
+
+
+def test_storage_that_hangs_ends_a_call_with_an_error_and_the_same_call_returns_its_result(monkeypatch, path):
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.01)
+    hangs, calls, folder = threading.Event(), [], Storage(path)
+
+    def work(name, limit_s=0.01):
+        calls.append(name)
+        hangs.wait()
+        return name
+
+    for name in ("one", "two", "one"):
+        with pytest.raises(StorageHangs, match=f"storage has not answered for 0.01 s: '{path}'"):
+            folder.call(work, name, limit_s=0.01)
+    assert calls == ["one"], "nothing else is called in the meantime"
+    hangs.set()
+    assert folder.call(work, "one", limit_s=None) == "one" and calls == ["one"]
+    assert folder.call(work, "two", limit_s=None) == "two"
+    with pytest.raises(KeyError):
+        folder.call({}.__getitem__, "no such key")
