@@ -111,8 +111,8 @@ class FamilyBounds:
 
         whole, tensor, expert = self._estimates.work.whole, family.tensor, family.expert
         lines = replicas // routes * family.gpus_per_rank
-        experts = whole.expert_parameters // stages / expert if expert > 1 else np.zeros(1)
-        dense = (whole.parameters // stages - experts * expert) / tensor
+        experts = whole.trained_expert_parameters // stages / expert if expert > 1 else np.zeros(1)
+        dense = (whole.trained_parameters // stages - experts * expert) / tensor
         sites = [site for site in self._cluster.sites if site.gpus]
         network = max(site.network_bps / 8 / site.gpus_per_host for site in sites)
         inside = max(network, *(site.gpu.scale_up_bytes_per_s for site in sites))

@@ -125,6 +125,9 @@ def scaled(work, weights, activations):
             parameters=max(1, int(one.parameters * weights)) if one.parameters else 0,
             expert_parameters=int(one.expert_parameters * weights),
             matmul_flops=one.matmul_flops * weights,
+            trained_parameters=None,
+            trained_expert_parameters=None,
+            trained_flops=None,
             activation_bytes=one.activation_bytes * activations,
             unrecomputed_bytes=one.unrecomputed_bytes * activations,
         )

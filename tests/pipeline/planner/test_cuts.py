@@ -28,7 +28,12 @@ def scarce(memory_share, *, gpus=("A100", "A100"), is_even=True):
     work = model(layers=LAYERS, parameters=400_000_000, tokens=16384, width=8192)
     if not is_even:
         layers = zip(work.layers, UNEVEN, strict=True)
-        work = replace(work, layers=tuple(replace(layer, parameters=number * 10**6) for layer, number in layers))
+        work = replace(
+            work,
+            layers=tuple(
+                replace(layer, parameters=number * 10**6, trained_parameters=None) for layer, number in layers
+            ),
+        )
     return Evaluation(cluster(*sites, bandwidth_bps=1e11), work, Request(sequences=16, max_memory=memory_share))
 
 

@@ -319,7 +319,9 @@ def test_parts_of_one_kind_have_one_answer_and_others_their_own():
 
     assert MADE.of_ranks(layout, what) == [1, 2, 2, 3]
     assert asked == [(1200, 1, "here"), (1000, 1, "here"), (1300, 1, "there")]
-    uneven = replace(MADE, work=replace(WORK, layers=(LAYER, LAYER, replace(LAYER, parameters=5), LAYER)))
+    uneven = replace(
+        MADE, work=replace(WORK, layers=(LAYER, LAYER, replace(LAYER, parameters=5, trained_parameters=None), LAYER))
+    )
     asked.clear()
     assert uneven.of_ranks(layout, what) == [1, 2, 3, 4]
     assert [parameters for parameters, _, _ in asked] == [1200, 1000, 5, 1300]

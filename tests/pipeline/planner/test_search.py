@@ -91,6 +91,14 @@ def ways(some, shape, route=None):
             yield from ways(some, shape, further)
 
 
+def adapted(work):
+    """Return the model with frozen weights, of which adapters in each layer are the exception."""
+    frozen = {"trained_expert_parameters": 0, "trained_flops": 0.0}
+    layers = tuple(replace(one, trained_parameters=one.parameters // 100, **frozen) for one in work.layers)
+    before, after = (replace(one, trained_parameters=0, **frozen) for one in (work.before, work.after))
+    return replace(work, before=before, layers=layers, after=after)
+
+
 def family_bound(some, evaluation, shape):
     """Return the least score of a shape's family with as many stages."""
     each = [np.array([one]) for one in (shape.replicas, shape.microbatches, shape.routes, shape.num_stages)]
@@ -107,7 +115,7 @@ def family_bound(some, evaluation, shape):
     st.sampled_from(
         [{}, {"zero_stage": 3}, {"cell": 1}, {"expert": 4}, *({"arrangement": name} for name in LEGS), FOLDED_CELL]
     ),
-    st.sampled_from([model(), model(experts=8)]),
+    st.sampled_from([model(), model(experts=8), adapted(model())]),
 )
 @settings(max_examples=16, deadline=None)
 def test_bounds_are_below_what_they_bound(some, objective, pins, work):
