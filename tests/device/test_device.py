@@ -1,20 +1,26 @@
 """The emulated device observes what a GPU would suffer from, and the engine trains on it without any of that."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from tests.device import observations, training
+from tests.device import mutants, observations, training
 from tests.device.ranks import run_on_devices
 from weft.tools.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 3
+ON_AN_EMULATED_GPU = ("tests/engine/test_one_gpu.py", "tests/engine/strands/test_pretended.py")
 CASES = {
     1: {"one rank": {"stages": 1}, "split backward": {"stages": 1, "schedule": "auto"}},
     2: {
         "pipeline": {"stages": 2},
         "split backward, fold": {"schedule": "w", "placement": "fold"},
         **{f"replicas, ZeRO-{zero}": {"stages": 1, "zero": zero} for zero in range(4)},
+        "replicas compared, ZeRO-1": {"stages": 1, "zero": 1, "compare_every": 1},
         "tensor 2": {"stages": 1, "tensor": 2},
         "context 2": {"stages": 1, "context": 2},
         "pipeline, bf16": {"stages": 2, "precision": "bf16"},
@@ -81,6 +87,20 @@ def test_memory_and_random_numbers_are_those_of_a_caching_allocator_and_a_genera
     assert first == again != second
     assert seen["backward"][0], "gradients equal the CPU's"
     assert not any(kinds["errors"] for _, kinds in seen.values())
+
+
+def test_the_removal_of_a_wait_is_noticed():
+    for rank, races in enumerate(run_on_devices(2, mutants.races_without_waits)):
+        assert not races.pop("none"), rank
+        assert races.keys() == mutants.MUTANTS.keys()
+        assert all(races.values()), (rank, races)
+
+
+def test_gpu_tests_of_the_engine_and_of_strands_pass_on_an_emulated_gpu():
+    command = [sys.executable, "-m", "pytest", "-q", "--device=emulated", "-m", "gpu", *ON_AN_EMULATED_GPU]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DS_"))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_memory_checkpoints_are_ordered_after_all_gathers(tmp_path):

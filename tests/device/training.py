@@ -36,7 +36,7 @@ def train(cases: list[dict[str, Any]], steps: int, lag_ms: float = 0.0) -> list[
     from tests.device import cuda
 
     cuda.lag(other_ms=lag_ms)
-    return [_train_one(case, steps) for case in cases]
+    return [train_one(case, steps) for case in cases]
 
 
 def train_with_memory(keywords: dict[str, Any], steps: int, root: str) -> Observed:
@@ -45,10 +45,10 @@ def train_with_memory(keywords: dict[str, Any], steps: int, root: str) -> Observ
     from weft.engine.supervision.memory import HostMemory, attach_memory
 
     cuda.lag(other_ms=LAG_MS)
-    return _train_one(keywords, steps, lambda engine: attach_memory(engine, HostMemory(Path(root))))
+    return train_one(keywords, steps, lambda engine: attach_memory(engine, HostMemory(Path(root))))
 
 
-def _train_one(keywords: dict[str, Any], steps: int, attach: Callable[[Any], Any] | None = None) -> Observed:
+def train_one(keywords: dict[str, Any], steps: int, attach: Callable[[Any], Any] | None = None) -> Observed:
     import torch
     import torch.distributed as dist
 

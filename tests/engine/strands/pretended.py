@@ -118,7 +118,8 @@ class Pretended:
         """Outputs, input gradients, weight gradients and random numbers afterwards; without a plan no pair is one."""
         torch.manual_seed(3)
         group = YieldingGroup(PretendedGroup(self.executor), self.runner.yield_point)
-        model = Layers(group, self.width, dropout=self.dropout, again=self.again).to(self.device)
+        with self.device:  # a copy from host memory would make the host wait
+            model = Layers(group, self.width, dropout=self.dropout, again=self.again)
         split = SplitBackward(model)
         inputs = torch.randn(microbatches, 2, 8, self.width, device=self.device)
         seed = torch.full_like(inputs[0], 0.5)
