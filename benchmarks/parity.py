@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--all", action="store_true", help="try ARCH of transformers' causal types; those left, if none"
     )
-    parser.add_argument("--findings", default="architectures.jsonl", metavar="FILE", help="of --all: read and added to")
+    parser.add_argument("--results", default="architectures.jsonl", metavar="FILE", help="of --all: read and added to")
     parser.add_argument("--table", default="", metavar="FILE", help="of --all: a page to write, once all are tried")
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1, metavar="N", help="of --all: ranks that share layers")
@@ -118,33 +118,33 @@ def _all(args: argparse.Namespace) -> int:
 
     types = architectures.causal_types()
     _require_known("causal architecture", args.archs, types)
-    file, sizes = Path(args.findings).expanduser(), {axis: getattr(args, axis) for axis in AXES}
+    file, sizes = Path(args.results).expanduser(), {axis: getattr(args, axis) for axis in AXES}
     exchange = ContextExchange[args.exchange]
     if args.context == 1 and exchange is not ContextExchange.auto:
         raise ValueError(f"--exchange {args.exchange}: no ranks share sequences; add --context 2")
     shared = shared_architectures.shared_text(sizes, exchange)
     inside = partial(shared_architectures.examine_shared, sizes=sizes, exchange=exchange)
-    trial: Callable[[str], architectures.Finding] = inside if shared else architectures.examine
+    trial: Callable[[str], architectures.ArchitectureResult] = inside if shared else architectures.examine
     if args.schedules:
         if shared not in architecture_page.SCHEDULED:
             raise ValueError("--schedules: no ranks share layers; add --tensor 2 or --context 2")
-        tried = architectures.read_findings(file, shared)
+        tried = architectures.read_results(file, shared)
         trial = partial(scheduled_architectures.examine_scheduled, sizes=sizes, known=tried)
         shared = scheduled_architectures.scheduled_text(sizes)
-    found = architectures.read_findings(file, shared)
+    found = architectures.read_results(file, shared)
 
-    def note(finding: architectures.Finding) -> None:
-        finding = replace(finding, shared=shared)
-        found[finding.model_type] = finding
-        architectures.write_finding(finding, file)
-        print(f"{finding.model_type:<26}{finding.verdict.value:<9}{finding.reason}", flush=True)
+    def note(result: architectures.ArchitectureResult) -> None:
+        result = replace(result, shared=shared)
+        found[result.model_type] = result
+        architectures.write_result(result, file)
+        print(f"{result.model_type:<26}{result.support.value:<9}{result.reason}", flush=True)
 
     todo = args.archs or [name for name in types if name not in found]
     architectures.survey(todo, jobs=args.jobs, stop_after_s=args.seconds, note=note, trial=trial)
-    findings = [found[name] for name in types if name in found]
-    print(architecture_page.summary(findings))
+    results = [found[name] for name in types if name in found]
+    print(architecture_page.summary(results))
     if args.table:
-        known = {kind: architectures.read_findings(file, kind) for kind in ("", *architecture_page.SHARED)}
+        known = {kind: architectures.read_results(file, kind) for kind in ("", *architecture_page.SHARED)}
         for kind, of_kind in known.items():
             if missing := [name for name in types if name not in of_kind]:
                 axes = f" with {kind}" if kind else ""
@@ -153,11 +153,11 @@ def _all(args: argparse.Namespace) -> int:
                 )
         whole, *others = (list(of_kind.values()) for of_kind in known.values())
         scheduled = {
-            kind: architectures.read_findings(file, f"{kind}, schedules") for kind in architecture_page.SCHEDULED
+            kind: architectures.read_results(file, f"{kind}, schedules") for kind in architecture_page.SCHEDULED
         }
         text = architecture_page.page(whole, dict(zip(architecture_page.SHARED, others, strict=True)), scheduled)
         Path(args.table).expanduser().write_text(text)
-    return int(any(finding.verdict is architectures.Verdict.wrong for finding in findings))
+    return int(any(result.support is architectures.Support.wrong for result in results))
 
 
 def _require_known(kind: str, given: Sequence[str], known: Iterable[str]) -> None:

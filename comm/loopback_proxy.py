@@ -108,7 +108,7 @@ class LoopbackProxy:
         Thread(self._run, name="weft-rendezvous").start()
 
     def also_accept(self, address: AuthenticatedSocket) -> None:
-        """Also forward the connections that ``address`` accepts and authenticates."""
+        """Forward the connections that ``address`` accepts and authenticates, too."""
         self._loop.call_soon_threadsafe(self._accept_for, address)
 
     def leave_port(self) -> None:

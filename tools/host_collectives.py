@@ -26,7 +26,7 @@ class Overlap(Protocol):
     """Measured overlap of compute and collectives. See `weft.engine.strands`."""
 
     def store(self, cache_dir: str) -> None:
-        """Store it in the folder from which runs on this host read it."""
+        """Store the measurements in the folder from which runs on this host read them."""
 
     @property
     def factors(self) -> Mapping[str, float]:

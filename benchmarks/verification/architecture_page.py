@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from textwrap import wrap
 
 import transformers
 
-from benchmarks.verification.architectures import Finding, Verdict
+from benchmarks.verification.architectures import ArchitectureResult, Support
 
-MEANING: Mapping[Verdict, str] = {
-    Verdict.exact: "logits, loss and gradients equal those of the whole model",
-    Verdict.refused: "not supported; the self-check gives the reason before anything starts",
-    Verdict.untried: "transformers itself cannot build or run a small text-only model of it",
-    Verdict.wrong: "accepted by the self-check, and different from the whole model: a defect",
+MEANING: Mapping[Support, str] = {
+    Support.exact: "logits, loss and gradients equal those of the whole model",
+    Support.refused: "not supported; the self-check gives the reason before anything starts",
+    Support.untried: "transformers itself cannot build or run a small text-only model of it",
+    Support.wrong: "accepted by the self-check, and different from the whole model: a defect",
 }
 SHARED = ("tensor 2", "context 2", "context 2, ring", "expert 2")
 """Ranks along the axes inside of layers that the page has columns for."""
@@ -22,6 +23,7 @@ SCHEDULED = ("tensor 2", "context 2")
 """Axes that are tried under schedules as well."""
 COLUMNS = ("type", "stages", "packing", "tensor", "context", "ring", "expert", "tensor+", "context+")
 NOT_TRIED = "-"
+INDENT = "    "
 SAVED = "loads and exports"
 
 _DETAILS = (
@@ -37,62 +39,62 @@ _DETAILS = (
 """Details that differ between models with the same reason, and are left out of notes."""
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(results: Sequence[ArchitectureResult]) -> str:
     """Return the counts in one line."""
-    exact = sum(finding.verdict is Verdict.exact for finding in findings)
-    tried = sum(finding.verdict is not Verdict.untried for finding in findings)
+    exact = sum(result.support is Support.exact for result in results)
+    tried = sum(result.support is not Support.untried for result in results)
     share = f"{100 * exact / tried:.0f} %" if tried else "none"
-    return f"{len(findings)} causal architectures: {_counts(findings)}; {share} of those that could be tried are exact"
+    return f"{len(results)} causal architectures: {_counts(results)}; {share} of those that could be tried are exact"
 
 
-def note_of(finding: Finding) -> str:
+def note_of(result: ArchitectureResult) -> str:
     """Return the reason without the model's name and figures, so that models with the same reason share it."""
-    text = finding.reason.replace(finding.model_class, "the model")
+    text = result.reason.replace(result.model_class, "the model")
     for pattern, replacement in _DETAILS:
         text = re.sub(pattern, replacement, text)
     return " ".join(text.split())
 
 
 def page(
-    findings: Sequence[Finding],
-    shared: Mapping[str, Sequence[Finding]],
-    scheduled: Mapping[str, Mapping[str, Finding]],
+    results: Sequence[ArchitectureResult],
+    shared: Mapping[str, Sequence[ArchitectureResult]],
+    scheduled: Mapping[str, Mapping[str, ArchitectureResult]],
 ) -> str:
     """Return the page `docs/architectures.md`.
 
     Args:
-        findings: results with stages, by type.
+        results: results with stages, by type.
         shared: results of members of each of `SHARED`, by type.
         scheduled: results of members of each of `SCHEDULED` under schedules, by type; some may be missing.
     """
     notes: dict[str, int] = {}
-    of_axes = {axis: {finding.model_type: finding for finding in shared[axis]} for axis in SHARED}
+    of_axes = {axis: {result.model_type: result for result in shared[axis]} for axis in SHARED}
     rows = []
-    for finding in sorted(findings, key=lambda finding: finding.model_type):
-        name = finding.model_type
-        cells = [_cell(finding, notes), finding.packing or NOT_TRIED]
+    for result in sorted(results, key=lambda result: result.model_type):
+        name = result.model_type
+        cells = [_cell(result, notes), result.packing or NOT_TRIED]
         cells += [_cell(of_axes[axis].get(name), notes) for axis in SHARED]
         rows.append((name, *cells, *(_cell(scheduled[axis].get(name), notes) for axis in SCHEDULED)))
-    return "\n".join([*_head(findings, shared, scheduled), *_table(rows), *_notes(notes)]) + "\n"
+    return "\n".join([*_head(results, shared, scheduled), *_table(rows), *_notes(notes)]) + "\n"
 
 
 def _head(
-    findings: Sequence[Finding],
-    shared: Mapping[str, Sequence[Finding]],
-    scheduled: Mapping[str, Mapping[str, Finding]],
+    results: Sequence[ArchitectureResult],
+    shared: Mapping[str, Sequence[ArchitectureResult]],
+    scheduled: Mapping[str, Mapping[str, ArchitectureResult]],
 ) -> list[str]:
-    unsaved = [f"{finding.model_type}: {finding.folder}" for finding in findings if finding.folder not in ("", SAVED)]
+    unsaved = [f"{result.model_type}: {result.folder}" for result in results if result.folder not in ("", SAVED)]
     return [
         "# Architectures",
         "",
         f"Every type for which transformers {transformers.__version__} has a causal language model. Generated by "
         "`python -m benchmarks parity --all --table docs/architectures.md`.",
         "",
-        *(f"- **{verdict.value}**: {meaning}." for verdict, meaning in MEANING.items()),
+        *(f"- **{support.value}**: {meaning}." for support, meaning in MEANING.items()),
         "",
-        "A number is a note below. `-` means not tried.",
+        "Types with the same results stand below a line of them. A number is a note at the end. `-` means not tried.",
         "",
-        f"- **stages**: {summary(findings)}. A small copy with random weights and every kind of layer of the default "
+        f"- **stages**: {summary(results)}. A small copy with random weights and every kind of layer of the default "
         "configuration (or of `benchmarks/verification/small_configs.py`), in fp32 on a CPU, each layer on a stage and "
         "in two stages, with plain, padded and packed batches; tolerance 1e-5 of the largest value.",
         "- **packing**: *apart* if Hugging Face's forward keeps packed documents apart; if it *leaks*, "
@@ -120,8 +122,15 @@ def _head(
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (COLUMNS, *rows)) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (COLUMNS, *rows)]
+    """Return a line for each distinct row of results, the most frequent first, then the names of its types."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        groups.setdefault(tuple(cells), []).append(name)
+    widths = [max(map(len, column)) for column in zip(COLUMNS[1:], *groups, strict=True)]
+    lines = ["  ".join(map(str.ljust, COLUMNS[1:], widths))]
+    for results, names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        lines += ["  ".join(map(str.ljust, results, widths))]
+        lines += wrap(" ".join(names), 100, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
     return ["```", *(line.rstrip() for line in lines), "```", ""]
 
 
@@ -129,15 +138,15 @@ def _notes(notes: Mapping[str, int]) -> list[str]:
     return [f"{number}. {note}" for note, number in notes.items()]
 
 
-def _counts(findings: Sequence[Finding]) -> str:
-    counts = Counter(finding.verdict for finding in findings)
-    return ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
+def _counts(results: Sequence[ArchitectureResult]) -> str:
+    counts = Counter(result.support for result in results)
+    return ", ".join(f"{counts[support]} {support.value}" for support in Support)
 
 
-def _cell(finding: Finding | None, notes: dict[str, int]) -> str:
+def _cell(result: ArchitectureResult | None, notes: dict[str, int]) -> str:
     """Return the cell's text, with the number of its note."""
-    if finding is None:
+    if result is None:
         return NOT_TRIED
-    if not finding.reason:
-        return finding.verdict.value
-    return f"{finding.verdict.value}:{notes.setdefault(note_of(finding), len(notes) + 1)}"
+    if not result.reason:
+        return result.support.value
+    return f"{result.support.value}:{notes.setdefault(note_of(result), len(notes) + 1)}"

@@ -49,8 +49,8 @@ LIMIT_BYTES = 8 << 30
 """Memory that one architecture may take."""
 
 
-class Verdict(Enum):
-    """The result for an architecture."""
+class Support(Enum):
+    """How an architecture is supported."""
 
     exact = "exact"
     refused = "refused"
@@ -63,13 +63,13 @@ NO_LOSS = "with `loss=weft.next_token_loss`; its own loss does not run on text a
 
 
 @dataclass(frozen=True)
-class Finding:
+class ArchitectureResult:
     """A row of the table: the result of an architecture.
 
     Attributes:
         model_type: ``model_type`` of the config.
         model_class: class of the causal language model.
-        verdict: see `Verdict`.
+        support: see `Support`.
         reason: why it is not exact, or under which condition it is.
         packing: "apart", "leaks", or empty where it was not tried.
         folder: "loads and exports", what fails, or empty where it was not tried.
@@ -80,7 +80,7 @@ class Finding:
 
     model_type: str
     model_class: str
-    verdict: Verdict
+    support: Support
     reason: str = ""
     packing: str = ""
     folder: str = ""
@@ -99,11 +99,11 @@ def causal_class(model_type: str) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
-def examine(model_type: str) -> Finding:
+def examine(model_type: str) -> ArchitectureResult:
     """Try one architecture in this process."""
     name = causal_class(model_type)
     made = prepared(model_type, in_stages=True)
-    if isinstance(made, Finding):
+    if isinstance(made, ArchitectureResult):
         return made
     _, config, small = made
     reason = ""
@@ -116,41 +116,41 @@ def examine(model_type: str) -> Finding:
                 raise
             self_check(config, own_loss=False)
     except ValueError as error:
-        verdict = Verdict.untried if _fails_as_a_whole(error) else Verdict.refused
-        return Finding(model_type, name, verdict, reason_of(error))
+        support = Support.untried if _fails_as_a_whole(error) else Support.refused
+        return ArchitectureResult(model_type, name, support, reason_of(error))
     try:
         require_causal(small)
         for batches, num_stages in _wider(small):
             check_stages(small, num_stages, batches, own_loss=not reason)
             small.zero_grad()
     except ValueError as error:
-        return Finding(model_type, name, Verdict.wrong, reason_of(error))
-    return Finding(model_type, name, Verdict.exact, reason, packing=_packing(config), folder=_folder(small))
+        return ArchitectureResult(model_type, name, Support.wrong, reason_of(error))
+    return ArchitectureResult(model_type, name, Support.exact, reason, packing=_packing(config), folder=_folder(small))
 
 
 def prepared(
     model_type: str, *, in_stages: bool
-) -> tuple[type[PreTrainedModel], PreTrainedConfig, PreTrainedModel] | Finding:
+) -> tuple[type[PreTrainedModel], PreTrainedConfig, PreTrainedModel] | ArchitectureResult:
     """Return an architecture's class, config and small copy, or the reason why there is none.
 
     Args:
         in_stages: refuse what cannot be cut into them.
     """
-    refused = Verdict.untried  # what a ValueError of the step at hand means; other errors may come from any library
+    refused = Support.untried  # what a ValueError of the step at hand means; other errors may come from any library
     try:
         config = small_config(model_type)
-        refused = Verdict.refused
+        refused = Support.refused
         cls, config = architecture(config)
         if in_stages:
-            refused = Verdict.untried
+            refused = Support.untried
             whole = skeleton(cls, config)
-            refused = Verdict.refused
+            refused = Support.refused
             cuttable_layers(whole)
-        refused = Verdict.untried
+        refused = Support.untried
         return cls, config, small_copy(cls, config, min_layers=2)
     except Exception as error:
-        verdict = refused if isinstance(error, ValueError) else Verdict.untried
-        return Finding(model_type, causal_class(model_type), verdict, reason_of(error))
+        support = refused if isinstance(error, ValueError) else Support.untried
+        return ArchitectureResult(model_type, causal_class(model_type), support, reason_of(error))
 
 
 def _fails_as_a_whole(error: ValueError) -> bool:
@@ -229,8 +229,8 @@ def survey(
     *,
     jobs: int,
     stop_after_s: float,
-    note: Callable[[Finding], None],
-    trial: Callable[[str], Finding] = examine,
+    note: Callable[[ArchitectureResult], None],
+    trial: Callable[[str], ArchitectureResult] = examine,
 ) -> None:
     """Examine each type in a new process, with limits of time and memory.
 
@@ -268,40 +268,40 @@ def survey(
             process.kill()
 
 
-def _examine_apart(trial: Callable[[str], Finding], model_type: str, pipe: Connection) -> None:
+def _examine_apart(trial: Callable[[str], ArchitectureResult], model_type: str, pipe: Connection) -> None:
     gc.freeze()  # a process group among what the parent no longer holds would wait for threads that a fork lacks
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 1))
     pipe.send(trial(model_type))
 
 
-def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, seconds: float) -> Finding:
+def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, seconds: float) -> ArchitectureResult:
     try:
-        finding = pipe.recv() if pipe is not None else None
+        result = pipe.recv() if pipe is not None else None
     except EOFError:
-        finding = None
+        result = None
     if pipe is None:
         process.kill()
     process.join()
-    if finding is None:
+    if result is None:
         reason = f"its process ended with {process.exitcode}" if pipe else f"not done after {STUCK_S:g} s"
         if process.exitcode == -signal.SIGXCPU:
             reason = f"not done after {LIMIT_S} s of processor time"
-        finding = Finding(model_type, causal_class(model_type), Verdict.untried, reason)
-    return Finding(**{**vars(finding), "seconds": round(seconds, 1)})
+        result = ArchitectureResult(model_type, causal_class(model_type), Support.untried, reason)
+    return ArchitectureResult(**{**vars(result), "seconds": round(seconds, 1)})
 
 
-def write_finding(finding: Finding, file: Path) -> None:
+def write_result(result: ArchitectureResult, file: Path) -> None:
     """Append a result to a file of JSON lines."""
     with file.open("a") as stream:
-        stream.write(json.dumps(asdict(finding) | {"verdict": finding.verdict.value}) + "\n")
+        stream.write(json.dumps(asdict(result) | {"support": result.support.value}) + "\n")
 
 
-def read_findings(file: Path, shared: str = "") -> dict[str, Finding]:
+def read_results(file: Path, shared: str = "") -> dict[str, ArchitectureResult]:
     """Return the last result of each architecture with this version of transformers.
 
     Args:
-        shared: selects results by `Finding.shared`.
+        shared: selects results by `ArchitectureResult.shared`.
 
     Raises:
         ValueError: a line is not a result.
@@ -310,9 +310,9 @@ def read_findings(file: Path, shared: str = "") -> dict[str, Finding]:
     for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), start=1):
         try:
             fields = json.loads(line)
-            finding = Finding(**fields | {"verdict": Verdict(fields["verdict"])})
+            result = ArchitectureResult(**fields | {"support": Support(fields["support"])})
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file}: line {number} is not a result ({error}); remove it, or the file") from error
-        if (finding.transformers, finding.shared) == (transformers.__version__, shared):
-            found[finding.model_type] = finding
+        if (result.transformers, result.shared) == (transformers.__version__, shared):
+            found[result.model_type] = result
     return found

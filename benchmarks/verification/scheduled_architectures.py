@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.verification.architectures import Finding, Verdict, causal_class, reason_of
+from benchmarks.verification.architectures import ArchitectureResult, Support, causal_class, reason_of
 from benchmarks.verification.shared_architectures import examine_shared, shared_text, small_model
 from weft.conf.schema import ZeroConfig
 from weft.engine.execution.compute import Compute
@@ -50,13 +50,13 @@ SEED = 1
 
 
 def scheduled_text(sizes: Mapping[str, int]) -> str:
-    """Return `Finding.shared` for ranks along each axis under schedules: ``tensor 2, schedules``."""
+    """Return `ArchitectureResult.shared` for ranks along each axis under schedules: ``tensor 2, schedules``."""
     return f"{shared_text(sizes)}, schedules"
 
 
 def examine_scheduled(
-    model_type: str, sizes: Mapping[str, int], known: Mapping[str, Finding] = MappingProxyType({})
-) -> Finding:
+    model_type: str, sizes: Mapping[str, int], known: Mapping[str, ArchitectureResult] = MappingProxyType({})
+) -> ArchitectureResult:
     """Try one architecture in this process with two members of an axis, under each of `KINDS`.
 
     What Hugging Face's or peft's own forward makes of the whole model is compared with members that execute the
@@ -71,11 +71,11 @@ def examine_scheduled(
     torch.manual_seed(SEED)
     logging.getLogger("weft.engine.strands.pair").setLevel(logging.ERROR)  # `PLAN` is no pair's own
     plain = known.get(model_type) or examine_shared(model_type, sizes)
-    if plain.verdict is not Verdict.exact:
-        return Finding(**vars(plain) | {"shared": shared})
+    if plain.support is not Support.exact:
+        return ArchitectureResult(**vars(plain) | {"shared": shared})
 
-    def found(verdict: Verdict, reason: str = "") -> Finding:
-        return Finding(model_type, causal_class(model_type), verdict, reason, shared=shared)
+    def found(support: Support, reason: str = "") -> ArchitectureResult:
+        return ArchitectureResult(model_type, causal_class(model_type), support, reason, shared=shared)
 
     used = {axis: size for axis, size in sizes.items() if size > 1}
     notes: list[str] = []
@@ -102,9 +102,9 @@ def examine_scheduled(
                 except Exception:  # any: some models and kernels have no fp64
                     exact = False
                 if not exact:
-                    return found(Verdict.wrong, f"{kind}, {what}: {wrong}")
+                    return found(Support.wrong, f"{kind}, {what}: {wrong}")
                 notes.append(f"{what} under {kind} in fp64, because rounding in fp32 is larger than the tolerance")
-    return found(Verdict.exact, "; ".join(notes))
+    return found(Support.exact, "; ".join(notes))
 
 
 def adapted(model: PreTrainedModel) -> nn.Module:

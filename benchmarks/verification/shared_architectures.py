@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from benchmarks.verification.architectures import Finding, Verdict, causal_class, prepared, reason_of
+from benchmarks.verification.architectures import ArchitectureResult, Support, causal_class, prepared, reason_of
 from benchmarks.verification.small_configs import small_config
 from weft.conf.schema import ContextExchange
 from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
@@ -23,14 +23,14 @@ BIASES = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_qkv_bias", 
 
 
 def shared_text(sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto) -> str:
-    """Return `Finding.shared` for ranks along each axis: ``tensor 2, context 2, ring``, or an empty string."""
+    """Return `ArchitectureResult.shared` of some axes: ``tensor 2, context 2, ring``, or an empty string."""
     parts = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return ", ".join(parts + [exchange.value] * (exchange is not ContextExchange.auto))
 
 
 def examine_shared(
     model_type: str, sizes: Mapping[str, int], exchange: ContextExchange = ContextExchange.auto
-) -> Finding:
+) -> ArchitectureResult:
     """Try one architecture in this process with two members of each axis of more than one rank.
 
     What the check before a run accepts is held against Hugging Face's own forward in more ways than
@@ -42,21 +42,21 @@ def examine_shared(
     """
     shared = shared_text(sizes, exchange)
     if reason := _refused_by_name(model_type, sizes):
-        return Finding(model_type, causal_class(model_type), Verdict.refused, reason, shared=shared)
+        return ArchitectureResult(model_type, causal_class(model_type), Support.refused, reason, shared=shared)
     made = prepared(model_type, in_stages=False)
-    if isinstance(made, Finding):
-        return Finding(**vars(made) | {"shared": shared})
+    if isinstance(made, ArchitectureResult):
+        return ArchitectureResult(**vars(made) | {"shared": shared})
     cls, config, small = made
 
-    def found(verdict: Verdict, reason: str = "") -> Finding:
-        return Finding(model_type, cls.__name__, verdict, reason, shared=shared)
+    def found(support: Support, reason: str = "") -> ArchitectureResult:
+        return ArchitectureResult(model_type, cls.__name__, support, reason, shared=shared)
 
     raise_vocabulary(config, sizes.get("tensor", 1))
     notes = []
     try:
         _check(config, sizes, exchange, packing=False)
     except ValueError as error:
-        return found(Verdict.refused, reason_of(error))
+        return found(Support.refused, reason_of(error))
     packs = _packs(config)
     if packs:
         try:
@@ -70,8 +70,8 @@ def examine_shared(
         notes, stages = [*notes, f"on one stage: {reason_of(error)}"], 1
     for what, batches in _wider(small, packs):
         if wrong := _difference(small, batches, used, stages, exchange):
-            return found(Verdict.wrong, f"{what}: {wrong}")
-    return found(Verdict.exact, "; ".join(notes))
+            return found(Support.wrong, f"{what}: {wrong}")
+    return found(Support.exact, "; ".join(notes))
 
 
 def _refused_by_name(model_type: str, sizes: Mapping[str, int]) -> str:

@@ -80,7 +80,7 @@ public:
     bool sending() const { return out_left_ > 0; }
     size_t sent_whole() const { return unacknowledged.size() - (sending() ? 1 : 0); }
 
-    // Whether a chunk sent before `sent_ns` is still unacknowledged after several TCP retransmissions.
+    // True if a chunk sent before `sent_ns` is still unacknowledged after several TCP retransmissions.
     bool stuck(int64_t sent_ns) const {
         return !unacknowledged.empty() && unacknowledged.front().sent_ns < sent_ns && stream.backoffs() >= 2;
     }
@@ -131,9 +131,9 @@ public:
             if (!count) return;
             size_t done = stream.write(parts, count);
             moved += done;
-            size_t said = std::min(done, notes);
-            control_.erase(0, said);
-            out_left_ -= done - said;
+            size_t sent = std::min(done, notes);
+            control_.erase(0, sent);
+            out_left_ -= done - sent;
         }
     }
 
@@ -144,7 +144,7 @@ public:
     enum Target { NOWHERE, STASH, RECEIVE } target = NOWHERE;
     std::vector<char> stash;
 
-    // Whether the next frame's header is complete, in `in`. If it has a payload, `aim` sets where that
+    // True if the next frame's header is complete, in `in`. If it has a payload, `aim` sets where that
     // goes, and `payload_complete` becomes true when it has arrived.
     bool header_complete() {
         if (aimed_ || here_ - next_ < sizeof(ShortFrame)) return false;
@@ -199,13 +199,13 @@ public:
         next_ = 0;
         iovec parts[2];
         int count = 0;
-        size_t room = 0;
+        size_t capacity = 0;
         if (aimed_) {
-            room = in_data_ ? in_left_ : std::min<size_t>(in_left_, sizeof waste);
-            parts[count++] = {in_data_ ? in_data_ : waste, room};
+            capacity = in_data_ ? in_left_ : std::min<size_t>(in_left_, sizeof waste);
+            parts[count++] = {in_data_ ? in_data_ : waste, capacity};
         }
-        if (room == in_left_ || !aimed_) parts[count++] = {inbox_ + here_, sizeof inbox_ - here_};
-        size_t got = stream.read(parts, count), payload = std::min(got, room);
+        if (capacity == in_left_ || !aimed_) parts[count++] = {inbox_ + here_, sizeof inbox_ - here_};
+        size_t got = stream.read(parts, count), payload = std::min(got, capacity);
         moved += got;
         in_left_ -= payload;
         if (in_data_) in_data_ += payload;

@@ -1,6 +1,6 @@
 // All connections of an endpoint: opened or accepted, authenticated, attached to their links, and removed.
 //
-// What is here runs on the endpoint's loop.
+// All of it runs on the endpoint's loop.
 #pragma once
 #include <sys/epoll.h>
 
@@ -50,7 +50,7 @@ public:
         return woken;
     }
 
-    // Whether a connection may carry frames, after a step of its handshake if there is one.
+    // True if a connection may carry frames, after a step of its handshake if there is one.
     bool ready(Connection &connection, int64_t now) {
         if (connection.stage != Stage::READY) advance_handshake(connection, now);
         if (connection.stage != Stage::READY) connection.flush();
@@ -257,8 +257,8 @@ private:
                connection.handshake.hello.to == link.peer;
     }
 
-    // Tries a silent link again and again, because TCP retransmits at ever longer intervals. What answers first
-    // shows that the way is open.
+    // Opens probe connections to a silent link, because TCP retransmits at ever longer intervals. The first
+    // answer shows that the route is open.
     void scout(Link &link, int64_t now) {
         if (now - link.scouted_ns < SCOUT_NS) return;
         for (auto &[_, other] : all_)
@@ -276,7 +276,7 @@ private:
             if (slot != scout.slot) open(link, slot, now);
     }
 
-    // Whether no other attempt has been answered.
+    // True if no other attempt has been answered.
     bool is_first(const Connection &one, const Link &link) const {
         for (auto &[_, other] : all_)
             if (other.get() != &one && attempts(*other, link) && other->stage != Stage::TCP) return false;
@@ -379,19 +379,19 @@ private:
         known.attach(connection, session, chunk_bytes, now);
     }
 
-    static unsigned give_key(Ssl *ssl, unsigned char *key, unsigned room) {
+    static unsigned give_key(Ssl *ssl, unsigned char *key, unsigned capacity) {
         const std::string &secret = static_cast<Connections *>(openssl().SSL_get_ex_data(ssl, 0))->options_.tls_key;
-        if (secret.size() > room) return 0;
+        if (secret.size() > capacity) return 0;
         memcpy(key, secret.data(), secret.size());
         return static_cast<unsigned>(secret.size());
     }
     static unsigned psk_client(Ssl *ssl, const char *, char *identity, unsigned id_room, unsigned char *key,
-                               unsigned room) {
+                               unsigned capacity) {
         snprintf(identity, id_room, "weft");
-        return give_key(ssl, key, room);
+        return give_key(ssl, key, capacity);
     }
-    static unsigned psk_server(Ssl *ssl, const char *, unsigned char *key, unsigned room) {
-        return give_key(ssl, key, room);
+    static unsigned psk_server(Ssl *ssl, const char *, unsigned char *key, unsigned capacity) {
+        return give_key(ssl, key, capacity);
     }
 };
 

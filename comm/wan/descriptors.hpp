@@ -52,7 +52,7 @@ private:
     }
 };
 
-// A descriptor that becomes readable when other threads ask for it.
+// A descriptor that other threads make readable.
 class Wakeup {
 public:
     const int fd = Descriptors::all().keep([] { return eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC); });
@@ -67,7 +67,7 @@ public:
     }
     void clear() const {
         uint64_t count;
-        if (read(fd, &count, sizeof count) < 0) {}  // asked for twice
+        if (read(fd, &count, sizeof count) < 0) {}  // already reset
     }
 };
 

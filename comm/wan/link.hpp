@@ -1,7 +1,7 @@
 // A link between two endpoints: its connections, its lanes, and the chunks in flight.
 //
 // Every chunk is in exactly one state: unsent, in flight on one connection, or to be resent because
-// that connection broke. A connection takes the next chunk when its socket buffer has room, so faster
+// that connection broke. A connection takes the next chunk when its socket buffer has space, so faster
 // connections carry more. The receiver acknowledges complete chunks and drops duplicates.
 #pragma once
 #include "connection.hpp"
@@ -72,7 +72,7 @@ public:
         check_sizes(lanes_[number]);
     }
 
-    // Whether the peer has acknowledged everything, and every acknowledgement of ours is sent.
+    // True if the peer has acknowledged everything, and every acknowledgement of ours is sent.
     bool drained() const {
         auto quiet = [](const Connection *connection) { return !connection || connection->quiet(); };
         return failed() || (outbox_.empty() && std::all_of(slots.begin(), slots.end(), quiet));
@@ -125,10 +125,10 @@ public:
         for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last CREDIT may be lost
     }
 
-    // Whether the peer, which was pinged meanwhile, has been silent for longer than a lost packet explains.
+    // True if the peer, which was pinged meanwhile, has been silent for longer than a lost packet explains.
     bool silent(int64_t now) const { return session_ && now - last_receive_ns_ > 2 * quiet_ns(); }
 
-    // Whether a connection of `slot` that was opened at `opened_ns` is of use: the one that is there says nothing.
+    // Returns true if `slot` can use a connection opened at `opened_ns`, because its current one is silent.
     bool needs(uint32_t slot, int64_t opened_ns) const {
         return slot >= slots.size() || !slots[slot] || slots[slot]->last_receive_ns < opened_ns;
     }
@@ -293,7 +293,7 @@ private:
     uint64_t session_ = 0;          // of the peer; 0 before the first connection
     uint32_t peer_chunk_bytes_ = 0;
     int64_t last_receive_ns_, last_ping_ns_ = 0, refused_since_ns_ = 0;
-    int64_t trusted_ns_ = 0;        // a connection not heard since then is of before a silence
+    int64_t trusted_ns_ = 0;        // connections that received nothing since then predate a silence
     size_t rotation_ = 0;
     Pacer pacer_;
     int64_t now_ = 0;  // of the last `pump`
@@ -379,7 +379,7 @@ private:
         connection.aim(Connection::STASH, connection.stash.data());
     }
 
-    // Whether another connection is receiving the same chunk, because the peer gave up one of the two
+    // True if another connection is receiving the same chunk, because the peer gave up one of the two
     // and resent it. Only the peer knows which, so both continue into separate memory until one is
     // complete: a chunk is acknowledged only once it is stored.
     bool another_reads(Connection &connection, void (*then)(Connection &) = [](Connection &) {}) {

@@ -1,4 +1,4 @@
-// What a link is told, and what it counts.
+// Options and counters of a link.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -17,11 +17,11 @@ inline int64_t now_ns() {
 
 class Links {
 public:
-    std::vector<Completed> completed;  // requests of all links that nobody has been told of yet
+    std::vector<Completed> completed;  // completed requests of all links, not reported yet
 
     explicit Links(const Options &options) : options_(options) {}
 
-    // The link to `peer`, made when it is first asked for.
+    // Returns the link to `peer`, and creates it at first use.
     Link &of(uint32_t peer) {
         auto &slot = links_[peer];
         if (!slot) slot = std::make_unique<Link>(peer, options_, completed, now_ns());

@@ -160,7 +160,7 @@ public:
     }
 
     // Fails all pending receives. Complete messages stay for receives posted later, because their
-    // sender has been told that they were delivered.
+    // sender has received their acknowledgement.
     void fail(const std::string &why, std::vector<Completed> &completed) {
         for (auto &[_, same] : by_tag_) {
             for (auto &receive : same.receives) completed.push_back({receive->request, why});

@@ -13,7 +13,7 @@ namespace weft {
 
 class Outbox {
 public:
-    // Whether every message is acknowledged.
+    // True if every message is acknowledged.
     bool empty() const { return outgoing_.empty(); }
 
     // Behind messages of the same priority.

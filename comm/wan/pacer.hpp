@@ -43,17 +43,17 @@ private:
 
 class Pacer {
 public:
-    // Whether the next chunk may be sent.
+    // True if the next chunk may be sent.
     bool ready(int64_t now) const { return rate_ == 0 || (now >= due_ns_ && has_room()); }
 
     // When pacing allows the next chunk; 0 if it may be sent now or the window is full.
     int64_t due_ns(int64_t now) const { return rate_ > 0 && now < due_ns_ && has_room() ? due_ns_ : 0; }
 
-    // There is nothing to send that this pace holds back. How fast chunks arrive that were sent before and after says
-    // how often there is something, and nothing of the line.
+    // The queue is empty, so the pace limits nothing. The arrival rate of chunks around this time then measures
+    // the sender's demand, not the bandwidth of the line.
     void idle() { paused_ = true; }
 
-    // Returns the number of the burst, to be handed to `delivered`.
+    // Returns the number of the burst, for `delivered`.
     uint32_t sent(uint64_t bytes, int64_t now) {
         burst_ += std::exchange(paused_, false);
         pace(bytes, now);
@@ -93,8 +93,8 @@ public:
         chunks_ = 0;
     }
 
-    // The peer is heard again, over new connections, after `silence_ns`: what was measured before still holds, and
-    // while TCP starts slowly, lower rates say nothing of the line.
+    // The peer answers again, over new connections, after `silence_ns`. Earlier measurements still hold, and lower
+    // rates during TCP's slow start are ignored.
     void resume(int64_t now, int64_t silence_ns, int64_t rtt_ns) {
         starting_until_ns_ = now + SLOW_START_TRIPS * rtt_ns;
         max_rate_.shift(silence_ns);
@@ -102,13 +102,13 @@ public:
         chunks_ = 0;
     }
 
-    // Whether the round trip is so long that 2 ms do not matter.
+    // True if the round trip is so long that 2 ms do not matter.
     bool far() const { return far_; }
 
 private:
     static constexpr int64_t NEAR_NS = 2000000, FAR_NS = 15000000, WINDOW_NS = 10000000, SLACK_NS = 2000000;
-    static constexpr uint64_t CHUNKS = 8, LEAST_BYTES = 64 << 10;  // of small messages the ends' pace is seen, not the line's
-    static constexpr size_t PATIENCE = 8, MEMORY = 16;  // windows
+    static constexpr uint64_t CHUNKS = 8, LEAST_BYTES = 64 << 10;  // smaller messages measure the ends, not the line
+    static constexpr size_t STALLED_WINDOWS = 8, MEMORY = 16;  // windows
     static constexpr double SPARE = 4;                  // chunks in addition to the bandwidth-delay product
     // When the route gets longer, fewer bytes are delivered per window, because too little is in flight
     // for the new length; the old rate must be remembered longer than that, or it would spiral down.
@@ -150,7 +150,7 @@ private:
         due_ns_ = std::max(due_ns_, now - (far_ ? 2 : 1) * SLACK_NS) + static_cast<int64_t>(pause_ns);
     }
 
-    bool grows() const { return since_growth_ < PATIENCE; }
+    bool grows() const { return since_growth_ < STALLED_WINDOWS; }
 
     bool has_room() const {
         if (drains_) return in_flight_ < bytes_of(DRAINED * trip_ns());

@@ -9,10 +9,10 @@
 
 namespace weft {
 
-// Belongs to one thread, and outlives what it hands out. Keeps no more than was in use at once.
+// Used by one thread; it outlives the blocks that it returns, and caches no more than were in use at once.
 class RelayMemory {
 public:
-    // Uninitialised memory, which comes back when its last holder lets go of it.
+    // Returns uninitialised memory, which returns to the cache with its last reference.
     std::shared_ptr<char[]> take(uint64_t bytes) {
         uint64_t size = std::max<uint64_t>(1, (bytes + GRAIN - 1) / GRAIN) * GRAIN;
         Block block = freed(size);

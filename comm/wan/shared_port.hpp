@@ -1,8 +1,8 @@
-// One TCP port for all endpoints of a host: who listens there hands each connection to the endpoint that it is for.
+// One TCP port for all endpoints of a host: the listener passes each connection to the endpoint that its hello names.
 //
 // A connection begins with a `PortHello`, in the clear, before TLS: it names the endpoint, and proves the job's key.
-// Each is good for one connection, so a recorded one opens nothing. The other endpoints of the host take their
-// connections from a mailbox, a Unix socket of which the kernel tells the sender's user.
+// A hello is valid once, so replaying it opens nothing. The other endpoints of the host receive their
+// connections from a mailbox, a Unix socket; the kernel reports the sender's user.
 #pragma once
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -42,7 +42,7 @@ public:
         return hello;
     }
 
-    // Whether a process that has the key made this hello, and it is the first with these bytes.
+    // True if a process that has the key made this hello, and it is the first with these bytes.
     bool admits(const PortHello &hello) {
         unsigned char mac[sizeof hello.mac];
         if (memcmp(hello.magic, PORT_MAGIC, sizeof PORT_MAGIC)) return false;
@@ -53,7 +53,7 @@ public:
 
 private:
     const std::string key_;
-    std::unordered_set<std::string> seen_;  // only who has the key adds to it
+    std::unordered_set<std::string> seen_;  // only holders of the key can add entries
 
     void prove(const PortHello &hello, unsigned char *mac) const {
         unsigned length = sizeof hello.mac;
@@ -80,7 +80,7 @@ public:
     ~Mailbox() { Descriptors::all().close(fd); }
     Mailbox(const Mailbox &) = delete;
 
-    // Hands over a connection. Returns an error number: EAGAIN if the recipient does not keep up, 0 if it was given.
+    // Passes a connection on. Returns 0, or an error number: EAGAIN if the recipient's mailbox is full.
     static int give(int connection, const PortHello &hello, uint16_t port) {
         int sender = open();
         if (sender < 0) return errno;
@@ -127,7 +127,7 @@ private:
 
         Name(const Job &job, uint32_t id) : Name("weft-wan-" + std::to_string(id) + "-" + hex(job)) {}
 
-        // Of what else listens at the host's port: the driver, or the ranks' rendezvous (comm/host_port.py).
+        // A service that listens at the host's port: the driver, or the ranks' rendezvous (comm/host_port.py).
         Name(uint16_t port, uint32_t service)
             : Name("weft-port-" + std::to_string(port) + "-" + std::to_string(service)) {}
 

@@ -109,7 +109,7 @@ public:
 
     bool has_tls() const { return tls_; }
 
-    // Whether the TLS handshake is complete.
+    // True if the TLS handshake is complete.
     bool secure() {
         if (!readable) return false;
         int done = openssl().SSL_do_handshake(tls_);
@@ -121,15 +121,15 @@ public:
     // The BIO callbacks of TLS: `write` queues for `send_encrypted`, `read` returns received bytes, 0 at
     // EOF, -1 if there are none now.
     void encrypted(const char *data, int length) { encrypted_.append(data, length); }
-    int receive(char *data, int room) {
+    int receive(char *data, int capacity) {
         if (!arrived_) return -1;
-        ssize_t done = recv(fd, data, room, MSG_DONTWAIT);
-        if (done < room && !(done > 0 && ended) && errno_of(done) != EINTR) arrived_ = false;
+        ssize_t done = recv(fd, data, capacity, MSG_DONTWAIT);
+        if (done < capacity && !(done > 0 && ended) && errno_of(done) != EINTR) arrived_ = false;
         failed_ = errno_of(done);
         return done >= 0 || failed_ == EAGAIN || failed_ == EINTR ? static_cast<int>(done) : 0;
     }
 
-    // Whether some of what `write` accepted is not in the socket buffer yet.
+    // Returns true if accepted data is not in the socket buffer yet.
     bool holds_back() const { return encrypted_.length > 0; }
 
     // Writes non-empty `parts`; returns the number of bytes accepted, 0 if the call would block.
@@ -171,10 +171,10 @@ public:
             int done = openssl().SSL_read(tls_, parts[part].iov_base, length);
             return done > 0 ? done : tls_waits(done, "TLS read failed: a damaged or foreign stream");
         }
-        size_t room = parts[0].iov_len + (count > 1 ? parts[1].iov_len : 0);
+        size_t capacity = parts[0].iov_len + (count > 1 ? parts[1].iov_len : 0);
         ssize_t done = readv(fd, parts, count);
         if (done > 0) {
-            if (static_cast<size_t>(done) < room && !ended) readable = false;  // the socket is drained
+            if (static_cast<size_t>(done) < capacity && !ended) readable = false;  // the socket is drained
             return done;
         }
         if (done == 0) throw Broken("closed by the peer");
@@ -190,11 +190,11 @@ private:
     // TLS records hold 16 kB; sent one by one, each would cost a system call and a partial packet.
     struct Gathered {
         std::unique_ptr<char[]> data;
-        size_t length = 0, room = 0;
+        size_t length = 0, capacity = 0;
 
         void append(const char *more, size_t count) {
-            if (length + count > room) {
-                std::unique_ptr<char[]> larger(new char[room = std::max(2 * room, length + count)]);
+            if (length + count > capacity) {
+                std::unique_ptr<char[]> larger(new char[capacity = std::max(2 * capacity, length + count)]);
                 if (length) memcpy(larger.get(), data.get(), length);
                 data = std::move(larger);
             }

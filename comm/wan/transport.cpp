@@ -22,7 +22,7 @@ static int64_t clamped(double seconds, double least, double most) {
 extern "C" {
 
 // Returns null on failure, with the reason in `error`.
-Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
+Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t capacity) {
     try {
         load_openssl(given->crypto, given->ssl);
         Options options{};
@@ -43,7 +43,7 @@ Endpoint *weft_wan_open(const WanOptions *given, char *error, size_t room) {
         options.congestion = given->congestion;
         return new Endpoint(options, given->host, static_cast<uint16_t>(given->port), given->tls);
     } catch (const std::exception &failure) {
-        snprintf(error, room, "%s", failure.what());
+        snprintf(error, capacity, "%s", failure.what());
         return nullptr;
     }
 }

@@ -53,7 +53,7 @@ class SavedForward:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of memory that are kept at the moment."""
+        """Bytes that saved forwards hold now."""
         return self.activation_bytes if self.holds_activation else self.kept_bytes
 
 

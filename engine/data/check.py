@@ -27,11 +27,11 @@ _TEXTS = (Value("string"), Value("large_string"), Value("string_view"))
 
 @dataclass
 class Seen:
-    """Contents of a source's rows besides the text to learn.
+    """Parts of a source's rows that training may not use, about which `weft launch` warns.
 
     Attributes:
-        unread: columns that are not read.
-        keys: some conversations for each key of messages, or column, that only a chat template can show.
+        unread: columns that training does not read.
+        keys: for each key of messages that only a chat template can read, some conversations that have it.
     """
 
     unread: dict[str, None] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def check_source(data: DataConfig) -> Seen:
     """Read local files once, and require that training can use their rows. Hub names and saved data sets are not read.
 
     Returns:
-        What the rows contain besides the text to learn.
+        The parts of the rows that training may not use.
 
     Raises:
         ValueError: training cannot use a row, or a setting is invalid. The message has the setting, the file and line

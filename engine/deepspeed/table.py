@@ -213,16 +213,24 @@ def handling(name: str) -> str:
 
 
 def key_table() -> list[str]:
-    """Return a Markdown table of all keys by their handling, which `docs/zero.md` contains."""
-    rows = [
-        *((key, "taken over", f"`{field}`") for key, field in TAKEN_OVER.items()),
-        *((key, "read by DeepSpeed", "as there") for key in sorted(READ_BY_DEEPSPEED)),
-        *((key, "refused", refusal.remedy) for key, refusal in REFUSED.items()),
-        *((key, "without effect", reason) for key, reason in WITHOUT_EFFECT.items()),
+    """Return Markdown lists of all keys by their handling, which `docs/zero.md` contains."""
+    return [
+        "**Taken over**: " + ", ".join(f"`{key}` as `{field}`" for key, field in TAKEN_OVER.items()),
+        "",
+        "**Read by DeepSpeed**: " + ", ".join(f"`{key}`" for key in sorted(READ_BY_DEEPSPEED)),
+        "",
+        "**Refused**, with what to do instead:",
+        "",
+        *_by_text({key: refusal.remedy for key, refusal in REFUSED.items()}),
+        "",
+        "**Without effect**, with the reason:",
+        "",
+        *_by_text(WITHOUT_EFFECT),
     ]
-    together: dict[tuple[str, str], list[str]] = {}
-    for key, treatment, text in rows:
-        together.setdefault((treatment, text), []).append(f"`{key}`")
-    return ["| keys | what becomes of them | where, or why, or what to do instead |", "|---|---|---|"] + [
-        f"| {', '.join(keys)} | {treatment} | {text} |" for (treatment, text), keys in together.items()
-    ]
+
+
+def _by_text(texts: Mapping[str, str]) -> list[str]:
+    together: dict[str, list[str]] = {}
+    for key, text in texts.items():
+        together.setdefault(text, []).append(f"`{key}`")
+    return [f"- {', '.join(keys)}: {text}" for text, keys in together.items()]

@@ -218,8 +218,8 @@ class _Tracer:
 def layers_alike(model: PreTrainedModel, layers: nn.ModuleList) -> list[int]:
     """Return for each layer the index of the first layer of the same kind.
 
-    Layers of a kind have the same class, shapes, trained weights and attention type. Also either some or no weights
-    before them are trained.
+    Layers of a kind have the same class, shapes, trained weights and attention type. They also agree on whether any
+    weight before them is trained, because otherwise their backward needs no input gradient.
     """
     types = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
     firsts: dict[Any, int] = {}

@@ -23,7 +23,7 @@ from weft.engine.parallel.blocks import Block
 
 @dataclass(frozen=True)
 class Seen:
-    """A mask that is not plain causal.
+    """A mask other than the plain causal one.
 
     Attributes:
         of: returns the mask [B or 1, 1, Q, K] for query positions [Q] and key positions [K] in the whole sequence.

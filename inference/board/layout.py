@@ -48,7 +48,7 @@ def num_words(rows: int, edges: int) -> int:
 
 
 def row_at(step: int, rows: int, edges: int) -> int:
-    """Return index of the first word of a step's row; steps count from 1."""
+    """Return the index of the first word of a step's row. Steps are numbered from 1."""
     return HEADER + edges + (step % rows) * (ROW_HEADER + edges)
 
 

@@ -26,7 +26,7 @@ class Route:
     stages: tuple[int, ...]
 
     def is_whole(self, shape: Shape) -> bool:
-        """Return True if it places all ranks of a shape."""
+        """Return True if the route has places for all ranks of a shape."""
         return sum(self.stages) == shape.routes * shape.num_stages
 
     def hops(self, shape: Shape) -> Iterator[tuple[int, int]]:

@@ -25,7 +25,7 @@ class JobPace:
     """Durations of emulated ranks' actions and messages, from the delay model and the what-if conditions."""
 
     def __init__(self, plan: RunPlan, line: int, delays: CheckedDelays, what_if: WhatIf, seed: int) -> None:
-        """Create the pace for the twin of pipeline replica ``line``."""
+        """Create the pace of the ranks of pipeline replica ``line``, which the twin simulates."""
         self._plan, self._delays, self._what_if = plan, delays, what_if
         self._first_line = line - plan.members[line].local_rank
         self._stages = plan.placement.num_ranks

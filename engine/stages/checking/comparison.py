@@ -68,7 +68,7 @@ def whole_outcome(
 
 
 def staged_outcome(stages: Sequence[Stage], batches: Sequence[Batch], num_items: Tensor) -> Outcome:
-    """Run all stages in this process, one after the other, with their backward, which sets their gradients."""
+    """Run forward and backward of all stages in this process, and leave gradients in their parameters."""
 
     def run(batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = run_stages(stages[:-1], batch)
