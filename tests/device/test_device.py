@@ -90,10 +90,10 @@ def test_memory_and_random_numbers_are_those_of_a_caching_allocator_and_a_genera
 
 
 def test_the_removal_of_a_wait_is_noticed():
-    for rank, races in enumerate(run_on_devices(2, mutants.races_without_waits)):
-        assert not races.pop("none"), rank
-        assert races.keys() == mutants.MUTANTS.keys()
-        assert all(races.values()), (rank, races)
+    by_rank = run_on_devices(2, mutants.races_without_waits)
+    assert not any(races.pop("none") for races in by_rank)
+    for name in mutants.MUTANTS:
+        assert any(races[name] for races in by_rank), (name, by_rank)
 
 
 def test_gpu_tests_of_the_engine_and_of_strands_pass_on_an_emulated_gpu():

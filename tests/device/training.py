@@ -42,7 +42,8 @@ def train(cases: list[dict[str, Any]], steps: int, lag_ms: float = 0.0) -> list[
 def train_with_memory(keywords: dict[str, Any], steps: int, root: str) -> Observed:
     """Train with a memory checkpoint in ``root`` after each step, whose copies run late."""
     from tests.device import cuda
-    from weft.engine.supervision.memory import HostMemory, attach_memory
+    from weft.engine.supervision.memory.checkpoints import attach_memory
+    from weft.engine.supervision.memory.slots import HostMemory
 
     cuda.lag(other_ms=LAG_MS)
     return train_one(keywords, steps, lambda engine: attach_memory(engine, HostMemory(Path(root))))
