@@ -24,7 +24,7 @@ ALLOWED = {
     "execution/batches.py": "looks at batches in host memory; what a loader's thread made bears no mark of it here",
     "parallel/experts.py": "has to know how many tokens travel before they can",
     "a group over sites at execution/loss.py": "the loss of the whole step crosses sites when its work is done",
-    "execution/label_count.py": "refuses a step without labels; a GPU's host reads that count one step later",
+    "wait < execution/compute.py": "refuses a step without labels; a GPU's host reads that count one step later",
     "zero/comparison.py": "looks at checksums; a GPU sends them to the host on another stream, read one step later",
     "zero/finite.py": "reads a norm in host memory; a GPU sends it there on another stream, read one step later",
     "zero/optimizer.py": "a step whose gradients overflow is left out, so the host has to know; for fp16",
