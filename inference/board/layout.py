@@ -59,7 +59,7 @@ def boards_folder(config: WeftConfig, user: int) -> Path:
         user: numeric id of the user that trains.
     """
     if config.inference.boards:
-        return Path(config.inference.boards).expanduser()
+        return Path(config.inference.boards).expanduser().absolute()
     return shared_memory_folder(user) / config.train.name
 
 

@@ -7,12 +7,13 @@ import json
 import os
 import platform
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.conf.hosts import working_hosts
-from weft.conf.schema import DecodeConfig, KvConnector, PrefillWorkerConfig, WeftConfig
+from weft.conf.schema import DecodeConfig, KvConnector, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.worker.settings import WorkerSettings
 
@@ -116,6 +117,19 @@ def cost_link(status: Path) -> Path:
     return status.with_suffix(".cost")
 
 
+def interpreter(prefill: PrefillConfig) -> str:
+    """Return the absolute path of the Python that runs vLLM, because servers run in another folder."""
+    return str(Path(prefill.python).expanduser().absolute()) if prefill.python else sys.executable
+
+
+def model_options(prefill: PrefillConfig) -> dict[str, object]:
+    """Return a server's options that name the model: a folder by its absolute path, under the name in the settings."""
+    folder = Path(prefill.model).expanduser()
+    path = str(folder.absolute()) if folder.is_dir() else prefill.model
+    named = {} if path == prefill.model else {"--served-model-name": prefill.model}
+    return {"--model": path, **named}
+
+
 def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, trace_file: str = "") -> list[str]:
     """Return the command line of a worker: a stock vLLM server with Weft's plug-ins.
 
@@ -127,8 +141,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     prefill = config.inference.prefill
     settings = settings_of(config, worker, trace_file=trace_file)
     middleware = "ApiMiddleware" if prefill.allow_decode else "PrefillOnlyMiddleware"
-    options = {
-        "--model": prefill.model,
+    options = model_options(prefill) | {
         "--host": prefill.host,
         "--port": worker.port,
         "--max-model-len": prefill.max_tokens,
@@ -158,8 +171,7 @@ def decode_command(config: WeftConfig, *, python: str) -> list[str]:
         python: an interpreter with vLLM.
     """
     decode, on_cpu = config.inference.decode, not config.inference.decode.gpus
-    options: dict[str, object] = {
-        "--model": config.inference.prefill.model,
+    options = model_options(config.inference.prefill) | {
         "--host": "127.0.0.1",
         "--port": decode.port,
         "--max-model-len": "auto",  # the model's, or what fits into the KV cache

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -15,7 +14,7 @@ from pathlib import Path
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
-from weft.inference.worker.command import devices_of, workers_of
+from weft.inference.worker.command import devices_of, interpreter, workers_of
 
 FIXED_BYTES = 1 << 30
 """GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, activations of one step."""
@@ -135,7 +134,7 @@ def check_engine(config: WeftConfig) -> None:
         ValueError: one of them is missing. The message has the field, its value and the remedy.
     """
     prefill = config.inference.prefill
-    python = str(Path(prefill.python).expanduser()) if prefill.python else sys.executable
+    python = interpreter(prefill)
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         has_vllm = not subprocess.run([python, "-c", look], capture_output=True, timeout=ENGINE_CHECK_S).returncode

@@ -31,6 +31,7 @@ from weft.inference.worker.command import (
     decode_url,
     devices_of,
     environment,
+    interpreter,
     workers_of,
 )
 from weft.recipes.serving.checks import (
@@ -201,10 +202,10 @@ def worker_server(config: WeftConfig, worker: Worker, trace: str | None, **optio
 
 def _worker_launch(config: WeftConfig, worker: Worker, trace: str | None) -> Launch:
     folder = private_folder(boards_folder(config, os.getuid()))
-    devices = visible_gpus()
+    devices, python = visible_gpus(), interpreter(config.inference.prefill)
     trace_file = str(Path(trace, f"worker{worker.index}.jsonl").absolute()) if trace else ""
     return Launch(
-        words=command(config, worker, python=_python(config), num_gpus=len(devices), trace_file=trace_file),
+        words=command(config, worker, python=python, num_gpus=len(devices), trace_file=trace_file),
         env=environment(config, worker, os.environ, package=_package(folder), devices=devices),
         folder=folder,
         log=folder / f"worker{worker.index}.log",
@@ -218,7 +219,7 @@ def _decode_server(config: WeftConfig) -> ServerProcess:
     def launch() -> Launch:
         folder = private_folder(boards_folder(config, os.getuid()))
         return Launch(
-            words=decode_command(config, python=_python(config)),
+            words=decode_command(config, python=interpreter(config.inference.prefill)),
             env=decode_environment(config, os.environ, package=_package(folder)),
             folder=folder,
             log=folder / "decode.log",
@@ -243,11 +244,6 @@ def _controller_server(config: WeftConfig, overrides: Sequence[str]) -> ServerPr
 
     settings = config.inference.controller
     return ServerProcess("controller", f"http://{settings.host}:{settings.port}", launch, max_starts=1)
-
-
-def _python(config: WeftConfig) -> str:
-    python = config.inference.prefill.python
-    return str(Path(python).expanduser()) if python else sys.executable
 
 
 def _package(folder: Path) -> Path:

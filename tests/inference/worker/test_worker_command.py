@@ -17,6 +17,7 @@ from weft.inference.worker.command import (
     decode_url,
     devices_of,
     environment,
+    interpreter,
     kv_transfer,
     settings_of,
     workers_of,
@@ -83,6 +84,25 @@ def test_kv_caches_leave_by_the_connector_that_is_set(config):
     config.inference.prefill.connector = KvConnector.nixl
     words = command(config, worker, python="python", num_gpus=0)
     assert json.loads(option(words, "--kv-transfer-config")) == kv_transfer(on_cpu=True)
+
+
+def test_paths_hold_in_the_folder_in_which_servers_run(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "llama").mkdir()
+    prefill, config.inference.boards = config.inference.prefill, "boards"
+    worker = workers_of(config)[0]
+    assert Path(worker.boards[0]) == tmp_path / "boards" / "rank0.board"
+    prefill.python = "bin/python"
+    assert interpreter(prefill) == str(tmp_path / "bin" / "python")
+    for name in ("llama", "./llama", "~/llama", str(tmp_path / "llama")):
+        prefill.model = name
+        for words in (command(config, worker, python="p", num_gpus=0), decode_command(config, python="p")):
+            assert option(words, "--model") == str(tmp_path / "llama")
+            assert ("--served-model-name" in words) == (name != option(words, "--model"))
+            assert name in words, "clients name the model as the settings do"
+    prefill.model = "hub/llama"
+    assert option(command(config, worker, python="p", num_gpus=0), "--model") == "hub/llama"
 
 
 @pytest.mark.parametrize("gpus", [[], ["6", "7"]])
