@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -79,3 +80,9 @@ def shortest(pair, table, handover_s=0.0):
         return min(options, default=state.ended(table).now_s)
 
     return best(PairState(), None, (0, 0, 0))
+
+
+def num_switches(plan):
+    """Return how often a plan switches between the strands."""
+    turns = [step for step in plan.steps if step is not Step.weight]
+    return sum(one is not other for one, other in pairwise(turns))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
-from tests.pipeline.strands.pairs import INSIDE, llama_layer, pairs, scaled
+from tests.pipeline.strands.pairs import INSIDE, llama_layer, num_switches, pairs, scaled
 from weft.comm.values import decode, encode
 from weft.pipeline.action import Action, Op
 from weft.pipeline.costs import CostModel
@@ -86,7 +86,7 @@ def test_hand_overs_count():
     stage = StageStrands(((LAYER, 2),))
     free, dear = (StrandCosts((stage,), handover_s=s) for s in (0.0, 0.001))
     pair, table = stage.beside(stage), OverlapTable()
-    assert 2 < dear.plan(0, 0).handovers <= free.plan(0, 0).handovers
+    assert 2 < num_switches(dear.plan(0, 0)) <= num_switches(free.plan(0, 0))
     seconds = dear.scale(0, 0) * pair.sequential_s
     assert seconds == approx(dear.plan(0, 0).seconds(pair, table, 0.001))
     assert seconds <= free.plan(0, 0).seconds(pair, table, 0.001) + 1e-9

@@ -161,7 +161,7 @@ def test_spans_are_those_of_the_others_on_the_callers_clock():
     ]
     assert computed == [(0, "0F0", 10.0, 11.0), (0, "0B0", 20.0, 22.0)]
     assert {span.rank for span in twin.spans()} == {0}
-    assert twin.num_visits == len(schedule.rows[0])
+    assert twin._fronts[0] == len(schedule.rows[0])
 
 
 def test_a_ranks_own_message_does_not_arrive():
