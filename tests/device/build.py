@@ -19,9 +19,22 @@ def torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
+def obstacle() -> str:
+    """Return why torch cannot have an emulated device, or an empty string if it can."""
+    has_cuda = (torch_folder() / "lib" / "libtorch_cuda.so").exists()
+    return "this torch has CUDA of its own; the emulated device needs a CPU build" if has_cuda else ""
+
+
 def library() -> Path:
-    """Return the compiled library; several minutes the first time."""
+    """Return the compiled library; several minutes the first time.
+
+    Raises:
+        ValueError: torch cannot have an emulated device.
+    """
     from weft.comm.native import Kind, build
+
+    if why := obstacle():
+        raise ValueError(why)
 
     include = torch_folder() / "include"
     folders = (include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_paths()["include"]))
@@ -39,6 +52,6 @@ def library() -> Path:
 
 if __name__ == "__main__":
     try:
-        print(library())
+        print(obstacle() or library())
     except (ValueError, subprocess.SubprocessError) as error:
         sys.exit(str(error))

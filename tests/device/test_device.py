@@ -7,10 +7,15 @@ import sys
 import pytest
 
 from tests.device import mutants, observations, training
+from tests.device.build import obstacle
 from tests.device.ranks import run_on_devices
 from weft.tools.ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
+]
 
 STEPS = 3
 ON_AN_EMULATED_GPU = ("tests/engine/test_one_gpu.py", "tests/engine/strands/test_pretended.py")
