@@ -35,10 +35,6 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 NET = """
 Measures round trip, one connection's rate and the rate of many, in each direction alone and in both
 at once, and says how many connections fill the link. Run it at both sites: at one `weft doctor net
@@ -123,3 +119,7 @@ def add_net_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most", type=int, default=32, help="the greatest number of connections to try")
     parser.add_argument("--seconds", type=float, default=0.5, help="time of one measurement")
     parser.add_argument("--congestion", default="", help="the kernel's congestion control, such as bbr")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -235,14 +235,6 @@ class EmulatedStage(nn.Module):
         loss = emulated_loss(hidden)
         return loss if num_items is None else loss / num_items
 
-    @property
-    def hf_model(self) -> EmulatedStage:
-        """The stage itself, because there is no model of Hugging Face."""
-        return self
-
-    def get_output_embeddings(self) -> None:
-        """Return None, because emulated layers have no head."""
-
     def blocks(self) -> list[nn.Module]:
         """Return the layers, in order."""
         return list(self.layers)

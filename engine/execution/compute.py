@@ -44,7 +44,9 @@ class Compute:
             # Wait for the count only before the last block, so that earlier layers hide its transfer.
             block = (last.blocks() or [last])[-1]
             block.register_forward_pre_hook(self._before_last_block)
-            block.register_forward_hook(self._after_last_block, prepend=True)  # before ZeRO-3 releases the weight
+            model = getattr(last, "hf_model", None)  # stages of tests and benchmarks have none
+            if model is not None and block is model.get_output_embeddings():
+                block.register_forward_hook(self._after_head, prepend=True)  # before ZeRO-3 releases the weight
 
     def forward(self, state: StepState, action: Action) -> None:
         """Run ``F``: consume an input, and store an output or a loss."""
@@ -95,9 +97,9 @@ class Compute:
         if state is not None and state.training and inputs and isinstance(inputs[0], Tensor):
             state.note_hidden(self._last, inputs[0])
 
-    def _after_last_block(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _after_head(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state = self._last_state
-        if state is not None and state.training and block is self.stages[self._last].hf_model.get_output_embeddings():
+        if state is not None and state.training:
             for point, tensor in ((HEAD_WEIGHT, getattr(block, "weight", None)), (HEAD, output)):
                 if isinstance(tensor, Tensor):
                     state.note_hidden(point, tensor)
