@@ -77,7 +77,7 @@ LAYOUTS = (
 """All of them train the same layers on the same micro-batches, so that their steps can be ranked."""
 
 PROFILED = _at(4, layers=(1, 3, 3, 1))
-"""Measured before the others, for what stages of few and of many layers take."""
+"""Measured before the others. They give the time of stages of few and of many layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

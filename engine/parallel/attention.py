@@ -75,7 +75,7 @@ def attend_over(axes: AxisGroups, model: PreTrainedModel) -> None:
 
 
 class MemberAttention(ABC):
-    """One member's attention and masks over a sequence that a context group divides, for one exchange.
+    """Attention and masks of one member of a context group, which divides the sequence between its members.
 
     Attributes:
         name: under which Hugging Face's forward finds both functions.
@@ -233,7 +233,7 @@ class ContextAttention(MemberAttention):
 
 
 class HeadAttention(MemberAttention):
-    """One member's attention and masks, for whole sequences and a part of the heads ("DeepSpeed Ulysses").
+    """Attention and masks of one member, for whole sequences and a part of the heads ("DeepSpeed Ulysses").
 
     One all-to-all sends queries, keys and values to the members that have their heads, and another one returns the
     outputs. In between the configured attention runs on whole sequences. So windows, packed documents and padding work
@@ -289,7 +289,7 @@ class HeadAttention(MemberAttention):
 
 
 class RingAttention(MemberAttention):
-    """One member's attention and masks, for keys and values that are passed round the ring.
+    """Attention and masks of one member, for keys and values that are passed round the ring.
 
     Masks are made for one pair of chunks at a time, by Hugging Face's own mask functions. So windows, chunked
     attention, packed documents and padding keep their meaning, and take memory for one step of the ring only.

@@ -13,6 +13,18 @@ from weft.engine.supervision.driver.state import Stage
 from weft.engine.supervision.messages import AgentMessage, DesiredState, HostReport, to_fields
 
 
+def shrunken():
+    """Return a world in which host b is denied and its ranks have ended after a fault."""
+    world = World()
+    world.train()
+    world.on_deny_list = {"b": "by hand"}
+    world.pass_time(3.0, "a", "b")
+    world.kill(1)
+    world.settle()
+    world.stop_all()
+    return world
+
+
 def test_a_silent_host_is_a_fault_of_that_host():
     world = World(silence_s=5.0)
     world.train()
@@ -338,13 +350,7 @@ def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_i
 
 
 def test_a_run_grows_once_a_memory_checkpoint_has_become_whole():
-    world = World()
-    world.train()
-    world.on_deny_list = {"b": "by hand"}
-    world.pass_time(3.0, "a", "b")
-    world.kill(1)
-    world.settle()
-    world.stop_all()
+    world = shrunken()
     world.report("a", kept=4)
     world.on_deny_list = {}
     world.job.tick(world.now + 5.0)
@@ -356,13 +362,7 @@ def test_a_run_grows_once_a_memory_checkpoint_has_become_whole():
 
 def test_a_smaller_run_goes_on_while_its_hosts_are_denied_or_storage_hangs():
     """It would grow with hosts that return, but no layout is possible now."""
-    world = World()
-    world.train()
-    world.on_deny_list = {"b": "by hand"}
-    world.pass_time(3.0, "a", "b")
-    world.kill(1)
-    world.settle()
-    world.stop_all()
+    world = shrunken()
     world.report("a")
     assert world.job.stage is Stage.running and world.job.attempt == 2
     world.on_deny_list["a"] = "by hand"
