@@ -87,9 +87,9 @@ def _fill_bindings(num_devices: int) -> None:
         return before
 
     def memory(device: int) -> dict[str, Any]:
-        allocated, peak, reserved = (native.emulated_usage(device, which) for which in range(3))
+        allocated, peak, reserved, total = (native.emulated_usage(device, which) for which in range(4))
         return {
-            "allocated_bytes": {"all": {"current": allocated, "peak": peak}},
+            "allocated_bytes": {"all": {"current": allocated, "peak": peak, "allocated": total}},
             "reserved_bytes": {"all": {"current": reserved, "peak": reserved}},
         }
 

@@ -2,6 +2,7 @@
 #include "memory.hpp"
 #include "report.hpp"
 
+#include <array>
 #include <cstring>
 #include <thread>
 
@@ -37,7 +38,7 @@ void emulated_sleep(double ms) {
 uint64_t emulated_usage(int device, int which) {
   Lock lock(mutex());
   Usage& used = usage(lock, device);
-  return which == 0 ? used.allocated : which == 1 ? used.peak : used.reserved;
+  return std::array{used.allocated, used.peak, used.reserved, used.total}.at(which);
 }
 void emulated_reset_peak(int device) {
   Lock lock(mutex());

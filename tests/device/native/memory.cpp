@@ -105,6 +105,7 @@ struct DeviceAllocator final : c10::Allocator {
     auto& used = usage(lock, device.index());
     if (block->allocated_by.empty()) used.reserved += size;
     used.allocated += size;
+    used.total += size;
     used.peak = std::max(used.peak, used.allocated);
     block->allocated_by = by;
     auto now = launch(lock, stream, "allocate");  // whoever uses it on another stream has to wait for this one

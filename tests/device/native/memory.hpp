@@ -46,7 +46,7 @@ void register_pinned(void* data, size_t size);
 void unregister_pinned(void* data);
 
 struct Usage {
-  uint64_t allocated = 0, peak = 0, reserved = 0;
+  uint64_t allocated = 0, peak = 0, reserved = 0, total = 0;
 };
 Usage& usage(Lock&, c10::DeviceIndex device);
 

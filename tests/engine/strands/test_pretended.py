@@ -1,5 +1,6 @@
 """Strands of a rank alone, with collectives in flight: on CPUs, and on a GPU what only there can be seen."""
 
+import gc
 import threading
 
 import pytest
@@ -101,15 +102,18 @@ def test_the_host_runs_ahead(stand):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu(shows="memory that one strand frees the other takes: pairs over and over reserve no more")
+@pytest.mark.gpu(shows="memory that one strand frees the other takes: 40 runs reserve no more than one allocates")
 def test_memory_is_used_again(stand):
-    steps = stand(GPU, width=1024).steps
-    plan, reserved = SegmentPlan.of(PLANS[1]), []
-    for _ in range(40):
+    steps, plan = stand(GPU, width=1024).steps, SegmentPlan.of(PLANS[1])
+    allocated, reserved = [], []
+    for _ in range(41):
         steps.results(plan)
+        gc.collect()  # the model of one run is in a reference cycle
         torch.cuda.synchronize()  # what a collective still reads is free only afterwards
+        allocated.append(torch.cuda.memory_stats()["allocated_bytes.all.allocated"])
         reserved.append(torch.cuda.memory_reserved())
-    assert reserved[-1] == reserved[len(reserved) // 2], "it grows and grows"
+    # Within one run, reuse depends on how far the host is ahead, so a later run may reserve more than the first.
+    assert reserved[-1] - reserved[0] < (allocated[-1] - allocated[0]) / 40
 
 
 @pytest.mark.gpu(shows="a backward that pauses holds neither autograd's device thread nor another stream's caller")
