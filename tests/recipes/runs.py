@@ -9,14 +9,25 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from weft.conf import load
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Linear
+    from torch.utils.hooks import RemovableHandle
+
+    from weft.engine.engine import WeftEngine
+    from weft.engine.stages.cutting.stage import Stage
+    from weft.recipes.run import TrainingRun
 
 
 class Killed(Exception):
@@ -52,44 +63,138 @@ def prepare(folder: Path) -> list[str]:
     ]
 
 
-def run(
-    settings: Sequence[str],
-    *,
-    losses: Mapping[int, float] | None = None,
-    killed_at: int = 0,
-    spoilt: range = range(0),
-    value: float = nan,
-    spoilt_rank: int | None = None,
-    spoilt_stage: int | None = None,
-    spoilt_part: str = "hidden states",
-    left_out: range = range(0),
-    filled_at: tuple[int, int] | None = None,
-    freed_at: int = 0,
-    freed_after_s: float = 0.0,
-    read_only: range = range(0),
-    signalled_at: int = 0,
-) -> dict[str, Any]:
-    """Train on this rank.
+@dataclass(frozen=True, kw_only=True)
+class Spoilt:
+    """Sequences of the data that make numbers ``value`` times as large as they are.
 
-    Args:
-        losses: what evaluations say, by step, instead of what they are.
-        killed_at: step in which the process "dies".
-        spoilt: sequences of the data whose gradients become ``value`` times as large.
-        spoilt_rank: the only rank on which they do; None is all.
-        spoilt_stage: stage whose hidden states become ``value`` times as large instead.
-        spoilt_part: what does so on that stage: its hidden states, the "logits", or an element of the head's "weight".
-        left_out: sequences of the data that the run goes past.
-        filled_at: step before which the file system of the run fills up, and the bytes that stay free.
+    Attributes:
+        rank: the only rank on which their gradients become so; None is all.
+        stage: stage whose numbers become so instead of gradients.
+        part: these numbers: the "hidden states", the "logits", or an element of the head's "weight".
+    """
+
+    sequences: range = range(0)
+    value: float = nan
+    rank: int | None = None
+    stage: int | None = None
+    part: str = "hidden states"
+
+    def are_read(self, engine: WeftEngine, count: int) -> bool:
+        """True if the last ``count`` micro-batches that were read have such a sequence."""
+        loader: Any = engine.training_dataloader
+        size = count * engine.num_replicas * engine.weft.train.microbatch_size
+        return not set(range(loader.consumed - size, loader.consumed)).isdisjoint(self.sequences)
+
+    def hook(self, stage: Stage) -> RemovableHandle:
+        """Have a forward of the stage compute with the larger numbers."""
+        head = stage.hf_model.get_output_embeddings()
+        if self.part == "weight":
+            return head.register_forward_pre_hook(self._spoil_weight)
+        block = stage.blocks()[0] if self.part == "hidden states" else head
+        return block.register_forward_hook(lambda block, inputs, output: self.value * output, prepend=True)
+
+    def _spoil_weight(self, block: Linear, _: Any) -> None:
+        block.weight.data.view(-1)[0] = self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """Faults of the file system of a run.
+
+    Attributes:
+        filled_at: step before which it fills up, and the bytes that stay free.
         freed_at: step before which it has space again.
         freed_after_s: seconds after it has filled up until it has space again.
         read_only: steps in which the folder of checkpoints is read-only.
+    """
+
+    filled_at: tuple[int, int] = (0, 0)
+    freed_at: int = 0
+    freed_after_s: float = 0.0
+    read_only: range = range(0)
+
+    def before(self, step: int, folder: Path) -> None:
+        """Let the faults of this step begin and end."""
+        ballast, checkpoints = folder / "ballast", str(folder / "run" / "checkpoints")
+        if step == self.filled_at[0]:
+            ballast.write_bytes(bytes(shutil.disk_usage(folder).free - self.filled_at[1]))
+            if self.freed_after_s:
+                threading.Timer(self.freed_after_s, ballast.unlink).start()
+        if step in self.read_only and step - 1 not in self.read_only:
+            subprocess.run(["mount", "--bind", checkpoints, checkpoints], check=True)
+            subprocess.run(["mount", "-o", "remount,ro,bind", checkpoints], check=True)
+        if step not in self.read_only and step - 1 in self.read_only:
+            subprocess.run(["umount", checkpoints], check=True)
+        if step == self.freed_at:
+            ballast.unlink()
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """The faults of a run.
+
+    Attributes:
+        losses: the results of evaluations, by step, instead of the real ones.
+        killed_at: step in which the process "dies".
+        left_out: sequences of the data that the run goes past.
         signalled_at: step before which the last rank gets a SIGTERM.
+    """
+
+    losses: Mapping[int, float] | None = None
+    killed_at: int = 0
+    spoilt: Spoilt = Spoilt()
+    disk: Disk = Disk()
+    left_out: range = range(0)
+    signalled_at: int = 0
+    steps_done: int = field(default=0, init=False)
+    is_bad: bool = field(default=False, init=False)
+
+    def read(self, original: Callable, engine: WeftEngine, count: int) -> Any:
+        """Read batches, and note whether they have a spoilt sequence."""
+        batches = original(engine, count)
+        self.is_bad = self.spoilt.are_read(engine, count)
+        return batches
+
+    def seed_gradient(self, original: Callable, engine: WeftEngine, loss: Tensor) -> Tensor:
+        """Return the seed, or a spoilt one."""
+        here = self.spoilt.stage is None and self.spoilt.rank in (None, engine.global_rank)
+        return original(engine, loss) * (self.spoilt.value if self.is_bad and here else 1.0)
+
+    def forward(self, original: Callable, stage: Stage, *args: Any, **named: Any) -> Tensor:
+        """Run a stage, with spoilt numbers in it."""
+        with self.spoilt.hook(stage) if self.is_bad and stage.index == self.spoilt.stage else nullcontext():
+            return original(stage, *args, **named)
+
+    def resume(self, original: Callable, run: TrainingRun) -> int:
+        """Resume, and leave out sequences."""
+        step = original(run)
+        if self.left_out:
+            run.loader.leave_out(self.left_out.start, self.left_out.stop)
+        return step
+
+    def train_batch(self, original: Callable, engine: WeftEngine, *args: Any) -> Tensor:
+        """Train, after the faults that come before the step."""
+        step = engine.global_steps + 1
+        if step == self.killed_at:
+            raise Killed
+        self.disk.before(step, Path(engine.weft.train.output_dir))
+        if step == self.signalled_at and engine.global_rank == engine.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        loss = original(engine, *args)
+        self.steps_done = engine.global_steps
+        return loss
+
+    def evaluate(self, original: Callable, engine: WeftEngine, *args: Any) -> float:
+        """Return the loss of an evaluation, or the scripted one."""
+        return original(engine, *args) if self.losses is None else self.losses[engine.global_steps]
+
+
+def run(settings: Sequence[str], **faults: Any) -> dict[str, Any]:
+    """Train on this rank, with `Faults`.
 
     Returns:
         The steps done, the sequences left out and warnings, or the error that ended the run.
     """
-    import torch
-
     from weft.engine.engine import WeftEngine
     from weft.engine.stages.cutting.stage import Stage
     from weft.engine.stop_signals import Stopped, StopSignals
@@ -97,92 +202,34 @@ def run(
     from weft.recipes import run as recipe
     from weft.recipes.train import train
 
-    step, evaluate, resume = WeftEngine.train_batch, recipe.evaluate, recipe.TrainingRun.resume
-    read, seed, forward = WeftEngine._read, WeftEngine._seed_gradient, Stage.forward
-    now, done = [False], [0]
-
-    def read_spoilt(engine: WeftEngine, count: int) -> Any:
-        batches = read(engine, count)
-        loader: Any = engine.training_dataloader
-        size = count * engine.num_replicas * engine.weft.train.microbatch_size
-        now[0] = not set(range(loader.consumed - size, loader.consumed)).isdisjoint(spoilt)
-        return batches
-
-    def seed_spoilt(engine: WeftEngine, loss: torch.Tensor) -> torch.Tensor:
-        here = spoilt_stage is None and spoilt_rank in (None, engine.global_rank)
-        return seed(engine, loss) * (value if now[0] and here else 1.0)
-
-    def spoil_weight(block: torch.nn.Module, _: Any) -> None:
-        block.weight.data.view(-1)[0] = value
-
-    def forward_spoilt(stage: Stage, *args: Any, **named: Any) -> torch.Tensor:
-        if not now[0] or stage.index != spoilt_stage:
-            return forward(stage, *args, **named)
-        head = stage.hf_model.get_output_embeddings()
-        block = stage.blocks()[0] if spoilt_part == "hidden states" else head
-        if spoilt_part == "weight":
-            hook = block.register_forward_pre_hook(spoil_weight)
-        else:
-            hook = block.register_forward_hook(lambda block, inputs, output: value * output, prepend=True)
-        with hook:
-            return forward(stage, *args, **named)
-
-    def resume_and_leave_out(each: recipe.TrainingRun) -> int:
-        done = resume(each)
-        if left_out:
-            each.loader.leave_out(left_out.start, left_out.stop)
-        return done
-
-    def train_batch(engine: WeftEngine, *args: Any) -> torch.Tensor:
-        if killed_at and engine.global_steps + 1 == killed_at:
-            raise Killed
-        if filled_at is not None and engine.global_steps + 1 == filled_at[0]:
-            _fill(Path(engine.weft.train.output_dir), filled_at[1])
-            if freed_after_s:
-                ballast = Path(engine.weft.train.output_dir) / "ballast"
-                threading.Timer(freed_after_s, ballast.unlink).start()
-        if engine.global_steps + 1 in read_only and engine.global_steps not in read_only:
-            _protect(Path(engine.weft.train.output_dir) / "run" / "checkpoints")
-        if engine.global_steps + 1 not in read_only and engine.global_steps in read_only:
-            _call("umount", str(Path(engine.weft.train.output_dir) / "run" / "checkpoints"))
-        if engine.global_steps + 1 == signalled_at and engine.global_rank == engine.world_size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if freed_at and engine.global_steps + 1 == freed_at:
-            (Path(engine.weft.train.output_dir) / "ballast").unlink()
-        loss = step(engine, *args)
-        done[0] = engine.global_steps
-        return loss
-
-    def scripted(engine: WeftEngine, *args: Any) -> float:
-        return evaluate(engine, *args) if losses is None else losses[engine.global_steps]
-
+    given = Faults(**faults)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeftEngine, "train_batch", train_batch)
-        patch.setattr(WeftEngine, "_read", read_spoilt)
-        patch.setattr(WeftEngine, "_seed_gradient", seed_spoilt)
-        patch.setattr(Stage, "forward", forward_spoilt)
-        patch.setattr(recipe, "evaluate", scripted)
-        patch.setattr(recipe.TrainingRun, "resume", resume_and_leave_out)
+        for owner, name, with_faults in (
+            (WeftEngine, "train_batch", given.train_batch),
+            (WeftEngine, "_read", given.read),
+            (WeftEngine, "_seed_gradient", given.seed_gradient),
+            (Stage, "forward", given.forward),
+            (recipe, "evaluate", given.evaluate),
+            (recipe.TrainingRun, "resume", given.resume),
+        ):
+            patch.setattr(owner, name, _with_original(with_faults, getattr(owner, name)))
         warnings = list[str]()
         handler = logging.Handler()
         patch.setattr(handler, "emit", lambda record: warnings.append(record.getMessage()))
         patch.setattr(logging.getLogger("weft"), "handlers", [handler])
-        signals = StopSignals(60.0).open() if signalled_at else None
+        if given.disk.freed_after_s:
+            patch.setattr(recipe, "RETRY_S", 0.1)
         try:
-            if freed_after_s:
-                patch.setattr(recipe, "RETRY_S", 0.1)
-            engine = train(load(settings), signals=signals)
+            with closing(StopSignals(60.0).open()) if given.signalled_at else nullcontext() as signals:
+                engine = train(load(settings), signals=signals)
         except Killed:
             return {}
         except Stopped as stopped:
-            return {"stopped": stopped.code, "after": done[0]}
+            return {"stopped": stopped.code, "after": given.steps_done}
         except NonFiniteError as error:
             return {"error": str(error), "ranks": error.ranks}
         except ValueError as error:
             return {"error": str(error)}
-        finally:
-            if signals is not None:
-                signals.close()
     return {
         "steps": engine.global_steps,
         "warnings": warnings,
@@ -191,20 +238,8 @@ def run(
     }
 
 
-def _fill(folder: Path, free_bytes: int) -> None:
-    """Leave this many bytes on the file system."""
-    with (folder / "ballast").open("wb") as file:
-        file.write(bytes(shutil.disk_usage(folder).free - free_bytes))
-
-
-def _protect(folder: Path) -> None:
-    """Have the folder read-only for this user, too."""
-    _call("mount", "--bind", str(folder), str(folder))
-    _call("mount", "-o", "remount,ro,bind", str(folder))
-
-
-def _call(*command: str) -> None:
-    subprocess.run(command, check=True)
+def _with_original(function: Callable, original: Callable) -> Callable:
+    return lambda *args, **named: function(original, *args, **named)
 
 
 def run_all(attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.recipes.runs import prepare, records, run_all
+from tests.recipes.runs import Spoilt, prepare, records, run_all
 from weft.engine.zero.skipping import SkippedStep, SkippedTooOften
 from weft.recipes.history import BadData
 from weft.tools.ranks import run_ranks
@@ -16,6 +16,10 @@ STEPS, SIZE = 10, 8
 def of(*steps: int) -> range:
     """The sequences that these steps, which follow one another, read in an undisturbed run."""
     return range((steps[0] - 1) * SIZE, steps[-1] * SIZE)
+
+
+def spoilt_at(*steps: int, **which) -> Spoilt:
+    return Spoilt(sequences=of(*steps), **which)
 
 
 @pytest.mark.slow
@@ -32,22 +36,22 @@ def test_bad_numbers_from_one_batch_to_all(tmp_path):
     def attempt(name, *more, **given):
         return {"settings": [*settings, f"train.name={name}", *more], **given}
 
-    spike = {"spoilt": of(4), "value": 1e6}
+    spike = {"spoilt": spoilt_at(4, value=1e6)}
     attempts = {
         "plain": attempt("plain", "supervise.max_skips=0"),
         "watched": attempt("watched"),
-        "once": attempt("once", spoilt=of(4)),
+        "once": attempt("once", spoilt=spoilt_at(4)),
         "once left out": attempt("once left out", left_out=of(4)),
-        "unclipped": attempt("unclipped", "optimizer.clip=0", spoilt=of(4)),
+        "unclipped": attempt("unclipped", "optimizer.clip=0", spoilt=spoilt_at(4)),
         "unclipped left out": attempt("unclipped left out", "optimizer.clip=0", left_out=of(4)),
-        "thrice": attempt("thrice", spoilt=of(5, 6, 7)),
+        "thrice": attempt("thrice", spoilt=spoilt_at(5, 6, 7)),
         "thrice left out": attempt("thrice left out", left_out=of(5, 6, 7)),
-        "killed": attempt("killed", spoilt=of(5, 6, 7), killed_at=9),
-        "resumed": attempt("killed", spoilt=of(5, 6, 7)),
-        "always": attempt("always", spoilt=of(5, 200)),
-        "saved meanwhile": attempt("saved meanwhile", "checkpoint.every=1", "train.steps=20", spoilt=of(5, 200)),
-        "early": attempt("early", spoilt=of(1, 200)),
-        "strict": attempt("strict", "supervise.max_skips=0", spoilt=of(4)),
+        "killed": attempt("killed", spoilt=spoilt_at(5, 6, 7), killed_at=9),
+        "resumed": attempt("killed", spoilt=spoilt_at(5, 6, 7)),
+        "always": attempt("always", spoilt=spoilt_at(5, 200)),
+        "saved meanwhile": attempt("saved meanwhile", "checkpoint.every=1", "train.steps=20", spoilt=spoilt_at(5, 200)),
+        "early": attempt("early", spoilt=spoilt_at(1, 200)),
+        "strict": attempt("strict", "supervise.max_skips=0", spoilt=spoilt_at(4)),
         "no spike": attempt("no spike", "supervise.spike=100", **spike),
     }
     everywhere = run_ranks(4, run_all, list(attempts.values()), timeout_s=500)
@@ -95,27 +99,24 @@ def test_numbers_that_one_rank_spoils_name_that_rank(tmp_path):
     """Gradients of a replica and of the last stage, from which NaN travels to the first, and hidden states."""
     settings = [*prepare(tmp_path), f"train.steps={STEPS}"]
     replicas, stages = [*settings, "pipeline.stages=1"], [*settings, "pipeline.stages=2"]
-    alone = {"spoilt": of(3, 200), "spoilt_rank": 1}
+    alone = {"spoilt": spoilt_at(3, 200, rank=1)}
     attempts = {
         "replica": {"settings": [*replicas, "zero.stage=0", "supervise.max_skips=0"], **alone},
         "one step later": {"settings": [*replicas, "zero.stage=2", "optimizer.clip=0"], **alone},
         "skipped": {"settings": [*replicas, "zero.stage=1", "supervise.max_skips=2"], **alone},
         "stage": {"settings": [*stages, "supervise.max_skips=0"], **alone},
-        "all replicas": {"settings": [*replicas, "supervise.max_skips=0"], "spoilt": of(3, 200)},
+        "all replicas": {"settings": [*replicas, "supervise.max_skips=0"], "spoilt": spoilt_at(3, 200)},
         **{
             f"forward {stage}": {
                 "settings": [*stages, "supervise.max_skips=0"],
-                "spoilt": of(3, 200),
-                "spoilt_stage": stage,
+                "spoilt": spoilt_at(3, 200, stage=stage),
             }
             for stage in range(2)
         },
         **{
             name: {
                 "settings": [*layout, "supervise.max_skips=0", "model.overrides.tie_word_embeddings=false"],
-                "spoilt": of(3, 200),
-                "spoilt_stage": int(layout is stages),
-                "spoilt_part": name.split(" of ")[0],
+                "spoilt": spoilt_at(3, 200, stage=int(layout is stages), part=name.split(" of ")[0]),
             }
             for name, layout in (
                 ("logits", stages),

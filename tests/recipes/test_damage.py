@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.runs import prepare, records, run_all
+from tests.recipes.runs import Disk, prepare, records, run_all
 from weft.tools.ranks import run_ranks
 
 STEPS = 7
@@ -100,8 +100,8 @@ def test_a_disk_that_fills_up(tmp_path, small_disk):
 
     whole, full, freed = attempt(tmp_path / "whole"), attempt(small_disk), attempt(small_disk / "freed")
     full["settings"].append("checkpoint.storage_wait_s=0")
-    full |= {"filled_at": (5, 32 << 10)}
-    freed |= {"filled_at": (4, 0), "freed_at": 5}
+    full |= {"disk": Disk(filled_at=(5, 32 << 10))}
+    freed |= {"disk": Disk(filled_at=(4, 0), freed_at=5)}
     ((whole, full),) = run_ranks(1, run_all, [whole, full])
     assert whole["steps"] == STEPS
     assert "32 KiB are free; free space" in full["error"], "of the checkpoint at the end"
@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up(tmp_path, small_disk):
 @pytest.mark.slow
 def test_the_last_checkpoint_waits_for_room(tmp_path, small_disk):
     settings = [*prepare(tmp_path), f"train.steps={STEPS}", f"train.output_dir={small_disk}"]
-    ((end,),) = run_ranks(1, run_all, [{"settings": settings, "filled_at": (STEPS, 0), "freed_after_s": 3.0}])
+    ((end,),) = run_ranks(1, run_all, [{"settings": settings, "disk": Disk(filled_at=(STEPS, 0), freed_after_s=3.0)}])
     assert end["steps"] == STEPS
     assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
 
@@ -132,7 +132,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path, small_disk):
 @pytest.mark.slow
 def test_training_goes_on_while_checkpoints_are_read_only(tmp_path, small_disk):
     settings = [*prepare(tmp_path), f"train.steps={STEPS}", "checkpoint.every=1", f"train.output_dir={small_disk}"]
-    ((end,),) = run_ranks(1, run_all, [{"settings": settings, "read_only": range(3, 6)}])
+    ((end,),) = run_ranks(1, run_all, [{"settings": settings, "disk": Disk(read_only=range(3, 6))}])
     assert end["steps"] == STEPS
     kept = {path.name for path in (small_disk / "run" / "checkpoints").iterdir()}
     assert f"step-{STEPS:08d}" in kept and len(kept) == 2

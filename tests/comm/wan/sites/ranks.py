@@ -80,81 +80,73 @@ def operations(
     flat = small(generator, dtype, (size * length, 3)).contiguous()
     splits = [[rng.choice([0, 1, 3]) for _ in range(size)] for _ in range(size)]
 
-    def all_reduce(group: Any) -> list[Tensor]:
-        mine = tensor.clone()
-        dist.all_reduce(mine, op=op, group=group)
-        return [mine]
+    part, neighbours = parts[0], ((me + 1) % size, (me - 1) % size)
+    sent, arriving = splits[me], [row[me] for row in splits]
+
+    def written(make: Callable[[], list[Tensor]], operation: Callable[..., Any]) -> Callable[[Any], list[Tensor]]:
+        """An operation that writes into new outputs."""
+
+        def run(group: Any) -> list[Tensor]:
+            outputs = make()
+            for work in operation(outputs, group) or ():
+                work.wait()
+            return outputs
+
+        return run
 
     def reduce(group: Any) -> list[Tensor]:
         mine = tensor.clone()
         dist.reduce(mine, root, op=op, group=group)
         return [mine] if me == root else []
 
-    def broadcast(group: Any) -> list[Tensor]:
-        mine = tensor.clone()
-        dist.broadcast(mine, root, group=group)
-        return [mine]
+    def uneven(out: list[Tensor], group: Any) -> None:
+        source = small(generator, dtype, (sum(sent), 3)).contiguous() if sum(sent) else flat[:0]
+        dist.all_to_all_single(*out, source, arriving, sent, group=group)
 
-    def all_gather(group: Any) -> list[Tensor]:
-        outputs = [torch.empty_like(tensor) for _ in range(size)]
-        dist.all_gather(outputs, tensor, group=group)
-        return outputs
+    def both_ways(out: list[Tensor], group: Any) -> list[dist.Work]:
+        return [dist.isend(part, neighbours[0], group=group), dist.irecv(*out, neighbours[1], group=group)]
 
-    def all_gather_single(group: Any) -> list[Tensor]:
-        output = flat.new_empty((size * len(flat), 3))
-        dist.all_gather_into_tensor(output, flat, group=group)
-        return [output]
-
-    def reduce_scatter_single(group: Any) -> list[Tensor]:
-        output = flat.new_empty((length, 3))
-        dist.reduce_scatter_tensor(output, flat, op=op, group=group)
-        return [output]
-
-    def reduce_scatter(group: Any) -> list[Tensor]:
-        output = torch.empty_like(parts[0])
-        dist.reduce_scatter(output, parts, op=op, group=group)
-        return [output]
-
-    def gather(group: Any) -> list[Tensor]:
-        outputs = [torch.empty_like(parts[0]) for _ in range(size)] if me == root else None
-        dist.gather(parts[0], outputs, dst=root, group=group)
-        return outputs or []
-
-    def scatter(group: Any) -> list[Tensor]:
-        output = torch.empty_like(parts[0])
-        dist.scatter(output, parts if me == root else None, src=root, group=group)
-        return [output]
-
-    def all_to_all_single(group: Any) -> list[Tensor]:
-        output = torch.empty_like(flat)
-        dist.all_to_all_single(output, flat, group=group)
-        return [output]
-
-    def all_to_all_uneven(group: Any) -> list[Tensor]:
-        sizes, theirs = splits[me], [row[me] for row in splits]
-        output = flat.new_empty((sum(theirs), 3))
-        source = small(generator, dtype, (sum(sizes), 3)).contiguous() if sum(sizes) else flat[:0]
-        dist.all_to_all_single(output, source, theirs, sizes, group=group)
-        return [output]
-
-    def send_and_receive(group: Any) -> list[Tensor]:
-        arrived = torch.empty_like(parts[0])
-        works = [
-            dist.isend(parts[0], (me + 1) % size, group=group),
-            dist.irecv(arrived, (me - 1) % size, group=group),
-        ]
-        for work in works:
-            work.wait()
-        return [arrived]
-
-    def barrier(group: Any) -> list[Tensor]:
-        dist.barrier(group=group)
-        return []
-
-    chosen = [all_reduce, reduce, broadcast, all_gather, all_gather_single, reduce_scatter_single, reduce_scatter]
-    chosen += [gather, scatter, all_to_all_single, all_to_all_uneven, send_and_receive, barrier]
-    for operation in chosen:
-        yield f"{operation.__name__} {dtype} {shape} {op} root {root}", operation
+    copy, like_part = (lambda: [tensor.clone()]), (lambda: [torch.empty_like(part)])
+    for name, make, operation in (
+        ("all_reduce", copy, lambda out, group: dist.all_reduce(*out, op=op, group=group)),
+        ("broadcast", copy, lambda out, group: dist.broadcast(*out, root, group=group)),
+        (
+            "all_gather",
+            lambda: [torch.empty_like(tensor) for _ in range(size)],
+            lambda out, group: dist.all_gather(out, tensor, group=group),
+        ),
+        (
+            "all_gather_single",
+            lambda: [flat.new_empty((size * len(flat), 3))],
+            lambda out, group: dist.all_gather_into_tensor(*out, flat, group=group),
+        ),
+        (
+            "reduce_scatter_single",
+            lambda: [flat.new_empty((length, 3))],
+            lambda out, group: dist.reduce_scatter_tensor(*out, flat, op=op, group=group),
+        ),
+        ("reduce_scatter", like_part, lambda out, group: dist.reduce_scatter(*out, parts, op=op, group=group)),
+        (
+            "gather",
+            lambda: [torch.empty_like(part) for _ in range(size)] if me == root else [],
+            lambda out, group: dist.gather(part, out or None, dst=root, group=group),
+        ),
+        (
+            "scatter",
+            like_part,
+            lambda out, group: dist.scatter(*out, parts if me == root else None, src=root, group=group),
+        ),
+        (
+            "all_to_all_single",
+            lambda: [torch.empty_like(flat)],
+            lambda out, group: dist.all_to_all_single(*out, flat, group=group),
+        ),
+        ("all_to_all_uneven", lambda: [flat.new_empty((sum(arriving), 3))], uneven),
+        ("send_and_receive", like_part, both_ways),
+        ("barrier", list, lambda out, group: dist.barrier(group=group)),
+        ("reduce", None, reduce),
+    ):
+        yield f"{name} {dtype} {shape} {op} root {root}", operation if make is None else written(make, operation)
 
 
 def compare(sites: tuple[int, ...], seeds: int) -> list[str]:
