@@ -94,6 +94,18 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.conf.host.measurements._load", lambda: 0.0)
 
 
+@pytest.fixture(autouse=True)
+def _no_fault_of_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test on the emulated GPU if kernels failed, or if there was a race or a context on another device."""
+    yield
+    if request.config.getoption("--device"):
+        from tests.device import cuda
+
+        faults = {kind: dict(found) for kind in ("races", "contexts", "errors") if (found := cuda.observed(kind))}
+        cuda.forget()
+        assert not faults
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_process_left() -> Iterator[None]:
     """Kill what a module's tests started and left running, such as ranks of a failed test."""

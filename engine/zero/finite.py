@@ -137,7 +137,7 @@ class HostCopy:
 
     def send(self, wait: Callable[[], Tensor]) -> None:
         """Start to copy the result of ``wait``. On a GPU only the stream that is current in ``wait`` waits."""
-        self._wait = wait  # keeps the tensor alive until it is read
+        self._wait = wait
         if self._stream is None or self._arrived is None:
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -146,6 +146,7 @@ class HostCopy:
             if self._on_host is None or self._on_host.shape != source.shape:
                 self._on_host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._on_host.copy_(source, non_blocking=True)
+            source.record_stream(self._stream)  # a copy that is never read may run after the tensor is freed
             self._arrived.record(self._stream)
 
     def read(self) -> Tensor:

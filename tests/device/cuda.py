@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,20 +245,7 @@ def _patch_module(num_devices: int) -> None:
         return in_bytes(storage).clone().untyped_storage() if storage.device.type == "cuda" else clone(storage)
 
     torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize_, clone_
-    kernels = torch.library.Library("aten", "IMPL", "CUDA")
-    kernels.impl("native_dropout", _dropout)
-    _libraries.append(kernels)
-
-
-def _dropout(values: Any, p: float, train: bool | None) -> tuple[Any, Any]:
-    """Return dropout by two operators; a GPU has one kernel for it, which CPUs lack."""
-    import torch
-
-    kept = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - p if train is not False else 1.0)
-    return values * kept * (1 / (1 - p) if train is not False else 1.0), kept
-
-
-_libraries: list[Any] = []
+    import_module("tests.device.kernels")
 
 
 def queue_call(stream: Any, reads: list[Any], writes: list[Any], name: str, function: Any) -> None:

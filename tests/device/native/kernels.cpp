@@ -38,11 +38,11 @@ std::vector<at::Tensor> tensors_in(const IValue& value) {
   return tensors;
 }
 
+// A number stays as it is, because meta kernels that are written in Python read it.
 at::Tensor on_meta(const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kMeta);
-  at::Tensor meta = at::empty_strided(tensor.sizes(), tensor.strides(), options);
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return meta;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
 // Device memory where it lies; a tensor in host memory, such as a number, as it is at the launch.
@@ -82,6 +82,15 @@ bool depends_on_values(const c10::FunctionSchema& schema) {
   if (DEPENDS_ON_VALUES.contains(schema.name())) return true;
   return !std::all_of(schema.returns().begin(), schema.returns().end(),
                       [](const c10::Argument& result) { return holds_tensors(result.type()); });
+}
+
+// Operators whose kernels on a GPU take types that the CPU's do not, or keep sums in more bits.
+const std::set<std::string> COMPUTES_IN_MORE_BITS = {"aten::native_batch_norm", "aten::native_layer_norm_backward",
+                                                     "aten::histc"};
+
+at::Tensor in_more_bits(const at::Tensor& tensor) {
+  if (at::isReducedFloatingType(tensor.scalar_type())) return tensor.to(at::kFloat);
+  return at::isIntegralType(tensor.scalar_type(), true) ? tensor.to(at::kDouble) : tensor;
 }
 
 // One call of an operator on tensors of the device.
@@ -167,7 +176,9 @@ class Call {
   void queue(const std::vector<at::Tensor>& made) {
     std::vector<at::Tensor> targets;
     for (const at::Tensor& tensor : made) targets.push_back(host_view(tensor));
-    auto kernel = [op = op_, arguments = for_kernels(), targets]() mutable {
+    bool widens = COMPUTES_IN_MORE_BITS.contains(schema_.name());
+    auto kernel = [op = op_, arguments = for_kernels(), targets, widens]() mutable {
+      if (widens) arguments = on_device(arguments, c10::DeviceType::CPU, in_more_bits);
       call(op, arguments);
       if (targets.empty()) return;
       std::vector<at::Tensor> results;
@@ -175,7 +186,8 @@ class Call {
         for (const at::Tensor& tensor : tensors_in(result)) results.push_back(tensor);
       at::NoGradGuard no_grad;
       for (size_t i = 0; i < targets.size(); ++i) {
-        TORCH_CHECK(targets[i].sizes() == results[i].sizes() && targets[i].scalar_type() == results[i].scalar_type(),
+        TORCH_CHECK(targets[i].sizes() == results[i].sizes() &&
+                        (widens || targets[i].scalar_type() == results[i].scalar_type()),
                     "the meta kernel inferred ", targets[i].sizes(), ", the result has ", results[i].sizes());
         targets[i].copy_(results[i]);
       }

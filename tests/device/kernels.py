@@ -1,0 +1,71 @@
+"""Kernels that a GPU has and a CPU lacks, by operators of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+aten = torch.ops.aten
+kernels = torch.library.Library("aten", "IMPL", "CUDA")
+SUMS_MULTIPLE = 32
+"""Memory-efficient attention pads the queries' log-sum-exp to a multiple."""
+
+
+def _dropout(values: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    kept = torch.empty_like(values, dtype=torch.bool).bernoulli_(1 - p if train is not False else 1.0)
+    return values * kept * (1 / (1 - p) if train is not False else 1.0), kept
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, p: float = 0.0, causal: bool = False, mask: bool = False, **named: Any
+) -> tuple[Any, ...]:
+    assert not p, "no kernel with dropout"
+    output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, p, causal, **named)
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    unused = torch.empty(0, device=query.device)
+    return output, sums, None, None, query.shape[2], key.shape[2], seed, torch.empty_like(seed), unused
+
+
+def _flash_backward(*args: Any, **named: Any) -> tuple[Tensor, ...]:
+    *tensors, _, _, _, _, p, causal, _, _ = args
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, p, causal, **named)
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, bias: Any, sums: bool, p: float = 0.0, causal: bool = False, **named: Any
+) -> tuple[Tensor, ...]:
+    output, found, *_, seed, offset, _ = _flash(query, key, value, p, causal, attn_mask=bias, **named)
+    return output, pad(found, (0, -found.shape[-1] % SUMS_MULTIPLE), value=torch.inf), seed, offset
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Any,
+    output: Tensor,
+    sums: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    p: float,
+    mask: Any,
+    causal: bool = False,
+    **named: Any,
+) -> tuple[Tensor | None, ...]:
+    tensors = gradient, query, key, value, output, sums[..., : query.shape[2]]
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, p, causal, attn_mask=bias, **named)
+    return *found, None
+
+
+for name, kernel in {
+    "native_dropout": _dropout,
+    "_scaled_dot_product_flash_attention": _flash,
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention": _efficient,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+}.items():
+    kernels.impl(name, kernel)
