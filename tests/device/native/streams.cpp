@@ -25,6 +25,7 @@ struct Stream {
   std::deque<Operation> operations;
   std::condition_variable launched;
   Clock clock;
+  bool has_thread = false;  // from the first launch on: a process that has launched nothing can be forked
 };
 
 struct Streams {
@@ -100,7 +101,6 @@ int add_stream(Lock&, c10::DeviceIndex device) {
   Stream& stream = *all.back();
   stream.number = all.size() - 1;
   stream.device = device;
-  std::thread([&stream] { work(stream); }).detach();
   return stream.number;
 }
 
@@ -136,6 +136,8 @@ MomentPtr launch(Lock&, int number, const char* name, std::function<void()> run,
   auto end = std::make_shared<Moment>();
   end->clock = stream.clock;
   stream.operations.push_back({name, std::move(run), after, end, steady_clock::now()});
+  if (!stream.has_thread) std::thread([&stream] { work(stream); }).detach();
+  stream.has_thread = true;
   stream.launched.notify_one();
   return end;
 }
