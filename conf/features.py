@@ -71,6 +71,7 @@ FEATURES = {
             "cluster.spares": (),
         },
     ),
+    "watch": Feature(entry="weft.tools.watch", settings={"logging.prometheus_port": ()}),
     "emulation": Feature(
         entry="weft.recipes.emulation",
         commands={

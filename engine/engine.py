@@ -161,8 +161,8 @@ class WeftEngine(PipelineEngine):
 
     def attach_watcher(self, watcher: Watcher) -> None:
         """Publish this rank's progress through ``watcher`` from now on."""
-        self.watcher = watcher
-        self.collectives.observe_waits(watcher.waits)
+        self.watcher, self.records.timer = watcher, watcher.timer
+        self.collectives.observe_waits(watcher.observed_waits)
         position, endpoint = self.plan.layout.position, self.wan.endpoint if self.wan is not None else None
         peers = [] if endpoint is None else list(endpoint.peers)
         here = position(self.global_rank).site
@@ -196,7 +196,7 @@ class WeftEngine(PipelineEngine):
             SkippedTooOften: on every rank, if ``supervise.max_skips`` consecutive steps were skipped. The engine's
                 state is that before them, except for its counters.
         """
-        with self.neighbours.watching():
+        with self.neighbours.watching(), self.watcher.step(self.global_steps + 1):
             begin_batch(self, data_iter)
             plan = self.plan_for(self.micro_batches)
             batches = self._read(self.micro_batches)
@@ -241,7 +241,8 @@ class WeftEngine(PipelineEngine):
         return plan
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
-        return draw(self.data_iterator, count, self.prepare, what=f"train_batch, step {self.global_steps + 1}")
+        with self.watcher.timing("data"):
+            return draw(self.data_iterator, count, self.prepare, what=f"train_batch, step {self.global_steps + 1}")
 
     def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a micro-batch in the form that stages take: this rank's part of its sequences, on the device."""

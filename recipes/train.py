@@ -8,8 +8,10 @@ _COLLECTS = gc.isenabled()
 gc.disable()  # each search for garbage would look through all that is imported so far: a fifth of a rank's start
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
-from weft.conf.features import entry
+from weft.conf.features import entry, is_installed
 from weft.conf.host.private import make_shared_folder, take_secrets, write_private
 from weft.conf.host.processes import end_process
 from weft.conf.host.run_lock import RunLock
@@ -38,6 +40,7 @@ from weft.engine.distributed import (
 )
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
+from weft.engine.observability.event_timer import EventTimer
 from weft.engine.observability.watcher import ERROR_FILE, Phase, Watcher, watcher_of
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.plan_file import plan_to_json
@@ -59,6 +62,8 @@ if _COLLECTS:
 
 PATIENCE_S = 5.0
 """Seconds that a rank waits for the first rank of its host to report an error that both have."""
+COLLECTOR_S = 15.0
+"""Seconds that a finished run waits for the last events to be written."""
 
 
 def main(argv: Sequence[str], attempt: Attempt | None = None) -> int:
@@ -153,6 +158,7 @@ def train(
     attempt.callback(engine.abandon)
     attempt.interrupt = engine.interrupt
     engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
+    collector = _time_events(config, engine, watcher, folder)
     engine.attach_watcher(watcher)
     engine.stop_signals = signals
     _check_outputs(config, engine, tokenizer, folder)
@@ -180,8 +186,30 @@ def train(
     if config.checkpoint.load_best_model_at_end:
         run.load_best()
     finish(config, engine, tokenizer, folder)
+    watcher.stop_timing(finished=True)
+    if collector is not None:
+        with suppress(subprocess.TimeoutExpired):
+            collector.wait(COLLECTOR_S)
     release()
     return engine
+
+
+def _time_events(
+    config: WeftConfig, engine: WeftEngine, watcher: Watcher, folder: Path
+) -> subprocess.Popen[bytes] | None:
+    """Time this rank's events. Return the host's collector, if this is the host's first rank and starts it."""
+    if not config.logging.events or not is_installed("watch"):
+        return None
+    longest = max(map(len, engine.plan.schedule(engine.line).rows))
+    try:
+        watcher.timer = EventTimer.open(folder, engine.global_rank, longest, engine.device, watcher.waits)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return None
+        started: subprocess.Popen[bytes] = entry("watch").collect(config, folder, first_host=engine.global_rank == 0)
+        return started
+    except (OSError, ValueError) as error:  # training goes on without
+        print(f"weft train: events of rank {engine.global_rank} are not recorded: {error}", file=sys.stderr)
+        return None
 
 
 def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable[[], None]:

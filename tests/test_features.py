@@ -18,6 +18,7 @@ SETTINGS = {
     "prefill": "inference.enabled=true",
     "strands": "pipeline.pairs=always",
     "supervision": "supervise.enabled=true",
+    "watch": "logging.prometheus_port=9100",
 }
 """A setting that needs each feature; the planner and emulation have commands only."""
 CHECKS = {"net": ("--bind", "127.0.0.1")}

@@ -129,6 +129,10 @@ class LoggingConfig:
     """Show the steps on rank 0: a bar on a terminal, otherwise a line every ten seconds."""
     jsonl: bool = True
     """Write metrics.jsonl in the run folder."""
+    events: bool = True
+    """Time every action, wait and stall of all ranks, for `weft watch` and `weft explain`."""
+    prometheus_port: Annotated[int, Range(0, 65535)] = 0
+    """Port on which the first host serves Prometheus metrics to processes of that host; 0 serves none."""
     tensorboard: bool = False
     """Write TensorBoard events in the run folder."""
     wandb: bool = False

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from weft.comm.exchange import gather
 from weft.comm.job import GatherPurpose
 from weft.engine.observability.clock import Clock
+from weft.engine.observability.event_timer import EventTimer
 from weft.pipeline.action import COMPUTE, SENDS, Op, Slot, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import COMPUTE_LANE, REDUCE_LANE, SEND_LANE, Span, Timeline
@@ -31,9 +32,9 @@ class Mark:
 class SlotTrace:
     """An observer that marks every slot of a step. See `weft.engine.observability.watcher.SlotObserver`."""
 
-    def __init__(self, clock: Clock) -> None:
-        """Begin the trace now, with marks of ``clock``."""
-        self._clock = clock
+    def __init__(self, clock: Clock, timer: EventTimer | None = None) -> None:
+        """Begin the trace now, with marks of ``clock``, which ``timer`` also receives."""
+        self._clock, self._timer = clock, timer
         self.start = clock.mark()
         self.marks: list[Mark] = []
 
@@ -42,11 +43,16 @@ class SlotTrace:
 
     def slot_begins(self, slot: Slot) -> None:
         """Mark the beginning."""
+        if self._timer is not None:
+            self._timer.slot_begins(slot)
         self._begun = self._clock.mark()
 
     def slot_ends(self, slot: Slot) -> None:
         """Mark the end."""
-        self.marks.append(Mark(slot, self._begun, self._clock.mark()))
+        end = self._clock.mark()
+        self.marks.append(Mark(slot, self._begun, end))
+        if self._timer is not None:
+            self._timer.slot_ended(slot, self._begun, end)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,13 @@ class StepRecord:
 
 
 class StepRecords:
-    """One rank's measurements of its last steps, `RECORDS_KEPT` at most. The last one is ``records[-1]``."""
+    """One rank's measurements of its last steps, `RECORDS_KEPT` at most. The last one is ``records[-1]``.
+
+    Attributes:
+        timer: receives the marks, too, if events are timed.
+    """
+
+    timer: EventTimer | None = None
 
     def __init__(self, clock: Clock) -> None:
         """Measure with ``clock``."""
@@ -94,7 +106,7 @@ class StepRecords:
 
     def begin(self) -> SlotTrace:
         """Return an observer for the step that begins now."""
-        return SlotTrace(self.clock)
+        return SlotTrace(self.clock, self.timer)
 
     def add(self, trace: SlotTrace, peak_bytes: int, peak_chunks: int) -> None:
         """Store the measurements of a step. For ``peak_bytes`` and ``peak_chunks`` see `StepRecord`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from weft.comm.links import SiteEndpoint
+    from weft.engine.observability.event_timer import EventTimer
 
 from weft.pipeline.action import Slot
 
@@ -74,8 +75,8 @@ class Phase(IntEnum):
 class Waits(Protocol):
     """Observer of waits for other replicas."""
 
-    def begin_wait(self) -> None:
-        """Note that this rank begins to wait."""
+    def begin_wait(self, what: str = "sums") -> None:
+        """Note that this rank begins to wait for ``what``: collectives of gradients or weights, or small sums."""
         ...
 
     def end_wait(self) -> None:
@@ -87,10 +88,12 @@ class Watcher:
     """Receives the progress of a rank. This class ignores it, and a subclass in `weft.engine.supervision` publishes it.
 
     Attributes:
-        waits: the observer of waits in collectives, if any.
+        waits: the supervisor's observer of waits in collectives, if any.
+        timer: times events, if a collector reads them. To be set before the engine attaches the watcher.
     """
 
     waits: Waits | None = None
+    timer: EventTimer | None = None
 
     def enter(self, phase: Phase) -> None:
         """Publish the beginning of a phase."""
@@ -102,17 +105,32 @@ class Watcher:
     def within(self, phase: Phase) -> Iterator[None]:
         """Enter ``phase`` for the duration of the context, in which no step runs."""
         self.enter(phase)
-        yield
+        with self.timing(phase.name):
+            yield
         self.enter(Phase.steady)
+
+    def timing(self, section: str) -> AbstractContextManager[None]:
+        """Return a context whose duration is recorded as a section's, if events are timed."""
+        return nullcontext() if self.timer is None else self.timer.section(section)
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Return the context of a step, whose duration is recorded if events are timed."""
+        return nullcontext() if self.timer is None else self.timer.step(number)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Context of a wait for other ranks outside of transfers. All ranks enter it equally often in a step."""
-        if self.waits is not None:
-            self.waits.begin_wait()
+        waits = self.observed_waits
+        if waits is not None:
+            waits.begin_wait()
         yield
-        if self.waits is not None:
-            self.waits.end_wait()
+        if waits is not None:
+            waits.end_wait()
+
+    @property
+    def observed_waits(self) -> Waits | None:
+        """The observer of waits: the timer, which passes them on to `waits`, or `waits` itself."""
+        return self.timer or self.waits
 
     def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
         """Return observers of slots. ``steps_done`` returns the number of steps before the one that begins."""
@@ -126,6 +144,13 @@ class Watcher:
 
     def close(self) -> None:
         """Stop publishing, because the rank ends."""
+        self.stop_timing()
+
+    def stop_timing(self, *, finished: bool = False) -> None:
+        """End the records of events, which a collector may still read. ``finished`` is True at the end of a run."""
+        if self.timer is not None:
+            self.timer.close(finished=finished)
+            self.timer = None
 
 
 def watcher_of(variables: Mapping[str, str]) -> Watcher:

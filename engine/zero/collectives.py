@@ -55,10 +55,11 @@ class NotedHandle:
 
     handle: Handle
     waits: Waits
+    what: str
 
     def wait(self) -> Tensor:
         """Return the collective's output."""
-        self.waits.begin_wait()
+        self.waits.begin_wait(self.what)
         tensor = self.handle.wait()
         self.waits.end_wait()
         return tensor
@@ -185,7 +186,7 @@ class Collectives:
         wish = Collective.flat(primitive, over.group, num_elements=size, itemsize=source.itemsize)
         handle: Handle = over.start(self.choose(wish), source, target)
         if self.waits is not None:
-            handle = NotedHandle(handle, self.waits)
+            handle = NotedHandle(handle, self.waits, "gradients" if over is self.gradients else "weights")
         if not self.overlap:
             handle.wait()
         return handle

@@ -188,7 +188,7 @@ class Heartbeat(Watcher):
         if slot[0][0] in self._own:
             self._busy_ns += now - self._moved
 
-    def begin_wait(self) -> None:
+    def begin_wait(self, what: str = "") -> None:
         """Mark that the rank waits for others. Waits may be nested, and the outermost counts."""
         self._depth += 1
         if self._depth == 1:
@@ -250,6 +250,7 @@ class Heartbeat(Watcher):
 
     def close(self) -> None:
         """Stop the thread. The record stays on the page, so that the agent can read how the rank ended."""
+        super().close()
         self._closing.set()
         self._thread.join()
 

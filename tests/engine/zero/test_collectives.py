@@ -94,8 +94,9 @@ class Watch:
     def __init__(self, twins):
         self.twins, self.noted = twins, []
 
-    def begin_wait(self):
+    def begin_wait(self, what):
         self.noted.append(("begins", self.twins.waited))
+        self.what = what
 
     def end_wait(self):
         self.noted.append(("ends", self.twins.waited))
@@ -109,7 +110,7 @@ def test_waits_are_reported_to_an_observer():
     handle = collectives.reduce(whole, torch.zeros(2))
     assert watch.noted == []
     assert handle.wait().tolist() == [0.0, 4.0]
-    assert watch.noted == [("begins", 1), ("ends", 2)]
+    assert watch.noted == [("begins", 1), ("ends", 2)] and watch.what == "gradients"
     collectives.observe_waits(None)
     collectives.sum(whole)
     assert len(watch.noted) == 2

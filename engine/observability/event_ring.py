@@ -1,0 +1,203 @@
+"""A ring of a rank's last events in shared memory, which outlives the rank. Loads without torch.
+
+The rank writes, and a collector of the same user reads. Writing takes two stores and never waits. A record is two
+actions (the second is 0 unless the slot is a strand pair), a step, and the start and end by `time.perf_counter`,
+which is one clock for all processes of a host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+from enum import IntEnum
+from pathlib import Path
+from struct import Struct
+from time import perf_counter, time
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.conf.host.private import private_folder, shared_memory_folder
+from weft.conf.host.processes import own_identity, start_ticks
+from weft.pipeline.action import Action, Op, Slot, slot_text
+
+MAGIC = int.from_bytes(b"weftring", "little")
+VERSION = 1
+PREFIX = "events-"
+WORD = 8
+HEADER = 16
+"""Words before the first record."""
+RECORD = Struct("3Q2d")
+DTYPE = np.dtype([("first", "u8"), ("second", "u8"), ("step", "u8"), ("start", "f8"), ("end", "f8")])
+"""A record, as numpy reads it."""
+CURRENT = Struct("3Qd")
+SECTIONS = ("data", "gradients", "weights", "sums", "checkpoint", "evaluation", "step")
+"""Kinds of events besides actions: reading the batch, waits for collectives, stalls between steps, and whole steps."""
+KINDS = (*(op.value for op in Op), *SECTIONS)
+_NUMBERS = {kind: number for number, kind in enumerate(KINDS, start=1)}
+
+
+class Header(IntEnum):
+    """Indices of the header's words. The last four describe the slot that runs."""
+
+    MAGIC, VERSION, RANK, PID, STARTED, CAPACITY, WRITTEN, WALL, CLOSED, FIRST, SECOND, STEP, SINCE = range(13)
+
+
+class Event(NamedTuple):
+    """The kind of an event: an operation or one of `SECTIONS`, with its virtual stage and micro-batch, or -1."""
+
+    kind: str
+    stage: int = -1
+    microbatch: int = -1
+
+
+def encode(kind: str, stage: int = -1, microbatch: int = -1) -> int:
+    """Return an event's kind as a word, which is not 0."""
+    return _NUMBERS[kind] | (stage + 1) << 8 | (microbatch + 1) << 32
+
+
+def encode_slot(slot: Slot) -> tuple[int, int]:
+    """Return a slot as two words."""
+    words = [encode(a.op.value, a.stage, -1 if a.microbatch is None else a.microbatch) for a in slot]
+    return words[0], words[1] if len(words) > 1 else 0
+
+
+def decode(word: int) -> Event | None:
+    """Return the event that `encode` wrote, or None for 0 and for words that it did not write."""
+    number = word & 0xFF
+    return Event(KINDS[number - 1], (word >> 8 & 0xFFFFFF) - 1, (word >> 32) - 1) if 0 < number <= len(KINDS) else None
+
+
+def event_text(first: int, second: int) -> str:
+    """Return two words as text: a slot such as ``2F7``, or a section's name. Empty for unknown words."""
+    found = [event for word in (first, second) if (event := decode(word)) is not None]
+    if not found or found[0].kind in SECTIONS:
+        return found[0].kind if found else ""
+    return slot_text(tuple(Action(Op(kind), stage, None if m < 0 else m) for kind, stage, m in found))
+
+
+def rings_folder(run_folder: Path, user: int | None = None) -> Path:
+    """Return the folder in shared memory with the rings of a run's ranks on this host."""
+    name = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
+    return shared_memory_folder(os.getuid() if user is None else user) / f"{PREFIX}{name}"
+
+
+class RingWriter:
+    """The rank's side of its ring."""
+
+    def __init__(self, folder: Path, rank: int, capacity: int) -> None:
+        """Create the ring of ``rank``, with ``capacity`` records. It replaces an older one.
+
+        Raises:
+            ValueError: the folder is not private to this user.
+            OSError: there is no space for it.
+        """
+        private_folder(folder)
+        draft = folder / f".rank{rank}.{os.getpid()}"
+        draft.unlink(missing_ok=True)
+        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, HEADER * WORD + capacity * RECORD.size)  # a hole may raise SIGBUS later
+            self._memory = mmap.mmap(file, 0)
+        finally:
+            os.close(file)
+        words = self._words = memoryview(self._memory).cast("Q")
+        words[Header.RANK], words[Header.CAPACITY] = rank, capacity
+        words[Header.PID], words[Header.STARTED] = own_identity()
+        words[Header.WALL] = round((time() - perf_counter()) * 1e9)
+        words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
+        draft.replace(folder / f"rank{rank}")
+        self._written, self._at = 0, HEADER * WORD
+        self._end = len(self._memory)
+        self._count, self._current = int(Header.WRITTEN), Header.FIRST * WORD
+
+    def write(self, first: int, second: int, step: int, start: float, end: float) -> None:
+        """Add a record. See `encode_slot`."""
+        RECORD.pack_into(self._memory, self._at, first, second, step, start, end)
+        self._at += RECORD.size
+        if self._at == self._end:
+            self._at = HEADER * WORD
+        self._written = self._words[self._count] = self._written + 1
+
+    def begin(self, first: int, second: int, step: int, start: float) -> None:
+        """Publish the slot that runs from now on."""
+        CURRENT.pack_into(self._memory, self._current, first, second, step, start)
+
+    def close(self, *, finished: bool) -> None:
+        """Mark that no record will follow, and whether the run has finished. The file stays for the collector."""
+        self._words[Header.CLOSED] = 1 + finished
+
+
+class RingReader:
+    """The collector's side of a ring.
+
+    Attributes:
+        rank, pid: the rank, and its process.
+        lost: records that were overwritten before they were read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map a ring.
+
+        Raises:
+            ValueError: it is not a ring of this version, or other users can write to it.
+            OSError: it cannot be opened.
+        """
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(file)
+            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+                raise ValueError(f"{path}: not private to this user; remove it")
+            size = found.st_size - HEADER * WORD
+            if size <= 0:
+                raise ValueError(f"{path}: {found.st_size} bytes are no ring of events; remove it")
+            memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+        self._words = np.frombuffer(memory, dtype="u8", count=HEADER)
+        words = [int(word) for word in self._words]
+        if words[Header.MAGIC] != MAGIC or words[Header.VERSION] != VERSION:
+            raise ValueError(f"{path}: no ring of events of version {VERSION}; rank and collector need the same Weft")
+        if size != words[Header.CAPACITY] * RECORD.size:
+            raise ValueError(f"{path}: {size} bytes do not hold {words[Header.CAPACITY]} records; remove it")
+        self._records = np.frombuffer(memory, dtype=DTYPE, offset=HEADER * WORD)
+        self.rank, self.pid, self._started = words[Header.RANK], words[Header.PID], words[Header.STARTED]
+        self.wall_s = words[Header.WALL] / 1e9
+        """Seconds since the epoch when the host's `time.perf_counter` was 0, by its clock when the rank began."""
+        self._seen = 0
+        self.lost = 0
+
+    def read(self) -> np.ndarray:
+        """Return the records since the last call, oldest first."""
+        written, capacity = int(self._words[Header.WRITTEN]), len(self._records)
+        first = max(self._seen, written - capacity)
+        found = self._records[np.arange(first, written) % capacity]
+        overwritten = int(self._words[Header.WRITTEN]) - capacity + 1  # the next record may be half written
+        skip = min(max(0, overwritten - first), len(found)) if written > capacity else 0
+        self.lost += first + skip - self._seen
+        self._seen = written
+        return found[skip:]
+
+    @property
+    def is_closed(self) -> bool:
+        """True if no record will follow, because the rank has closed the ring or has ended."""
+        return int(self._words[Header.CLOSED]) > 0 or start_ticks(self.pid) != self._started
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the rank has closed the ring at the end of the run, so that no other ring follows."""
+        return int(self._words[Header.CLOSED]) > 1
+
+    def current(self) -> dict[str, object]:
+        """Return what the rank does now: its slot and step, and the seconds since the slot began."""
+        first, second, step = (int(self._words[index]) for index in (Header.FIRST, Header.SECOND, Header.STEP))
+        since = float(self._words[Header.SINCE :][:1].view("f8")[0])
+        return {
+            "rank": self.rank,
+            "slot": event_text(first, second),
+            "step": step,
+            "since": since + self.wall_s,
+            "alive": start_ticks(self.pid) == self._started,
+        }

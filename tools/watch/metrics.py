@@ -1,0 +1,38 @@
+"""The metrics that a run logs, read as its file grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Reads ``metrics.jsonl``. A resumed run truncates it, so it is read again if it has become shorter."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._path = run_folder / "metrics.jsonl"
+        self._position, self._inode, self._records = 0, 0, list[dict[str, Any]]()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all complete records of training and evaluation, in order."""
+        try:
+            with open(self._path, "rb") as file:
+                found = self._path.stat()
+                if found.st_size < self._position or found.st_ino != self._inode:
+                    self._position, self._inode, self._records = 0, found.st_ino, []
+                file.seek(self._position)
+                lines = file.readlines()
+        except FileNotFoundError:
+            return []
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            self._position += len(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                self._records.append(record)
+        return self._records

@@ -1,0 +1,37 @@
+"""The Prometheus endpoint of a run, on loopback: the newest metrics and the last step of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from weft.tools.watch.metrics import MetricsFile
+
+
+class Exporter:
+    """Serves gauges named ``weft_METRIC``, such as ``weft_loss``, and ``weft_rank_step_seconds`` for each rank."""
+
+    def __init__(self, run_folder: Path, port: int) -> None:
+        """Listen on 127.0.0.1.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self._registry, self._gauge = CollectorRegistry(), Gauge
+        self._gauges: dict[str, Gauge] = {}
+        self._step_s = Gauge("weft_rank_step_seconds", "last step of a rank", ["rank"], registry=self._registry)
+        self._metrics = MetricsFile(run_folder)
+        start_http_server(port, addr="127.0.0.1", registry=self._registry)
+
+    def update(self, last_steps: Mapping[int, tuple[int, float]]) -> None:
+        """Set the gauges from the run's metrics, and from the number and seconds of each rank's last step."""
+        for record in self._metrics.read()[-1:]:
+            for name, value in record.items():
+                if isinstance(value, int | float):
+                    if name not in self._gauges:
+                        self._gauges[name] = self._gauge(f"weft_{name}", "from metrics.jsonl", registry=self._registry)
+                    self._gauges[name].set(value)
+        for rank, (_, seconds) in last_steps.items():
+            self._step_s.labels(rank).set(seconds)
