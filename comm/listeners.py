@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def refuse_other_users(*, one_host: bool) -> None:
-    """Close connections of other users at every listener of torch's and NCCL's libraries; idempotent.
+    """Close connections of other users at every listener of the loaded libraries of torch, NCCL, ZeroMQ, UCX.
 
-    Listeners that any code opens later are included. Without a C compiler, or on a kernel that does not
-    report the owner of a connection, a warning is logged.
+    Listeners that they open later are included. It may be called again, when more libraries are loaded. Without a C
+    compiler, or on a kernel that does not report the owner of a connection, a warning is logged.
 
     Args:
         one_host: also refuse connections from other hosts, because no rank is there.

@@ -1,6 +1,6 @@
 // A library's accept() that takes connections of this user's own processes only.
 //
-// Some libraries (gloo, NCCL) listen with a protocol that does not authenticate peers. This file redirects their
+// Some libraries (gloo, NCCL, UCX) listen with a protocol that does not authenticate peers. This file redirects their
 // calls of accept() and accept4() to functions that ask the kernel who owns the other end of a connection. The entries
 // of a library's table of imported functions are replaced, as its loader filled them in.
 
@@ -23,6 +23,9 @@
 enum { CLOSED = -1, UNKNOWN = -2, ESTABLISHED = 1, MOST_ANSWER = 8192 };
 
 static int one_host = 1;  // no rank is on another host
+
+// Torch (gloo) and NCCL; ZeroMQ and UCX, by which vLLM's NIXL connector hands KV caches over.
+static const char *const LIBRARIES[] = {"libtorch", "libnccl", "libzmq", "libuct", "libucs", NULL};
 
 struct question {
   struct nlmsghdr header;
@@ -141,8 +144,10 @@ static int redirect(const struct dl_phdr_info *library, const ElfW(Rela) * entri
 
 static int visit(struct dl_phdr_info *library, size_t size, void *count) {
   (void)size;
-  if (!library->dlpi_name || (!strstr(library->dlpi_name, "libtorch") && !strstr(library->dlpi_name, "libnccl")))
-    return 0;
+  int is_named = 0;
+  for (const char *const *each = LIBRARIES; library->dlpi_name && *each; each++)
+    is_named |= strstr(library->dlpi_name, *each) != NULL;
+  if (!is_named) return 0;
   const ElfW(Rela) *plt = NULL, *data = NULL;
   size_t plt_bytes = 0, data_bytes = 0;
   const ElfW(Sym) *symbols = NULL;
@@ -164,7 +169,7 @@ static int visit(struct dl_phdr_info *library, size_t size, void *count) {
   return 0;
 }
 
-// Redirect what torch's and NCCL's libraries call; returns how many calls were found, and 0 if the kernel does not tell
+// Redirect what these libraries call; returns how many calls were found, and 0 if the kernel does not tell
 // who owns a connection. It may be called again.
 int weft_refuse_other_users(int all_ranks_here) {
   const union address nowhere = {.v4 = {.sin_family = AF_INET}};

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
@@ -76,6 +77,18 @@ def write_private(path: Path, text: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with replacing(path) as draft, open(os.open(draft, flags, 0o600), "w") as out:
         out.write(text)
+
+
+def shared_key(path: Path) -> str:
+    """Return the secret in a file that only this user can read. The first process that calls this creates it."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        return path.read_text()
+    write_private(draft, secrets.token_hex(32))
+    with suppress(FileExistsError):  # another process was faster
+        os.link(draft, path)
+    draft.unlink()
+    return path.read_text()
 
 
 def append_private(path: Path, text: str) -> None:

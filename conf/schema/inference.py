@@ -39,6 +39,14 @@ class ControllerConfig:
     api_key_env: str = "WEFT_API_KEY"
     """Environment variable with the API key that callers send as `Authorization: Bearer KEY`; it is
     also sent to the workers."""
+    clients: str = ""
+    """YAML file (mode 600) of further clients, each with a key and limits, as in `alice: {key: SECRET,
+    requests_per_minute: 60, tokens_per_minute: 100000, at_once: 8}`. Limits may be left out. Changes of the file hold
+    at once."""
+    ssl_certfile: str = ""
+    """Certificate chain in PEM, for HTTPS; empty serves HTTP."""
+    ssl_keyfile: str = ""
+    """Private key of the certificate in PEM, without a passphrase; empty expects it in `ssl_certfile`."""
     workers: list[PrefillWorkerConfig] = field(default_factory=list)
     """Running workers to use; empty uses those that `weft serve` starts."""
     tokenizer: str = ""

@@ -38,6 +38,8 @@ class Metrics:
             buckets=_LATE_SECONDS,
             registry=registry,
         )
+        self._requests = Counter("weft_client_requests", "requests admitted", ["client"], registry=registry)
+        self._tokens = Counter("weft_client_prompt_tokens", "their prompt tokens", ["client"], registry=registry)
         self._answers = Counter(
             "weft_answers",
             "whole answers by who computed the prompt, and why",
@@ -52,6 +54,11 @@ class Metrics:
             registry=registry,
         )
         registry.register(_FleetMetrics(fleet))
+
+    def admitted(self, client: str, tokens: int) -> None:
+        """Count a request within its client's limits."""
+        self._requests.labels(client).inc()
+        self._tokens.labels(client).inc(tokens)
 
     def granted(self, ticket: Ticket) -> None:
         """Count a request that was placed."""

@@ -19,11 +19,12 @@ from weft.conf.schema import ControllerConfig, WeftConfig
 from weft.inference.board.common_bubbles import CommonBubbles
 from weft.inference.board.layout import boards_folder
 from weft.inference.board.reader import BoardReader
+from weft.inference.controller.clients import Clients
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.service import make_app
-from weft.inference.worker.command import addresses, decode_url
+from weft.inference.worker.command import addresses, decode_url, server_key
 
 KEEP_ALIVE_S = 30
 LARGEST_HEADER = 16_384
@@ -33,14 +34,16 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
     """Create the application that serves a configuration's workers.
 
     Raises:
-        ValueError: it would be reachable by others without a key, or the tokenizer cannot be read.
+        ValueError: it would be reachable by others without a key, or the tokenizer, the clients or the certificate
+            cannot be read.
     """
     settings, prefill = config.inference.controller, config.inference.prefill
     api_key = environment.get(settings.api_key_env, "")
-    if not api_key and not is_loopback(settings.host):
+    if not api_key and not settings.clients and not is_loopback(settings.host):
         raise ValueError(
             f"inference.controller.host={settings.host}: reachable by others, and there is no API key; set the "
-            f"environment variable {settings.api_key_env}, or inference.controller.host=127.0.0.1"
+            f"environment variable {settings.api_key_env}, inference.controller.clients, or "
+            "inference.controller.host=127.0.0.1"
         )
     local = Path(prefill.model).expanduser() / "tokenizer.json"
     tokenizer = settings.tokenizer or (str(local) if prefill.model and local.is_file() else "")
@@ -54,7 +57,8 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         fleet,
         settings,
         count=count,
-        api_key=api_key,
+        clients=Clients(api_key, settings.clients),
+        server_key=server_key(config, environment),
         allow_decode=prefill.allow_decode,
         estimated=not tokenizer,
         decode_url=decode_url(config.inference.decode),
@@ -76,6 +80,8 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
         app,
         host=settings.host,
         port=settings.port,
+        ssl_certfile=settings.ssl_certfile or None,
+        ssl_keyfile=settings.ssl_keyfile or None,
         http=Protocol,
         ws="none",
         limit_concurrency=settings.max_connections,

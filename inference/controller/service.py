@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import uuid
 from collections.abc import AsyncIterator, Coroutine
@@ -15,13 +14,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.answers import Answers
+from weft.inference.controller.clients import Client, Clients
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
-from weft.inference.controller.prompts import Count, prompt_tokens
+from weft.inference.controller.prompts import BYTES_PER_TOKEN, Count, prompt_tokens
 from weft.inference.controller.worker import Ticket
 from weft.inference.requests import (
     Refusal,
@@ -40,6 +41,8 @@ DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose client disconnected, as in nginx."""
 _REQUEST_ID = b"x-request-id"
+_ENDS = "weft.ends"
+"""Name in a request's scope of the contexts that end with it."""
 _FORWARDED = (
     *("content-type", "x-request-id", "x-session-id", "x-data-parallel-rank", "traceparent", "tracestate"),
     "endpoint-load-metrics-format",
@@ -52,7 +55,8 @@ def make_app(
     settings: ControllerConfig,
     *,
     count: Count,
-    api_key: str = "",
+    clients: Clients,
+    server_key: str = "",
     allow_decode: bool = False,
     estimated: bool = False,
     decode_url: str = "",
@@ -62,13 +66,14 @@ def make_app(
 
     Args:
         count: counts the tokens of a text.
-        api_key: required of clients; empty requires none.
+        clients: who may use the service.
+        server_key: sent to workers and decode server.
         allow_decode: True if the workers decode.
         estimated: True if ``count`` is an estimate.
         decode_url: URL of a decode server, for whole answers; empty answers prompts only.
         transport: transport of the HTTP client to the servers. The default is TCP.
     """
-    service = _Service(fleet, settings, count, api_key, allow_decode, estimated, decode_url, transport)
+    service = _Service(fleet, settings, count, clients, server_key, allow_decode, estimated, decode_url, transport)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -100,6 +105,7 @@ def make_app(
         return await service.refused(request, Refusal(error.status_code, why))
 
     app.add_exception_handler(HTTPException, unknown)
+    app.add_middleware(_Ending)
     return app
 
 
@@ -111,7 +117,8 @@ class _Service:
         fleet: Fleet,
         settings: ControllerConfig,
         count: Count,
-        api_key: str,
+        clients: Clients,
+        server_key: str,
         allow_decode: bool,
         estimated: bool,
         decode_url: str,
@@ -119,9 +126,9 @@ class _Service:
     ) -> None:
         self._fleet, self._settings = fleet, settings
         self._count, self._allow_decode, self._estimated = count, allow_decode, estimated
-        self._key = api_key
+        self._clients = clients
         self._metrics = Metrics(fleet)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
         # Workers are local: ignore the environment's proxy settings.
         self.client = httpx.AsyncClient(
             transport=transport,
@@ -138,7 +145,7 @@ class _Service:
 
     async def generate(self, request: Request) -> Response:
         """Return a whole answer, or have a prompt prefilled and return the worker's response."""
-        self._authorize(request)
+        client = self._authorize(request)
         body = await self._receive(request)
         deadline_s = self._deadline_s(request)
         # As bytes, because the client that forwards it refuses text that is not ASCII.
@@ -146,20 +153,22 @@ class _Service:
         value = await asyncio.to_thread(parse, body, max_depth=self._settings.max_json_depth)
         path = request.url.path
         if self._answers is not None and not decodes_elsewhere(value):
-            tokens = await asyncio.to_thread(self._check_whole, value)
+            tokens, fits = await asyncio.to_thread(self._check_whole, body, value)
+            self._admit(request, client, tokens)
             # Worker and decode server log the same name.
             headers.setdefault(_REQUEST_ID, uuid.uuid4().hex.encode())
-            response = await _unless_disconnected(
-                request, self._answers.answer(path, body, value, headers, tokens=tokens, deadline_s=deadline_s)
-            )
+            tokens = tokens if fits else 0
+            answer = self._answers.answer(path, body, value, headers, tokens=tokens, deadline_s=deadline_s)
+            response = await _unless_disconnected(request, answer)
             response.headers.setdefault("X-Request-Id", headers[_REQUEST_ID].decode("latin-1"))
             return response
         body, tokens = await asyncio.to_thread(self._validate, body, value)
+        self._admit(request, client, tokens)
         prefill = PrefillRequest(path=path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s)
-        answer, ticket = await _unless_disconnected(request, self.dispatch.prefill(prefill))
-        if answer.is_client_error:
-            self._metrics.refused(answer.status_code)
-        return _answer(answer, ticket)
+        prefilled, ticket = await _unless_disconnected(request, self.dispatch.prefill(prefill))
+        if prefilled.is_client_error:
+            self._metrics.refused(prefilled.status_code)
+        return _answer(prefilled, ticket)
 
     async def models(self, request: Request) -> Response:
         """Return the model list of the decode server, or of the first worker that answers."""
@@ -210,14 +219,21 @@ class _Service:
             headers["Connection"] = "close"
         return JSONResponse(refusal.answer, status_code=refusal.status, headers=headers)
 
-    def _authorize(self, request: Request) -> None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        right = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key.encode())
-        if self._key and not right:
-            raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
+    def _authorize(self, request: Request) -> Client:
+        return self._clients.of(request.headers.get("authorization", ""))
 
-    def _check_whole(self, value: dict[str, Any]) -> int:
-        """Return the prompt's number of tokens, or 0 if the decode server has to compute the prompt."""
+    def _admit(self, request: Request, client: Client, tokens: int) -> None:
+        """Count a request as running until its response has been sent, or its client is gone.
+
+        Raises:
+            Refusal: it exceeds a limit of the client.
+        """
+        ends: contextlib.ExitStack = request.scope[_ENDS]
+        ends.enter_context(client.admitted(tokens))
+        self._metrics.admitted(client.name, tokens)
+
+    def _check_whole(self, body: bytes, value: dict[str, Any]) -> tuple[int, bool]:
+        """Return the prompt's number of tokens, and True if a worker may compute the prompt."""
         check_inner_fields(value)
         if value.get("kv_transfer_params"):
             raise Refusal(
@@ -229,9 +245,9 @@ class _Service:
         try:
             tokens = prompt_tokens(value, self._count)
         except Refusal:  # the decode server may know the format
-            return 0
+            return len(body) // BYTES_PER_TOKEN, False
         self._check_tokens(tokens)
-        return tokens if tokens < self._fleet.max_tokens else 0
+        return tokens, tokens < self._fleet.max_tokens
 
     def _check_tokens(self, tokens: int) -> None:
         if tokens > (most := self._settings.max_prompt_tokens):
@@ -281,6 +297,17 @@ class _Service:
         if is_too_large:
             raise Refusal(413, f"the body is larger than {most} bytes")
         return bytes(body)
+
+
+class _Ending:
+    """Ends what a request has entered, after its response: `Client.admitted`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.ExitStack() as scope[_ENDS]:
+            await self._app(scope, receive, send)
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

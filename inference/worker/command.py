@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.conf.host.private import private_folder, shared_key
 from weft.conf.hosts import working_hosts
 from weft.conf.schema import DecodeConfig, KvConnector, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path, boards_folder
@@ -23,6 +24,9 @@ for a second after each step and takes time from training."""
 
 ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:\s*true\s*(?=,|$)", re.IGNORECASE)
+
+KEY_FILE = "serving.key"
+"""File in the folder of boards with a key that `weft serve` and `weft controller` share."""
 
 LEASE_S = 120
 """Seconds that a prompt's KV cache is kept until a decode instance has fetched it; vLLM's default of 30 is too
@@ -84,6 +88,21 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
 def decode_url(decode: DecodeConfig) -> str:
     """Return the URL of the decode server, or an empty string if there is none."""
     return (decode.url or f"http://127.0.0.1:{decode.port}").rstrip("/") if decode.enabled else ""
+
+
+def controller_url(config: WeftConfig) -> str:
+    """Return the URL of the controller."""
+    settings = config.inference.controller
+    return f"{'https' if settings.ssl_certfile else 'http'}://{settings.host}:{settings.port}"
+
+
+def server_key(config: WeftConfig, outer: Mapping[str, str]) -> str:
+    """Return the API key of workers and decode server: the configured one, or one that this user's processes share.
+
+    Without it any user of this host could use servers that listen on a loopback address.
+    """
+    configured = outer.get(config.inference.controller.api_key_env)
+    return configured or shared_key(private_folder(boards_folder(config, os.getuid())) / KEY_FILE)
 
 
 def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> WorkerSettings:
@@ -177,6 +196,8 @@ def decode_command(config: WeftConfig, *, python: str) -> list[str]:
         "--max-model-len": "auto",  # the model's, or what fits into the KV cache
         # Workers have the same path of the model, so only a wrong number format or version is refused.
         "--kv-transfer-config": json.dumps(kv_transfer(on_cpu=on_cpu, enforce=True)),
+        # vLLM's own check of the key covers /v1 only.
+        "--middleware": "weft.inference.worker.vllm_middleware.KeyMiddleware",
     }
     if on_cpu:
         options |= {"--kv-cache-memory-bytes": decode.kv_cache_bytes, "--distributed-executor-backend": IN_PROCESS}
@@ -206,11 +227,18 @@ def kv_transfer(*, on_cpu: bool, enforce: bool = False) -> dict[str, object]:
 
 
 def environment(
-    config: WeftConfig, worker: Worker, outer: Mapping[str, str], *, package: Path, devices: Sequence[str] = ()
+    config: WeftConfig,
+    worker: Worker,
+    outer: Mapping[str, str],
+    *,
+    key: str,
+    package: Path,
+    devices: Sequence[str] = (),
 ) -> dict[str, str]:
     """Return the environment of a worker.
 
     Args:
+        key: API key that the server requires.
         package: a folder that contains the package `weft`, for an interpreter without it.
         devices: GPUs of this host as CUDA_VISIBLE_DEVICES names them, in the order of its ranks. Empty serves on the
             CPU.
@@ -218,7 +246,7 @@ def environment(
     Raises:
         ValueError: a rank has no GPU on this host.
     """
-    env = _environment(config, outer, package=package, side_port=worker.side_port)
+    env = _environment(config, outer, key=key, package=package, side_port=worker.side_port)
     # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
     env.setdefault("TORCH_COMPILE_DISABLE", "1")
     env["WEFT_WORKER_STATUS"] = str(worker.status)
@@ -227,10 +255,10 @@ def environment(
     return env
 
 
-def decode_environment(config: WeftConfig, outer: Mapping[str, str], *, package: Path) -> dict[str, str]:
+def decode_environment(config: WeftConfig, outer: Mapping[str, str], *, key: str, package: Path) -> dict[str, str]:
     """Return the environment of the decode server. See `environment`."""
     decode = config.inference.decode
-    env = _environment(config, outer, package=package, side_port=decode.side_port)
+    env = _environment(config, outer, key=key, package=package, side_port=decode.side_port)
     if decode.gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(decode.gpus)
     else:
@@ -238,7 +266,9 @@ def decode_environment(config: WeftConfig, outer: Mapping[str, str], *, package:
     return env
 
 
-def _environment(config: WeftConfig, outer: Mapping[str, str], *, package: Path, side_port: int) -> dict[str, str]:
+def _environment(
+    config: WeftConfig, outer: Mapping[str, str], *, key: str, package: Path, side_port: int
+) -> dict[str, str]:
     env = dict(outer)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
     env.setdefault("OMP_NUM_THREADS", "1")
@@ -251,8 +281,7 @@ def _environment(config: WeftConfig, outer: Mapping[str, str], *, package: Path,
                 env[name] = fixed
     env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = config.inference.prefill.host
     env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port)
-    if key := outer.get(config.inference.controller.api_key_env):
-        env["VLLM_API_KEY"] = key
+    env["VLLM_API_KEY"] = key
     return env
 
 

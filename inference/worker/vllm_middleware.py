@@ -1,9 +1,9 @@
-"""ASGI middleware that restricts a worker's API to an allow-list of routes.
+"""ASGI middleware that requires a key, and restricts a worker's API to an allow-list of routes.
 
-Set by `--middleware` to `PrefillOnlyMiddleware`, or to `ApiMiddleware` for workers that also decode.
-vLLM's server has some sixty routes, of which a dozen generate and others change the engine; its own
-key check covers four prefixes only. This middleware serves allowed routes only, requires the key for
-everything but `/health`, and validates prompts before they are queued.
+Set by `--middleware` to `PrefillOnlyMiddleware`, to `ApiMiddleware` for workers that also decode, or to `KeyMiddleware`
+for the decode server. vLLM's server has some sixty routes, of which a dozen generate and others change the engine; its
+own key check covers four prefixes only. This middleware requires the key for everything but `/health`. On workers it
+serves allowed routes only, and validates prompts before they are queued.
 """
 
 from __future__ import annotations
@@ -38,13 +38,49 @@ RECEIVE_S = 60.0
 """Time limit for receiving a body."""
 
 
-class ApiMiddleware:
-    """Forwards authorized requests to allowed routes, and answers all others itself."""
+class KeyMiddleware:
+    """Forwards requests that have the key, and answers all others itself."""
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+        """Wrap ``app``. The key is read from the environment."""
+        self._app = app
+        self._key = os.environ.get(KEY_VARIABLE, "").encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle one request (the ASGI interface)."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            self._authorize(scope, (scope["method"], scope["path"]))
+            receive, send = await self._exchange(scope, receive, send)
+        except Refusal as refusal:
+            await _answer(send, refusal)
+            return
+        await self._app(scope, receive, send)
+
+    def _authorize(self, scope: Message, asked: tuple[str, str]) -> None:
+        if asked != HEALTH and self._key and not self._has_key(scope):
+            raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
+
+    async def _exchange(self, scope: Message, receive: Receive, send: Send) -> tuple[Receive, Send]:
+        return receive, send
+
+    def _has_key(self, scope: Message) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)
+
+
+class ApiMiddleware(KeyMiddleware):
+    """Forwards authorized requests to allowed routes only."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         """Wrap ``app``. The key and the status file are read from the environment."""
-        self._app = app
-        self._key = os.environ.get(KEY_VARIABLE, "").encode()
+        super().__init__(app)
         status = os.environ.get(STATUS_VARIABLE, "")
         self._status = Path(status) if status else None
 
@@ -66,43 +102,23 @@ class ApiMiddleware:
             Refusal: the request is not served. The message has a remedy.
         """
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Handle one request (the ASGI interface)."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        asked = scope["method"], scope["path"]
-        try:
-            self._authorize(scope, asked)
-            if asked in GENERATING:
-                async with asyncio.timeout(RECEIVE_S):
-                    body = await _read(receive)
-                receive, send = _replay(self.validate(body), receive), _Completed(send, self._status)
-        except TimeoutError:
-            await _answer(send, Refusal(408, f"the request took longer than {RECEIVE_S:g} s to arrive"))
-            return
-        except Refusal as refusal:
-            await _answer(send, refusal)
-            return
-        await self._app(scope, receive, send)
-
     def _authorize(self, scope: Message, asked: tuple[str, str]) -> None:
         if asked not in ALLOWED:
             allowed = ", ".join(f"{method} {path}" for method, path in ALLOWED)
             raise Refusal(404, f"{asked[0]} {asked[1]}: not served by a prefill worker; available: {allowed}")
-        if asked == HEALTH:
-            if self._status is not None and (problem := problem_of(self._status, time.monotonic_ns())):
-                raise Refusal(503, problem)
-        elif self._key and not self._has_key(scope):
-            raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
+        if asked == HEALTH and self._status is not None and (problem := problem_of(self._status, time.monotonic_ns())):
+            raise Refusal(503, problem)
+        super()._authorize(scope, asked)
 
-    def _has_key(self, scope: Message) -> bool:
-        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
-        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)
+    async def _exchange(self, scope: Message, receive: Receive, send: Send) -> tuple[Receive, Send]:
+        if (scope["method"], scope["path"]) not in GENERATING:
+            return receive, send
+        try:
+            async with asyncio.timeout(RECEIVE_S):
+                body = await _read(receive)
+        except TimeoutError:
+            raise Refusal(408, f"the request took longer than {RECEIVE_S:g} s to arrive") from None
+        return _replay(self.validate(body), receive), _Completed(send, self._status)
 
 
 class PrefillOnlyMiddleware(ApiMiddleware):

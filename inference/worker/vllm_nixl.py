@@ -7,11 +7,15 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+
+from weft.comm.listeners import refuse_other_users
+from weft.conf.hosts import is_loopback
 
 
 class QuietNixlConnector(NixlPullConnector):
@@ -27,3 +31,5 @@ class QuietNixlConnector(NixlPullConnector):
             super().__init__(*args, **kwargs)
         finally:
             base_worker.nixl_agent_config = original
+        # ZeroMQ's side channel and UCX accept any peer. Its libraries are loaded now.
+        refuse_other_users(one_host=is_loopback(os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import ssl
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -80,6 +81,27 @@ def check_serving(config: WeftConfig) -> None:
         raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
     for problem in problems_of(prefill.arguments):
         raise ValueError(f"inference.prefill.arguments: {problem}")
+
+
+def check_certificate(config: WeftConfig) -> None:
+    """Check that the controller's certificate and key can be loaded.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    settings = config.inference.controller
+    if not settings.ssl_certfile and not settings.ssl_keyfile:
+        return
+    where = f"inference.controller.ssl_certfile={settings.ssl_certfile} ssl_keyfile={settings.ssl_keyfile}"
+    if not settings.ssl_certfile:
+        raise ValueError(f"{where}: a key without a certificate; set inference.controller.ssl_certfile too")
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile or None, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{where}: {error}; give PEM files of a certificate and its key, without passphrase"
+        ) from error
 
 
 def check_decode(config: WeftConfig) -> None:

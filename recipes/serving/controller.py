@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 
 from weft.conf import load
+from weft.inference.worker.command import controller_url
+from weft.recipes.serving.checks import check_certificate
 
 NICE = 10
 """Niceness of the controller, so that the ranks of this host have priority."""
@@ -32,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
         from weft.inference.controller.server import app_of, serve
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; pip install 'weft[serve]'") from error
+    check_certificate(config)
     app = app_of(config, os.environ)
     os.nice(NICE)
-    settings = config.inference.controller
-    print(f"controller: http://{settings.host}:{settings.port}", flush=True)
-    serve(app, settings)
+    print(f"controller: {controller_url(config)}", flush=True)
+    serve(app, config.inference.controller)
     return 0

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import signal
+import ssl
 import sys
 import time
 import urllib.error
@@ -26,15 +27,18 @@ from weft.inference.board.layout import boards_folder
 from weft.inference.worker.command import (
     Worker,
     command,
+    controller_url,
     decode_command,
     decode_environment,
     decode_url,
     devices_of,
     environment,
     interpreter,
+    server_key,
     workers_of,
 )
 from weft.recipes.serving.checks import (
+    check_certificate,
     check_decode,
     check_decode_gpus,
     check_engine,
@@ -91,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(overrides)
     check_serving(config)
     check_decode(config)
+    check_certificate(config)
     check_ports(config)
     check_engine(config)
     if devices := visible_gpus():
@@ -164,8 +169,10 @@ class _Readiness:
     """Prints when the controller's address serves requests, and who computes their prompts."""
 
     def __init__(self, config: WeftConfig) -> None:
-        settings = config.inference.controller
-        self._url = f"http://{settings.host}:{settings.port}"
+        self._url = controller_url(config)
+        # It is this user's own server, whose certificate may name another host.
+        self._tls = ssl.create_default_context()
+        self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
         self._probed_s, self._printed = 0.0, ""
 
     def check(self) -> None:
@@ -174,7 +181,7 @@ class _Readiness:
             return
         self._probed_s = now_s
         try:
-            with urllib.request.urlopen(f"{self._url}/ready", timeout=PROBE_S) as response:
+            with urllib.request.urlopen(f"{self._url}/ready", timeout=PROBE_S, context=self._tls) as response:
                 state = json.load(response)
         except urllib.error.HTTPError:
             text = "the decode server does not answer" if self._printed else ""
@@ -206,7 +213,14 @@ def _worker_launch(config: WeftConfig, worker: Worker, trace: str | None) -> Lau
     trace_file = str(Path(trace, f"worker{worker.index}.jsonl").absolute()) if trace else ""
     return Launch(
         words=command(config, worker, python=python, num_gpus=len(devices), trace_file=trace_file),
-        env=environment(config, worker, os.environ, package=_package(folder), devices=devices),
+        env=environment(
+            config,
+            worker,
+            os.environ,
+            key=server_key(config, os.environ),
+            package=_package(folder),
+            devices=devices,
+        ),
         folder=folder,
         log=folder / f"worker{worker.index}.log",
         become=run_below_ranks if devices or not config.inference.prefill.yield_cores else run_on_idle_cores,
@@ -220,7 +234,7 @@ def _decode_server(config: WeftConfig) -> ServerProcess:
         folder = private_folder(boards_folder(config, os.getuid()))
         return Launch(
             words=decode_command(config, python=interpreter(config.inference.prefill)),
-            env=decode_environment(config, os.environ, package=_package(folder)),
+            env=decode_environment(config, os.environ, key=server_key(config, os.environ), package=_package(folder)),
             folder=folder,
             log=folder / "decode.log",
             become=run_below_ranks,
@@ -242,8 +256,7 @@ def _controller_server(config: WeftConfig, overrides: Sequence[str]) -> ServerPr
             become=end_with_parent,
         )
 
-    settings = config.inference.controller
-    return ServerProcess("controller", f"http://{settings.host}:{settings.port}", launch, max_starts=1)
+    return ServerProcess("controller", controller_url(config), launch, max_starts=1)
 
 
 def _package(folder: Path) -> Path:

@@ -8,6 +8,7 @@ import time
 import httpx
 
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
+from weft.inference.controller.clients import Clients
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.service import make_app
 
@@ -143,14 +144,15 @@ def fleet_of(workers, boards=None, prefill=None, cost="", **settings):
 
 
 @contextlib.asynccontextmanager
-async def controller(workers, boards=None, *, api_key="", allow_decode=False, decode_url="", **settings):
+async def controller(workers, boards=None, *, api_key="", allow_decode=False, decode_url="", clients="", **settings):
     """A client of a running controller."""
     fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, "silence_s": 0.3, **settings})
     app = make_app(
         fleet,
         config,
         count=lambda text: len(text.split()),
-        api_key=api_key,
+        clients=Clients(api_key, str(clients)),
+        server_key="inner",
         allow_decode=allow_decode,
         decode_url=decode_url,
         transport=workers,

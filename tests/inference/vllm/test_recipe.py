@@ -51,6 +51,19 @@ FEATURES = {
     "beams": {"use_beam_search": True, "n": 2, "stream": False},
     "bias": {"logit_bias": {"65": 50}, "min_tokens": 3},
 }
+KEY = "the key of this test"
+BEARER = f"Bearer {KEY}"
+CONNECT = """
+import encodings.idna, os, socket, sys
+os.setuid(54321)
+for port in sys.argv[1:]:
+    with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as end:
+        try:
+            end.sendall(b"POST /invocations HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 0\\r\\n\\r\\n")
+            print(port, end.recv(12).decode("latin-1") or "closed")
+        except ConnectionError:
+            print(port, "closed")
+"""
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -84,7 +97,7 @@ def lines_of_the_document(model: Path, folder: Path) -> str:
 def serving(model, tmp_path_factory):
     """The document's lines as they run, in whose folder a file named `training` begins training."""
     folder = tmp_path_factory.mktemp("serving")
-    env = dict(os.environ, OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", DS_ACCELERATOR="cpu")
+    env = dict(os.environ, OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS="1", DS_ACCELERATOR="cpu", WEFT_API_KEY=KEY)
     env.pop("PYTHONPATH")
     log = folder / "log"
     with log.open("wb") as out:
@@ -127,7 +140,8 @@ def until(succeeds, shell: subprocess.Popen | None = None, wait_s: float = 1.0) 
 def get(port: str, path: str) -> str:
     """The text of an answer; empty without one."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORTS[port]}{path}", timeout=5) as answer:
+        request = urllib.request.Request(f"http://127.0.0.1:{PORTS[port]}{path}", headers={"Authorization": BEARER})
+        with urllib.request.urlopen(request, timeout=5) as answer:
             return answer.read().decode() or "ok"
     except (OSError, urllib.error.URLError):
         return ""
@@ -148,7 +162,7 @@ def client_of(port: str):
     from openai import AsyncOpenAI
 
     url = f"http://127.0.0.1:{PORTS[port]}/v1"
-    return AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=ANSWERING_S)
+    return AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=ANSWERING_S)
 
 
 async def complete(port: str, model: Path, texts: list[str]) -> tuple[list[tuple[int, ...]], int]:
@@ -209,9 +223,8 @@ def metric(port: str, *parts: str, kind: str = "_total _count") -> float:
 
 def raw(port: str, body: dict, path: str) -> tuple[int, object]:
     """The status of an answer, and its choices; of a stream the text, log probabilities and reasons of its events."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{PORTS[port]}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", "Authorization": BEARER}
+    request = urllib.request.Request(f"http://127.0.0.1:{PORTS[port]}{path}", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=ANSWERING_S) as answer:
             text = answer.read().decode()
@@ -271,6 +284,22 @@ def test_two_hundred_streams_at_once_equal_a_stock_server(model, training):
     compare_features(model)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_no_listener_serves_another_user(serving):
+    import psutil
+
+    own = psutil.Process().children(recursive=True)
+    ends = [end for each in own for end in each.net_connections("tcp") if end.status == psutil.CONN_LISTEN]
+    ports = {str(end.laddr.port) for end in ends if end.laddr.ip in ("127.0.0.1", "0.0.0.0", "::")}
+    assert {PORTS[name] for name in ("8300", "8301", "8400", "5600", "5700")} < ports
+    found = subprocess.run([sys.executable, "-c", CONNECT, *ports], capture_output=True, text=True, check=True).stdout
+    refusals = dict(line.split(" ", 1) for line in found.splitlines())
+    assert refusals.keys() == ports
+    answered = {port: text for port, text in refusals.items() if text != "closed"}
+    # Routes that a worker does not have are unknown before the key is looked at.
+    assert answered == {PORTS["8300"]: "HTTP/1.1 404", PORTS["8301"]: "HTTP/1.1 404", PORTS["8400"]: "HTTP/1.1 401"}
+
+
 def test_a_client_that_disconnects_ends_its_work(model, training):
     def running(port):
         return metric(port, "vllm:num_requests_running", kind="")
@@ -279,7 +308,9 @@ def test_a_client_that_disconnects_ends_its_work(model, training):
         body = json.dumps({"model": str(model), "stream": True, "ignore_eos": True} | body).encode()
         with socket.create_connection(("127.0.0.1", int(PORTS["8300"]))) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            connection.sendall(
+                f"{head}Authorization: {BEARER}\r\nContent-Type: application/json\r\n\r\n".encode() + body
+            )
             assert until(lambda: running(port), wait_s=0.05)
         assert until(lambda: not running(port), wait_s=0.05)
 
@@ -295,7 +326,8 @@ def test_two_hundred_at_once_through_vllms_proxy_equal_a_stock_server(model, tra
     words += [PORTS["8300"], "--decoder-host", "127.0.0.1", "--decoder-port", PORTS["8400"]]
     earlier = [tokens_from(source) for source in ("external_kv_transfer", "local_compute")]
     late = metric("8300", "lateness_seconds_count")
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as proxy:
+    env = os.environ | {"OPENAI_API_KEY": KEY}  # which the proxy sends to both servers
+    with subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as proxy:
         try:
             assert until(lambda: get("8000", "/healthcheck"), proxy)
             texts = prompts()

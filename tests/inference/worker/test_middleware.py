@@ -17,6 +17,7 @@ from weft.inference.worker.vllm_middleware import (
     MOST_DEPTH,
     STATUS_VARIABLE,
     ApiMiddleware,
+    KeyMiddleware,
     PrefillOnlyMiddleware,
 )
 
@@ -142,6 +143,16 @@ def test_what_is_listed_is():
         assert call([b"x", b""], path=path, method=method) == ([b"x"], [])
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert call([WHOLE, b""], path=path) == ([WHOLE], [])
+
+
+@given(path=st.sampled_from([*ELSEWHERE, "/v1/completions", "/metrics"]), method=st.sampled_from(["GET", "POST"]))
+def test_every_route_of_the_decode_server_but_health_needs_the_key(path, method):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, "secret")
+        for key, is_served in ((b"Bearer secret", True), (b"Bearer other", False)):
+            headers = [(b"authorization", key)]
+            assert bool(call([b"{}"], path, method, headers, KeyMiddleware)[0]) is is_served
+        assert call([b"{}"], "/health", "GET", (), KeyMiddleware)[0]
 
 
 def test_websockets_are_closed():

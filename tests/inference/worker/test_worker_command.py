@@ -1,6 +1,7 @@
 """How workers are started: from the recipe, without loss on the way, and refused with a reason."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from weft.inference.worker.command import (
     environment,
     interpreter,
     kv_transfer,
+    server_key,
     settings_of,
     workers_of,
 )
@@ -115,7 +117,7 @@ def test_the_decode_server_fetches_from_equal_workers_only_and_computes_what_it_
     assert transfer["kv_connector_extra_config"]["enforce_handshake_compat"] is True
     assert option(words, "--dtype") == "float32" and option(words, "--model") == config.inference.prefill.model
     assert ("--enforce-eager" in words) == ("--kv-cache-memory-bytes" in words) == (not gpus)
-    env = decode_environment(config, {"WEFT_API_KEY": "s3cret"}, package=tmp_path)
+    env = decode_environment(config, {}, key="s3cret", package=tmp_path)
     assert env["VLLM_API_KEY"] == "s3cret" and env.get("CUDA_VISIBLE_DEVICES", "") == ",".join(gpus)
     assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5700"
     assert decode_url(decode) == "http://127.0.0.1:8400"
@@ -132,9 +134,18 @@ def test_a_decode_server_that_cannot_fetch_is_refused(config, enabled, url, word
         check(config)
 
 
+def test_all_processes_of_a_run_share_a_key_that_others_cannot_read(config, tmp_path):
+    config.inference.boards = str(tmp_path / "boards")
+    with ThreadPoolExecutor(8) as pool:
+        (key,) = set(pool.map(lambda _: server_key(config, {}), range(50)))
+    (file,) = (tmp_path / "boards").iterdir()
+    assert (file.stat().st_mode & 0o777, len(key)) == (0o600, 64)
+    assert server_key(config, {"WEFT_API_KEY": "s3cret"}) == "s3cret"
+
+
 def test_the_key_is_never_on_the_command_line(config, tmp_path):
     worker = workers_of(config)[0]
-    env = environment(config, worker, {"WEFT_API_KEY": "s3cret"}, package=tmp_path)
+    env = environment(config, worker, {}, key="s3cret", package=tmp_path)
     assert env["VLLM_API_KEY"] == "s3cret"
     assert not any("s3cret" in word for word in command(config, worker, python="python", num_gpus=0))
 
@@ -150,11 +161,11 @@ def test_the_key_is_never_on_the_command_line(config, tmp_path):
 def test_a_worker_gets_the_gpus_that_its_ranks_train_on(config, tmp_path, ranks, visible, given):
     config.inference.prefill.ranks = ranks
     for worker, device in zip(workers_of(config), given, strict=True):
-        env = environment(config, worker, {"CUDA_VISIBLE_DEVICES": "9"}, package=tmp_path, devices=visible)
+        env = environment(config, worker, {"CUDA_VISIBLE_DEVICES": "9"}, key="k", package=tmp_path, devices=visible)
         assert env["CUDA_VISIBLE_DEVICES"] == device
     config.inference.prefill.ranks_per_worker = 2
     (worker, *_) = workers_of(config)
-    env = environment(config, worker, {}, package=tmp_path, devices=visible)
+    env = environment(config, worker, {}, key="k", package=tmp_path, devices=visible)
     assert env["CUDA_VISIBLE_DEVICES"] == ",".join(given[:2])
 
 
@@ -170,7 +181,7 @@ def test_ranks_of_a_host_count_from_its_first(config, tmp_path):
 
 def test_each_worker_meets_decoders_on_a_port_of_its_own(config, tmp_path):
     config.inference.prefill.first_side_port = 7000
-    envs = [environment(config, worker, {}, package=tmp_path) for worker in workers_of(config)]
+    envs = [environment(config, worker, {}, key="k", package=tmp_path) for worker in workers_of(config)]
     assert [env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for env in envs] == ["7000", "7001", "7002", "7003"]
     assert len({env["WEFT_WORKER_STATUS"] for env in envs}) == 4
 
@@ -216,9 +227,9 @@ def test_a_controller_finds_the_cost_models_whatever_it_calls_the_model(config, 
 )
 def test_a_worker_with_nixl_has_no_expandable_segments(config, tmp_path, name, training, serving):
     worker = workers_of(config)[0]
-    assert environment(config, worker, {name: training}, package=tmp_path)[name] == training
+    assert environment(config, worker, {name: training}, key="k", package=tmp_path)[name] == training
     config.inference.prefill.connector = KvConnector.nixl
-    assert environment(config, worker, {name: training}, package=tmp_path)[name] == serving
+    assert environment(config, worker, {name: training}, key="k", package=tmp_path)[name] == serving
 
 
 def test_a_decoder_recomputes_what_it_cannot_fetch():
@@ -229,6 +240,6 @@ def test_a_decoder_recomputes_what_it_cannot_fetch():
 
 def test_a_worker_compiles_nothing_at_a_clients_first_request(config, tmp_path):
     worker = workers_of(config)[0]
-    assert environment(config, worker, {}, package=tmp_path)["TORCH_COMPILE_DISABLE"] == "1"
-    chosen = environment(config, worker, {"TORCH_COMPILE_DISABLE": "0"}, package=tmp_path)
+    assert environment(config, worker, {}, key="k", package=tmp_path)["TORCH_COMPILE_DISABLE"] == "1"
+    chosen = environment(config, worker, {"TORCH_COMPILE_DISABLE": "0"}, key="k", package=tmp_path)
     assert chosen["TORCH_COMPILE_DISABLE"] == "0"
