@@ -70,7 +70,7 @@ class ListScheduler:
             [_TaskQueue(k, (len(KINDS) * s + k) * count, rule.priority_s[s][k]) for k in (F, I, W)] for s in stages
         ]
         for queue in (queue for of_stage in queues for queue in of_stage):
-            tokens = (divmod(node // count, len(KINDS)) for node in problem.local_needs[queue.first_node])
+            tokens = (divmod(node // count, len(KINDS)) for node in problem.local_needs(queue.first_node))
             queue.needs = tuple(queues[stage][kind] for stage, kind in tokens)
         self._queues = queues
         self._rank_queues = [[queue for s in held for queue in queues[s]] for held in problem.placement.rank_stages]

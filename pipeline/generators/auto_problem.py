@@ -43,7 +43,6 @@ class Problem:
     Attributes (lists by node):
         seconds: duration on the rank.
         remote_need: the fact from another rank that must arrive first, or NONE.
-        local_needs: the facts needed from the same rank.
         fact: the fact that the node produces (a B produces the fact of its I).
         receiver: the rank that needs the fact, or NONE.
         link: the uplink that carries the fact, or NONE; occupied for ``occupancy_s``.
@@ -64,7 +63,6 @@ class Problem:
     equal. Compute takes at least one tick, so that no slot takes zero time. 0 disables rounding."""
     seconds: list[float] = field(default_factory=list)
     remote_need: list[int] = field(default_factory=list)
-    local_needs: list[tuple[int, ...]] = field(default_factory=list)
     fact: list[int] = field(default_factory=list)
     link: list[int] = field(default_factory=list)
     occupancy_s: list[float] = field(default_factory=list)
@@ -86,6 +84,7 @@ class Problem:
         self._pair_links: dict[tuple[int, int], int] = {}
         self.nodes_per_stage = len(KINDS) * self.num_microbatches
         self._pair_nodes: dict[tuple[int, int], int] = {}
+        self._local_needs: list[list[int]] = []  # by stage and kind, of micro-batch 0
         for stage in range(self.placement.num_stages):
             for op in KINDS:
                 self._compile(op, stage)
@@ -105,6 +104,11 @@ class Problem:
         """Return the action of a node that is not a pair."""
         token, microbatch = divmod(node, self.num_microbatches)
         return Action(KINDS[token % len(KINDS)], token // len(KINDS), microbatch)
+
+    def local_needs(self, node: int) -> tuple[int, ...]:
+        """Return the facts that a node needs from its own rank."""
+        token, microbatch = divmod(node, self.num_microbatches)
+        return tuple(need + microbatch for need in self._local_needs[token])
 
     def slot(self, node: int) -> Slot:
         """Return the slot of a node; a pair is one node with two actions."""
@@ -179,7 +183,7 @@ class Problem:
     def _row_needs(self) -> list[frozenset[int]]:
         """By node, without pairs: the facts that must precede it in its row."""
         return [
-            frozenset(self.local_needs[node] + tuple(fact - 1 for fact in made if node % self.num_microbatches))
+            frozenset(self.local_needs(node) + tuple(fact - 1 for fact in made if node % self.num_microbatches))
             for node, made in enumerate(self._node_facts)
         ]
 
@@ -230,7 +234,7 @@ class Problem:
         made = establishes(Action(op, stage, 0))[0].op
         needs = dependencies(Action(op, stage, 0), self.placement, count, SPLIT)
         remote = [need for need in needs if ranks[need.stage] != ranks[stage]]
-        local_needs = [self.node(need) for need in needs if ranks[need.stage] == ranks[stage]]
+        self._local_needs.append([self.node(need) for need in needs if ranks[need.stage] == ranks[stage]])
         assert len(remote) <= 1, remote
         fact = self.node(Action(made, stage, 0))
         remote_need = self.node(remote[0]) if remote else NONE
@@ -238,7 +242,6 @@ class Problem:
         start_bytes, net_bytes = self._held_bytes(op, cost)
         self.seconds += [self._seconds(op, cost)] * count
         self.remote_need += range(remote_need, remote_need + count) if remote else [NONE] * count
-        self.local_needs += [tuple(n + m for n in local_needs) for m in range(count)]
         self.fact += range(fact, fact + count)
         self.link += [transfer.link] * count
         self.occupancy_s += [transfer.occupancy_s] * count

@@ -1,4 +1,4 @@
-"""The ranks of a route as arrays over all layer ranges: their times, and their memory for activations."""
+"""The ranks of a route as arrays over layer ranges: their times, and their memory for activations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDED_UP = 1 + 1e-9
 
 @dataclass(frozen=True)
 class Rank:
-    """The costs of a pipeline rank, as arrays by its first layer and the first layer after it.
+    """The costs of a pipeline rank, as arrays by its first layer and the first layer after it; see `window`.
 
     Attributes:
         forward_s, input_s, weight_s: seconds of a micro-batch; infinite if the layers do not fit the memory.
@@ -33,6 +33,16 @@ class Rank:
     ends_s: Array
     room_bytes: Array
     saved_bytes: Array
+
+    def window(self, rank: int, size: int) -> Rank:
+        """Return the costs of the layers that a rank can hold if all ranks hold one at least.
+
+        Args:
+            rank: number of the rank: the first layer of its window, and one less than the first layer after it.
+            size: number of layers, less those that the other ranks hold at least.
+        """
+        starts, stops = slice(rank, rank + size), slice(rank + 1, rank + 1 + size)
+        return Rank(*(each[starts, stops] for each in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, pairwise, product
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ class CutTable:
     """Bounds of a step for cuts of a route, by dynamic programming from the last rank to the first.
 
     Attributes:
-        rank_s: by rank, the lower bound of a step because of this rank, by its first layer and the first after it.
+        rank_s: by rank, the lower bound of a step because of this rank, by its first layer and the first after it, as
+            in `Rank.window`.
         ends_s: by rank, with the same indices, the seconds that follow the pipeline.
         rank_stages: virtual stages of each rank.
         marked_s: None if the table has all cuts. Otherwise only cuts with at least one marked rank are in it, and these
@@ -67,9 +68,12 @@ class CutTable:
 
     def pipeline_s(self, counts: Sequence[int]) -> float:
         """Return the least seconds of the pipeline for one cut, by the layers of each rank."""
-        stops = [sum(counts[: rank + 1]) for rank in range(len(counts))]
-        each = zip(self.rank_s, stops, counts, strict=True)
-        return max(float(rank_s[stop - count, stop]) for rank_s, stop, count in each)
+        return max(self.at(self.rank_s, counts))
+
+    def at(self, values: list[Array], counts: Sequence[int]) -> list[float]:
+        """Return each rank's entry of its array for one cut, by the layers of each rank."""
+        places = enumerate(zip(values, pairwise([0, *accumulate(counts)]), strict=True))
+        return [float(each[start - rank, stop - rank - 1]) for rank, (each, (start, stop)) in places]
 
     def _rest(self, is_marked: bool) -> list[Array]:
         """Return, by rank and its first layer, the least time of the slowest rank from this one to the last.
@@ -104,10 +108,14 @@ class CutTable:
         """Return ``seconds``, made infinite where a rank does not fit the memory during the pipeline or after it."""
         import numpy as np
 
-        marked_s = self.marked_s or [np.full_like(each, inf) for each in self.rank_s]
-        ranks = zip(self.rank_s, marked_s, self.ends_s, strict=True)
-        fit = [np.isfinite(np.minimum(plain, marked)) & np.isfinite(ends) for plain, marked, ends in ranks]
-        return [np.where(fits, each, inf) for fits, each in zip(fit, seconds, strict=True)]
+        return [np.where(fits, each, inf) for fits, each in zip(self._both_fit, seconds, strict=True)]
+
+    @cached_property
+    def _both_fit(self) -> list[Array]:
+        import numpy as np
+
+        least_s = list(map(np.minimum, self.rank_s, self.marked_s)) if self.marked_s else self.rank_s
+        return [np.isfinite(least) & np.isfinite(ends) for least, ends in zip(least_s, self.ends_s, strict=True)]
 
     def _counts(
         self,
@@ -127,23 +135,24 @@ class CutTable:
         if rank == len(self.rank_s):
             yield ()
             return
-        last = len(self.rank_s[0]) - 1
-        even = (last - start) / (len(self.rank_s) - rank)
-        rest_ends_s = self._rest_ends_s[rank + 1]
-        for stop in sorted(range(start + 1, last + 1), key=lambda stop: abs(stop - start - even)):
-            ends_s = max(most[1], float(self.ends_s[rank][start, stop]))
-            least_ends_s = max(ends_s, float(rest_ends_s[stop]))
-            for here_s, is_left in self._choices(rank, start, stop, is_marked):
+        size = len(self.rank_s[0])
+        even = (size - 1 + len(self.rank_s) - start) / (len(self.rank_s) - rank)
+        rest_ends_s, first = self._rest_ends_s[rank + 1], start - rank
+        for held in sorted(range(1, size - first + 1), key=lambda held: abs(held - even)):
+            place = first, first + held - 1
+            ends_s = max(most[1], float(self.ends_s[rank][place]))
+            least_ends_s = max(ends_s, float(rest_ends_s[place[1]]))
+            for here_s, is_left in self._choices(rank, place, is_marked):
                 slowest_s = max(most[0], here_s)
-                least_s = max(slowest_s, float(self._rest(is_left)[rank + 1][stop]))
+                least_s = max(slowest_s, float(self._rest(is_left)[rank + 1][place[1]]))
                 if least_s <= limits[0] and least_ends_s <= limits[1] and least_s + least_ends_s < limits[2]:
-                    for counts in self._counts(rank + 1, stop, (slowest_s, ends_s), limits, is_left):
-                        yield (stop - start, *counts)
+                    for counts in self._counts(rank + 1, start + held, (slowest_s, ends_s), limits, is_left):
+                        yield (held, *counts)
 
-    def _choices(self, rank: int, start: int, stop: int, is_marked: bool) -> Iterator[tuple[float, bool]]:
+    def _choices(self, rank: int, place: tuple[int, int], is_marked: bool) -> Iterator[tuple[float, bool]]:
         """Yield the bounds of a rank, unmarked and marked, and True if a later rank still has to be marked."""
-        plain_s = float(self.rank_s[rank][start, stop])
-        marked_s = float(self.marked_s[rank][start, stop]) if is_marked and self.marked_s else inf
+        plain_s = float(self.rank_s[rank][place])
+        marked_s = float(self.marked_s[rank][place]) if is_marked and self.marked_s else inf
         if marked_s < inf:
             yield marked_s, False
         if marked_s != plain_s:

@@ -75,8 +75,7 @@ class Cuts:
             return []
         room_bytes = smallest([[rank.room_bytes for rank in part.ranks] for part in parts])
         counts = whole.best_counts()
-        cut = list(pairwise([0, *accumulate(counts)]))
-        cap_bytes = min(float(each[place]) for each, place in zip(room_bytes, cut, strict=True))
+        cap_bytes = min(whole.at(room_bytes, counts))
         if layout.legs != "d":
             each = (self._held(way, Route(way.sites, way.stages)) for way in ways)
             held = layout.microbatches * max(each) / layout.num_stages
@@ -146,9 +145,10 @@ class Cuts:
         """Return the bounds of a step that each rank of one route sets, as arrays by layers."""
         placement = way.placed(way.stages)
         last, on = placement.num_stages - 1, way.site_of()
+        size = len(self._work.layers) - way.num_stages + 1
         ranks = [
-            self._rank(way, self._sites[site], first=held[0] == 0, last=held[-1] == last)
-            for site, held in zip(on, placement.rank_stages, strict=True)
+            self._rank(way, self._sites[site], first=held[0] == 0, last=held[-1] == last).window(rank, size)
+            for rank, (site, held) in enumerate(zip(on, placement.rank_stages, strict=True))
         ]
         sent_s, inside_s = local_s(self._estimates, way, min(self._sites[site].bps_of_gpu for site in way.sites))
         hop_s = [inside_s if here == there else self._hop_s(way, here, there) for here, there in pairwise(on)]
@@ -174,7 +174,7 @@ class Cuts:
         """Return, by rank and its first layer, the least seconds of forwards and input gradients on earlier ranks."""
         import numpy as np
 
-        size, found = len(self._work.layers) + 1, []
+        size, found = len(ranks[0].forward_s), []
         if way.legs == "d":
             forward_s, input_s = np.full(size, inf), np.full(size, inf)
             forward_s[0] = input_s[0] = 0.0
@@ -198,7 +198,7 @@ class Cuts:
         """Return, by rank and the first layer after it, the least seconds from sending a micro-batch to its return."""
         import numpy as np
 
-        behind_s = np.full(len(self._work.layers) + 1, inf)
+        behind_s = np.full(len(ranks[0].forward_s), inf)
         behind_s[-1] = 0.0
         found = [behind_s]
         for rank, hop in zip(reversed(ranks[1:]), reversed(hop_s), strict=True):
@@ -273,6 +273,17 @@ class Cuts:
         if key not in self._known:
             self._known[key] = self._fullest(shape, memory_bytes)
         return self._known[key]
+
+    def least_stages(self, shape: Shape, numbers: Iterable[int]) -> int:
+        """Return a lower bound of the stages with which a cut may fit, at most those of a shape; 0 if no cut fits.
+
+        All ranks count as ranks in the middle, which hold most.
+        """
+        memory_bytes = max(self._sites[number].gpu.memory_bytes for number in numbers)
+        layers, middle = len(self._work.layers), (False, False)
+        if not self._fits(shape, memory_bytes, middle, -(-layers // shape.num_stages)):
+            return 0
+        return -(-layers // self._most(shape, memory_bytes, middle))
 
     def _fullest(self, shape: Shape, memory_bytes: float) -> int:
         layers, last = len(self._work.layers), shape.num_stages - 1

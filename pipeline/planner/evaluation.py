@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from math import inf
 
 from weft.pipeline.planner.bounds import Bounds
@@ -82,11 +83,7 @@ class Evaluation:
             self.refused.gpus()
             return None
         if not (fullest := self._cuts.fullest(shape, numbers)):
-            part, held = self._even_part(shape)
-            activations = self._estimates.activation_bytes(part, held, shape)
-            self.refused.memory(
-                self._estimates.memory(part, held, shape, activations).total, f"pipeline.stages={shape.num_stages}"
-            )
+            self.refused.memory(partial(self._needed, shape))
             return None
         price = shape.gpus * min(site.price for site in sites)
         if self._request.max_cost_per_hour and price > self._request.max_cost_per_hour:
@@ -96,6 +93,31 @@ class Evaluation:
             self.refused.links()
             return None
         return self._request.bound_of(step_s, price, self._bounds.price_seconds(shape), 0.0, self._tokens(shape))
+
+    def least_stages(self, shapes: Sequence[Shape]) -> int:
+        """Return the least number of stages with which one of these shapes may fit memory.
+
+        Args:
+            shapes: shapes that differ in ZeRO, with the largest number of stages.
+
+        Returns:
+            0 if none fits with any number of stages.
+        """
+        found = []
+        for shape in shapes:
+            sites = [number for number, cap in enumerate(self._bounds.caps(shape)) if cap]
+            if least := self._cuts.least_stages(shape, sites):
+                found.append(least)
+        if shapes and not found:
+            self.refused.memory(partial(self._needed, shapes[-1]))
+        return min(found, default=0)
+
+    def _needed(self, shape: Shape) -> tuple[float, str]:
+        """Return the bytes that an even division of layers needs on a GPU, and the number of stages."""
+        part, held = self._even_part(shape)
+        activations = self._estimates.activation_bytes(part, held, shape)
+        needed = self._estimates.memory(part, held, shape, activations).total
+        return needed, f"pipeline.stages={shape.num_stages}"
 
     def crowding(self, shape: Shape) -> float:
         """Return the expected ratio of a step to its bound if memory holds few micro-batches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 from weft.pipeline.planner.cluster import Cluster
@@ -19,7 +20,7 @@ class Refusals:
     def __init__(self, cluster: Cluster, work: ModelWork, request: Request) -> None:
         self._cluster, self._work, self._request = cluster, work, request
         self._reasons: Counter[str] = Counter()
-        self._least_bytes = (float("inf"), "")
+        self._too_large: list[Callable[[], tuple[float, str]]] = []
         self._least_price = float("inf")
 
     def gpus(self) -> None:
@@ -30,10 +31,15 @@ class Refusals:
         """Count a layout for which the sites with enough GPUs have no links."""
         self._reasons["links"] += 1
 
-    def memory(self, least_bytes: float = float("inf"), where: str = "") -> None:
-        """Count a layout that needs ``least_bytes`` on a GPU, more than it has; ``where`` describes its shape."""
-        self._least_bytes = min(self._least_bytes, (least_bytes, where))
+    def memory(self, needed: Callable[[], tuple[float, str]] | None = None) -> None:
+        """Count a layout that exceeds memory.
+
+        Args:
+            needed: returns the least bytes on a GPU and a description of the shape; called only to explain an error.
+        """
         self._reasons["memory"] += 1
+        if needed is not None:
+            self._too_large.append(needed)
 
     def price(self, an_hour: float) -> None:
         """Count a layout whose hourly price ``an_hour`` is above the limit."""
@@ -57,7 +63,7 @@ class Refusals:
         return "GPUs: no set of sites has enough; loosen --pin, or add GPUs"
 
     def _no_memory(self) -> str:
-        least, where = self._least_bytes
+        least, where = min((needed() for needed in self._too_large), default=(0.0, ""))
         most = max(site.gpu.memory_bytes for site in self._cluster.sites) * self._request.max_memory
         need = f"at best {bytes_text(least)} on a GPU ({where})" if where else "its layers take more"
         return (

@@ -91,19 +91,24 @@ class Space:
             if self.is_narrow and len(counts) > 1:
                 layers = len(self.work.layers)
                 counts = counts[-(-layers // -(-layers // counts)) == counts]
-            if len(counts):
-                shape, by_count = self._opened(part, at, counts)
-                yield Family(float(ordered[number]), shape, tuple(counts.tolist()), tuple(by_count.tolist()))
+            if len(counts) and (family := self._opened(part, at, counts, float(ordered[number]))) is not None:
+                yield family
 
-    def _opened(self, part: _Part, at: int, counts: Array) -> tuple[Shape, Array]:
-        """Return a family's shape, and the lower bounds of its scores by number of stages."""
+    def _opened(self, part: _Part, at: int, counts: Array, bound: float) -> Family | None:
+        """Return a family with the numbers of stages with which it may fit memory, or None if there are none."""
         one = slice(at, at + 1)
         replicas, microbatches, routes = part.replicas[one], part.microbatches[one], part.routes[one]
         shape = replace(
             part.family, replicas=int(replicas[0]), microbatches=int(microbatches[0]), routes=int(routes[0])
         )
-        bound = self.evaluation.families.of
-        return shape, bound(part.family, replicas, microbatches, routes, counts, crosses=part.crosses)
+        least = self.evaluation.least_stages(list(members(self.request, shape, int(counts[-1]))))
+        if not least:
+            return None
+        counts = counts[counts >= least]
+        by_count = self.evaluation.families.of(
+            part.family, replicas, microbatches, routes, counts, crosses=part.crosses
+        )
+        return Family(bound, shape, tuple(counts.tolist()), tuple(by_count.tolist()))
 
     def _parts_of(self, degrees: Degrees, *, alone: bool) -> Iterator[_Part]:
         """Yield the families of these degrees in parts, which are computed once."""

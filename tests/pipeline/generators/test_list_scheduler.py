@@ -211,7 +211,7 @@ class Hindsight:
     def may_start_s(self, node, before, now_s):
         """When a node may start, as far as that is known by now; inf if not."""
         problem, need = self.problem, self.problem.remote_need[node]
-        if set(problem.local_needs[node]) - set(before):
+        if set(problem.local_needs(node)) - set(before):
             return inf
         if need != NONE and self.start_s[need] >= now_s:
             return inf

@@ -1,7 +1,6 @@
 """Tables of cuts bound every cut, also where the memory of the fullest rank binds all of them."""
 
 from dataclasses import replace
-from itertools import combinations
 from math import inf
 
 import numpy as np
@@ -15,6 +14,8 @@ from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import LEGS, Shape
 from weft.pipeline.planner.request import Request
 from weft.pipeline.planner.routes import Route
+from weft.pipeline.planner.shapes import shapes
+from weft.pipeline.planner.space import Space
 
 SHAPE = Shape(num_stages=4, replicas=1, microbatches=16, zero_stage=0)
 LAYERS = 10
@@ -68,12 +69,30 @@ def test_a_placement_that_fits_nowhere_has_no_cuts(arrangement):
     assert not list(evaluation.candidates(shape, Route((0, 1), (2, 2))))
 
 
+@pytest.mark.parametrize("memory_share", [0.02, 0.25, 0.5])
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_families_have_exactly_the_shapes_that_may_fit_memory(memory_share, zero_stage):
+    sites = (site(f"s{number}", hosts=4, gpus_per_host=4) for number in range(2))
+    work = model(layers=LAYERS, parameters=800_000_000, tokens=16384, width=8192)
+    request = Request(sequences=16, max_memory=memory_share, pins={"zero_stage": zero_stage})
+    space = Space(cluster(*sites), work, request)
+    kept, fitting = set(), set()
+    for _, degrees in space.degrees:
+        for family in space.families(degrees, range(1, 9), alone=False):
+            kept.update(shape for stages in family.counts for _, shape in space.members(family.shape, stages))
+            assert memory_share > 0.02, "a family that fits with no number of stages costs no effort"
+    for shape in shapes(space.cluster, work, request):
+        if shape.arrangement == "straight" and space.evaluation.shape_bound(shape) is not None:
+            fitting.add(shape)
+    assert kept == fitting
+
+
 def _table(finite, fits):
-    """Seconds of ranks that may hold some of three layers each, by the first layer and the first after it."""
-    found = np.full((4, 4), inf)
-    for start, stop in combinations(range(4), 2):
-        if stop - start in fits:
-            found[start, stop] = finite[stop - start - 1]
+    """Seconds of a rank that may hold one or two of three layers, by its first layer and its last in its window."""
+    found = np.full((2, 2), inf)
+    for start, last in ((0, 0), (0, 1), (1, 1)):
+        if last - start + 1 in fits:
+            found[start, last] = finite[last - start]
     return found
 
 

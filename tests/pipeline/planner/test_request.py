@@ -105,7 +105,7 @@ def test_what_was_refused_most_often_is_why_there_is_no_plan():
         found.price(price)
     assert "the cheapest 7.5 an hour" in found.explained()
     for least, where in ((3 * 2**30, "x=1"), (2 * 2**30, "y=2"), (4 * 2**30, "z=3")):
-        found.memory(least, where)
+        found.memory(lambda least=least, where=where: (least, where))
     found.memory()
     said = found.explained()
     most = max(one.gpu.memory_bytes for one in SOME.sites) / 2
