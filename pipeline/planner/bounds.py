@@ -82,6 +82,12 @@ class Bounds:
         layers_s = [(held, count * layer_s) for layer_s, held in many.items()]
         return whole_layers_s(layers_s, len(self._work.layers), pipeline_s) + least.ends_s
 
+    def completions(self, shape: Shape, route: Route) -> list[tuple[float, float]]:
+        """Return (least seconds of a step because of its slowest hop, sum of prices) of ways to complete a route."""
+        count = shape.microbatches * shape.crossings
+        found = self._crossings.completions(shape, route, self.caps(shape))
+        return [(count * sent_s, price) for sent_s, price in found]
+
     def _inside(self, shape: Shape, route: Route, num_sites: int) -> tuple[float, float]:
         """Return the seconds in which a micro-batch is sent inside a site, and those of all such hops of a forward.
 

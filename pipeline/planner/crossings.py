@@ -47,6 +47,7 @@ class Crossings:
         self._estimates, self._cluster, self._work = estimates, estimates.cluster, estimates.work
         self._cell = cell or MOST_CELL
         self._known: dict[Hashable, Hops] = {}
+        self._completions: dict[Hashable, list[tuple[float, float]]] = {}
 
     def of(
         self, shape: Shape, route: Route, roomiest: list[tuple[int, int]]
@@ -67,24 +68,31 @@ class Crossings:
         chain = list(zip(route.stages, ways_s, strict=False))
         here = route.sites[-1] if route.sites else None
         left, further = shape.num_stages - sum(route.stages), -1 if here is None else 0
+        following = [(here, site) for site, cap in roomiest if cap and site not in route.sites] if left > 0 else []
+        following = [hop for hop in following if hop in known.way_s]
+        least_way_s = min((known.way_s[hop] for hop in following), default=0.0)
         for site, cap in roomiest:
             if left <= 0 or not cap:
                 break
             if site not in route.sites:
                 further += 1
-                if further == len(known.quickest_s) or (further and here not in known.least_way_s):
+                if further == len(known.quickest_s) or (further and here is not None and not following):
                     return None
                 quickest_s = known.quickest_s[further]
                 if further:
-                    quickest_s = max(quickest_s, known.least_way_s[here] + known.quickest_s[further - 1])
+                    quickest_s = max(quickest_s, least_way_s + known.quickest_s[further - 1])
                 chain.append((min(cap, left), ways_s[-1] + quickest_s))
                 left -= cap
         if left > 0:
             return None
         held_s = [known.held_s[hop] for hop in pairwise(route.sites)]
         if further > 0:
-            sent_s.append(known.least_sent_s[here])
-            held_s += [known.least_held_s[here], *[known.least_held_s[None]] * (further - 1)]
+            least_sent_s, least_held_s = (
+                min((seconds[hop] for hop in following), default=least[None])
+                for seconds, least in ((known.sent_s, known.least_sent_s), (known.held_s, known.least_held_s))
+            )
+            sent_s.append(least_sent_s)
+            held_s += [least_held_s, *[known.least_held_s[None]] * (further - 1)]
         most = roomiest[0][1]
         sending_s = 0.0
         for site, (before_s, after_s) in enumerate(pairwise(held_s), start=1):
@@ -93,6 +101,39 @@ class Crossings:
                 each_s = shape.crossings * (before_s + after_s)
                 sending_s = max(sending_s, shape.microbatches * each_s - before_s + 2 * way_s)
         return chain, max(sent_s, default=0.0), sending_s
+
+    def completions(self, shape: Shape, route: Route, caps: list[int]) -> list[tuple[float, float]]:
+        """Return (seconds of sending over the slowest hop, sum of prices) of the hops that complete a pipeline's route.
+
+        Completions that another one beats in both values are left out. Every site holds as many ranks as it can.
+
+        Args:
+            caps: by site, the number of ranks that fit.
+        """
+        hops, links = self.hops(shape), self._cluster.link
+        key = ("completions", id(hops), tuple(caps), route.sites, shape.num_stages - sum(route.stages))
+        if key in self._completions:
+            return self._completions[key]
+        found: list[tuple[float, float]] = []
+
+        def extend(sites: tuple[int, ...], left: int, sent_s: float, price: float) -> None:
+            if any(one[0] <= sent_s and one[1] <= price for one in found):
+                return
+            if left <= 0:
+                found.append((sent_s, price))
+                return
+            for site, cap in enumerate(caps):
+                if not cap or site in sites:
+                    continue
+                if not sites:
+                    extend((site,), left - cap, sent_s, price)
+                elif (link := links(sites[-1], site)) is not None:
+                    slowest_s = max(sent_s, hops.sent_s[sites[-1], site])
+                    extend((*sites, site), left - cap, slowest_s, price + link.egress_price)
+
+        extend(route.sites, shape.num_stages - sum(route.stages), 0.0, 0.0)
+        self._completions[key] = found
+        return found
 
     def hops(self, shape: Shape) -> Hops:
         """Return the seconds of hops over all links, with the largest possible DP-cell."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from math import inf
 
-from weft.pipeline.planner.bounds import Bounds
+from weft.pipeline.planner.bounds import ANYWHERE, Bounds
 from weft.pipeline.planner.candidates import Candidate, Candidates, empty_layout
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.cut_table import CutTable
@@ -32,9 +32,9 @@ class Evaluation:
         self._least_price = min(site.price for site in cluster.sites)
         self._bounds = Bounds(self._estimates, request.pins.get("cell"), request.max_memory)
         self._cuts = Cuts(self._estimates, request.max_memory, self._bounds.hop_s, self._bounds.held)
-        self.families = FamilyBounds(cluster, self._estimates, self._bounds, request)
-        self.refused = Refusals(cluster, work, request)
         self._traffic = Traffic(self._estimates)
+        self.families = FamilyBounds(self._estimates, self._bounds, self._traffic, request)
+        self.refused = Refusals(cluster, work, request)
         self._candidates = Candidates(self._estimates, self._traffic, request, self.refused)
         self._predictions = Predictions(self._estimates, self._traffic)
 
@@ -72,7 +72,8 @@ class Evaluation:
         if step_s == inf:
             return inf
         paid, price = self._bounds.price_seconds(shape), shape.gpus * self._least_price
-        return self._request.bound_of(step_s, price, paid, 0.0, self._tokens(shape))
+        begun = Route((*route.sites, site), (*route.stages, 1)) if route else Route((site,), (1,))
+        return self._request.bound_of(step_s, price, paid, self._least_egress(shape, begun), self._tokens(shape))
 
     def shape_bound(self, shape: Shape) -> float | None:
         """Return the lower bound of a shape's score for any route and schedule, or None if it fits nowhere."""
@@ -92,7 +93,7 @@ class Evaluation:
         if (step_s := self._bounds.step_s(shape, fullest=fullest)) in (None, inf):
             self.refused.links()
             return None
-        return self._request.bound_of(step_s, price, self._bounds.price_seconds(shape), 0.0, self._tokens(shape))
+        return self._paid_bound(shape, ANYWHERE, step_s, price)
 
     def least_stages(self, shapes: Sequence[Shape]) -> int:
         """Return the least number of stages with which one of these shapes may fit memory.
@@ -108,8 +109,8 @@ class Evaluation:
             sites = [number for number, cap in enumerate(self._bounds.caps(shape)) if cap]
             if least := self._cuts.least_stages(shape, sites):
                 found.append(least)
-        if shapes and not found:
-            self.refused.memory(partial(self._needed, shapes[-1]))
+            else:
+                self.refused.memory(partial(self._needed, shape))
         return min(found, default=0)
 
     def _needed(self, shape: Shape) -> tuple[float, str]:
@@ -140,7 +141,7 @@ class Evaluation:
         """Return the least score of a shape if its replicas are at different sites and reduce over the WAN."""
         across_s = self._estimates.least_across_s(self._bounds.part(shape.num_stages), shape)
         price = shape.gpus * self._least_price
-        return self._request.score_of(across_s, None, price, 0.0, self._tokens(shape))
+        return self._request.score_of(across_s, None, price, self._least_egress(shape), self._tokens(shape))
 
     def sites_of_several(self) -> int:
         """The maximum number of sites of a pipeline if replicas have routes of their own; 1 if there are many sites."""
@@ -166,12 +167,11 @@ class Evaluation:
         if step_s == inf:
             self.refused.links()
             return None
-        paid, egress = self._bounds.price_seconds(shape, route), self._traffic.egress(shape, route)
-        return request.bound_of(step_s, price, paid, egress, self._tokens(shape))
+        return self._paid_bound(shape, route, step_s, price)
 
     def tables(self, shape: Shape, route: Route) -> list[tuple[float, CutTable]]:
         """Return the tables of all cuts of a whole route, each with the lower bound of its scores."""
-        price, egress = self._traffic.price(shape, route), self._traffic.egress(shape, route)
+        price, egress = self._traffic.price(shape, route), self._least_egress(shape, route)
         if shape.arrangement.startswith("site_") and len({way.stages for way in empty_layout(shape, route).ways}) > 1:
             return []  # virtual stages have to lie on the same ranks of all replicas
         found = [
@@ -184,7 +184,7 @@ class Evaluation:
 
     def cuts_below(self, table: CutTable, shape: Shape, route: Route, score: float) -> Iterator[tuple[int, ...]]:
         """Yield the cuts of a table whose score may be below ``score``."""
-        price, egress = self._traffic.price(shape, route), self._traffic.egress(shape, route)
+        price, egress = self._traffic.price(shape, route), self._least_egress(shape, route)
         return table.below(self._request.step_of(score, price, egress, self._tokens(shape)))
 
     def candidates(
@@ -202,6 +202,26 @@ class Evaluation:
     def schedule(self, candidate: Candidate) -> Prediction | None:
         """Schedule a candidate; return its prediction, or None if its schedule exceeds memory."""
         return self._predictions.of(candidate)
+
+    def _paid_bound(self, shape: Shape, route: Route, step_s: float, price: float) -> float:
+        """Return the lower bound of the score of routes that begin with ``route``, for a least time and price."""
+        bound_of, paid = self._request.bound_of, self._bounds.price_seconds(shape, route)
+        egress, tokens = self._least_egress(shape, route), self._tokens(shape)
+        is_known = self._request.objective is not Objective.cost or route.is_whole(shape)
+        if is_known or shape.routes > 1 or len(self._cluster.sites) > FEW_SITES:
+            return bound_of(step_s, price, paid, egress, tokens)
+        known = self._traffic.egress(shape, route)
+        return min(  # fast links may cost more than slow ones
+            (
+                bound_of(max(step_s, sent_s), price, paid, known + self._traffic.paid_for_hops(shape, prices), tokens)
+                for sent_s, prices in self._bounds.completions(shape, route)
+            ),
+            default=inf,
+        )
+
+    def _least_egress(self, shape: Shape, route: Route = ANYWHERE) -> float:
+        """Return `Traffic.least_egress`, or 0 if the objective does not count money."""
+        return self._traffic.least_egress(shape, route) if self._request.objective is Objective.cost else 0.0
 
     def _tokens(self, shape: Shape) -> int:
         return shape.sequences * self._work.sequence_length

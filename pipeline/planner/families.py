@@ -8,11 +8,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from weft.pipeline.planner.bounds import Bounds
-from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.crossings import local_s
 from weft.pipeline.planner.estimates import STEP_BYTES, Estimates, reduced_bytes
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import MOST_CELL, Objective, Request
+from weft.pipeline.planner.traffic import Traffic
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class FamilyBounds:
     """Lower bounds of the scores of many families at a time."""
 
-    def __init__(self, cluster: Cluster, estimates: Estimates, bounds: Bounds, request: Request) -> None:
-        self._cluster, self._estimates, self._bounds, self._request = cluster, estimates, bounds, request
+    def __init__(self, estimates: Estimates, bounds: Bounds, traffic: Traffic, request: Request) -> None:
+        self._cluster, self._estimates, self._bounds = estimates.cluster, estimates, bounds
+        self._traffic, self._request = traffic, request
         self._known: dict[Hashable, Any] = {}
 
     def of(
@@ -56,13 +57,15 @@ class FamilyBounds:
             sending_s = (microbatches - 1 / cell) * sent_s
             step_s = np.maximum(np.maximum(step_s, microbatches * sent_s), through_s + 2 * way_s + sending_s)
         step_s = step_s + self._ends_s(family, replicas, routes, stages)
-        tokens = replicas * microbatches * family.microbatch_size * self._estimates.work.sequence_length
+        sequences = replicas * microbatches * family.microbatch_size
+        tokens = sequences * self._estimates.work.sequence_length
         lines = replicas * family.gpus_per_rank
         prices = min(one.price for one in self._cluster.sites)
-        bound = self._request.score_of(step_s, None, lines * prices, 0.0, tokens)
-        if self._request.objective is Objective.cost:
-            bound = np.maximum(bound, lines * microbatches * paid / 3600 / tokens)
-        return bound
+        if self._request.objective is not Objective.cost:
+            return self._request.score_of(step_s, None, lines * prices, 0.0, tokens)
+        egress = self._traffic.least_egress_of_families(family, sequences, routes, crosses=crosses)
+        bound = self._request.score_of(step_s, None, lines * prices, egress, tokens)
+        return np.maximum(bound, (lines * microbatches * paid / 3600 + egress) / tokens)
 
     def _speeds(self, family: Shape) -> tuple[Array, Array, Array]:
         """Return the sites' capacities, the largest first, and the least seconds at sites of at least this capacity.
