@@ -68,8 +68,11 @@ class Crossings:
         chain = list(zip(route.stages, ways_s, strict=False))
         here = route.sites[-1] if route.sites else None
         left, further = shape.num_stages - sum(route.stages), -1 if here is None else 0
-        following = [(here, site) for site, cap in roomiest if cap and site not in route.sites] if left > 0 else []
-        following = [hop for hop in following if hop in known.way_s]
+        following = [
+            (here, site)
+            for site, cap in (roomiest if left > 0 else ())
+            if here is not None and cap and site not in route.sites and (here, site) in known.way_s
+        ]
         least_way_s = min((known.way_s[hop] for hop in following), default=0.0)
         for site, cap in roomiest:
             if left <= 0 or not cap:

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.pipeline.planner.bounds import ANYWHERE
 from weft.pipeline.planner.cluster import Link
-from weft.pipeline.planner.estimates import Estimates, reduced_bytes
+from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import site_capacity
@@ -106,7 +106,7 @@ class Traffic:
 
     def _reduced(self, work: LayerWork, shape: Shape) -> float:
         """Return the bytes that all GPUs of a rank with this work send from one site to another in a step."""
-        return reduced_bytes(shape) * work.parameters / shape.routes
+        return self._estimates.across_bytes(work, shape) * shape.lines_of_route
 
     def _pairs(self, layout: Layout) -> list[tuple[LayerWork, float]]:
         """Return, by rank, its work and the sum of the prices of a gigabyte over all pairs of its sites."""

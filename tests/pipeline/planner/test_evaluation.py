@@ -21,6 +21,10 @@ TWO = cluster(site("a", price=2.0), site("b", price=3.0), bandwidth_bps=1e10)
 SHAPE = Shape(num_stages=2, replicas=4, microbatches=8)
 WORK = model()
 TOKENS = 4 * 8 * 1024
+HOP_PRICE = 2 * 0.02 * WORK.message_bytes * 32 / 1e9
+"""Price of a step's bytes over one hop of all pipelines."""
+REDUCED_PRICE = 0.02 * reduced_bytes(SHAPE) * WORK.parameters / 1e9
+"""Price of what replicas at two sites exchange in a step."""
 
 
 def evaluation(some=TWO, work=WORK, **request):
@@ -122,7 +126,8 @@ def test_work_that_cannot_all_be_at_the_cheapest_site_costs_more():
     part = Route((1,), (1,))
     step_s, work = limits.step_s(SHAPE, part), limits.price_seconds(SHAPE, part)
     an_hour = max(work / step_s, 4 * (1.0 + 9.0))
-    assert found.route_bound(SHAPE, part) == pytest.approx((an_hour + FREE) * step_s / 3600 / TOKENS, rel=1e-12)
+    paid = (an_hour + FREE) * step_s / 3600 + HOP_PRICE
+    assert found.route_bound(SHAPE, part) == pytest.approx(paid / TOKENS, rel=1e-12)
 
 
 def test_what_no_links_suffice_for_is_refused():
@@ -156,9 +161,8 @@ def test_a_route_costs_what_its_sites_do_and_the_rest_the_least(route, shape, an
         dear = evaluation(max_cost_per_hour=an_hour - 1e-6)
         assert not any(dear.candidates(shape, route)) and why_not(dear) == "--max-cost-per-hour"
     step_s = bounds().step_s(shape, route) + bounds().further_across_s(shape, route)
-    egress = 0.0
-    if route.sites == (0, 1) and shape.routes == 1:
-        egress = 2 * 0.02 * WORK.message_bytes * 32 / 1e9
+    egress = HOP_PRICE * shape.sequences / 32 if shape.routes == 1 else REDUCED_PRICE
+    egress = 0.0 if route.is_whole(shape) and len(route.sites) == 1 else egress
     found = evaluation(objective=Objective.cost).route_bound(shape, route)
     tokens = shape.sequences * 1024
     assert found == pytest.approx(((an_hour + FREE) * step_s / 3600 + egress) / tokens, rel=1e-9)
@@ -169,7 +173,7 @@ def test_a_shape_apart_scores_at_least_what_reducing_over_the_wan_takes():
     across_s = Estimates(TWO, WORK).least_across_s(bounds().part(2), shape)
     assert evaluation().across_bound(shape) == pytest.approx(across_s / TOKENS)
     money = evaluation(objective=Objective.cost).across_bound(shape)
-    assert money == pytest.approx((8 * 2.0 + FREE) * across_s / 3600 / TOKENS)
+    assert money == pytest.approx(((8 * 2.0 + FREE) * across_s / 3600 + REDUCED_PRICE) / TOKENS)
 
 
 def test_a_shape_is_crowded_where_memory_holds_few_micro_batches():

@@ -5,9 +5,11 @@ from itertools import islice
 
 import pytest
 
+from tests.pipeline.planner.planned import cluster, model, site
 from tests.pipeline.planner.random_cases import case
 from weft.pipeline.planner.candidates import empty_layout
 from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective
 from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.search import plan
@@ -55,3 +57,26 @@ def test_a_plan_by_cost_weighs_free_slow_links_against_fast_ones_with_a_price():
         link.egress_price for link in found.cluster.links.values()
     }
     assert found.gap < 0.01 and found.best.egress_per_step == 0
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_replicas_exchange_only_what_is_trained(tensor):
+    """Adapters train one weight in a hundred, and each GPU of a tensor group holds some of their factors whole."""
+    work = model()
+    layers = tuple(
+        replace(
+            one, trained_parameters=one.parameters // 100, whole_parameters=one.parameters // 200, trained_flops=0.0
+        )
+        for one in work.layers
+    )
+    before, after = (replace(one, trained_parameters=0, trained_flops=0.0) for one in (work.before, work.after))
+    adapted = replace(work, before=before, layers=layers, after=after)
+    some = cluster(site("a"), site("b"))
+    shape = Shape(num_stages=2, replicas=2, tensor=tensor, microbatches=4, routes=2)
+    layout = replace(empty_layout(shape, Route((0, 1), (2, 2))), layers=(4, 4))
+    traffic = Traffic(Estimates(some, adapted))
+    trained = sum(one.trained_parameters + (tensor - 1) * one.whole_parameters for one in layers)
+    sent = (4 + 2) * trained  # fp32 gradients and bf16 weights, half of each from either site to the other
+    assert traffic.wan_bytes(layout, Route((0, 1), (2, 2))) == pytest.approx(sent)
+    assert traffic.reduced_egress(layout) == pytest.approx(sent / 1e9 * 0.02)
+    assert traffic.least_egress(shape) <= traffic.reduced_egress(layout)
