@@ -345,6 +345,17 @@ def _controller(config: WeftConfig) -> Iterator[str]:
                 "give the bubble board of each rank whose device it uses"
             )
 
+    names = [config.inference.prefill.model]
+    for model in config.inference.controller.models:
+        if not model.url.startswith(("http://", "https://")):
+            yield (
+                f"inference.controller.models.url={model.url!r}: not an HTTP address; "
+                "give it as in http://127.0.0.1:8500"
+            )
+        if not model.name or model.name in names:
+            yield f"inference.controller.models.name={model.name!r}: empty, or another model's; give each its own"
+        names.append(model.name)
+
 
 def _decode(config: WeftConfig) -> Iterator[str]:
     decode = config.inference.decode

@@ -22,6 +22,7 @@ from weft.conf.schema.inference import ControllerConfig as ControllerConfig
 from weft.conf.schema.inference import DecodeConfig as DecodeConfig
 from weft.conf.schema.inference import InferenceConfig as InferenceConfig
 from weft.conf.schema.inference import KvConnector as KvConnector
+from weft.conf.schema.inference import OtherModelConfig as OtherModelConfig
 from weft.conf.schema.inference import PrefillConfig as PrefillConfig
 from weft.conf.schema.inference import PrefillWorkerConfig as PrefillWorkerConfig
 from weft.conf.schema.model import Attention as Attention

@@ -29,6 +29,18 @@ class PrefillWorkerConfig:
 
 
 @dataclass(kw_only=True)
+class OtherModelConfig:
+    """A model that another OpenAI server serves, such as the controller of another `weft serve`."""
+
+    name: str = ""
+    """Name of the model in requests."""
+    url: str = ""
+    """URL of the server, such as http://127.0.0.1:8500."""
+    api_key_env: str = ""
+    """Environment variable with the server's API key; empty if it needs none."""
+
+
+@dataclass(kw_only=True)
 class ControllerConfig:
     """The HTTP service in front of the prefill workers."""
 
@@ -49,6 +61,8 @@ class ControllerConfig:
     """Private key of the certificate in PEM, without a passphrase; empty expects it in `ssl_certfile`."""
     workers: list[PrefillWorkerConfig] = field(default_factory=list)
     """Running workers to use; empty uses those that `weft serve` starts."""
+    models: list[OtherModelConfig] = field(default_factory=list)
+    """Other models, whose requests are forwarded to their servers."""
     tokenizer: str = ""
     """tokenizer.json of the served model, or its folder, to count prompt tokens; empty uses the one in
     `inference.prefill.model`, or estimates the count from the text's length if there is none."""

@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -20,25 +21,88 @@ from weft.inference.controller.metrics import Metrics
 from weft.inference.requests import Completion, Refusal, prompt_part
 
 RETRY_S = 5
-"""Retry-After while the decode server restarts."""
+"""Retry-After while the decode server restarts, or has a full queue."""
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date"}
 """Headers of the decode server's response that this server sends itself."""
 _EVENT_END = b"\n\n"
 
 
+class AnsweringServer:
+    """A server of OpenAI's API that answers whole requests."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient, *, connect_s: float, key: str = "") -> None:
+        """Create the client of a server.
+
+        Args:
+            url: its URL.
+            client: without credentials for other servers.
+            connect_s: longest time in which it has to accept a connection.
+            key: its API key, or empty.
+        """
+        self.url, self._client = url.rstrip("/"), client
+        self._timeout = httpx.Timeout(None, connect=connect_s)
+        self._headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+
+    async def answer(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[bytes, bytes],
+        *,
+        added: dict[str, str],
+        begun: Callable[[], None],
+    ) -> Response:
+        """Return the server's response, which is streamed as it is produced.
+
+        Args:
+            path: path in OpenAI's API.
+            body: forwarded unchanged.
+            headers: client headers to forward.
+            added: headers to add to the response.
+            begun: called when the first part of a successful response arrives.
+
+        Raises:
+            Refusal: the server does not answer.
+        """
+        sent = {**headers, **self._headers, b"accept-encoding": b"identity"}
+        request = self._client.build_request(
+            "POST", f"{self.url}{path}", content=body, headers=sent, timeout=self._timeout
+        )
+        try:
+            response = await self._client.send(request, stream=True)
+            kept = {name: text for name, text in response.headers.items() if name not in _OF_CONNECTION} | added
+            if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # its queue is full
+                kept.setdefault("retry-after", str(RETRY_S))
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                return _Stream(response, begun, kept)
+            content = await response.aread()
+            await response.aclose()
+        except httpx.TransportError as error:
+            raise _gone() from error
+        if response.is_success:
+            if Completion().is_aborted(content):
+                raise _gone()
+            begun()
+        return Response(content, status_code=response.status_code, headers=kept)
+
+    async def get(self, path: str) -> httpx.Response:
+        """Return the response to a GET request.
+
+        Raises:
+            Refusal: the server does not answer.
+        """
+        try:
+            return await self._client.get(f"{self.url}{path}", headers=self._headers, timeout=self._timeout.connect)
+        except httpx.TransportError as error:
+            raise _gone() from error
+
+
 class Answers:
     """Answers requests of `/v1/completions` and `/v1/chat/completions` as the decode server would."""
 
-    def __init__(
-        self, url: str, dispatch: Dispatch, metrics: Metrics, client: httpx.AsyncClient, *, connect_s: float
-    ) -> None:
-        """Create the service in front of the decode server at ``url``.
-
-        Args:
-            connect_s: longest time in which it has to accept a connection.
-        """
-        self.url, self._dispatch, self._metrics, self._client = url, dispatch, metrics, client
-        self._timeout = httpx.Timeout(None, connect=connect_s)
+    def __init__(self, server: AnsweringServer, dispatch: Dispatch, metrics: Metrics) -> None:
+        """Create the service in front of the decode server."""
+        self._server, self._dispatch, self._metrics = server, dispatch, metrics
 
     async def answer(
         self,
@@ -68,31 +132,11 @@ class Answers:
         prefilled = "bubble" if transfer else "decode"
         if transfer:
             body = json.dumps({**value, "kv_transfer_params": transfer}).encode()
-        request = self._client.build_request(
-            "POST",
-            f"{self.url}{path}",
-            content=body,
-            headers={**headers, b"accept-encoding": b"identity"},
-            timeout=self._timeout,
-        )
-        try:
-            response = await self._client.send(request, stream=True)
-            kept = {name: text for name, text in response.headers.items() if name not in _OF_CONNECTION} | added
-            if response.headers.get("content-type", "").startswith("text/event-stream"):
 
-                def first() -> None:
-                    self._metrics.begun(prefilled, time.monotonic() - begun_s)
-
-                return _Stream(response, first, kept)
-            content = await response.aread()
-            await response.aclose()
-        except httpx.TransportError as error:
-            raise _gone() from error
-        if response.is_success:
-            if Completion().is_aborted(content):
-                raise _gone()
+        def begun() -> None:
             self._metrics.begun(prefilled, time.monotonic() - begun_s)
-        return Response(content, status_code=response.status_code, headers=kept)
+
+        return await self._server.answer(path, body, headers, added=added, begun=begun)
 
     async def _prefill(
         self, path: str, value: Mapping[str, Any], headers: Mapping[bytes, bytes], *, tokens: int, deadline_s: float
@@ -124,19 +168,15 @@ class Answers:
         self._metrics.prefilled("decode", reason)
         return {"X-Weft-Fallback": reason}
 
-    async def models(self) -> Response:
+    async def models(self) -> httpx.Response:
         """Return the decode server's list of models."""
-        try:
-            response = await self._client.get(f"{self.url}/v1/models", timeout=self._timeout.connect)
-        except httpx.TransportError as error:
-            raise _gone() from error
-        return Response(response.content, status_code=response.status_code, media_type="application/json")
+        return await self._server.get("/v1/models")
 
     async def is_up(self) -> bool:
         """True if the decode server is healthy."""
         try:
-            return (await self._client.get(f"{self.url}/health", timeout=self._timeout.connect)).is_success
-        except httpx.TransportError:
+            return (await self._server.get("/health")).is_success
+        except Refusal:
             return False
 
 

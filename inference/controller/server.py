@@ -59,6 +59,7 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         count=count,
         clients=Clients(api_key, settings.clients),
         server_key=server_key(config, environment),
+        model_keys={model.name: environment.get(model.api_key_env, "") for model in settings.models},
         allow_decode=prefill.allow_decode,
         estimated=not tokenizer,
         decode_url=decode_url(config.inference.decode),

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import httpx
@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
-from weft.inference.controller.answers import Answers
+from weft.inference.controller.answers import AnsweringServer, Answers
 from weft.inference.controller.clients import Client, Clients
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.fleet import Fleet
@@ -57,6 +57,7 @@ def make_app(
     count: Count,
     clients: Clients,
     server_key: str = "",
+    model_keys: Mapping[str, str] | None = None,
     allow_decode: bool = False,
     estimated: bool = False,
     decode_url: str = "",
@@ -68,16 +69,19 @@ def make_app(
         count: counts the tokens of a text.
         clients: who may use the service.
         server_key: sent to workers and decode server.
+        model_keys: API keys of the servers of `inference.controller.models`, by model.
         allow_decode: True if the workers decode.
         estimated: True if ``count`` is an estimate.
         decode_url: URL of a decode server, for whole answers; empty answers prompts only.
         transport: transport of the HTTP client to the servers. The default is TCP.
     """
-    service = _Service(fleet, settings, count, clients, server_key, allow_decode, estimated, decode_url, transport)
+    service = _Service(
+        fleet, settings, count, clients, server_key, model_keys or {}, allow_decode, estimated, decode_url, transport
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with service.client:
+        async with service.client, service.outer_client:
             await service.dispatch.probe_all()
             watching = asyncio.create_task(service.dispatch.watch())
             yield
@@ -119,6 +123,7 @@ class _Service:
         count: Count,
         clients: Clients,
         server_key: str,
+        model_keys: Mapping[str, str],
         allow_decode: bool,
         estimated: bool,
         decode_url: str,
@@ -128,20 +133,22 @@ class _Service:
         self._count, self._allow_decode, self._estimated = count, allow_decode, estimated
         self._clients = clients
         self._metrics = Metrics(fleet)
+        connect_s = settings.answer_slack_s
         headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S)
         # Workers are local: ignore the environment's proxy settings.
-        self.client = httpx.AsyncClient(
-            transport=transport,
-            headers=headers,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
-        )
+        self.client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False, limits=limits)
+        self.outer_client = httpx.AsyncClient(transport=transport, trust_env=False, limits=limits)
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client)
         self._answers = (
-            Answers(decode_url, self.dispatch, self._metrics, self.client, connect_s=settings.answer_slack_s)
+            Answers(AnsweringServer(decode_url, self.client, connect_s=connect_s), self.dispatch, self._metrics)
             if decode_url
             else None
         )
+        self._others: dict[str, AnsweringServer] = {}
+        for model in settings.models:
+            key = model_keys.get(model.name, "")
+            self._others[model.name] = AnsweringServer(model.url, self.outer_client, connect_s=connect_s, key=key)
 
     async def generate(self, request: Request) -> Response:
         """Return a whole answer, or have a prompt prefilled and return the worker's response."""
@@ -152,6 +159,10 @@ class _Service:
         headers = {name: value for name, value in request.headers.raw if name.decode("latin-1") in _FORWARDED}
         value = await asyncio.to_thread(parse, body, max_depth=self._settings.max_json_depth)
         path = request.url.path
+        if (other := self._others.get(str(value.get("model")))) is not None:
+            self._admit(request, client, len(body) // BYTES_PER_TOKEN)
+            answer = other.answer(path, body, headers, added={}, begun=lambda: None)
+            return await _unless_disconnected(request, answer)
         if self._answers is not None and not decodes_elsewhere(value):
             tokens, fits = await asyncio.to_thread(self._check_whole, body, value)
             self._admit(request, client, tokens)
@@ -171,19 +182,30 @@ class _Service:
         return _answer(prefilled, ticket)
 
     async def models(self, request: Request) -> Response:
-        """Return the model list of the decode server, or of the first worker that answers."""
+        """Return the models of the decode server, or of the first worker that answers, and the other models."""
         self._authorize(request)
+        own = await self._own_models()
+        if not self._others or not own.is_success:
+            return _forwarded(own, {})
+        value = own.json()
+        answers = await asyncio.gather(
+            *(server.get("/v1/models") for server in self._others.values()), return_exceptions=True
+        )
+        for name, answer in zip(self._others, answers, strict=True):  # without those whose server does not answer
+            if isinstance(answer, httpx.Response) and answer.is_success:
+                value["data"] += [model for model in answer.json()["data"] if model["id"] == name]
+        return JSONResponse(value)
+
+    async def _own_models(self) -> httpx.Response:
         if self._answers is not None:
             return await self._answers.models()
         for worker in [worker for worker in self._fleet.workers if worker.up]:
             try:
-                response = await self.client.get(f"{worker.url}/v1/models", timeout=self._settings.answer_slack_s)
+                return await self.client.get(f"{worker.url}/v1/models", timeout=self._settings.answer_slack_s)
             except httpx.ConnectError:
                 self._fleet.set_up(worker, False)
             except httpx.TransportError:  # slow is not dead
                 continue
-            else:
-                return _forwarded(response, {})
         raise Refusal(503, "no worker answers", retry_after_s=1)
 
     async def metrics_text(self, request: Request) -> Response:

@@ -126,6 +126,8 @@ BAD = [
     (["supervise.spike=20", "supervise.max_skips=0"], "skips no step; set it to 3"),
     # serving
     (["inference.controller.workers=[{url: localhost, boards: [x]}]"], "give it as in http://127.0.0.1:8001"),
+    (["inference.controller.models=[{name: a, url: localhost}]"], "give it as in http://127.0.0.1:8500"),
+    (["inference.controller.models=[{url: 'http://x'}]"], "empty, or another model's"),
     (["inference.controller.workers=[{url: http://localhost}]"], "give the bubble board of each rank"),
     (["inference.controller.deadline_s=0"], "above 0"),
 ]

@@ -79,8 +79,13 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         if request.url.path == "/v1/models":
             if fault == "slow":
                 raise httpx.ReadTimeout("no answer", request=request)
-            return httpx.Response(200, json={"data": [{"id": "tiny"}]})
+            return httpx.Response(200, json={"data": [{"id": "other" if name == "other" else "tiny"}]})
         body = await request.aread()
+        if name == "other":
+            if fault:
+                return httpx.Response(500)
+            self.decoded.append((request, json.loads(body)))
+            return httpx.Response(200, json={"model": "other"})
         if name == "decode":
             return await self._decode(request, json.loads(body), fault)
         self.seen.append((name, request, json.loads(body)))
@@ -104,6 +109,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
     async def _decode(self, request, body, fault):
         self.decoded.append((request, body))
         headers = {"X-Server": "stock", "Date": "then"}
+        if fault == "full":
+            return httpx.Response(503, json={"error": {"message": "busy"}}, headers=headers)
         if body.get("temperature") == -1:
             return httpx.Response(400, json={"error": {"message": "temperature"}}, headers=headers)
         if not body.get("stream"):
@@ -144,7 +151,9 @@ def fleet_of(workers, boards=None, prefill=None, cost="", **settings):
 
 
 @contextlib.asynccontextmanager
-async def controller(workers, boards=None, *, api_key="", allow_decode=False, decode_url="", clients="", **settings):
+async def controller(
+    workers, boards=None, *, api_key="", allow_decode=False, decode_url="", clients="", keys=None, **settings
+):
     """A client of a running controller."""
     fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, "silence_s": 0.3, **settings})
     app = make_app(
@@ -153,6 +162,7 @@ async def controller(workers, boards=None, *, api_key="", allow_decode=False, de
         count=lambda text: len(text.split()),
         clients=Clients(api_key, str(clients)),
         server_key="inner",
+        model_keys=keys,
         allow_decode=allow_decode,
         decode_url=decode_url,
         transport=workers,

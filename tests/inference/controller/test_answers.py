@@ -1,8 +1,11 @@
 """Whole answers: prompts in bubbles where possible, by the decode server otherwise."""
 
 import asyncio
+import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.inference.controller.fake_workers import (
     DECODE,
@@ -13,6 +16,7 @@ from tests.inference.controller.fake_workers import (
     controller,
     run,
 )
+from weft.conf.schema import OtherModelConfig
 
 WHOLE = {"model": "tiny", "prompt": "one two three", "max_tokens": 9}
 HANDED = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -104,6 +108,69 @@ def test_users_never_wait_for_training(case, reason):
             metrics = (await client.get("/metrics")).text
             assert counted(metrics, "decode", reason) and "weft_prefill_refusals_total{" not in metrics
             assert (workers.cancelled == ["w0"]) == (case == "slow")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("decode_url", ["", DECODE])
+@pytest.mark.parametrize("key", ["", "outer"])
+def test_other_models_are_answered_by_their_servers_which_get_no_key_of_ours(decode_url, key):
+    async def scenario():
+        workers, others = FakeWorkers(1), [OtherModelConfig(name="other", url="http://other/")]
+        async with controller(workers, decode_url=decode_url, models=others, keys={"other": key}) as client:
+            answer = await client.post(PATH, json=WHOLE | {"model": "other"}, headers={"Authorization": "Bearer mine"})
+            assert answer.json() == {"model": "other"} and not workers.seen
+            ((request, body),) = workers.decoded
+            assert body == WHOLE | {"model": "other"}
+            assert request.headers.get("authorization") == (f"Bearer {key}" if key else None)
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [model["id"] for model in listed] == ["tiny", "other"]
+            workers.fault = {"other": "dead"}
+            assert (await client.post(PATH, json=WHOLE | {"model": "other"})).status_code == 503
+            assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["tiny"]
+
+    run(scenario())
+
+
+NAMES = ["prompt", "messages", "max_tokens", "n", "stream", "echo", "logprobs", "tools", "kv_transfer_params", "model"]
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "do_remote_decode", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    path=st.sampled_from([PATH, "/v1/chat/completions"]),
+    body=st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5).map(lambda value: json.dumps(value).encode())
+    | st.binary(max_size=30),
+)
+def test_whatever_a_client_sends_is_answered_or_refused_and_never_an_internal_error(path, body):
+    async def scenario():
+        workers = FakeWorkers(1)
+        async with controller(workers, decode_url=DECODE) as client:
+            answer = await client.post(path, content=body)
+            assert answer.status_code in (200, 400, 503)
+            assert (answer.status_code == 200) == (bool(workers.decoded) or "worker" in answer.json())
+            if answer.status_code != 200:
+                assert answer.json()["error"]["message"]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_decode_server_with_a_full_queue_names_the_seconds_until_a_retry(stream):
+    async def scenario():
+        workers = FakeWorkers(1)
+        workers.fault = {"decode": "full"}
+        async with controller(workers, decode_url=DECODE) as client:
+            answer = await client.post(PATH, json=WHOLE | {"stream": stream})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert answer.json()["error"]["message"] == "busy"
 
     run(scenario())
 

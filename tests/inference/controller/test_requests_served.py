@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.inference.controller.fake_workers import (
 )
 
 TOO_LARGE = 5_000_000
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_request_and_its_answer_pass_unchanged():
@@ -209,5 +212,18 @@ def test_a_body_may_be_as_large_as_the_limit(more, told):
         async with controller(FakeWorkers(1), max_body_bytes=len(body) - more) as client:
             answer = await client.post(PATH, content=body if told else parts())
             assert answer.status_code == (413 if more else 200)
+
+    run(scenario())
+
+
+def test_the_dashboard_shows_every_metric_and_no_other():
+    names = set(re.findall(r"weft_\w+", (ROOT / "docs" / "grafana" / "serving.json").read_text()))
+
+    async def scenario():
+        async with controller(FakeWorkers(1)) as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+            types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+            series = {f"{name}_bucket" if kind == "histogram" else name for name, kind in types.items()}
+            assert names == {name for name in series if not name.endswith("_created")}
 
     run(scenario())
