@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -11,6 +12,7 @@ from threading import Thread
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 PATIENCE_S = 1.0
 """Timeout for a write or read in seconds. It is short, because agents give up a driver that does not answer."""
 
@@ -30,6 +32,8 @@ class Storage:
     def call(self, function: Callable[..., T], *arguments: Any, limit_s: float | None = PATIENCE_S) -> T:
         """Return the result of a function, or that of the last call if it was the same call and came late.
 
+        A late error of another call is logged, because the caller of that one has had `StorageHangs`.
+
         Args:
             limit_s: seconds to wait, or None to wait without a timeout.
 
@@ -45,14 +49,19 @@ class Storage:
         if not result.done():
             raise StorageHangs(ETIMEDOUT, f"storage has not answered for {PATIENCE_S:g} s", str(self._path))
         self._last = None
-        return result.result() if known == call else self.call(function, *arguments, limit_s=limit_s)
+        if known == call:
+            return result.result()
+        if (error := result.exception()) is not None:
+            name = getattr(known[0], "__name__", str(known[0]))
+            log.warning("%s: a call of %s that had not answered in time failed: %r", self._path, name, error)
+        return self.call(function, *arguments, limit_s=limit_s)
 
 
 def _fill(result: Future[Any], call: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
     function, arguments = call
     try:
         result.set_result(function(*arguments))
-    except Exception as error:
+    except BaseException as error:  # on its own thread even SystemExit ends nothing but the call
         result.set_exception(error)
 
 

@@ -48,3 +48,31 @@ def test_storage_that_hangs_ends_a_call_with_an_error_and_the_same_call_returns_
     assert folder.call(work, "two", limit_s=None) == "two"
     with pytest.raises(KeyError):
         folder.call({}.__getitem__, "no such key")
+
+
+def test_a_late_error_is_logged_if_another_call_follows(caplog, path):
+    hangs, folder = threading.Event(), Storage(path)
+
+    def fail():
+        hangs.wait()
+        raise PermissionError("read-only")
+
+    with pytest.raises(StorageHangs):
+        folder.call(fail, limit_s=0.01)
+    hangs.set()
+    folder._last[1].exception()
+    assert folder.call(str, 1, limit_s=None) == "1", "the error is not that of this call"
+    (said,) = caplog.messages
+    assert all(part in said for part in (str(path), "a call of fail", "PermissionError('read-only')"))
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_thread_that_ends_is_an_error_and_no_hang(path, error):
+    folder = Storage(path)
+
+    def end():
+        raise error
+
+    with pytest.raises(type(error)):
+        folder.call(end, limit_s=10)
+    assert folder.call(str, 1, limit_s=10) == "1"
