@@ -1,8 +1,15 @@
 """The core trains without any one of its features, and says by name what is not there."""
 
 import configparser
+import importlib
+import json
 import os
+import pkgutil
 import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -23,14 +30,8 @@ SETTINGS = {
 """A setting that needs each feature; the planner and emulation have commands only."""
 CHECKS = {"net": ("--bind", "127.0.0.1")}
 """Options of each feature's check of `weft doctor`."""
-IMPORT_ALL = """
-import importlib, pkgutil, weft
-names = [found.name for found in pkgutil.walk_packages(weft.__path__, "weft.")]
-for name in names:
-    if ".worker.vllm" not in name and not name.endswith("__main__"):
-        importlib.import_module(name)
-print(len(names))
-"""
+THIRD_PARTY = ("torch", "deepspeed", "transformers", "peft", "datasets", "hydra", "hypothesis", "pytest")
+"""Modules that are imported once for all features."""
 NO_EDITABLE = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
@@ -62,27 +63,51 @@ def copy(root, *, without=()):
     return root
 
 
-def run(root, *command):
-    """Run Python with the copy, and return what it printed."""
-    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
-    return python(*command, env=environment, cwd=root, timeout_s=300)
-
-
 def train(root):
     """Losses of three steps of the quickstart."""
     runs = root / "runs"
-    done = run(
-        root,
-        "-m",
-        "weft.tools.cli",
-        "launch",
-        *TINY_QUICKSTART,
-        "train.steps=3",
-        f"train.output_dir={runs}",
-        "logging.every=1",
-    )
+    settings = [*TINY_QUICKSTART, "train.steps=3", f"train.output_dir={runs}", "logging.every=1"]
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{ROOT}"}
+    done = python("-m", "weft.tools.cli", "launch", *settings, env=environment, cwd=root, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return losses_of(runs)
+
+
+@pytest.fixture(scope="module")
+def fork():
+    """Run `examine` in a fork of a process that has imported `THIRD_PARTY`, and return its exit code."""
+    from weft.engine.supervision.agent.forkserver import ForkServer  # these tests are collected without it
+    from weft.engine.supervision.messages import Fork
+
+    server = ForkServer(THIRD_PARTY)
+    yield lambda *words: server.run(Fork(name="copy", target=f"{__name__}:examine", arguments=[*map(str, words)]))
+    server.close()
+
+
+def examine(arguments: Sequence[str]) -> int:
+    """Import all modules of a copy, call ``weft`` with each line of a file, and collect tests, in a fork.
+
+    The file then contains the exit code and the standard error of each command.
+    """
+    root, file, *options = arguments
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("weft", "tests")]:
+        del sys.modules[name]
+    exec(NO_EDITABLE)
+    sys.path[:0] = [root, str(ROOT)]
+    os.chdir(root)
+    import weft
+    from weft.tools import cli
+
+    assert Path(weft.__file__).parent.parent == Path(root)
+    for found in pkgutil.walk_packages(weft.__path__, "weft."):
+        if ".worker.vllm" not in found.name and not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+    ends = []
+    for words in json.loads(Path(file).read_text()):
+        with redirect_stderr(StringIO()) as printed:
+            ends.append((cli.main(words), printed.getvalue()))
+    Path(file).write_text(json.dumps(ends))
+    return pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests"), *options])
 
 
 @pytest.fixture(scope="module")
@@ -93,29 +118,25 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_the_core_works_without(name, tmp_path, whole):
+def test_the_core_works_without(name, tmp_path, whole, fork, capfd):
     assert len(folders(name)) <= 2
     root = copy(tmp_path, without=folders(name))
-    imported = run(root, "-c", IMPORT_ALL)
-    assert imported.returncode == 0, imported.stderr[-3000:]
     assert train(root) == whole
 
+    refused = {f"weft {command}: needs the feature {name!r}": [command] for command in FEATURES[name].commands}
+    for check in FEATURES[name].checks:
+        refused[f"weft doctor {check}: needs the feature {name!r}"] = ["doctor", check, *CHECKS[check]]
+    assert refused or name in SETTINGS
+    settings = [["config", "recipe=quickstart", SETTINGS[name]]] if name in SETTINGS else []
+    file = tmp_path / "commands.json"
+    file.write_text(json.dumps([*refused.values(), *settings]))
     # Benchmarks measure every feature, and are not installed.
     own = [f"--ignore={ROOT / 'tests' / folder}" for folder in (*folders(name), "benchmarks")]
-    collected = run(root, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", str(ROOT / "tests"), *own)
-    assert collected.returncode == 0, collected.stdout[-3000:]
-
-    for command in FEATURES[name].commands:
-        refused = run(root, "-m", "weft.tools.cli", command)
-        assert refused.returncode == 2 and f"weft {command}: needs the feature {name!r}" in refused.stderr
-    for check in FEATURES[name].checks:
-        refused = run(root, "-m", "weft.tools.cli", "doctor", check, *CHECKS[check])
-        assert refused.returncode == 2 and f"weft doctor {check}: needs the feature {name!r}" in refused.stderr
-    if name in SETTINGS:
-        refused = run(root, "-m", "weft.tools.cli", "config", "recipe=quickstart", SETTINGS[name])
-        setting = SETTINGS[name].partition("=")[0]
-        assert refused.returncode == 2 and f"{setting}" in refused.stderr and f"{name!r}" in refused.stderr, (
-            refused.stderr
-        )
-    else:
-        assert FEATURES[name].commands
+    assert fork(root, file, *own) == 0, capfd.readouterr().out[-3000:]
+    ends = json.loads(file.read_text())
+    assert [code for code, _ in ends] == [2] * len(ends)
+    for message, (_, printed) in zip(refused, ends, strict=False):
+        assert message in printed
+    for _, _, setting in settings:
+        printed = ends[-1][1]
+        assert setting.partition("=")[0] in printed and repr(name) in printed, printed

@@ -12,11 +12,9 @@ from time import monotonic
 from typing import Any
 
 from weft.conf.host.processes import free_port
-from weft.engine.supervision.agent.forkserver import ForkServer
-from weft.engine.supervision.messages import Fork, Forked, encode
 
 LOG_TAIL_CHARS = 4000
-_servers: list[ForkServer] = []
+_servers: list[Any] = []
 """The running forkserver, if there is one."""
 
 
@@ -31,6 +29,9 @@ def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any, tim
     Raises:
         RuntimeError: a rank failed or was not done in time, with the end of its output.
     """
+    from weft.engine.supervision.agent.forkserver import ForkServer  # the core's tests load without supervision
+    from weft.engine.supervision.messages import Fork, Forked, encode
+
     port, deadline = str(free_port()), monotonic() + timeout_s
     if not _servers:
         _servers.append(ForkServer(["tests.device.preloaded"]))
