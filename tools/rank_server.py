@@ -5,11 +5,15 @@ import os
 
 gc.disable()  # until all is imported: each search would look through what is there so far
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # a process with threads cannot be forked
 
 import torch
 
+import weft.engine.data
 import weft.engine.preloaded  # noqa: F401
+from weft.conf import load
 
-torch.set_num_threads(1)  # a process with threads cannot be forked safely
+load()  # Hydra looks for its plug-ins when it is first used
+torch.set_num_threads(1)
 gc.freeze()
 gc.enable()
