@@ -5,7 +5,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
-JOBS ?= 2
+# One more than the cores of a small machine, because many tests wait for processes and timeouts.
+JOBS ?= 3
 BIN := $(VENV)/bin
 # vLLM's prefill/decode proxy is in its repository and in no wheel.
 TOY_PROXY ?= .cache/toy_proxy_server.py
@@ -20,6 +21,8 @@ CARRIED := deepspeed hjson hydra-core omegaconf antlr4-python3-runtime datasets 
 CARRIED_PYTHON ?= 3.12
 CARRIED_COMPILED := pydantic-core
 export OMP_NUM_THREADS ?= 1
+# Bytecode is kept, also where the environment says otherwise: pytest rewrites and compiles 400 files for each process.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: env quickstart files mutants test test-fast test-slow test-security test-gpu gpu-report test-vllm device lint lint-ruff lint-format lint-layers lint-types lint-language language carried clean
 

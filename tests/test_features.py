@@ -56,7 +56,7 @@ def copy(root, *, without=()):
     package.mkdir()
     shutil.copy(ROOT / "__init__.py", package)
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, package / name)
     for folder in without:
         path = package / folder
         shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
