@@ -330,6 +330,16 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
             f"inference.prefill.ranks_per_worker={prefill.ranks_per_worker}: {len(ranks)} ranks are not a multiple of "
             "it; change it, or name the ranks in inference.prefill.ranks"
         )
+    if prefill.model and len(ranks) % prefill.stages:
+        yield (
+            f"inference.prefill.stages={prefill.stages}: {len(ranks)} ranks are not a multiple of it; change it, or "
+            "name the ranks in inference.prefill.ranks"
+        )
+    if prefill.stages > 1 < prefill.ranks_per_worker:
+        yield (
+            f"inference.prefill.stages={prefill.stages}: with ranks_per_worker={prefill.ranks_per_worker} the ranks of "
+            "a stage would have to begin together; set inference.prefill.ranks_per_worker=1"
+        )
 
 
 def _controller(config: WeftConfig) -> Iterator[str]:
@@ -343,6 +353,11 @@ def _controller(config: WeftConfig) -> Iterator[str]:
             yield (
                 "inference.controller.workers.boards=[]: the worker has no boards that tell when it may run; "
                 "give the bubble board of each rank whose device it uses"
+            )
+        if len(worker.boards) % worker.stages:
+            yield (
+                f"inference.controller.workers.stages={worker.stages}: {len(worker.boards)} boards are not a multiple "
+                "of it; give those of each stage's ranks, stage after stage"
             )
 
     names = [config.inference.prefill.model]

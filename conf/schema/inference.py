@@ -24,8 +24,11 @@ class PrefillWorkerConfig:
     """URL of the worker's HTTP server, such as http://127.0.0.1:8001."""
     boards: list[str] = field(default_factory=list)
     """Bubble boards of the ranks whose devices the worker uses; it computes only while all of them idle."""
+    stages: Annotated[int, Range(1, 64)] = 1
+    """Pipeline stages of the worker, each on as many of the ranks, in the order of `boards`. Each computes only while
+    its own ranks idle."""
     cost: str = ""
-    """File with the worker's cost model; empty predicts with a cautious prior."""
+    """File with the worker's cost model; empty predicts with a cautious prior. Those of later stages lie next to it."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +110,11 @@ class PrefillConfig:
     """Training ranks of this host whose bubbles serve prefill; empty means all of `cluster.ranks`."""
     ranks_per_worker: Annotated[int, COUNT] = 1
     """Ranks whose devices one worker spans as its tensor-parallel group; it runs while all of them
-    are in a bubble."""
+    are in a bubble. To span them one after the other instead, see `stages`."""
+    stages: Annotated[int, Range(1, 64)] = 1
+    """Pipeline stages that the model is cut into; each rank of a worker has one, and computes it in its own bubbles.
+    So a rank gives up a fraction of the memory of a whole worker. Neighbouring ranks form a worker: the same
+    pipeline position in a DP-cell, if it has that many pipelines."""
     host: str = "127.0.0.1"
     """Address for the workers to listen on; any address that other machines can reach needs an API key."""
     first_port: Annotated[int, Range(1024, 65535)] = 8301

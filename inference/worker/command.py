@@ -32,6 +32,9 @@ LEASE_S = 120
 """Seconds that a prompt's KV cache is kept until a decode instance has fetched it; vLLM's default of 30 is too
 short on a busy host."""
 
+STAGE_TIMEOUT_S = 86400
+"""Longest wait for a step, in seconds: a step in a pipeline waits as long as training keeps a rank busy."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -56,7 +59,8 @@ class Worker:
 
 def workers_of(config: WeftConfig) -> tuple[Worker, ...]:
     """Return the workers that `weft serve` starts on this host."""
-    prefill, each = config.inference.prefill, config.inference.prefill.ranks_per_worker
+    prefill = config.inference.prefill
+    each = prefill.ranks_per_worker * prefill.stages
     ranks = prefill.ranks or list(range(config.cluster.ranks))
     folder = boards_folder(config, os.getuid())
     groups = [tuple(ranks[first : first + each]) for first in range(0, len(ranks), each)]
@@ -79,6 +83,7 @@ def addresses(config: WeftConfig) -> list[PrefillWorkerConfig]:
         PrefillWorkerConfig(
             url=f"http://{config.inference.prefill.host}:{worker.port}",
             boards=[str(board) for board in worker.boards],
+            stages=config.inference.prefill.stages,
             cost=str(cost_link(worker.status)),
         )
         for worker in workers_of(config)
@@ -113,6 +118,7 @@ def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> 
         guard_s=prefill.guard_s,
         quantile=prefill.quantile,
         cost_file=str(cost_file(config, worker)),
+        stages=prefill.stages,
         status_file=str(worker.status),
         allow_decode=prefill.allow_decode,
         trace_file=trace_file,
@@ -123,7 +129,9 @@ def cost_file(config: WeftConfig, worker: Worker) -> Path:
     """Return the path of the cost model for this model, machine and worker."""
     prefill = config.inference.prefill
     digest = hashlib.sha256(prefill.model.encode()).hexdigest()[:8]
-    name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"{Path(prefill.model).name}-{digest}-{platform.node()}-{worker.index}")
+    part = f"-of{prefill.stages}" if prefill.stages > 1 else ""
+    whole = f"{Path(prefill.model).name}-{digest}-{platform.node()}-{worker.index}{part}"
+    name = re.sub(r"[^A-Za-z0-9.-]+", "_", whole)
     return Path(prefill.cost_dir).expanduser().absolute() / f"{name}.json"
 
 
@@ -134,6 +142,11 @@ def cost_link(status: Path) -> Path:
         status: path of the worker's `WorkerStatus`.
     """
     return status.with_suffix(".cost")
+
+
+def stage_file(file: Path, stage: int) -> Path:
+    """Return the path of a stage's cost model, which is ``file`` for the first stage."""
+    return file.with_name(f"{file.stem}.stage{stage}{file.suffix}") if stage else file
 
 
 def interpreter(prefill: PrefillConfig) -> str:
@@ -171,10 +184,16 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     }
     if num_gpus:
         options["--gpu-memory-utilization"] = prefill.memory_share
-        options["--tensor-parallel-size"] = len(worker.ranks)
+        options["--tensor-parallel-size"] = prefill.ranks_per_worker
     else:
-        options["--kv-cache-memory-bytes"] = prefill.kv_cache_bytes
+        options["--kv-cache-memory-bytes"] = prefill.kv_cache_bytes // prefill.stages
         options["--distributed-executor-backend"] = IN_PROCESS
+    if prefill.stages > 1:
+        options |= {
+            "--pipeline-parallel-size": prefill.stages,
+            "--distributed-executor-backend": "mp",
+            "--worker-cls": "weft.inference.worker.vllm_stage.StageWorker",
+        }
     if prefill.connector is KvConnector.nixl:
         options["--kv-transfer-config"] = json.dumps(kv_transfer(on_cpu=not num_gpus))
     # Compiling and capturing graphs would take device time from training for minutes at each restart.
@@ -250,6 +269,9 @@ def environment(
     # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
     env.setdefault("TORCH_COMPILE_DISABLE", "1")
     env["WEFT_WORKER_STATUS"] = str(worker.status)
+    if config.inference.prefill.stages > 1:
+        env.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(STAGE_TIMEOUT_S))
+        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise each stage needs cores of its own
     if devices:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices_of(config, worker, devices))
     return env

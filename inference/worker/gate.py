@@ -27,6 +27,11 @@ MIN_STEPS = 2.0
 CHECK_S = 0.25
 """Maximum sleep of the waker: the latency of noticing a board that appears, disappears or dies."""
 
+Limit = Callable[[int, float, float], int]
+"""Returns at most its first argument, a number of tokens, given the time now and that of the bubble's end."""
+Span = tuple[float, float, float | None]
+"""Begin and end of a step, in seconds of the monotonic clock, and its processor time or None."""
+
 
 class Gate:
     """Grants tokens inside bubbles of the ranks whose devices the worker shares."""
@@ -55,7 +60,9 @@ class Gate:
         self.why_not = ""
         """Why a board's writer was not alive at the last `grant`, or empty if all were."""
 
-    def grant(self, wanted: int, context: int) -> tuple[int, Opening | None]:
+    def grant(
+        self, wanted: int, context: int, *, most: Limit | None = None, may_try: bool = True
+    ) -> tuple[int, Opening | None]:
         """Return the number of tokens to compute now, and the current bubble.
 
         The tokens are predicted to finish before the bubble closes, minus the guard, or are a trial (`Trials`). The
@@ -64,6 +71,8 @@ class Gate:
         Args:
             wanted: the number of pending tokens.
             context: number of tokens that they attend to.
+            most: limits the tokens further.
+            may_try: False grants no trial.
         """
         self._trials.closes_s = 0.0
         states = [board.state() for board in self.boards]
@@ -75,11 +84,17 @@ class Gate:
         tokens = self.cost.tokens_within(
             found.closes_s - self.guard_s - now_s, context, max(0.0, now_s - self.last_end_s), wanted
         )
+        if most is not None and tokens:
+            tokens = most(tokens, now_s, found.closes_s)
         if tokens >= min(wanted, MIN_TOKENS):
             return tokens, found
-        if not self._may_try(found, now_s):
+        if not may_try or not self._may_try(found, now_s):
             return 0, found
         return min(wanted, self._trials.begin(now_s, found.closes_s)), found
+
+    def predicted(self, context: int) -> Callable[[int, float], float]:
+        """Return a function of tokens and begin that predicts a step after ``context`` tokens. See `chain.Seconds`."""
+        return lambda tokens, at_s: self.cost.predict_s(tokens, context, max(0.0, at_s - self.last_end_s))
 
     def _may_try(self, found: Opening, now_s: float) -> bool:
         pause_s = MIN_PAUSE_S if self.cost.steps < TRUSTED else self._trials.pause_s

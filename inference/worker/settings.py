@@ -14,13 +14,15 @@ class WorkerSettings:
     """Settings of one prefill worker."""
 
     boards: tuple[str, ...]
-    """Bubble boards of the ranks whose devices it shares."""
+    """Bubble boards of the ranks whose devices it shares, stage after stage."""
     guard_s: float
     """Seconds kept free before training is predicted to continue."""
     quantile: float
     """Share of steps that should finish within the prediction."""
     cost_file: str
     """Path of the cost model, kept between runs."""
+    stages: int = 1
+    """Number of pipeline stages."""
     allow_decode: bool = False
     """True if it also decodes."""
     status_file: str = ""

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import wraps
 
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -15,8 +17,16 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from weft.conf.host.processes import USUAL_S, set_timer_slack
 
 VERSION = "0.32.0"
+
+PREDICTED = "weft_predicted_s"
+"""Attribute of a scheduler's output: predicted seconds of each stage. Without it no stage waits for a bubble."""
+SPANS = "weft_spans"
+"""Attribute of a step's result, and name among the hidden states: a `Span` of each stage."""
 
 PRIVATE: dict[str, tuple[str, str]] = {
     "Scheduler.__init__": ("vllm_config", "its first argument; `additional_config` of it holds our settings"),
@@ -35,6 +45,10 @@ PRIVATE: dict[str, tuple[str, str]] = {
     "EngineCore.reset_prefix_cache": ("reset_prefix_cache", "forgets the prompts of the warm-up"),
     "GPUModelRunner._sample": ("sampling_metadata", "samples for all requests, with `input_batch.generators`"),
     "GPUModelRunner._bookkeeping_sync": ("gen.set_offset", "all that it does with `input_batch.generators`"),
+    "EngineCore.step_with_batch_queue": ("self.scheduler.has_requests()", "with steps in stages, likewise"),
+    "SpinCondition.wait": ("self.busy_loop_s", "polls for so long after a message, then sleeps for `timeout_ms`"),
+    "Worker.execute_model": ("_pp_send_work", "waits for the last sends, receives, computes, sends"),
+    "GPUModelRunner.sync_and_gather_intermediate_tensors": ("copy_", "copies received tensors, also from the host"),
     "EngineCoreProc._handle_shutdown": ("finish_requests", "aborts all requests at once, with None for their ids"),
     "EngineCoreProc.has_work": ("has_requests", "likewise before it blocks in its input queue"),
     "EngineCoreProc._process_input_queue": ("input_queue", "blocks in `input_queue.get` without work"),
@@ -49,12 +63,35 @@ CLASSES = {
     "EngineCore": EngineCore,
     "EngineCoreProc": EngineCoreProc,
     "GPUModelRunner": GPUModelRunner,
+    "SpinCondition": SpinCondition,
+    "Worker": Worker,
 }
+
+RECENT_S = 2.0
+RECENT_RECHECK_MS, RECHECK_MS = 2, 100
+"""Longest sleep of a queue's reader, within `RECENT_S` of a message and later."""
 
 
 def computes_in_process(engine: EngineCore) -> bool:
     """True if the thread that runs the engine's loop also runs the model, on a CPU."""
     return current_platform.is_cpu() and isinstance(engine.model_executor, UniProcExecutor)
+
+
+def make_readers_block() -> None:
+    """Let readers of vLLM's queues between processes block, instead of polling for a second after each message.
+
+    ZeroMQ loses a notification now and then, because the sockets conflate. So a reader looks again by itself, often
+    after a message, and rarely when it is idle.
+    """
+
+    def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        is_recent = time.monotonic() - self.last_read < RECENT_S
+        self.busy_loop_s = -1.0
+        original(self, min(timeout_ms or RECHECK_MS, RECENT_RECHECK_MS if is_recent else RECHECK_MS))
+
+    original = SpinCondition.wait
+    SpinCondition.wait = wait
+    set_timer_slack(USUAL_S)
 
 
 def call_when_serving(attach: Callable[[EngineCore, Callable[[], None]], None]) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,13 +29,20 @@ from weft.conf.host.files import replacing
 from weft.inference.board.common_bubbles import Opening
 from weft.inference.board.reader import BoardReader
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
-from weft.inference.worker.command import cost_link
+from weft.inference.worker.chain_gate import ChainGate
+from weft.inference.worker.command import cost_link, stage_file
 from weft.inference.worker.fair_order import FairOrder
-from weft.inference.worker.gate import Gate, Waker
+from weft.inference.worker.gate import Gate, Span, Waker
 from weft.inference.worker.settings import WorkerSettings
 from weft.inference.worker.status import WorkerStatus
 from weft.inference.worker.vllm_cpu import keep_generators
-from weft.inference.worker.vllm_interfaces import call_when_serving, computes_in_process
+from weft.inference.worker.vllm_interfaces import (
+    PREDICTED,
+    SPANS,
+    call_when_serving,
+    computes_in_process,
+    make_readers_block,
+)
 from weft.inference.worker.vllm_warm_up import warm_up
 
 logger = init_logger(f"vllm.{__name__}")
@@ -47,6 +57,25 @@ MAX_LOOKUPS = 8
 """Maximum number of waiting requests looked up in the prefix cache before each grant."""
 WARNING_S = 30.0
 """Interval between warnings that nothing is granted."""
+MAX_IN_FLIGHT = 4
+"""Maximum number of steps in a pipeline's stages: vLLM's queue to them holds ten messages, and a step has two."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step with tokens whose result is awaited.
+
+    Attributes:
+        opening: the bubble in which it began, or None outside of bubbles.
+        is_gated: False in the warm-up.
+        learns: True if the gates learn from it.
+    """
+
+    started_s: float
+    started_cpu_s: float
+    opening: Opening | None
+    is_gated: bool
+    learns: bool
 
 
 class BubbleScheduler(Scheduler):
@@ -71,28 +100,35 @@ class BubbleScheduler(Scheduler):
                 f"data_parallel_size={vllm_config.parallel_config.data_parallel_size}: its engines step together, also "
                 "outside of bubbles; start one worker per rank instead"
             )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError(
-                f"pipeline_parallel_size={vllm_config.parallel_config.pipeline_parallel_size}: a step would be granted "
-                "while others are still in the stages; span ranks with "
-                "inference.prefill.ranks_per_worker instead"
-            )
         self._settings = settings = WorkerSettings.of(vllm_config.additional_config)
-        self._cost_file = Path(settings.cost_file)
-        cost = PrefillCost.load_or_set_aside(self._cost_file, quantile=settings.quantile)
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages != settings.stages:
+            raise ValueError(
+                f"pipeline_parallel_size={stages}: {settings.stages} stages have a gate; set inference.prefill.stages"
+            )
+        self._cost_files = [stage_file(Path(settings.cost_file), stage) for stage in range(stages)]
+        costs = [PrefillCost.load_or_set_aside(file, quantile=settings.quantile) for file in self._cost_files]
         boards = [BoardReader(board) for board in settings.boards]
-        self._gate = Gate(boards, cost, guard_s=settings.guard_s)
+        each = len(boards) // stages
+        self._gate = ChainGate(
+            [
+                Gate(boards[stage * each : (stage + 1) * each], cost, guard_s=settings.guard_s)
+                for stage, cost in enumerate(costs)
+            ]
+        )
+        self._steps: deque[_Step] = deque()
+        self._most_in_flight = min(stages, MAX_IN_FLIGHT)
         self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._status = WorkerStatus(Path(settings.status_file) if settings.status_file else None)
         if settings.status_file:
-            with replacing(cost_link(Path(settings.status_file))) as draft:
-                draft.symlink_to(self._cost_file)
+            for stage, file in enumerate(self._cost_files):
+                with replacing(stage_file(cost_link(Path(settings.status_file)), stage)) as draft:
+                    draft.symlink_to(file)
         self._waker: Waker | None = None
         self._granted: tuple[int, Opening | None] = (0, None)
         self._ungated, self._learns = 0, True
         self._order = FairOrder()
         self._in_process = False
-        self._started_s = self._started_cpu_s = 0.0
         self._last_chores_s = self._saved_s = self._warned_s = 0.0
         self._trace: TextIO | None = None
         if settings.trace_file:
@@ -101,11 +137,13 @@ class BubbleScheduler(Scheduler):
     def attach(self, engine: Any, wake: Callable[[], None]) -> None:
         """Prepare an engine whose loop begins, and let it block while the gate is closed. ``wake`` unblocks it."""
         self._in_process = computes_in_process(engine)
+        if self._settings.stages > 1:
+            make_readers_block()
         warm_up(engine)
         self._status.serve()
         # Without a connector there are no chores, and only boards that appear and disappear have to be noticed.
         period_s = IDLE_S if self.connector is None else CHORES_S
-        self._waker = Waker(self._gate, wake, period_s=period_s, status=self._status)
+        self._waker = Waker(self._gate.gates[0], wake, period_s=period_s, status=self._status)
 
     @contextlib.contextmanager
     def ungated(self, tokens: int, *, learn: bool = False) -> Iterator[None]:
@@ -135,10 +173,10 @@ class BubbleScheduler(Scheduler):
             self._granted = self._ungated, None
             return pending
         self._status.looped()
-        if self._waker is not None:
-            self._waker.arm(pending)
-        if not pending:
+        if not pending or len(self._steps) >= self._most_in_flight:  # then the loop waits for the oldest step
+            self._arm(False)
             return False
+        self._arm(True)
         self._granted = self._gate.grant(*self._wanted())
         if self._gate.why_not and time.monotonic() - self._warned_s > WARNING_S:
             self._warned_s = time.monotonic()
@@ -147,23 +185,24 @@ class BubbleScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule as vLLM does, limited to the tokens granted now."""
-        self._started_s = self._last_chores_s = time.monotonic()
-        self._started_cpu_s = time.thread_time()
+        self._last_chores_s = time.monotonic()
+        begun = self._last_chores_s, time.thread_time()
         self.max_num_scheduled_tokens = self._granted[0]
         try:
             output = super().schedule(throttle_prefills)
             for request in output.scheduled_new_reqs:
                 self._order.began(request.req_id)
+            if output.total_num_scheduled_tokens:
+                self._began(output, *begun)
             return output
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
             self._granted = (0, self._granted[1])
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        """Let the gate learn from the step's duration, then update as vLLM does."""
-        tokens = scheduler_output.total_num_scheduled_tokens
-        if tokens and self._learns:
-            self._learn(scheduler_output, time.thread_time() - self._started_cpu_s, time.monotonic())
+        """Let the gates learn from the step's duration, then update as vLLM does."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self._ended(scheduler_output, model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
@@ -200,47 +239,63 @@ class BubbleScheduler(Scheduler):
 
     def _chores_due(self) -> bool:
         """True if a step without tokens is due for the connector or the model runner."""
-        if not (self.has_finished_requests() or self.connector is not None):
+        if self._steps or not (self.has_finished_requests() or self.connector is not None):
             return False
         return time.monotonic() - self._last_chores_s >= CHORES_S
 
-    def _learn(self, output: SchedulerOutput, cpu_s: float, end_s: float) -> None:
+    def _arm(self, has_work: bool) -> None:
+        if self._waker is not None:
+            self._waker.arm(has_work)
+
+    def _began(self, output: SchedulerOutput, started_s: float, started_cpu_s: float) -> None:
         tokens = output.total_num_scheduled_tokens
         # The context with which one chunk of all tokens has as much attention work as all requests together.
         pairs = 0.0
         for request_id, count in output.num_scheduled_tokens.items():
-            if (request := self.requests.get(request_id)) is None:  # aborted in the meantime
-                continue
-            computed = request.num_computed_tokens - count
+            computed = self.requests[request_id].num_computed_tokens - count
             pairs += count * computed + count * count / 2
         context = max(0.0, pairs / tokens - tokens / 2)
-        # If this thread computes, its CPU time excludes time in which it was preempted or stopped.
-        computed_s = cpu_s if self._in_process else None
-        late_s = self._gate.ended(self._started_s, end_s, tokens, context, computed_s)
-        if end_s - self._saved_s > SAVE_S or self._gate.cost.steps == TRUSTED:
-            self._save()
-        if self._trace is not None and not self._ungated:
-            self._log_step(output, end_s, computed_s, late_s)
+        step = _Step(started_s, started_cpu_s, self._granted[1], is_gated=not self._ungated, learns=self._learns)
+        self._steps.append(step)
+        if step.learns:
+            self._gate.began(tokens, context, step.opening.closes_s if step.opening is not None else inf)
+        if step.is_gated and self._gate.predicted_s:
+            setattr(output, PREDICTED, self._gate.predicted_s)
 
-    def _log_step(self, output: SchedulerOutput, end_s: float, computed_s: float | None, late_s: float) -> None:
+    def _ended(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        step, end_s = self._steps.popleft(), time.monotonic()
+        if not step.learns:
+            return
+        # If this thread computes, its CPU time excludes time in which it was preempted or stopped.
+        computed_s = time.thread_time() - step.started_cpu_s if self._in_process else None
+        spans = getattr(result, SPANS, [(step.started_s, end_s, computed_s)])
+        late_s = self._gate.ended(spans)
+        if end_s - self._saved_s > SAVE_S or self._gate.gates[0].cost.steps == TRUSTED:
+            self._save()
+        if self._trace is not None and step.is_gated:
+            self._log_step(output, step, spans, late_s)
+
+    def _log_step(self, output: SchedulerOutput, step: _Step, spans: Sequence[Span], late_s: float) -> None:
         assert self._trace is not None
-        found = self._granted[1]
+        found = step.opening
         record = {
-            "start_s": self._started_s,
-            "end_s": end_s,
-            "computed_s": computed_s,
+            "start_s": spans[0][0],
+            "end_s": spans[-1][1],
+            "computed_s": spans[0][2],
             "closes_s": found.closes_s if found else 0.0,
             "step": found.step if found else 0,
             "bubble": found.index if found else 0,
             "late_s": late_s,
             "tokens": output.num_scheduled_tokens,
+            "spans": [span[:2] for span in spans],
         }
         self._trace.write(json.dumps(record) + "\n")
 
     def _save(self) -> None:
         self._saved_s = time.monotonic()
         try:
-            self._gate.cost.save(self._cost_file)
+            for gate, file in zip(self._gate.gates, self._cost_files, strict=True):
+                gate.cost.save(file)
         except OSError as error:
             logger.warning("cannot save the cost model: %s", error)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
@@ -29,8 +30,9 @@ CACHE_BYTES = 2
 
 
 REMEDIES = {
-    "pipeline-parallel-size": "a step would be granted while others are still in the stages; span ranks "
-    "with inference.prefill.ranks_per_worker",
+    "pipeline-parallel-size": "set inference.prefill.stages",
+    "worker-cls": "a stage computes in bubbles by Weft's; leave it out",
+    "distributed-executor-backend": "it follows from inference.prefill.stages; leave it out",
     "data-parallel-size": "its engines step together, also outside of bubbles; start one worker per rank",
     "tensor-parallel-size": "set inference.prefill.ranks_per_worker",
     "async-scheduling": "a step would be granted while the one before it runs; leave it out",
@@ -168,6 +170,10 @@ def check_engine(config: WeftConfig) -> None:
             "(`make .venv-vllm/.ready` makes one with the CPU build)"
         )
     model = Path(prefill.model).expanduser()
+    if 0 < (layers := num_layers(model)) < prefill.stages:
+        raise ValueError(
+            f"inference.prefill.stages={prefill.stages}: {prefill.model} has {layers} layers; use at most {layers}"
+        )
     if model.is_dir() and not any((model / name).is_file() for name in ("config.json", "params.json")):
         raise ValueError(f"inference.prefill.model={prefill.model}: the folder has no config.json; name a model's")
     # Hub names have one slash, and no dot or slash at their beginning.
@@ -241,11 +247,46 @@ def model_bytes(folder: Path) -> int:
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+def stage_bytes(folder: Path, stages: int) -> float:
+    """Return an upper bound of the weights of one of ``stages`` stages in bytes, or 0 if the model's size is unknown.
+
+    The first stage has the embedding, and the last one the output's matrix, which are one if they are tied.
+    """
+    whole = model_bytes(folder)
+    if stages == 1 or not whole:
+        return whole
+    try:
+        config = _dimensions(folder)
+        kind = str(config.get("dtype") or config.get("torch_dtype"))
+        matrix = config["vocab_size"] * config["hidden_size"] * (4 if "float32" in kind else 2)
+        outside = matrix * (1 if config.get("tie_word_embeddings", True) else 2)
+        return (whole - outside) * _share(config["num_hidden_layers"], stages) + matrix
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return whole  # cautiously
+
+
+def num_layers(folder: Path) -> int:
+    """Return the number of a model's layers, or 0 if its configuration lacks it."""
+    try:
+        return int(_dimensions(folder)["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def _dimensions(folder: Path) -> dict[str, Any]:
+    config = parse_json(read_text(folder / "config.json"))
+    return config.get("text_config", config)
+
+
+def _share(layers: int, stages: int) -> float:
+    """Return the share of the layers that the largest stage has."""
+    return -(-layers // stages) / layers if layers else 1 / stages
+
+
 def cache_bytes(folder: Path, tokens: int) -> int:
     """Return the size of a prompt's KV cache in bytes, or 0 if the model's configuration lacks the dimensions."""
     try:
-        config = parse_json(read_text(folder / "config.json"))
-        config = config.get("text_config", config)
+        config = _dimensions(folder)
         heads = config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // heads
         pairs = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads)
@@ -270,14 +311,16 @@ def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -
     prefill = config.inference.prefill
     folder, share = Path(prefill.model).expanduser(), prefill.memory_share * device_bytes
     weights, cache = model_bytes(folder), cache_bytes(folder, prefill.max_tokens)
-    needed = (weights + cache) / prefill.ranks_per_worker + FIXED_BYTES if weights else 0.0
+    ranks = prefill.ranks_per_worker * prefill.stages
+    cut = stage_bytes(folder, prefill.stages) + cache * _share(num_layers(folder), prefill.stages)
+    needed = cut / prefill.ranks_per_worker + FIXED_BYTES if weights else 0.0
     if needed > share:
         remedy = f"set at least {needed / device_bytes:.2f}" if needed < device_bytes else "serve a smaller model"
         raise ValueError(
             f"inference.prefill.memory_share={prefill.memory_share:g}: {_gb(share)} of a GPU's {_gb(device_bytes)}; "
             f"{prefill.model} needs {_gb(needed)} (weights {_gb(weights)} and the KV cache of a prompt of "
-            f"{prefill.max_tokens} tokens {_gb(cache)} over {prefill.ranks_per_worker} ranks, and {_gb(FIXED_BYTES)}); "
-            f"{remedy}, span more ranks (inference.prefill.ranks_per_worker), or lower inference.prefill.max_tokens"
+            f"{prefill.max_tokens} tokens {_gb(cache)} over {ranks} ranks, and {_gb(FIXED_BYTES)}); {remedy}, span "
+            "more ranks (inference.prefill.stages or ranks_per_worker), or lower inference.prefill.max_tokens"
         )
     if training_bytes + share > device_bytes:
         raise ValueError(

@@ -47,7 +47,6 @@ def test_no_more_is_wanted_than_a_step_takes_and_few_look_ups_are_made():
 @pytest.mark.parametrize(
     ("section", "field", "value", "part"),
     [
-        ("parallel_config", "pipeline_parallel_size", 2, "still in the stages"),
         ("parallel_config", "data_parallel_size", 2, "start one worker per rank"),
         ("scheduler_config", "async_scheduling", True, "--no-async-scheduling"),
         ("scheduler_config", "enable_chunked_prefill", False, "leave it on"),
@@ -61,6 +60,9 @@ def test_what_cannot_work_in_bubbles_is_refused(monkeypatch, section, field, val
         additional_config={},
     )
     with pytest.raises(ValueError, match="weft serve"):  # all is well but the settings
+        BubbleScheduler(config)
+    config.additional_config = {"weft": {"boards": ["b"], "guard_s": 0, "quantile": 0.9, "cost_file": "", "stages": 2}}
+    with pytest.raises(ValueError, match="pipeline_parallel_size=1: 2 stages"):
         BubbleScheduler(config)
     setattr(getattr(config, section), field, value)
     with pytest.raises(ValueError, match=f"{field}={value}: .*{part}"):

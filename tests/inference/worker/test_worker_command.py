@@ -22,6 +22,7 @@ from weft.inference.worker.command import (
     kv_transfer,
     server_key,
     settings_of,
+    stage_file,
     workers_of,
 )
 from weft.inference.worker.settings import WorkerSettings
@@ -48,6 +49,40 @@ def test_each_rank_has_one_worker_on_a_port_of_its_own(config, each, ranks):
     assert len({worker.port for worker in workers}) == len(workers)
     assert all(len(worker.boards) == each for worker in workers)
     assert [address.url.rpartition(":")[2] for address in addresses(config)] == [str(w.port) for w in workers]
+
+
+@pytest.mark.parametrize(("stages", "ranks"), [(2, [(0, 1), (2, 3)]), (4, [(0, 1, 2, 3)])])
+def test_a_worker_of_several_stages_spans_as_many_ranks_and_splits_its_cache(config, stages, ranks):
+    config.inference.prefill.stages = stages
+    workers = workers_of(config)
+    assert [worker.ranks for worker in workers] == ranks
+    words = command(config, workers[0], python="python", num_gpus=0)
+    assert option(words, "--pipeline-parallel-size") == str(stages)
+    assert option(words, "--distributed-executor-backend") == "mp"
+    assert option(words, "--worker-cls").endswith("StageWorker")
+    assert int(option(words, "--kv-cache-memory-bytes")) * stages == config.inference.prefill.kv_cache_bytes
+    settings = WorkerSettings.of(json.loads(option(words, "--additional-config")))
+    assert (settings.stages, len(settings.boards)) == (stages, stages)
+    assert environment(config, workers[0], {}, package=Path("p"), key="")["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    words = command(config, workers[0], python="python", num_gpus=4)
+    assert (option(words, "--tensor-parallel-size"), option(words, "--pipeline-parallel-size")) == ("1", str(stages))
+
+
+def test_costs_of_a_stage_are_kept_apart_from_those_of_the_whole_model(config):
+    files = set()
+    for stages in (1, 2, 4):
+        config.inference.prefill.stages = stages
+        file = Path(settings_of(config, workers_of(config)[0]).cost_file)
+        files |= {stage_file(file, stage) for stage in range(stages)}
+    assert len(files) == 1 + 2 + 4
+    assert stage_file(Path("a/worker0.cost"), 2) == Path("a/worker0.stage2.cost")
+
+
+@pytest.mark.parametrize(("stages", "each", "word"), [(3, 1, "stages=3: 4 ranks"), (2, 2, "ranks_per_worker=1")])
+def test_stages_that_do_not_fit_the_ranks_are_refused(config, stages, each, word):
+    config.inference.prefill.stages, config.inference.prefill.ranks_per_worker = stages, each
+    with pytest.raises(ValueError, match=word):
+        check(config)
 
 
 @pytest.mark.parametrize(

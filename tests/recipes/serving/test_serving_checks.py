@@ -35,6 +35,7 @@ from weft.recipes.serving.checks import (
     model_bytes,
     problems_of,
     reason_of,
+    stage_bytes,
     warnings_of,
 )
 from weft.tools.launch_arguments import num_gpus, visible_gpus
@@ -56,6 +57,7 @@ def config():
 def llama_8b(tmp_path):
     """As the folder of Llama 3.1 8B says: 16.06 GB of weights, 131,072 bytes of cache a token."""
     sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    sizes |= {"vocab_size": 128_256, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     index = {"metadata": {"total_size": 16_060_522_496}, "weight_map": {}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -131,10 +133,27 @@ def test_a_share_that_cannot_hold_the_model_is_refused_with_one_that_can(config,
     assert "a worker 18.0 GB (needs at least 17.7 GB); training 50.0 GB" in said
     with pytest.raises(ValueError, match=r"18.0 GB, and training is predicted to take 70.0 GB of a GPU's 80.0 GB"):
         check_memory(config, GPU, 70e9)
+    for stages in (2, 4, 8):  # at most a P-th and a tenth of the whole
+        config.inference.prefill.stages = stages
+        whole, part = stage_bytes(llama_8b, 1), stage_bytes(llama_8b, stages)
+        assert whole / stages <= part < whole * (1 / stages + 0.1)
+        config.inference.prefill.memory_share = (part + FIXED_BYTES + 1e9) / GPU
+        assert "needs at least" in check_memory(config, GPU, GPU - part - 3e9)
+        config.inference.prefill.memory_share = part / GPU
+        with pytest.raises(ValueError, match=f"over {stages} ranks"):
+            check_memory(config, GPU, 0.0)
+    config.inference.prefill.stages = 1
     config.inference.prefill.ranks_per_worker, config.inference.prefill.memory_share = 2, 0.13
     check_memory(config, GPU, 0.0)
     with pytest.raises(ValueError, match="serve a smaller model"):
         check_memory(config, FIXED_BYTES, 0.0)
+
+
+def test_more_stages_than_layers_are_refused(config, llama_8b):
+    config.inference.prefill.model, config.inference.prefill.python = str(llama_8b), "/bin/true"
+    config.inference.prefill.stages = 64
+    with pytest.raises(ValueError, match=r"stages=64: .* has 32 layers; use at most 32"):
+        check_engine(config)
 
 
 def test_a_model_elsewhere_is_said_to_be_unchecked(config):

@@ -1,0 +1,68 @@
+"""First tokens of a model that is cut over two ranks, whose bubbles never overlap, are those of a stock vLLM."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.inference.vllm.test_tokens import first_tokens
+from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.worker.command import stage_file
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+NUM_PROMPTS = 40
+SHORTEST, LONGEST = 5, 1500
+ENGINE = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "kv_cache_memory_bytes": 2**27,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "disable_log_stats": True,
+}
+
+
+def test_first_tokens_over_two_ranks_with_opposite_bubbles_equal_those_of_one_worker(model, tmp_path, monkeypatch):
+    draw = random.Random(5)
+    lengths = [SHORTEST, LONGEST, *(draw.randint(SHORTEST, LONGEST) for _ in range(NUM_PROMPTS - 2))]
+    prompts = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+    boards, trace = [tmp_path / "boards" / f"rank{rank}.board" for rank in range(2)], tmp_path / "trace.jsonl"
+    settings = {
+        "boards": [str(board) for board in boards],
+        "guard_s": 0.002,
+        "quantile": 0.98,
+        "cost_file": str(tmp_path / "cost.json"),
+        "stages": 2,
+        "trace_file": str(trace),
+    }
+    engine = ENGINE | {"model": str(model)}
+    gated = engine | {
+        "scheduler_cls": "weft.inference.worker.vllm_scheduler.BubbleScheduler",
+        "worker_cls": "weft.inference.worker.vllm_stage.StageWorker",
+        "pipeline_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "additional_config": {"weft": settings},
+        "async_scheduling": False,
+    }
+    stock = engine | {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    trainers = [sys.executable, Path(__file__).with_name("opposite_trainers.py"), *boards, "0.2"]
+    with subprocess.Popen(trainers, stdout=subprocess.PIPE, text=True) as training:
+        try:
+            assert training.stdout is not None and training.stdout.readline() == "up\n"
+            in_bubbles = first_tokens(tmp_path, prompts, gated, together=True)
+        finally:
+            training.kill()
+    steps = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert {request.partition("-")[0] for step in steps for request in step["tokens"]} >= {str(NUM_PROMPTS - 1)}
+    for step in steps:
+        (_, first_end_s), (second_begin_s, _) = step["spans"]
+        assert first_end_s <= second_begin_s
+    for stage in range(2):  # each rank learns its own costs
+        assert PrefillCost.load(stage_file(tmp_path / "cost.json", stage), quantile=0.98).steps > TRUSTED
+    assert in_bubbles == first_tokens(tmp_path, prompts, stock, together=False)
