@@ -27,7 +27,7 @@ class Fleet:
 
     def __init__(
         self,
-        workers: Sequence[tuple[PrefillWorkerConfig, Bubbles]],
+        workers: Sequence[tuple[PrefillWorkerConfig, Sequence[Bubbles]]],
         settings: ControllerConfig,
         prefill: PrefillConfig,
         clock: Callable[[], float] = time.monotonic,
@@ -36,9 +36,10 @@ class Fleet:
         """Create the fleet with all workers down.
 
         Args:
+            workers: each with the bubbles of its stages.
             peers: other controllers that place prompts on these workers.
         """
-        self.workers = [Worker(index, address, board) for index, (address, board) in enumerate(workers)]
+        self.workers = [Worker(index, address, boards) for index, (address, boards) in enumerate(workers)]
         self._settings, self._prefill, self._clock, self._peers = settings, prefill, clock, peers
         self._others: dict[str, PlacedWork] = {}
         self._published: dict[str, PlacedWork] = {}
@@ -206,10 +207,11 @@ class Fleet:
             self._placement.set(worker.index, worker.pattern, worker.free_s(self._clock()))
 
     def _slowest(self) -> PromptWork:
-        """Return the cost of prompts on the slowest worker with a trusted cost model."""
+        """Return the cost of prompts on the slowest worker, or stage of one, with a trusted cost model."""
         most = self._prefill.max_tokens
         known = [worker for worker in self.workers if not worker.learning] or self.workers
-        works = [PromptWork.of(w.cost, gap_s=GAP_S, chunk_tokens=most, max_tokens=most) for w in known]
+        costs = [cost for worker in known for cost in worker.costs]
+        works = [PromptWork.of(cost, gap_s=GAP_S, chunk_tokens=most, max_tokens=most) for cost in costs]
         return PromptWork(
             step_s=max(work.step_s for work in works),
             token_s=max(work.token_s for work in works),

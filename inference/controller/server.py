@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.conf.hosts import is_loopback
-from weft.conf.schema import ControllerConfig, WeftConfig
+from weft.conf.schema import ControllerConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.common_bubbles import CommonBubbles
 from weft.inference.board.layout import boards_folder
 from weft.inference.board.reader import BoardReader
@@ -24,6 +24,7 @@ from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.service import make_app
+from weft.inference.controller.worker import Bubbles
 from weft.inference.worker.command import addresses, decode_url, server_key
 
 KEEP_ALIVE_S = 30
@@ -49,7 +50,7 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
     tokenizer = settings.tokenizer or (str(local) if prefill.model and local.is_file() else "")
     count = counter(tokenizer)
     named = addresses(config)
-    bubbles = [CommonBubbles([BoardReader(board) for board in address.boards]) for address in named]
+    bubbles = [_bubbles_of(address) for address in named]
     folders = [Path(board).parent for address in named for board in address.boards]
     peers = Peers(folders[0] if folders else boards_folder(config, os.getuid()))
     fleet = Fleet(list(zip(named, bubbles, strict=True)), settings, prefill, peers=peers)
@@ -64,6 +65,12 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         estimated=not tokenizer,
         decode_url=decode_url(config.inference.decode),
     )
+
+
+def _bubbles_of(address: PrefillWorkerConfig) -> list[Bubbles]:
+    """Return the bubbles of each stage of a worker."""
+    boards, each = [BoardReader(board) for board in address.boards], len(address.boards) // address.stages
+    return [CommonBubbles(boards[stage * each : (stage + 1) * each]) for stage in range(address.stages)]
 
 
 def serve(app: FastAPI, settings: ControllerConfig) -> None:

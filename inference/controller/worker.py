@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +14,10 @@ from weft.conf.schema import PrefillWorkerConfig
 from weft.inference.controller.peers import NONE
 from weft.inference.controller.slowdown import SAMPLE_S, Slowdown
 from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.chain import HOP_S
+from weft.inference.placement.chain_pattern import Spans, chain_pattern
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
+from weft.inference.worker.command import stage_file
 
 QUIET_S = 5.0
 """Seconds that a board may predict nothing before its trainer is considered ended: on a busy host, or while it
@@ -61,18 +65,21 @@ class Ticket:
 class Worker:
     """A prefill worker."""
 
-    def __init__(self, index: int, address: PrefillWorkerConfig, board: Bubbles) -> None:
+    def __init__(self, index: int, address: PrefillWorkerConfig, boards: Sequence[Bubbles]) -> None:
+        """Create the view of a worker whose stages have these bubbles."""
         self.index = index
         self.url = address.url.rstrip("/")
         self.key = ",".join(map(os.path.abspath, address.boards))
         """Identifies the worker among controllers, which may use different URLs."""
-        self.board = board
+        self.boards = boards
         self.up = False
         self.heard_s = -inf
         """Time of its last response."""
         self.slowdown = Slowdown()
         self.tickets: list[Ticket] = []
         self.bubbles: Sequence[tuple[float, float]] = ()
+        """Bubbles of its first stage, or none if another stage has none."""
+        self._later: Sequence[Sequence[tuple[float, float]]] = ()
         self.bubble_s = 0.0
         """Total length of past bubbles."""
         self.pattern = BubblePattern([], 1.0)
@@ -85,10 +92,12 @@ class Worker:
         self._free_passed_s = self._others_done_s = 0.0
         """`passed_s` and the others' work done at the end of the last ticket."""
         self._refreshed_s = inf
-        self._cost_file = Path(address.cost) if address.cost else None
-        self._cost_stamp = 0.0
+        cost_files = [stage_file(Path(address.cost), stage) for stage in range(address.stages)]
+        self._cost_files = cost_files if address.cost else []
+        self._cost_stamps = [0.0] * address.stages
         self._published_s = -inf
-        self.cost = PrefillCost()
+        self.costs = [PrefillCost() for _ in range(address.stages)]
+        """Cost model of each stage."""
 
     def refresh(self, now_s: float, horizon_s: float, quantile: float) -> None:
         """Read its board and its cost model."""
@@ -97,47 +106,51 @@ class Worker:
             max(0.0, min(end_s, now_s) - max(start_s, self._refreshed_s)) for start_s, end_s in self.bubbles
         )
         self._refreshed_s = now_s
-        self.update_bubbles(self.board.upcoming(horizon_s), now_s)
+        self.update_bubbles([board.upcoming(horizon_s) for board in self.boards], now_s)
         self.reload_cost(quantile)
 
-    def update_bubbles(self, bubbles: Sequence[tuple[float, float]] | None, now_s: float) -> None:
-        """Update the predicted bubbles. If ``bubbles`` is empty, the previous ones remain valid for a moment.
+    def update_bubbles(self, stages: Sequence[Spans | None], now_s: float) -> None:
+        """Update the predicted bubbles. If a stage has none, the previous ones remain valid for a moment.
 
         Args:
-            bubbles: None if training has ended.
+            stages: bubbles of each stage; None if its training has ended.
         """
-        if bubbles:
+        first, *later = stages
+        has_ended = any(spans is None for spans in stages)
+        if all(stages):
             self._published_s = now_s
-        if bubbles or bubbles is None or now_s - self._published_s > QUIET_S:
-            self.bubbles = bubbles or []
+        if all(stages) or has_ended or now_s - self._published_s > QUIET_S:
+            self.bubbles = first or [] if all(stages) else []
+            self._later = [spans or [] for spans in later]
 
     def set_pattern(self, horizon_s: float, *, overhead_s: float, guard_s: float) -> None:
         """Repeat the predicted bubbles of the last `refresh` periodically. See `BubblePattern`."""
         now_s = self._refreshed_s
-        ahead = [(max(0.0, start_s - now_s), min(horizon_s, end_s - now_s)) for start_s, end_s in self.bubbles]
-        self.pattern = BubblePattern(
-            [(start_s, end_s) for start_s, end_s in ahead if start_s < end_s],
-            horizon_s,
-            origin_s=now_s,
-            overhead_s=overhead_s,
-            guard_s=guard_s,
-        )
+        first, *later = [
+            [
+                (max(0.0, start_s - now_s), min(horizon_s, end_s - now_s))
+                for start_s, end_s in spans
+                if max(start_s, now_s) < min(end_s, now_s + horizon_s)
+            ]
+            for spans in (self.bubbles, *self._later)
+        ]
+        make = partial(chain_pattern, [first, *later], hop_s=HOP_S) if later else partial(BubblePattern, first)
+        self.pattern = make(period_s=horizon_s, origin_s=now_s, overhead_s=overhead_s, guard_s=guard_s)
 
     def reload_cost(self, quantile: float) -> None:
-        """Reload the worker's cost model if its file has changed."""
-        if self._cost_file is None:
-            return
-        try:
-            stamp = os.stat(self._cost_file).st_mtime
-            if stamp != self._cost_stamp:
-                self.cost, self._cost_stamp = PrefillCost.load(self._cost_file, quantile=quantile), stamp
-        except (OSError, ValueError):
-            return  # not written yet, or by another version: keep the current one
+        """Reload the worker's cost models if their files have changed."""
+        for stage, file in enumerate(self._cost_files):
+            try:
+                stamp = os.stat(file).st_mtime
+                if stamp != self._cost_stamps[stage]:
+                    self.costs[stage], self._cost_stamps[stage] = PrefillCost.load(file, quantile=quantile), stamp
+            except (OSError, ValueError):
+                continue  # not written yet, or by another version: keep the current one
 
     @property
     def learning(self) -> bool:
-        """True if its cost model has seen too few steps to refuse requests by it."""
-        return self._cost_file is not None and self.cost.steps < TRUSTED
+        """True if a cost model of it has seen too few steps to refuse requests by it."""
+        return bool(self._cost_files) and any(cost.steps < TRUSTED for cost in self.costs)
 
     def passed_s(self, now_s: float) -> float:
         """Return the seconds of work that fitted into its bubbles so far, at the predicted speed."""
@@ -161,8 +174,9 @@ class Worker:
         return left_s + sum(ticket.work_s for ticket in self.tickets[1:])
 
     def free_s(self, now_s: float) -> float:
-        """Return when its current work is expected to end."""
-        return self.end_s(now_s, now_s, self.left_s(now_s) + self.others.left_s)
+        """Return when it is expected to be able to begin other work."""
+        left_s = self.left_s(now_s) + self.others.left_s
+        return self.pattern.free(now_s, left_s * self.slowdown.factor(now_s)) if left_s else now_s
 
     def end_s(self, now_s: float, free_s: float, work_s: float) -> float:
         """Return when work that begins at ``free_s`` or later ends, at the worker's recent speed."""

@@ -20,7 +20,7 @@ class BubblePattern:
         ValueError: the bubbles are not sorted, overlap, or exceed the period.
     """
 
-    __slots__ = ("_done", "_ends", "_key", "_origin_s", "_overhead_s", "_period_s", "_starts", "_total_s")
+    __slots__ = ("_done", "_ends", "_key", "_leaves", "_origin_s", "_overhead_s", "_period_s", "_starts", "_total_s")
 
     def __init__(
         self,
@@ -49,9 +49,30 @@ class BubblePattern:
             rows = [(start - shift_s, end - shift_s) for start, end in rows[1:-1]] + [(rows[-1][0] - shift_s, period_s)]
             origin_s += shift_s
         rows = [(start, end - guard_s) for start, end in rows if end - guard_s - start > overhead_s]
-        self._starts = [start for start, _ in rows]
-        self._ends = [end for _, end in rows]
-        self._done = [0.0, *accumulate(end - start - overhead_s for start, end in rows)]
+        self._fill([(start, start, end - start) for start, end in rows], period_s, origin_s, overhead_s)
+
+    @classmethod
+    def of_slots(
+        cls, slots: Sequence[tuple[float, float, float]], period_s: float, *, origin_s: float, overhead_s: float
+    ) -> BubblePattern:
+        """Create the pattern of a pipeline, which work leaves later than it enters.
+
+        Args:
+            slots: (entry, start of the same work in the last stage, length) in order of both, less than a period apart.
+        """
+        pattern = cls.__new__(cls)
+        shift_s = slots[0][0] if slots else 0.0
+        rows = [(enters - shift_s, leaves - shift_s, length) for enters, leaves, length in slots]
+        pattern._fill(rows, period_s, origin_s + shift_s, overhead_s)
+        return pattern
+
+    def _fill(
+        self, rows: Sequence[tuple[float, float, float]], period_s: float, origin_s: float, overhead_s: float
+    ) -> None:
+        self._starts = [enters for enters, _, _ in rows]
+        self._ends = [enters + length for enters, _, length in rows]
+        self._leaves = [leaves for _, leaves, _ in rows]
+        self._done = [0.0, *accumulate(length - overhead_s for _, _, length in rows)]
         self._total_s = self._done[-1]
         self._period_s = period_s
         self._origin_s = origin_s % period_s
@@ -72,6 +93,11 @@ class BubblePattern:
     def overhead_s(self) -> float:
         """Seconds of overhead per bubble."""
         return self._overhead_s
+
+    @property
+    def least_delay_s(self) -> float:
+        """Least seconds from the end of work in the first stage to its end in the last one, or 0 for one stage."""
+        return min((leaves - enters for enters, leaves in zip(self._starts, self._leaves, strict=True)), default=0.0)
 
     @property
     def period_s(self) -> float:
@@ -97,12 +123,18 @@ class BubblePattern:
         return cycle * self._total_s + self._done[index + 1] - room_s
 
     def time(self, position_s: float) -> float:
-        """Return the time at which work ends that ends at this position. It is the inverse of `position`."""
+        """Return the time at which work ends that ends at this position. It is the inverse of `position`.
+
+        In a pipeline, which work leaves later than it enters, it is the inverse but for that delay.
+        """
+        return self._time(position_s, self._leaves)
+
+    def _time(self, position_s: float, starts: Sequence[float]) -> float:
         cycle, rest_s = divmod(position_s, self._total_s)
         if rest_s == 0.0:  # the end of a bubble, not the begin of the next
             cycle, rest_s = cycle - 1, self._total_s
         index = bisect_left(self._done, rest_s) - 1
-        open_s = self._starts[index] + self._overhead_s
+        open_s = starts[index] + self._overhead_s
         return self._origin_s + cycle * self._period_s + open_s + rest_s - self._done[index]
 
     def positions(self, times_s: np.ndarray) -> np.ndarray:
@@ -119,32 +151,39 @@ class BubblePattern:
             rests_s == 0.0, (cycles - 1, np.full_like(rests_s, self._total_s)), (cycles, rests_s)
         )
         index = np.searchsorted(self._done, rests_s) - 1
-        opens_s = np.array(self._starts)[index] + self._overhead_s
+        opens_s = np.array(self._leaves)[index] + self._overhead_s
         return self._origin_s + cycles * self._period_s + opens_s + rests_s - np.array(self._done)[index]
 
     def begin(self, free_s: float) -> float:
         """Return when work begins on a worker that is free at ``free_s``, or inf if never."""
-        if not self._ends:
-            return inf
+        return self._open(free_s)[0] if self._ends else inf
+
+    def _open(self, free_s: float) -> tuple[float, float]:
+        """Return the rest of the first bubble from ``free_s`` on that is longer than the overhead: (start, end)."""
         cycle, phase_s = divmod(free_s - self._origin_s, self._period_s)
         index = bisect_right(self._ends, phase_s + self._overhead_s)
         if index == len(self._ends):
             cycle, phase_s, index = cycle + 1, 0.0, 0
-        return self._origin_s + cycle * self._period_s + max(phase_s, self._starts[index])
+        begin_s = self._origin_s + cycle * self._period_s
+        return begin_s + max(phase_s, self._starts[index]), begin_s + self._ends[index]
 
     def end(self, free_s: float, work_s: float) -> float:
         """Return when work ends on a worker that is free at ``free_s``, or inf if never."""
         return self.time(self.position(free_s) + work_s) if self._ends else inf
 
+    def free(self, free_s: float, work_s: float) -> float:
+        """Return when a worker that is free at ``free_s`` can begin the next work after this, or inf if never.
+
+        It is `end`, but for a pipeline, whose first stage is free while the last one still works.
+        """
+        return self._time(self.position(free_s) + work_s, self._starts) if self._ends else inf
+
     def spans(self, free_s: float, work_s: float) -> Iterator[tuple[float, float]]:
-        """Yield when the work runs, including overhead: (start, end), in order."""
-        left_s = work_s
+        """Yield when the work runs, including overhead: (start, end), in order. In a pipeline, in the first stage."""
+        left_s = work_s if self._ends else 0.0
         while left_s > 0.0:
-            begin_s, end_s = self.begin(free_s), self.end(free_s, left_s)
-            if begin_s == inf:
-                return
-            _, phase_s = divmod(begin_s - self._origin_s, self._period_s)
-            close_s = begin_s - phase_s + self._ends[bisect_right(self._ends, phase_s + self._overhead_s)]
+            begin_s, close_s = self._open(free_s)
+            end_s = self.free(free_s, left_s)
             if end_s <= close_s:
                 yield begin_s, end_s
                 return

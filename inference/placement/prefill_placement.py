@@ -16,11 +16,16 @@ _SMALL_HEAP = 4
 
 
 class Slot(NamedTuple):
-    """A worker and the times of a prompt on it, in seconds of the patterns' clock."""
+    """A worker and the times of a prompt on it, in seconds of the patterns' clock.
+
+    Attributes:
+        free_s: when the worker can begin another prompt: `end_s`, but for a pipeline.
+    """
 
     worker: int
     begin_s: float
     end_s: float
+    free_s: float
 
 
 class _Group:
@@ -121,7 +126,7 @@ class PrefillPlacement:
                 if end_s < best_s:
                     best, best_s, best_free_s, worker = group, end_s, free_s, head[1]
         self._last = best
-        return Slot(worker, best.pattern.begin(best_free_s), best_s) if best else None
+        return _slot(worker, best.pattern, best_free_s, work_s, best_s) if best else None
 
     def _repeat_last(self, now_s: float, work_s: float, floor_s: float) -> Slot | None:
         """Return a slot on a worker with the last result's pattern that is free in a long enough bubble, or None."""
@@ -130,7 +135,7 @@ class PrefillPlacement:
         if group is None or head is None or head[0] > now_s:
             return None
         end_s = group.pattern.end(now_s, work_s)
-        return Slot(head[1], group.pattern.begin(now_s), end_s) if end_s <= floor_s else None
+        return _slot(head[1], group.pattern, now_s, work_s, end_s) if end_s <= floor_s else None
 
     def _rotated(self) -> list[_Table]:
         """Return all tables, starting with another one each time, to spread work."""
@@ -141,7 +146,7 @@ class PrefillPlacement:
     def take(self, slot: Slot) -> None:
         """Assign the work of ``slot`` to its worker."""
         group = self._of_worker[slot.worker][0]
-        self._assign(slot.worker, group, slot.end_s)
+        self._assign(slot.worker, group, slot.free_s)
         if len(group.heap) <= _SMALL_HEAP:
             head = self._head(group)
             assert head is not None  # the slot's worker
@@ -152,7 +157,7 @@ class PrefillPlacement:
         if table is None:
             table = _Table(self._period_s)
             self._tables.append(table)
-        self._overhead_s = min(self._overhead_s, pattern.overhead_s)
+        self._overhead_s = min(self._overhead_s, pattern.overhead_s + pattern.least_delay_s)
         group = _Group(pattern, table, table.bounds.add(pattern))
         table.groups[group.row] = group
         return group
@@ -170,3 +175,7 @@ class PrefillPlacement:
     def _drop(self, group: _Group) -> None:
         group.table.bounds.drop(group.row)
         del group.table.groups[group.row], self._by_pattern[group.pattern]
+
+
+def _slot(worker: int, pattern: BubblePattern, free_s: float, work_s: float, end_s: float) -> Slot:
+    return Slot(worker, pattern.begin(free_s), end_s, pattern.free(free_s, work_s))

@@ -146,7 +146,11 @@ def fleet_of(workers, boards=None, prefill=None, cost="", **settings):
     controller = ControllerConfig(**settings)
     boards = boards or [FakeBoard() for _ in workers.names]
     addresses = [PrefillWorkerConfig(url=f"http://{name}", boards=["x"], cost=cost) for name in workers.names]
-    fleet = Fleet(list(zip(addresses, boards, strict=True)), controller, prefill or PrefillConfig())
+    fleet = Fleet(
+        [(address, [board]) for address, board in zip(addresses, boards, strict=True)],
+        controller,
+        prefill or PrefillConfig(),
+    )
     return fleet, controller
 
 

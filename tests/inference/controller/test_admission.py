@@ -26,7 +26,7 @@ class Host:
         self.waiting, self.answered = deque(), []
         settings, address = ControllerConfig(max_queue=500), PrefillWorkerConfig(url="http://w", boards=["x"])
         self.fleets = [
-            Fleet([(address, self)], settings, PrefillConfig(), lambda: self.now_s, peer) for peer in peers or [None]
+            Fleet([(address, [self])], settings, PrefillConfig(), lambda: self.now_s, peer) for peer in peers or [None]
         ]
         for fleet in self.fleets:
             fleet.set_up(fleet.workers[0], True)

@@ -106,7 +106,7 @@ def test_a_fresh_worker_spoils_no_others_predictions(tmp_path):
     fresh.observe(16, 0, 1.0, 6.7)
     fresh.save(tmp_path / "fresh.json")
     workers = [
-        (PrefillWorkerConfig(url=f"http://{name}", boards=["x"], cost=str(tmp_path / f"{name}.json")), FakeBoard())
+        (PrefillWorkerConfig(url=f"http://{name}", boards=["x"], cost=str(tmp_path / f"{name}.json")), [FakeBoard()])
         for name in ("fresh", "known")
     ]
     fleet = Fleet(workers, ControllerConfig(), PrefillConfig())

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from weft.inference.controller.slowdown import MEMORY_S, SAMPLE_S, Slowdown
 from weft.inference.controller.worker import LEAST_LEFT, QUIET_S, Ticket, Worker
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.requests import Refusal
+from weft.inference.worker.command import stage_file
 
 
 class Board:
@@ -62,7 +64,7 @@ def ticket(expected_s, work_s=4.0, placed_s=0.0, worker=0):
 
 def always_idle(now_s=1000.0):
     """A worker that is in a bubble all the time."""
-    worker = Worker(0, address(), Board((now_s, now_s + 100.0)))
+    worker = Worker(0, address(), [Board((now_s, now_s + 100.0))])
     worker.refresh(now_s, 100.0, 0.9)
     worker.set_pattern(100.0, overhead_s=0.0, guard_s=0.0)
     return worker
@@ -88,39 +90,39 @@ def test_a_prompt_begins_when_the_one_before_it_ends():
 
 
 def test_the_last_bubbles_stay_for_a_while_when_none_are_predicted():
-    worker = Worker(0, address(), Board())
+    worker = Worker(0, address(), [Board()])
     assert worker.url == "http://w"
-    worker.update_bubbles([(1.0, 2.0)], 100.0)
-    worker.update_bubbles([], 100.0 + QUIET_S)
+    worker.update_bubbles([[(1.0, 2.0)]], 100.0)
+    worker.update_bubbles([[]], 100.0 + QUIET_S)
     assert worker.bubbles == [(1.0, 2.0)]
-    worker.update_bubbles([], 100.0 + QUIET_S + 0.01)
+    worker.update_bubbles([[]], 100.0 + QUIET_S + 0.01)
     assert worker.bubbles == []
 
 
 def test_a_cost_model_is_read_again_when_its_file_changes(tmp_path):
     path = tmp_path / "cost.json"
-    worker = Worker(0, address(path), Board())
+    worker = Worker(0, address(path), [Board()])
     worker.reload_cost(0.9)
-    assert worker.cost.steps == 0 and worker.learning, "not written yet"
+    assert worker.costs[0].steps == 0 and worker.learning, "not written yet"
     learnt(path, steps=TRUSTED - 1)
     worker.reload_cost(0.9)
-    assert worker.cost.steps == TRUSTED - 1 and worker.learning and worker.cost.quantile == 0.9
-    kept = worker.cost
+    assert worker.costs[0].steps == TRUSTED - 1 and worker.learning and worker.costs[0].quantile == 0.9
+    kept = worker.costs[0]
     worker.reload_cost(0.9)
-    assert worker.cost is kept, "as it was"
+    assert worker.costs[0] is kept, "as it was"
     learnt(path)
     os.utime(path, (1, 1))
     worker.reload_cost(0.9)
-    assert worker.cost.steps == TRUSTED and not worker.learning
+    assert worker.costs[0].steps == TRUSTED and not worker.learning
     path.write_text("{")
     worker.reload_cost(0.9)
-    assert worker.cost.steps == TRUSTED
-    assert not Worker(0, address(), Board()).learning, "one without a file is not waited for"
+    assert worker.costs[0].steps == TRUSTED
+    assert not Worker(0, address(), [Board()]).learning, "one without a file is not waited for"
 
 
 def fleet_of(*boards, clock, cost="", peers=None, **settings):
     controller = ControllerConfig(**settings)
-    made = Fleet([(address(cost), board) for board in boards], controller, PrefillConfig(), clock, peers)
+    made = Fleet([(address(cost), [board]) for board in boards], controller, PrefillConfig(), clock, peers)
     for worker in made.workers:
         made.set_up(worker, True)
     return made
@@ -263,9 +265,9 @@ def test_histograms_have_these_bounds():
 
 
 def test_bubbles_end_at_once_with_training():
-    worker = Worker(0, address(), Board())
-    worker.update_bubbles([(1.0, 2.0)], 100.0)
-    worker.update_bubbles(None, 100.1)
+    worker = Worker(0, address(), [Board()])
+    worker.update_bubbles([[(1.0, 2.0)]], 100.0)
+    worker.update_bubbles([None], 100.1)
     assert worker.bubbles == []
 
 
@@ -363,7 +365,7 @@ def test_controllers_may_reach_a_worker_by_different_addresses(tmp_path):
     urls = ("http://127.0.0.1:8301", "http://localhost:8301/")
     one, other = (
         Fleet(
-            [(PrefillWorkerConfig(url=url, boards=["x"]), Board((1000.0, 1010.0)))],
+            [(PrefillWorkerConfig(url=url, boards=["x"]), [Board((1000.0, 1010.0))])],
             ControllerConfig(),
             PrefillConfig(),
             clock,
@@ -385,7 +387,7 @@ def test_a_worker_that_has_learnt_little_gets_prompts_that_would_wait_elsewhere(
     learnt(tmp_path / "known.json")
     learnt(tmp_path / "fresh.json", steps=TRUSTED - 1)
     clock = Clock()
-    workers = [(address(tmp_path / f"{name}.json"), Board((1000.0, 1010.0))) for name in ("known", "fresh")]
+    workers = [(address(tmp_path / f"{name}.json"), [Board((1000.0, 1010.0))]) for name in ("known", "fresh")]
     made = Fleet(workers, ControllerConfig(), PrefillConfig(), clock)
     for worker in made.workers:
         made.set_up(worker, True)
@@ -410,3 +412,20 @@ def test_workers_that_have_learnt_little_promise_no_more_than_a_few_prompts_too_
             pass
         accepted.append(number)
     assert accepted[0] < 100 and accepted[1] <= accepted[0] + TRUSTED
+
+
+def test_a_pipeline_gets_prompts_although_its_ranks_are_never_idle_together(tmp_path):
+    path, clock = tmp_path / "cost.json", Clock()
+    for stage in range(2):
+        learnt(stage_file(path, stage))
+    first, second = (Board(*((1000.0 + n + shift_s, 1000.4 + n + shift_s) for n in range(9))) for shift_s in (0.0, 0.5))
+    of_two = replace(address(path), boards=["x", "y"], stages=2)
+    made = Fleet([(of_two, [first, second])], ControllerConfig(), PrefillConfig(), clock)
+    made.set_up(made.workers[0], True)
+    one, other = made.place(100, 8.0), made.place(100, 8.0)
+    assert one.expected_s > 1000.5, "in the second stage's bubble"
+    assert one.expected_s < other.expected_s < one.expected_s + 1.5
+    first.bubbles = []
+    clock.now_s += QUIET_S + 0.1
+    made.refresh()
+    assert not made.serving, "a stage without bubbles"

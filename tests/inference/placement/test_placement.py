@@ -144,15 +144,15 @@ def test_what_is_known_of_a_worker_can_change():
     placement.set(1, late, 0.0)
     assert placement.find(0, 1).worker == 0
     placement.set(0, early, 8.0)  # it has more to do than was thought
-    assert placement.find(0, 1) == (1, 5.0, 6.0)
+    assert placement.find(0, 1) == (1, 5.0, 6.0, 6.0)
     placement.set(0, late, 0.0)
     placement.remove(1)
-    assert placement.find(6, 1) == (0, 6.0, 7.0)
+    assert placement.find(6, 1) == (0, 6.0, 7.0, 7.0)
     placement.remove(0)
     placement.remove(0)
     assert placement.find(6, 1) is None
     placement.set(2, early, 7.0)
-    assert placement.find(6, 1) == (2, 7.0, 8.0)
+    assert placement.find(6, 1) == (2, 7.0, 8.0, 8.0)
 
 
 def test_a_pattern_of_another_period_is_refused_and_one_without_room_is_nobodys():
