@@ -44,7 +44,7 @@ class SetUpTimes:
 T = TypeVar("T")
 
 
-class Kept:
+class ReusedValues:
     """Cache of one value for each name. It is valid only for the inputs from which the value was computed.
 
     Attributes:
@@ -76,7 +76,7 @@ class Kept:
         return found
 
 
-def known_to_any(kept: Kept, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
+def known_to_any(kept: ReusedValues, name: str, made_from: object, make: Callable[[], T], *kinds: type) -> T:
     """Return on every rank the value that some rank has cached under ``name``, otherwise ``make()`` of rank 0.
 
     Collective call. Errors as in `together`.
@@ -104,10 +104,10 @@ class Attempt(ExitStack):
         where: returns the current step and the range of its batches in the data, or None outside training.
     """
 
-    def __init__(self, kept: Kept | None = None, set_up: SetUpTimes | None = None) -> None:
+    def __init__(self, kept: ReusedValues | None = None, set_up: SetUpTimes | None = None) -> None:
         """Start without resources."""
         super().__init__()
-        self.kept, self.set_up = kept or Kept(), set_up or SetUpTimes()
+        self.kept, self.set_up = kept or ReusedValues(), set_up or SetUpTimes()
         self.interrupt: Callable[[], None] = do_nothing
         self.where: Callable[[], tuple[int, tuple[int, int]]] | None = None
 

@@ -113,7 +113,7 @@ class StopSignals:
             self.number, self._first_at = number, monotonic()
             if not self._deferred:
                 self._end(128 + number)
-            elif os.environ.get("RANK", "0") == "0" and "WEFT_PLACES" not in os.environ:  # a driver prints otherwise
+            elif os.environ.get("RANK", "0") == "0" and "WEFT_PROGRESS" not in os.environ:  # a driver prints otherwise
                 text = "ending after the running step, with a checkpoint; once more to end at once"
                 print(f"weft train: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)
 

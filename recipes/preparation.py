@@ -19,7 +19,7 @@ from weft.conf.checks import check, virtual_stages
 from weft.conf.host.private import write_private
 from weft.conf.schema import Attention, DataKind, WeftConfig
 from weft.conf.trees import to_tree
-from weft.engine.attempt import Attempt, Kept
+from weft.engine.attempt import Attempt, ReusedValues
 from weft.engine.data import (
     MicrobatchLoader,
     Seen,
@@ -154,7 +154,7 @@ def _fit_vocabulary(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> N
     require_rows(tokenizer, rows, config.model)
 
 
-def _tokenizer(config: WeftConfig, kept: Kept) -> PreTrainedTokenizerBase:
+def _tokenizer(config: WeftConfig, kept: ReusedValues) -> PreTrainedTokenizerBase:
     return kept.get("tokenizer", (config.model, config.data), lambda: load_tokenizer(config.model, config.data))
 
 
@@ -165,7 +165,7 @@ def _name_unused(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, seen: S
 
 
 def _source(
-    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, now: datetime, kept: Kept, *, evaluation: bool
+    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, now: datetime, kept: ReusedValues, *, evaluation: bool
 ) -> Source:
     def open_it() -> Source:
         return open_source(config.data, tokenizer, evaluation=evaluation, now=now)
@@ -174,7 +174,7 @@ def _source(
 
 
 def _loaders(
-    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: Kept
+    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: ReusedValues
 ) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
     layout = RankLayout.of(config, dist.get_world_size())
     anew = config.checkpoint.resume == "never" and attempt_number() <= 1

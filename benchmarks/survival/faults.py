@@ -87,7 +87,7 @@ def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
     limit = monotonic() + 30.0
     while monotonic() < limit:
         reading = page.read(rank.local_rank)
-        if reading and reading.place.begun and reading.place.done in wanted:
+        if reading and reading.progress.begun and reading.progress.done in wanted:
             os.kill(rank.pid, signal.SIGKILL)
             return _blame(rank)
     raise RuntimeError(f"rank {number} was never seen in {', '.join(op.name for op in ops)}")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 DOCTOR = "weft.tools.doctor:main"
 """Function that checks a host. It loads torch and must run in its own process."""
 
 
-class Verdict(Enum):
+class Outcome(Enum):
     """The outcome of a check of a host."""
 
     passed = "passed"
@@ -22,37 +22,28 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The result of one check of a host.
 
     Attributes:
         check: name of the check.
-        says: one line of text, for output and for the deny-list.
+        text: one line of text, for output and for the deny-list.
         figure: measured value, or None if the check measures nothing.
         unit: unit of ``figure``.
         least: the lowest ``figure`` that passes, or None if there is no threshold.
     """
 
     check: str
-    verdict: Verdict
-    says: str
+    outcome: Outcome
+    text: str
     figure: float | None = None
     unit: str = ""
     least: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Convert the result to plain data for JSON."""
-        return {**asdict(self), "verdict": self.verdict.value}
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Finding:
-        """Restore a result from the data of `as_dict`."""
-        return cls(**{**fields, "verdict": Verdict(fields["verdict"])})
-
-
-def failures(findings: Sequence[Finding]) -> list[Finding]:
+def failures(results: Sequence[CheckResult]) -> list[CheckResult]:
     """Return the failed results, which exclude a host from runs."""
-    return [finding for finding in findings if finding.verdict is Verdict.failed]
+    return [result for result in results if result.outcome is Outcome.failed]
 
 
 def doctor_arguments(folder: Path, *, ranks: int, driver: str = "", cache: Path | None = None) -> list[str]:
@@ -68,7 +59,7 @@ def doctor_arguments(folder: Path, *, ranks: int, driver: str = "", cache: Path 
     return [*arguments, *(["--driver", driver] if driver else []), *(["--cache", str(cache)] if cache else [])]
 
 
-def read_findings(output: str, code: int | None) -> list[Finding]:
+def read_results(output: str, code: int | None) -> list[CheckResult]:
     """Return the results that `DOCTOR` has printed. If it has failed, return a failed result with the reason.
 
     Args:
@@ -76,8 +67,8 @@ def read_findings(output: str, code: int | None) -> list[Finding]:
         code: its exit code, or None after a timeout.
     """
     try:
-        return [Finding.from_dict(fields) for fields in json.loads(output)]
-    except (ValueError, TypeError, KeyError):
+        return msgspec.json.decode(output, type=list[CheckResult])
+    except (msgspec.MsgspecError, UnicodeError):
         said = " ".join(output.split())[-200:]
         ended = "did not end in time" if code is None else f"ended with {code}"
-        return [Finding("doctor", Verdict.failed, f"the doctor {ended}: {said}" if said else f"the doctor {ended}")]
+        return [CheckResult("doctor", Outcome.failed, f"the doctor {ended}: {said}" if said else f"the doctor {ended}")]

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-PATIENCE_S = 1.0
+STORAGE_TIMEOUT_S = 1.0
 """Timeout for a write or read in seconds. It is short, because agents give up a driver that does not answer."""
 
 
@@ -29,7 +29,7 @@ class Storage:
         self._path = path
         self._last: tuple[Any, Future[Any]] | None = None
 
-    def call(self, function: Callable[..., T], *arguments: Any, limit_s: float | None = PATIENCE_S) -> T:
+    def call(self, function: Callable[..., T], *arguments: Any, limit_s: float | None = STORAGE_TIMEOUT_S) -> T:
         """Return the result of a function, or that of the last call if it was the same call and came late.
 
         A late error of another call is logged, because the caller of that one has had `StorageHangs`.
@@ -47,7 +47,7 @@ class Storage:
         known, result = self._last
         wait([result], limit_s if is_new or limit_s is None else 0)
         if not result.done():
-            raise StorageHangs(ETIMEDOUT, f"storage has not answered for {PATIENCE_S:g} s", str(self._path))
+            raise StorageHangs(ETIMEDOUT, f"storage has not answered for {STORAGE_TIMEOUT_S:g} s", str(self._path))
         self._last = None
         if known == call:
             return result.result()

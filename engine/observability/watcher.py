@@ -53,7 +53,7 @@ class BubbleObserver(SlotObserver, Protocol):
         ...
 
 
-PROGRESS_PAGE = "WEFT_PLACES"
+PROGRESS_PAGE = "WEFT_PROGRESS"
 """Environment variable of a supervised rank: path of this host's progress page."""
 ERROR_FILE = "WEFT_ERROR_FILE"
 """Environment variable of a supervised rank: path of its error report."""
@@ -69,7 +69,7 @@ class Phase(IntEnum):
     evaluation = 4
     checkpoint = 5
     finishing = 6
-    parked = 7
+    standby = 7
 
 
 class Waits(Protocol):

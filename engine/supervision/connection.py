@@ -117,14 +117,14 @@ class Link(asyncio.BufferedProtocol):
         self._frames, self._buffer = Frames(most_bytes), memoryview(bytearray(_READ_BYTES))
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._heard = self._loop.time()
+        self._received_at = self._loop.time()
         self._reason = ""
         self.greeted, self.ended = asyncio.Event(), asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.BufferedProtocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        self._heard = self._ticked = self._written = self._loop.time()
+        self._received_at = self._ticked = self._written = self._loop.time()
         self._timer = self._loop.call_later(PING_S, self._tick)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -133,7 +133,7 @@ class Link(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """See `asyncio.BufferedProtocol`."""
-        self._heard = self._loop.time()
+        self._received_at = self._loop.time()
         try:
             for frame in self._frames.feed(self._buffer[:nbytes]):
                 if self._reason:
@@ -195,9 +195,9 @@ class Link(asyncio.BufferedProtocol):
         self._timer = self._loop.call_later(PING_S, self._tick)
         now = self._loop.time()
         if now - self._ticked > 2 * PING_S:  # this process was stopped, so the silence is not the peer's
-            self._heard = now
+            self._received_at = now
         self._ticked = now
-        if now - self._heard > SILENCE_S:
+        if now - self._received_at > SILENCE_S:
             self.end(f"silent for {SILENCE_S:g} s")
         else:
             self._on_tick()
@@ -221,7 +221,7 @@ class Session:
         self.theirs = ""
         self._name, self._most_bytes = name, most_bytes
         self._mine = secrets.token_hex(8)
-        self._number = self._received = self._told = 0
+        self._number = self._received = self._acknowledged_number = 0
         self._waiting: OrderedDict[int, bytes] = OrderedDict()
         self._latest: dict[str, int] = {}
         self._waiting_bytes = 0
@@ -234,7 +234,7 @@ class Session:
         """Continue over ``link``, whose peer sent ``greeting``. Resend messages that the peer has not received."""
         if greeting["session"] != self.theirs:
             self.theirs, self._received = greeting["session"], 0
-        self.link, self._told = link, self._received
+        self.link, self._acknowledged_number = link, self._received
         if greeting["of"] == self._mine:
             self._acknowledged(greeting["received"])
         for frame in self._waiting.values():
@@ -280,18 +280,18 @@ class Session:
         if number <= self._received:
             return None
         self._received = number
-        if number - self._told >= _ACKNOWLEDGED_EVERY:
+        if number - self._acknowledged_number >= _ACKNOWLEDGED_EVERY:
             self.acknowledge()
         return message
 
     def give_sign(self) -> None:
         """Send a heartbeat and an acknowledgement, unless the peer has received both recently."""
-        if self.link is not None and (self.link.quiet or self._told != self._received):
+        if self.link is not None and (self.link.quiet or self._acknowledged_number != self._received):
             self.acknowledge()
 
     def acknowledge(self) -> None:
         """Acknowledge the received messages."""
-        self._told = self._received
+        self._acknowledged_number = self._received
         if self.link is not None:
             self.link.write(pack({"received": self._received}))
 

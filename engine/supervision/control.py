@@ -21,7 +21,7 @@ from weft.comm.authenticated_socket import (
     authenticated_socket,
 )
 from weft.comm.host_port import HandedOn, HostPort, Service
-from weft.conf.host.diagnosis import Finding, Verdict
+from weft.conf.host.diagnosis import CheckResult, Outcome
 from weft.engine.supervision.connection import MOST_BYTES, Link, Session, checked_greeting, pack
 
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.1, 2.0
@@ -311,7 +311,7 @@ class ControlServer:
         self._on_lost(peer)
 
 
-ASKER = "clock of "
+CLOCK_CLIENT = "clock of "
 """Prefix of the names of peers that only request the time and are no agents."""
 _SAMPLES = 8
 MOST_S = 1.0
@@ -320,8 +320,8 @@ MOST_S = 1.0
 
 def answer_clock(message: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the driver's answer to a request of `clock_offset`, or None for other messages."""
-    asked = message.get("clock")
-    return {"clock": asked, "at": time.time()} if isinstance(asked, int) else None
+    requested = message.get("clock")
+    return {"clock": requested, "at": time.time()} if isinstance(requested, int) else None
 
 
 async def clock_offset(address: Address, most_s: float = 5.0) -> tuple[float, float]:
@@ -334,28 +334,28 @@ async def clock_offset(address: Address, most_s: float = 5.0) -> tuple[float, fl
         TimeoutError: no answer in ``most_s`` seconds.
     """
     answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    name = f"{ASKER}{socket.gethostname()} {os.getpid()}"
+    name = f"{CLOCK_CLIENT}{socket.gethostname()} {os.getpid()}"
     client = ControlClient(address, name=name, on_message=answers.put_nowait)
     client.start()
     offset, uncertain = 0.0, float("inf")
     try:
         async with asyncio.timeout(most_s):
             for number in range(_SAMPLES):
-                asked = time.time()
+                requested = time.time()
                 client.send({"clock": number})
                 while (answer := await answers.get()).get("clock") != number:
                     pass
-                heard = time.time()
-                if (heard - asked) / 2 < uncertain:
-                    uncertain = (heard - asked) / 2
-                    offset = (asked + heard) / 2 - float(answer["at"])
+                answered = time.time()
+                if (answered - requested) / 2 < uncertain:
+                    uncertain = (answered - requested) / 2
+                    offset = (requested + answered) / 2 - float(answer["at"])
     finally:
         with suppress(Exception):
             await client.close()
     return offset, uncertain
 
 
-def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
+def check_clock(driver: str, shift_s: float = 0.0) -> CheckResult:
     """Check the difference between this host's clock and the driver's.
 
     Args:
@@ -365,12 +365,12 @@ def check_clock(driver: str, shift_s: float = 0.0) -> Finding:
     try:
         offset, uncertain = asyncio.run(clock_offset(_address(driver)))
     except (TimeoutError, OSError) as error:
-        return Finding("clock", Verdict.failed, f"the driver at {driver} does not answer {error}".strip())
+        return CheckResult("clock", Outcome.failed, f"the driver at {driver} does not answer {error}".strip())
     offset += shift_s
-    verdict = Verdict.passed if abs(offset) - uncertain <= MOST_S else Verdict.failed
+    outcome = Outcome.passed if abs(offset) - uncertain <= MOST_S else Outcome.failed
     side = "ahead of" if offset >= 0 else "behind"
     says = f"{abs(offset) * 1e3:.1f} ms {side} the driver's, to {uncertain * 1e3:.1f} ms"
-    return Finding("clock", verdict, says, offset, "s")
+    return CheckResult("clock", outcome, says, offset, "s")
 
 
 def _address(text: str) -> Address:

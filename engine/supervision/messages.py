@@ -238,7 +238,7 @@ class RankReport(NamedTuple):
         rank: global rank.
         attempt: the attempt that the rank was started for, or has joined since.
         phase: ``imports`` until it has written its first record.
-        place: the rank's progress in its schedule row.
+        progress: the rank's progress in its schedule row.
         num_microbatches: number of micro-batches of its step.
         still_s: seconds since its last progress, or 0 before any.
         tick: counter of the rank's background thread. It does not change while another thread holds the interpreter's
@@ -257,7 +257,7 @@ class RankReport(NamedTuple):
     rank: int
     attempt: int
     phase: Phase = Phase.imports
-    place: RowProgress = RowProgress(0)
+    progress: RowProgress = RowProgress(0)
     num_microbatches: int = 0
     still_s: float = 0.0
     tick: int = 0
@@ -298,7 +298,7 @@ class AgentMessage(msgspec.Struct, frozen=True):
     ready: bool
     report: HostReport
     ends: Mapping[int, RankEnd]
-    parked: Mapping[int, str]
+    standby: Mapping[int, str]
     """Ranks on standby, with the reason for which they left the attempt."""
     lines: Mapping[int, list[str]]
     examined: int
@@ -313,11 +313,11 @@ def _check_lengths(report: Any) -> None:
         ValueError: the report is of another version of Weft.
     """
     rank_length, progress_length, link_length = (len(kind._fields) for kind in (RankReport, RowProgress, LinkReading))
-    place, links = RankReport._fields.index("place"), RankReport._fields.index("links")
+    progress, links = RankReport._fields.index("progress"), RankReport._fields.index("links")
     try:
         whole = all(
             len(rank) == rank_length
-            and len(rank[place]) == progress_length
+            and len(rank[progress]) == progress_length
             and all(len(link) == link_length for link in rank[links])
             for rank in report["ranks"]
         )

@@ -28,8 +28,8 @@ from weft.conf.host.processes import own_start, process_state
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.messages import LinkReading, RowProgress
 
-MAGIC = int.from_bytes(b"weftplac", "little")
-VERSION = 2
+MAGIC = int.from_bytes(b"weftprog", "little")
+VERSION = 3
 WORD_BYTES = 8
 ATTEMPTS = 100
 """Number of reads of a record under change, after which it counts as empty."""
@@ -59,17 +59,16 @@ class Word(IntEnum):
         PID,
         STARTED,
         PHASE,
-        PLACE,
+        PROGRESS,
         MOVED,
         KIND,
         TICK,
         BUSY,
         MEASURED,
-        BEGAN,
         DEVICE,
         KEPT,
         LINKS,
-    ) = range(16)
+    ) = range(15)
 
 
 # Progress in one word: step, slots that have ended, whether the next has begun, number of wait marks in it.
@@ -94,13 +93,12 @@ class Reading(NamedTuple):
         rank: its global rank.
         pid: its process.
         started: start time of the process, in clock ticks since boot. Unique together with the pid.
-        place: its progress in its schedule row.
+        progress: its progress in its schedule row.
         moved_ns: time of its last progress, by `time.monotonic_ns` of its host.
         num_microbatches: number of micro-batches of the step, which identifies the schedule.
         tick: counter of the background thread. It does not change while another thread holds the interpreter's lock.
         busy_ns: time of the rank's own computations, over `measured_steps`.
         measured_steps: steps whose computations have been measured.
-        began_ns: time at which the step began, or 0 before the first.
         device_bytes: memory that the process has allocated on its device.
         kept_step: step of the newest memory checkpoint that is complete on all hosts, or 0 before the first.
         links: readings of the links to ranks at other sites.
@@ -111,13 +109,12 @@ class Reading(NamedTuple):
     pid: int
     started: int
     phase: Phase
-    place: RowProgress
+    progress: RowProgress
     moved_ns: int
     num_microbatches: int
     tick: int
     busy_ns: int
     measured_steps: int
-    began_ns: int
     device_bytes: int
     kept_step: int
     links: tuple[LinkReading, ...]
@@ -163,18 +160,20 @@ def map_page(path: Path) -> memoryview:
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; WEFT_PLACES names the page that this host's agent made") from error
+        raise ValueError(
+            f"{path}: {error.strerror}; WEFT_PROGRESS names the page that this host's agent made"
+        ) from error
     try:
         found = os.fstat(file)
         if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
             raise ValueError(f"{path}: not a file of this user alone; remove it")
         if found.st_size < HEADER * WORD_BYTES:
-            raise ValueError(f"{path}: {found.st_size} bytes are no page of places; remove it")
+            raise ValueError(f"{path}: {found.st_size} bytes are no progress page; remove it")
         words = memoryview(mmap.mmap(file, 0)).cast("Q")
     finally:
         os.close(file)
     if words[Header.MAGIC] != MAGIC or words[Header.VERSION] != VERSION:
-        raise ValueError(f"{path}: not a page of places of version {VERSION}; agent and ranks need the same Weft")
+        raise ValueError(f"{path}: not a progress page of version {VERSION}; agent and ranks need the same Weft")
     if len(words) != HEADER + words[Header.RANKS] * RECORD:
         raise ValueError(f"{path}: {len(words)} words do not hold {words[Header.RANKS]} ranks; remove it")
     return words
@@ -214,13 +213,12 @@ class ProgressReader:
             pid=values[Word.PID],
             started=values[Word.STARTED],
             phase=Phase(values[Word.PHASE]) if values[Word.PHASE] in _PHASES else Phase.imports,
-            place=progress_of(values[Word.PLACE]),
+            progress=progress_of(values[Word.PROGRESS]),
             moved_ns=values[Word.MOVED],
             num_microbatches=values[Word.KIND],
             tick=values[Word.TICK],
             busy_ns=values[Word.BUSY],
             measured_steps=values[Word.MEASURED],
-            began_ns=values[Word.BEGAN],
             device_bytes=values[Word.DEVICE],
             kept_step=values[Word.KEPT],
             links=tuple(links),
@@ -234,7 +232,7 @@ class ProgressReader:
 
 
 _PHASES = frozenset(Phase)
-PREFIX = "places-"
+PREFIX = "progress-"
 GONE_S = 5.0
 """Timeout for a killed agent to end, in seconds."""
 OLD_S = 1800.0

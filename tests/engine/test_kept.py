@@ -2,11 +2,11 @@
 
 import pytest
 
-from weft.engine.attempt import Kept
+from weft.engine.attempt import ReusedValues
 
 
 def test_what_was_made_from_the_same_is_not_made_again():
-    kept, made = Kept(), []
+    kept, made = ReusedValues(), []
     kept.keeps = True
     settings = {"layers": 2}
     for layers in (2, 2, 3, 3, 2):
@@ -17,7 +17,7 @@ def test_what_was_made_from_the_same_is_not_made_again():
 
 
 def test_an_error_is_not_kept():
-    kept = Kept()
+    kept = ReusedValues()
     kept.keeps = True
     with pytest.raises(ValueError):
         kept.get("model", 1, lambda: int("x"))
@@ -25,5 +25,5 @@ def test_an_error_is_not_kept():
 
 
 def test_nothing_is_kept_where_no_other_attempt_may_come():
-    kept = Kept()
+    kept = ReusedValues()
     assert [kept.get("model", 1, lambda number=number: number) for number in range(3)] == [0, 1, 2]

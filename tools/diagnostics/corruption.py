@@ -7,7 +7,7 @@ from time import perf_counter
 
 import torch
 
-from weft.conf.host.diagnosis import Finding, Verdict
+from weft.conf.host.diagnosis import CheckResult, Outcome
 
 SIZE = 512
 ROUNDS = 3
@@ -38,7 +38,7 @@ def factor(seed: int, spread: int) -> torch.Tensor:
     return 2 * (mixed % spread) - (spread - 1)
 
 
-def check_bits(device: torch.device, flip: bool = False) -> Finding:
+def check_bits(device: torch.device, flip: bool = False) -> CheckResult:
     """Multiply `ROUNDS` times in each format; every tile of every product must have the known checksum.
 
     Args:
@@ -64,9 +64,9 @@ def check_bits(device: torch.device, flip: bool = False) -> Finding:
                 )
     if wrong:
         says = f"wrong bits in {len(wrong)} of {ROUNDS * len(_FORMATS)} products ({wrong[0]})"
-        return Finding(CHECK, Verdict.failed, says, float(len(wrong)), "wrong products")
+        return CheckResult(CHECK, Outcome.failed, says, float(len(wrong)), "wrong products")
     says = f"{ROUNDS} rounds of tiles, {' and '.join(multiplied)}: every bit as it has to be"
-    return Finding(CHECK, Verdict.passed, says, 0.0, "wrong products")
+    return CheckResult(CHECK, Outcome.passed, says, 0.0, "wrong products")
 
 
 def _tiles(device: torch.device, form: torch.dtype, spread: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.conf.host.diagnosis import Finding, Verdict
+from weft.conf.host.diagnosis import CheckResult, Outcome
 from weft.tools.diagnostics.judging import Judge
 from weft.tools.local_ranks import answers_of
 
@@ -134,7 +134,7 @@ MOST_S = 15.0
 """Seconds from when all ranks are there, after which one that has not answered is named."""
 
 
-def check_local_collectives(ranks: int, judge: Judge, *, damaged: int = -1, hung: int = -1) -> Finding:
+def check_local_collectives(ranks: int, judge: Judge, *, damaged: int = -1, hung: int = -1) -> CheckResult:
     """Measure an all-to-all and an all-reduce among ``ranks`` processes, in gigabytes per second of the slowest rank.
 
     Without GPUs, only the processor time of the ranks counts, which other processes do not affect.
@@ -146,17 +146,17 @@ def check_local_collectives(ranks: int, judge: Judge, *, damaged: int = -1, hung
     """
     check = "collectives"
     if ranks < 2:
-        return Finding(check, Verdict.does_not_apply, "this host has one rank")
+        return CheckResult(check, Outcome.does_not_apply, "this host has one rank")
     answers = _answers(ranks, damaged, hung)
     if silent := [rank for rank in range(ranks) if rank not in answers]:
-        return Finding(check, Verdict.failed, f"ranks {silent} of {ranks} did not answer in time")
+        return CheckResult(check, Outcome.failed, f"ranks {silent} of {ranks} did not answer in time")
     if errors := {rank: answer for rank, answer in answers.items() if isinstance(answer, str)}:
         rank, error = next(iter(errors.items()))
-        return Finding(check, Verdict.failed, f"rank {rank} of {ranks}: {error.strip().splitlines()[-1]}")
+        return CheckResult(check, Outcome.failed, f"rank {rank} of {ranks}: {error.strip().splitlines()[-1]}")
     wrong = sorted({bad for every, _ in answers.values() for bad in every.wrong_from})
     if wrong or any(summed.wrong_from for _, summed in answers.values()):
         whose = f"numbers of ranks {wrong}" if wrong else "a sum"
-        return Finding(check, Verdict.failed, f"{whose} came wrong, of {ranks}")
+        return CheckResult(check, Outcome.failed, f"{whose} came wrong, of {ranks}")
     kind = "GPUs" if torch.cuda.is_available() else "processes, by processor time"
     known = [answers]  # measured again only where it is too low
     return judge.by_own_best(

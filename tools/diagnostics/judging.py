@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.conf.host.diagnosis import Finding, Verdict
+from weft.conf.host.diagnosis import CheckResult, Outcome
 from weft.conf.host.measurements import Measurement, Measurements
 from weft.tools.preflight import MIN_FREE_BYTES
 
@@ -31,13 +31,15 @@ class Judge:
 
     def by_data_sheet(
         self, check: str, measure: Callable[[], float], *, peak: float, share: float, unit: str
-    ) -> Finding:
+    ) -> CheckResult:
         """Pass if a measurement reaches ``share`` of the data sheet's figure."""
         figure, least = _best(measure, share * peak), share * peak
         says = f"{figure:.3g} {unit}, {figure / peak:.0%} of the data sheet's {peak:.3g}"
-        return Finding(check, _verdict(figure >= least), says, figure, unit, least)
+        return CheckResult(check, _outcome(figure >= least), says, figure, unit, least)
 
-    def by_own_best(self, check: str, device: str, measure: Callable[[], float], *, share: float, unit: str) -> Finding:
+    def by_own_best(
+        self, check: str, device: str, measure: Callable[[], float], *, share: float, unit: str
+    ) -> CheckResult:
         """Pass if a measurement reaches ``share`` of this host's best so far; the first measurement always passes."""
         name = f"{check}, {device}"
         known = self.cache.read().get(name)
@@ -52,7 +54,7 @@ class Judge:
                 self.cache.put({name: Measurement.now(figure)})
             except OSError as error:
                 says += f"; not kept: {self.cache.path}: {error.strerror}"
-        return Finding(check, _verdict(figure >= least), says, figure, unit, least if best else None)
+        return CheckResult(check, _outcome(figure >= least), says, figure, unit, least if best else None)
 
 
 def _best(measure: Callable[[], float], least: float) -> float:
@@ -64,8 +66,8 @@ def _best(measure: Callable[[], float], least: float) -> float:
     return figure
 
 
-def _verdict(good: bool) -> Verdict:
-    return Verdict.passed if good else Verdict.failed
+def _outcome(good: bool) -> Outcome:
+    return Outcome.passed if good else Outcome.failed
 
 
 OWN_SHARE = 0.1
@@ -74,7 +76,7 @@ _PIECE = 4 << 20
 _MOST_BYTES, _MOST_S = 128 << 20, 1.5
 
 
-def check_disk(folder: Path, judge: Judge, piece_s: float = 0.0) -> Finding:
+def check_disk(folder: Path, judge: Judge, piece_s: float = 0.0) -> CheckResult:
     """Measure the write speed to the disk of ``folder`` in megabytes per second.
 
     Args:
@@ -97,18 +99,18 @@ def check_disk(folder: Path, judge: Judge, piece_s: float = 0.0) -> Finding:
         return judge.by_own_best("disk", f"folder {folder.absolute()}", measure, share=OWN_SHARE, unit="MB/s")
     except OSError as error:
         full = " (free some space)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        return Finding("disk", Verdict.failed, f"{folder}: {error.strerror}{full}")
+        return CheckResult("disk", Outcome.failed, f"{folder}: {error.strerror}{full}")
     finally:
         probe.unlink(missing_ok=True)
 
 
-def check_free_space(folder: Path, least_bytes: int = MIN_FREE_BYTES) -> Finding:
+def check_free_space(folder: Path, least_bytes: int = MIN_FREE_BYTES) -> CheckResult:
     """Check that at least ``least_bytes`` of the disk are free for this user."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Finding("free space", Verdict.failed, f"{folder}: {error.strerror}")
-    verdict = Verdict.passed if free >= least_bytes else Verdict.failed
-    return Finding(
-        "free space", verdict, f"{free / 1e9:.1f} GB are free in {folder}", free / 1e9, "GB", least_bytes / 1e9
+        return CheckResult("free space", Outcome.failed, f"{folder}: {error.strerror}")
+    outcome = Outcome.passed if free >= least_bytes else Outcome.failed
+    return CheckResult(
+        "free space", outcome, f"{free / 1e9:.1f} GB are free in {folder}", free / 1e9, "GB", least_bytes / 1e9
     )

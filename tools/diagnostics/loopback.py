@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 
-from weft.conf.host.diagnosis import Finding, Verdict
+from weft.conf.host.diagnosis import CheckResult, Outcome
 from weft.tools.diagnostics.judging import Judge
 
 OWN_SHARE = 0.3
@@ -17,7 +17,7 @@ _PIECE, _PIECES = 1 << 20, 256
 _MOST_S = 10.0
 
 
-def check_loopback(judge: Judge, damage: bool = False) -> Finding:
+def check_loopback(judge: Judge, damage: bool = False) -> CheckResult:
     """Measure the gigabits that one connection carries per second of processor time.
 
     Other processes do not affect processor time.
@@ -33,12 +33,12 @@ def check_loopback(judge: Judge, damage: bool = False) -> Finding:
         return rate
 
     try:
-        finding = judge.by_own_best("loopback", "TCP, by processor time", measure, share=OWN_SHARE, unit="Gbit/s")
+        result = judge.by_own_best("loopback", "TCP, by processor time", measure, share=OWN_SHARE, unit="Gbit/s")
     except OSError as error:
-        return Finding("loopback", Verdict.failed, f"127.0.0.1: {error}")
+        return CheckResult("loopback", Outcome.failed, f"127.0.0.1: {error}")
     if not all(arrived):
-        return Finding("loopback", Verdict.failed, "bytes arrived that had not been sent", finding.figure, "Gbit/s")
-    return finding
+        return CheckResult("loopback", Outcome.failed, "bytes arrived that had not been sent", result.figure, "Gbit/s")
+    return result
 
 
 def _transfer(piece: bytes, damage: bool) -> tuple[float, bool]:

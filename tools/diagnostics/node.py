@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from weft.conf.features import entry
-from weft.conf.host.diagnosis import Finding, Verdict, failures
+from weft.conf.host.diagnosis import CheckResult, Outcome, failures
 from weft.conf.host.measurements import Measurements
 from weft.conf.schema import DataConfig
 from weft.tools.diagnostics.corruption import check_bits
@@ -61,15 +61,15 @@ def _rank_with(node: Node, fault: str) -> int:
     return node.ranks - 1 if fault in node.faults else -1
 
 
-def _check_clock(driver: str, shift_s: float) -> Finding:
+def _check_clock(driver: str, shift_s: float) -> CheckResult:
     if not driver:
-        return Finding("clock", Verdict.does_not_apply, "no driver to compare with (--driver)")
-    finding: Finding = entry("supervision").check_clock(driver, shift_s)
-    return finding
+        return CheckResult("clock", Outcome.does_not_apply, "no driver to compare with (--driver)")
+    result: CheckResult = entry("supervision").check_clock(driver, shift_s)
+    return result
 
 
-# To add a check: a function that returns a list of `Finding`, and a line here.
-CHECKS: Mapping[str, Callable[[Node], Sequence[Finding]]] = {
+# To add a check: a function that returns a list of `CheckResult`, and a line here.
+CHECKS: Mapping[str, Callable[[Node], Sequence[CheckResult]]] = {
     "collectives": lambda node: [
         check_local_collectives(
             node.ranks, node.judge, damaged=_rank_with(node, "wrong-rank"), hung=_rank_with(node, "hung-rank")
@@ -87,18 +87,18 @@ CHECKS: Mapping[str, Callable[[Node], Sequence[Finding]]] = {
 }
 
 
-def diagnose(node: Node, checks: Collection[str] = tuple(CHECKS)) -> list[Finding]:
+def diagnose(node: Node, checks: Collection[str] = tuple(CHECKS)) -> list[CheckResult]:
     """Run ``checks`` one after the other; a check that raises an error counts as a failure of the host."""
-    findings: list[Finding] = []
+    results: list[CheckResult] = []
     for name, check in CHECKS.items():
         if name not in checks:
             continue
         try:
-            findings += check(node)
+            results += check(node)
         except (RuntimeError, OSError) as error:  # a device that is lost, out of memory, or refuses
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            findings.append(Finding(name, Verdict.failed, reason[0][:200]))
-    return findings
+            results.append(CheckResult(name, Outcome.failed, reason[0][:200]))
+    return results
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,21 +112,21 @@ def run(args: argparse.Namespace) -> int:
         faults=args.inject,
     )
     begun = perf_counter()
-    findings = diagnose(node, args.only or tuple(CHECKS))
+    results = diagnose(node, args.only or tuple(CHECKS))
     if args.json:
-        print(json.dumps([finding.as_dict() for finding in findings]))
+        print(msgspec.json.encode(results).decode())
     else:
-        Console().print(table(findings))
-        bad = failures(findings)
-        print(f"{len(bad)} of {len(findings)} checks failed, in {perf_counter() - begun:.1f} s")
-    return 1 if failures(findings) else 0
+        Console().print(table(results))
+        bad = failures(results)
+        print(f"{len(bad)} of {len(results)} checks failed, in {perf_counter() - begun:.1f} s")
+    return 1 if failures(results) else 0
 
 
-def table(findings: Sequence[Finding]) -> Table:
+def table(results: Sequence[CheckResult]) -> Table:
     """Return a table with one row for each check."""
-    made = Table("check", "verdict", "what it says")
-    colours = {Verdict.passed: "green", Verdict.failed: "red", Verdict.does_not_apply: "dim"}
-    for finding in findings:
-        verdict = Text(finding.verdict.value, style=colours[finding.verdict])
-        made.add_row(Text(finding.check), verdict, Text(finding.says))  # as they are: brackets are no markup
+    made = Table("check", "outcome", "what it says")
+    colours = {Outcome.passed: "green", Outcome.failed: "red", Outcome.does_not_apply: "dim"}
+    for result in results:
+        outcome = Text(result.outcome.value, style=colours[result.outcome])
+        made.add_row(Text(result.check), outcome, Text(result.text))  # as they are: brackets are no markup
     return made

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from statistics import median
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from weft.comm.rendezvous import open_store
-from weft.conf.host.diagnosis import Finding, Verdict, failures
+from weft.conf.host.diagnosis import CheckResult, Outcome, failures
 from weft.tools.diagnostics.exchange import all_reduce, with_neighbour
 from weft.tools.diagnostics.node import table
 
@@ -55,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     except dist.DistError as error:
         print(f"rank {rank}: the ranks did not all come together: {error}", file=sys.stderr)
         return 1
-    findings = _Ring(rank, size, store, args).run()
+    results = _Ring(rank, size, store, args).run()
     if rank == 0:
         if args.json:
-            print(json.dumps([finding.as_dict() for finding in findings]))
+            print(msgspec.json.encode(results).decode())
         else:
-            Console().print(table(findings))
-    return 1 if failures(findings) else 0
+            Console().print(table(results))
+    return 1 if failures(results) else 0
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
@@ -73,8 +74,8 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
         yield [(size - 1, 0)]
 
 
-def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> list[Finding]:
-    """Return a `Finding` for each pair of ranks.
+def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> list[CheckResult]:
+    """Return a `CheckResult` for each pair of ranks.
 
     Args:
         seen: the reports of both ranks of each pair.
@@ -90,19 +91,19 @@ def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> li
     by_kind: dict[bool, list[float]] = {True: [], False: []}
     for pair, rate in rates.items():
         by_kind[hosts[pair[0]] == hosts[pair[1]]] += [rate] if pair not in problems else []
-    findings = []
+    results = []
     for (a, b), rate in sorted(rates.items()):
         name = f"pair {a}-{b}"
         where = f"on {hosts[a]}" if hosts[a] == hosts[b] else f"{hosts[a]} and {hosts[b]}"
         if (a, b) in problems:
-            findings.append(Finding(name, Verdict.failed, f"{where}: {problems[a, b]}"))
+            results.append(CheckResult(name, Outcome.failed, f"{where}: {problems[a, b]}"))
             continue
         others = by_kind[hosts[a] == hosts[b]]
         usual = median(others) if len(others) >= _COUNT else 0.0
         says = f"{where}: {rate / 1e9:.3g} GB/s" + (f", {rate / usual:.0%} of the median" if usual else "")
-        verdict = Verdict.passed if rate >= share * usual else Verdict.failed
-        findings.append(Finding(name, verdict, says, rate / 1e9, "GB/s", share * usual / 1e9 if usual else None))
-    return findings
+        outcome = Outcome.passed if rate >= share * usual else Outcome.failed
+        results.append(CheckResult(name, outcome, says, rate / 1e9, "GB/s", share * usual / 1e9 if usual else None))
+    return results
 
 
 class _Ring:
@@ -112,7 +113,7 @@ class _Ring:
         on_gpu = torch.cuda.is_available()
         self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
 
-    def run(self) -> list[Finding]:
+    def run(self) -> list[CheckResult]:
         """Run all exchanges; return the results of rank 0 on every rank."""
         timeout = timedelta(seconds=self._args.timeout)
         self._store.set(f"host/{self._rank}", socket.gethostname())
@@ -132,14 +133,14 @@ class _Ring:
                     self._store.set(f"seen/{number}/{self._rank}", json.dumps([one.bytes_per_s, one.problem]))
             self._meet(f"round{number}")
         if self._rank == 0:
-            findings = self._judge()
-            self._store.set("pairs", json.dumps([finding.as_dict() for finding in findings]))
+            results = self._judge()
+            self._store.set("pairs", msgspec.json.encode(results))
         else:
-            findings = self._read("pairs", 4 * self._args.timeout)
-        if not failures(findings):
-            findings.append(self._all())
+            results = self._read("pairs", 4 * self._args.timeout)
+        if not failures(results):
+            results.append(self._all())
         self._meet("end")  # rank 0 has the store
-        return findings
+        return results
 
     def _exchange(self, pair: tuple[int, int]) -> _Seen:
         other = pair[1] if pair[0] == self._rank else pair[0]
@@ -160,10 +161,10 @@ class _Ring:
         problem = f"rank {self._rank} received wrong numbers from rank {other}" if done.wrong_from else ""
         return _Seen(pair, done.bytes_per_s, problem)
 
-    def _judge(self) -> list[Finding]:
+    def _judge(self) -> list[CheckResult]:
         """Evaluate the reports of all ranks, and name ranks that sent no report."""
         seen: list[_Seen] = []
-        silent: dict[int, Finding] = {}
+        silent: dict[int, CheckResult] = {}
         deadline = time.monotonic() + 2 * self._args.timeout
         for number, pairs in enumerate(rounds(self._size)):
             for pair, rank in ((both, one) for both in pairs for one in both):
@@ -171,19 +172,19 @@ class _Ring:
                     rate, problem = self._read_json(f"seen/{number}/{rank}", max(0.1, deadline - time.monotonic()))
                     seen.append(_Seen(pair, rate, problem))
                 except dist.DistError:
-                    silent[rank] = Finding(f"rank {rank}", Verdict.failed, "it did not say what it found")
+                    silent[rank] = CheckResult(f"rank {rank}", Outcome.failed, "it did not say what it found")
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(self._size)]
         return [*silent.values(), *judge_pairs(seen, hosts, self._args.share)]
 
-    def _all(self) -> Finding:
+    def _all(self) -> CheckResult:
         try:
             done = all_reduce(self._device)
         except RuntimeError as error:
-            return Finding("all ranks", Verdict.failed, _first_line(error))
+            return CheckResult("all ranks", Outcome.failed, _first_line(error))
         if done.wrong_from:
-            return Finding("all ranks", Verdict.failed, "the sum is wrong, though every pair is right")
+            return CheckResult("all ranks", Outcome.failed, "the sum is wrong, though every pair is right")
         rate = done.bytes_per_s / 1e9
-        return Finding("all ranks", Verdict.passed, f"all-reduce: {rate:.3g} GB/s per rank", rate, "GB/s")
+        return CheckResult("all ranks", Outcome.passed, f"all-reduce: {rate:.3g} GB/s per rank", rate, "GB/s")
 
     def _meet(self, name: str) -> None:
         """Wait for the others, at most ``timeout`` seconds; missing ranks are reported by `_judge`."""
@@ -192,11 +193,11 @@ class _Ring:
         with suppress(dist.DistError):
             self._store.wait([f"all/{name}"], timedelta(seconds=self._args.timeout))
 
-    def _read(self, key: str, seconds: float) -> list[Finding]:
+    def _read(self, key: str, seconds: float) -> list[CheckResult]:
         try:
-            return [Finding.from_dict(fields) for fields in self._read_json(key, seconds)]
+            return msgspec.convert(self._read_json(key, seconds), list[CheckResult])
         except dist.DistError:
-            return [Finding("rank 0", Verdict.failed, "it did not say what it found")]
+            return [CheckResult("rank 0", Outcome.failed, "it did not say what it found")]
 
     def _read_json(self, key: str, seconds: float) -> list:
         self._store.wait([key], timedelta(seconds=seconds))

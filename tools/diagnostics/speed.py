@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from weft.conf.host.diagnosis import Finding
+from weft.conf.host.diagnosis import CheckResult
 from weft.engine.planning.devices import data_sheet
 from weft.pipeline.hardware import GpuKind
 from weft.tools.diagnostics.judging import Judge
@@ -20,7 +20,7 @@ OWN_SHARE = 0.5
 _REPEATS = 5
 
 
-def check_memory(device: torch.device, judge: Judge, slow: float = 1.0) -> Finding:
+def check_memory(device: torch.device, judge: Judge, slow: float = 1.0) -> CheckResult:
     """Measure the bytes per second that a copy on the device reads and writes.
 
     Args:
@@ -36,7 +36,7 @@ def check_memory(device: torch.device, judge: Judge, slow: float = 1.0) -> Findi
     return _judged("memory", device, judge, measure, "GB/s", lambda sheet: sheet.bytes_per_s / 1e9)
 
 
-def check_gemm(device: torch.device, judge: Judge, slow: float = 1.0) -> Finding:
+def check_gemm(device: torch.device, judge: Judge, slow: float = 1.0) -> CheckResult:
     """Measure the floating-point operations per second of a large product: bf16 on GPUs, fp32 elsewhere.
 
     Args:
@@ -74,7 +74,7 @@ def _judged(
     measure: Callable[[], float],
     unit: str,
     peak: Callable[[GpuKind], float],
-) -> Finding:
+) -> CheckResult:
     sheet = data_sheet(device)
     if sheet is not None:
         return judge.by_data_sheet(check, measure, peak=peak(sheet), share=SHEET_SHARE, unit=unit)

@@ -48,9 +48,9 @@ from weft.engine.supervision.progress_page import (
     take_page,
 )
 
-PARK_S, LEAVE_S = 3.0, 10.0
+LEAVE_STARTS_S, LEAVE_S = 3.0, 10.0
 """Seconds in which a rank must begin to leave an attempt, and must have left it. After that it is killed."""
-TOLD_S = 2.0
+RUN_ENDS_S = 2.0
 """Seconds that a terminating agent waits for the driver's message that the run has ended."""
 LOOK_S = 0.1
 """Seconds between polls of the ranks' progress. A change of phase is reported at once."""
@@ -82,7 +82,7 @@ class Agent:
         self._mine: list[Rank] = []
         self._examined, self._failed = 0, list[str]()
         self._met, self._answered, self._changed, self._leaving, self._ended = (asyncio.Event() for _ in range(5))
-        self._asked = set[str]()
+        self._signalled = set[str]()
         self._has_host = self._replaced = False
         self._writer, self._repeats = Writer(), Repeats()
         self._vitals = Vitals(Path(command.run_folder))
@@ -90,15 +90,15 @@ class Agent:
         self._guard = DriverGuard(command)
         self._page = page_path(Path(command.run_folder), command.host)
         self._memory = self._page.with_name(f"{self._page.name}.memory{command.launch}")
-        self._parking = Standby(self._page.with_name(f"{self._page.name}.agent{command.generation}"), self._changed.set)
+        self._standby = Standby(self._page.with_name(f"{self._page.name}.agent{command.generation}"), self._changed.set)
 
     async def run(self) -> int:
         """Serve the driver until it ends this agent, or has been away for too long."""
         self._client = ControlClient(
             self._command.address,
             name=self._command.peer,
-            on_message=self._hear,
-            on_connected=self._meet,
+            on_message=self._on_message,
+            on_connected=self._on_connected,
             on_lost=self._guard.lost,
         )
         loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ class Agent:
             await asyncio.sleep(LOOK_S)
         if self._has_host and self._mine:
             self._send_report()
-            await asyncio.sleep(TOLD_S)
+            await asyncio.sleep(RUN_ENDS_S)
 
     def _ask_to_stop(self) -> None:
         """Send SIGTERM once to each rank. A rank then ends after its step.
@@ -150,8 +150,8 @@ class Agent:
         """
         for local, rank in enumerate(self._mine):
             begun = self._reports.reading(local) is not None or not self._memory.exists()
-            if rank in self._busy() and rank.name not in self._asked and begun:
-                self._asked.add(rank.name)
+            if rank in self._busy() and rank.name not in self._signalled and begun:
+                self._signalled.add(rank.name)
                 self._ranks.send_signal(rank, signal.SIGTERM)
 
     async def _serve(self) -> None:
@@ -182,16 +182,16 @@ class Agent:
     def _make_page(self) -> None:
         self._page = take_page(self._page, self._command.slots)
         self._owned = Ownership(self._page)
-        self._parking.path = self._page.with_name(f"{self._page.name}.agent{self._command.generation}")
-        self._parking.open()
+        self._standby.path = self._page.with_name(f"{self._page.name}.agent{self._command.generation}")
+        self._standby.open()
 
     def _remake_page(self) -> None:
         """Create page and socket again if they were removed. Running ranks have them open, but new ranks need them."""
-        if self._page.exists() and self._parking.path.exists():
+        if self._page.exists() and self._standby.path.exists():
             return
         print(f"weft: {self._page.parent}: what agent and ranks share was removed; made again", file=sys.stderr)
         self._owned.release()
-        self._parking.close_listener()
+        self._standby.close_listener()
         self._make_page()
 
     async def _leave_host(self) -> bool:
@@ -199,7 +199,7 @@ class Agent:
         await self._ranks.stop([rank for rank in self._mine if rank.code is None])
         self._send_report()
         self._ranks.close()
-        self._parking.close()
+        self._standby.close()
         if not self._replaced:  # otherwise its successor uses them
             shutil.rmtree(self._memory, ignore_errors=True)
             for file in (self._page, *self._errors()):
@@ -207,13 +207,13 @@ class Agent:
         self._owned.release()
         return self._ranks.failed.is_set()
 
-    def _meet(self) -> None:
+    def _on_connected(self) -> None:
         self._guard.met()
         self._met.set()
         if self._has_host:
             self._send_report()
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _on_message(self, message: dict[str, Any]) -> None:
         state = from_fields(message, DesiredState)
         if state.end:
             self._replaced = state.replaced
@@ -249,26 +249,26 @@ class Agent:
             await self._ranks.stop([rank for rank in self._mine if rank.code is None])
             return
         await self._ranks.stop([rank for rank in self._mine if rank.code is None and rank.rank in drop])
-        await self._ranks.stop([rank for rank in self._busy() if rank.pid not in self._parking.processes])
+        await self._ranks.stop([rank for rank in self._busy() if rank.pid not in self._standby.processes])
         for rank in self._busy():
-            self._parking.leave(rank.pid)
+            self._standby.leave(rank.pid)
         asked = monotonic()
         while busy := self._busy():
             waited = monotonic() - asked
             await self._ranks.stop(
-                [rank for rank in busy if waited > (LEAVE_S if self._parking.is_leaving(rank.pid) else PARK_S)]
+                [rank for rank in busy if waited > (LEAVE_S if self._standby.is_leaving(rank.pid) else LEAVE_STARTS_S)]
             )
             await asyncio.sleep(0.01)
 
     def _busy(self) -> list[Rank]:
-        return [rank for rank in self._mine if rank.code is None and self._parking.parked(rank.pid) is None]
+        return [rank for rank in self._mine if rank.code is None and self._standby.reason(rank.pid) is None]
 
     async def _start(self, wanted: DesiredState) -> None:
         """Start an attempt. Reuse processes on standby and fork the others."""
         self._remake_page()
         self._attempt = wanted.attempt
         # By local rank, because a process stays with its GPU.
-        parked = {local: rank for local, rank in enumerate(self._mine) if rank.code is None}
+        standby = {local: rank for local, rank in enumerate(self._mine) if rank.code is None}
         self._mine = []
         self._reports = RankReports(self._mine, ProgressReader(self._page).read, self._errors())
         for local, number in enumerate(wanted.ranks):
@@ -277,27 +277,27 @@ class Agent:
             if wanted.stop:
                 environment[STOP] = str(wanted.stop)
             log = Path(self._command.run_folder, "supervisor", "logs", f"attempt{self._attempt}", f"rank{number}.log")
-            kept = parked.pop(local, None)
+            kept = standby.pop(local, None)
             if kept is not None:
                 if wanted.stop:
-                    self._asked.add(kept.name)
+                    self._signalled.add(kept.name)
                 kept.rank, kept.attempt = number, self._attempt
                 kept.output.go_on_in(log)
                 self._mine.append(kept)
-                self._parking.assign(kept.pid, Assignment(environment, wanted.arguments))
+                self._standby.assign(kept.pid, Assignment(environment, wanted.arguments))
                 continue
             output = Output(log, self._writer, partial(self._vitals.matches.take, number), self._repeats)
             rank = Rank(f"{self._attempt}/{number}", output=output, rank=number, attempt=self._attempt)
             self._mine.append(rank)
             if wanted.stop:
-                self._asked.add(rank.name)
+                self._signalled.add(rank.name)
             await self._ranks.start(rank, wanted.target, wanted.arguments, environment)
-        await self._ranks.stop(list(parked.values()))
+        await self._ranks.stop(list(standby.values()))
 
     def _environment(self, wanted: DesiredState, local: int) -> dict[str, str]:
         ranks = wanted.ranks
         lasting = {} if self._command.parent else {MEMORY: str(self._memory)}
-        in_process = {AGENT: str(self._parking.path)} if wanted.in_process else {}
+        in_process = {AGENT: str(self._standby.path)} if wanted.in_process else {}
         return {
             **self._command.environment,
             **wanted.environment,
@@ -331,13 +331,13 @@ class Agent:
 
     def _send_report(self) -> None:
         reports = self._reports
-        parked = {rank.rank: self._parking.parked(rank.pid) for rank in self._mine if rank.code is None}
+        standby = {rank.rank: self._standby.reason(rank.pid) for rank in self._mine if rank.code is None}
         message = AgentMessage(
             attempt=self._attempt,
             ready=self._has_host and self._ranks.ready,
             report=HostReport(self._command.host, reports.ranks(), self._vitals.take()),
             ends=reports.ends(),
-            parked={rank: reason for rank, reason in parked.items() if reason is not None},
+            standby={rank: reason for rank, reason in standby.items() if reason is not None},
             lines=reports.last_lines(),
             examined=self._examined,
             failed=self._failed,

@@ -52,7 +52,7 @@ class DriverGuard:
         self._command, self._storage = command, Storage(Path(command.run_folder))
         self._lost_since: float | None = monotonic()
         self._starting: asyncio.subprocess.Process | None = None
-        self._told = set[str]()
+        self._printed = set[str]()
 
     def met(self) -> None:
         """Record that the driver is connected."""
@@ -93,6 +93,6 @@ class DriverGuard:
         return holder if state is not None and state.state in STOPPED else None
 
     def _say_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             print(f"weft: {text}", file=sys.stderr, flush=True)

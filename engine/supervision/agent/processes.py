@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weft.comm.authenticated_socket import Address
-from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, failures, read_findings
+from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, failures, read_results
 from weft.conf.host.processes import STOPPED, peer_process, process_state
 from weft.engine.supervision.agent.forkserver import ForkServer
 from weft.engine.supervision.agent.output import Answer, Output
@@ -183,9 +183,9 @@ class Ranks:
             self._ready.set()
         else:
             self._ready.clear()
-        asyncio.get_running_loop().add_reader(server.socket, self._hear)
+        asyncio.get_running_loop().add_reader(server.socket, self._read_server)
 
-    def _hear(self) -> None:
+    def _read_server(self) -> None:
         try:
             message = self._server.receive()
         except BlockingIOError:
@@ -237,7 +237,7 @@ async def examine(ranks: Ranks, run_folder: Path, slots: int, driver: Address) -
     where = "" if isinstance(driver, str) else "{}:{}".format(*driver)  # a driver on this machine uses the same clock
     arguments = doctor_arguments(run_folder, ranks=slots, driver=where)
     printed, code = await ranks.ask("doctor", DOCTOR, arguments, DOCTOR_S)
-    return [f"{finding.check}: {finding.says}" for finding in failures(read_findings(printed, code))]
+    return [f"{result.check}: {result.text}" for result in failures(read_results(printed, code))]
 
 
 @dataclass
@@ -294,7 +294,7 @@ class Standby:
         self.processes[pid].reason = None
         self._send(pid, assignment)
 
-    def parked(self, pid: int) -> str | None:
+    def reason(self, pid: int) -> str | None:
         """Return why a rank has left its attempt, or None if it has not."""
         known = self.processes.get(pid)
         return None if known is None else known.reason
@@ -325,9 +325,9 @@ class Standby:
                 return
             link.setblocking(False)
             self.processes[pid] = StandbyState(link)
-            asyncio.get_running_loop().add_reader(link, self._hear, pid)
+            asyncio.get_running_loop().add_reader(link, self._read_rank, pid)
 
-    def _hear(self, pid: int) -> None:
+    def _read_rank(self, pid: int) -> None:
         known = self.processes[pid]
         try:
             data = known.link.recv(MOST_BYTES)

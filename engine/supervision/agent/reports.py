@@ -225,7 +225,7 @@ class RankReports:
                 assert end is not None
                 if rank.code == 0:
                     reading = self.read(local)
-                    step = reading.place.step if reading is not None else 0
+                    step = reading.progress.step if reading is not None else 0
                     end = replace(end, message=f"exit code 0 in step {step}, before training was done")
                 self._ends[rank.rank] = end
         return dict(self._ends)
@@ -272,7 +272,7 @@ def rank_report(
         return report
     return report._replace(
         phase=reading.phase,
-        place=reading.place,
+        progress=reading.progress,
         num_microbatches=reading.num_microbatches,
         still_s=round(max(0, now_ns - reading.moved_ns) / 1e9, 3),
         tick=reading.tick,

@@ -185,7 +185,7 @@ class Alerts:
             report, trains = seen.report, seen.report.phase is Phase.steady
             for link in report.links:
                 speed = self._links.setdefault((rank, link.peer), LinkSpeed())
-                speed.read(report.place.step, link.sent_bytes, link.peak_bps, trains=trains)
+                speed.read(report.progress.step, link.sent_bytes, link.peak_bps, trains=trains)
 
     def _read_ranks(self) -> None:
         for rank, seen in self._watch.ranks.items():
@@ -195,7 +195,7 @@ class Alerts:
             if report.measured_steps > series.count:
                 steps = report.measured_steps - series.count
                 if series.count:  # the first steps of an attempt are slow
-                    series.readings.append((report.place.step, (report.busy_s - series.total) / steps))
+                    series.readings.append((report.progress.step, (report.busy_s - series.total) / steps))
                 series.count, series.total = report.measured_steps, report.busy_s
 
     def _stragglers(self) -> Iterator[Alert]:

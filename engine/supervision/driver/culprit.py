@@ -70,15 +70,15 @@ class JobRows:
         predicted = self.replicas[number].busy_s
         return predicted[row] if predicted else 0.0
 
-    def doing(self, rank: int, place: RowProgress) -> str:
+    def doing(self, rank: int, progress: RowProgress) -> str:
         """Describe a rank's current action."""
         row = self.row(rank)
-        if place.step == 0:
+        if progress.step == 0:
             return "before its first step"
-        if place.done >= len(row):
-            return f"after its row of step {place.step}"
-        text = f"{slot_text(row[place.done])} (slot {place.done + 1} of {len(row)}) of step {place.step}"
-        return f"in {text}" if place.begun else f"before {text}"
+        if progress.done >= len(row):
+            return f"after its row of step {progress.step}"
+        text = f"{slot_text(row[progress.done])} (slot {progress.done + 1} of {len(row)}) of step {progress.step}"
+        return f"in {text}" if progress.begun else f"before {text}"
 
     def crosses(self, rank: int, other: int) -> bool:
         """True if two ranks are at different sites."""
@@ -116,19 +116,6 @@ class Suspect:
     doing: str = ""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The diagnosis from all ranks' progress.
-
-    Attributes:
-        suspects: the culprit. Several if the ranks' progress does not distinguish them, empty while ranks move.
-        running: ranks that moved, and so are at most slow.
-    """
-
-    suspects: tuple[Suspect, ...]
-    running: tuple[int, ...] = ()
-
-
 @dataclass
 class _Candidate:
     """A rank that has all its inputs and does not run, or a transfer that was sent and has not arrived.
@@ -156,40 +143,36 @@ class _Candidate:
 
 def find_culprits(
     job: JobRows,
-    places: Mapping[int, RowProgress],
+    progress: Mapping[int, RowProgress],
     *,
-    moved: Collection[int] = (),
     silent: Collection[int] = (),
     broken: Iterable[tuple[int, int]] = (),
     sound: Iterable[tuple[int, int]] = (),
-) -> Finding:
-    """Find the rank or link that holds up the others.
+) -> tuple[Suspect, ...]:
+    """Return the rank or link that holds up the others. Several if the ranks' progress does not distinguish them.
 
     Args:
-        places: the progress of every rank of the job.
-        moved: ranks that made progress recently. If there are any, there is no culprit.
+        progress: the progress of every rank of the job.
         silent: ranks without heartbeats: stopped, or with a thread that holds the interpreter's lock. Their
             transfers and collectives stand still with them.
         broken: links, as pairs of ranks in any order, without a connection.
         sound: links that are known to work. Messages sent over them have arrived, so the receiver is the culprit.
     """
-    if moved:
-        return Finding((), tuple(sorted(moved)))
-    judge = _Judge(job, places)
-    found = [candidate for rank in sorted(places) if (candidate := judge.candidate(rank)) is not None]
+    judge = _Judge(job, progress)
+    found = [candidate for rank in sorted(progress) if (candidate := judge.candidate(rank)) is not None]
     silent = frozenset(silent)
     mute = frozenset().union(*(candidate.among(silent) for candidate in found)) if silent else silent
     if mute or not found:
-        return Finding(tuple(Suspect(rank, doing=job.doing(rank, places[rank])) for rank in sorted(mute or silent)))
+        return tuple(Suspect(rank, doing=job.doing(rank, progress[rank])) for rank in sorted(mute or silent))
     works = {frozenset(pair) for pair in sound}
     found = [candidate.delivered(job, works) for candidate in found]
     stuck = [candidate for candidate in found if candidate.sender is not None]
-    ranks = [Suspect(c.rank, doing=job.doing(c.rank, places[c.rank])) for c in found if c.sender is None]
-    return Finding((*ranks, *_links(job, places, stuck, {frozenset(pair) for pair in broken})))
+    ranks = [Suspect(c.rank, doing=job.doing(c.rank, progress[c.rank])) for c in found if c.sender is None]
+    return (*ranks, *_links(job, progress, stuck, {frozenset(pair) for pair in broken}))
 
 
 def _links(
-    job: JobRows, places: Mapping[int, RowProgress], stuck: Sequence[_Candidate], broken: Collection[frozenset[int]]
+    job: JobRows, progress: Mapping[int, RowProgress], stuck: Sequence[_Candidate], broken: Collection[frozenset[int]]
 ) -> list[Suspect]:
     """Return the links of transfers that were sent and have not arrived. Each set of links is returned once."""
     crossings: dict[frozenset[frozenset[int]], list[_Candidate]] = {}
@@ -201,7 +184,7 @@ def _links(
     for carriers, candidates in crossings.items():
         ends = frozenset[int]().union(*carriers)
         pairs = [pair for pair in broken if pair <= ends] or carriers
-        text = ", ".join(f"rank {c.rank} {job.doing(c.rank, places[c.rank])}" for c in candidates[:3])
+        text = ", ".join(f"rank {c.rank} {job.doing(c.rank, progress[c.rank])}" for c in candidates[:3])
         found.append(Suspect(None, tuple(sorted(_pair(pair) for pair in pairs)), text))
     return found
 
@@ -214,32 +197,32 @@ def _pair(ends: frozenset[int]) -> tuple[int, int]:
 class _Judge:
     """Decides for each rank whether it is a candidate. Results that several ranks need are cached."""
 
-    def __init__(self, job: JobRows, places: Mapping[int, RowProgress]) -> None:
-        self._job, self._places = job, places
-        self._far = {rank: self._from_end(rank) for rank in places}
+    def __init__(self, job: JobRows, progress: Mapping[int, RowProgress]) -> None:
+        self._job, self._progress = job, progress
+        self._far = {rank: self._from_end(rank) for rank in progress}
         self._least = min(self._far.values())
         self._used: dict[tuple[int, int], list[int]] = {}
         self._least_used: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def _from_end(self, rank: int) -> tuple[int, int, bool, int]:
         """Return a rank's position relative to the end of its row, because rows of different lengths end together."""
-        step, done, begun, waits = self._places[rank]
+        step, done, begun, waits = self._progress[rank]
         return step, done - len(self._job.row(rank)), begun, waits
 
     def candidate(self, rank: int) -> _Candidate | None:
         """Return the rank or the transfer that it lacks as a candidate, or None if it waits for other ranks."""
-        place, row = self._places[rank], self._job.row(rank)
-        if place.done >= len(row) or place.step == 0 or (place.begun and row[place.done][0].op is Op.STEP):
+        progress, row = self._progress[rank], self._job.row(rank)
+        if progress.done >= len(row) or progress.step == 0 or (progress.begun and row[progress.done][0].op is Op.STEP):
             return self._together(rank)
-        if not place.begun:
+        if not progress.begun:
             return _Candidate(rank)
         number, _ = self._job.seats[rank]
-        for action in row[place.done]:
+        for action in row[progress.done]:
             if action.op in RECEIVES:
                 return self._receive(number, rank, action)
             if action.op not in SENDS and not self._replicas_are_there(rank, action.stage):
                 return None
-        return _Candidate(rank, helpers=self._helpers(number, row[place.done]))
+        return _Candidate(rank, helpers=self._helpers(number, row[progress.done]))
 
     def _together(self, rank: int) -> _Candidate | None:
         """Return the rank if it is last, or None. In ``STEP`` and later all ranks take part in each reduction."""
@@ -250,9 +233,9 @@ class _Judge:
         stage = action.stage - 1 if action.op is Op.RECV_F else action.stage + 1
         row = replica.schedule.placement.stage_ranks[stage]
         sender = replica.ranks[row]
-        step = self._places[rank].step
+        step = self._progress[rank].step
         sent = RowProgress(step, self._slot_of(replica.schedule.rows[row], action) + 1)
-        if self._places[sender] < sent:
+        if self._progress[sender] < sent:
             return None
         carriers = self._job.carriers(sender, rank)
         return _Candidate(rank, sender, [end for pair in carriers for end in pair])
@@ -292,10 +275,10 @@ class _Judge:
 
     def _use(self, rank: int, stage: int) -> tuple[int, int, int]:
         """Return the step, the number of uses of a stage begun in it, and the waits entered in the last use."""
-        place, counts = self._places[rank], self._counts(rank, stage)
-        done = min(place.done, len(counts) - 1)
-        using = place.begun and counts[done + 1] > counts[done]
-        return (place.step, counts[done] + using, place.waits if using else _MANY_WAITS)
+        progress, counts = self._progress[rank], self._counts(rank, stage)
+        done = min(progress.done, len(counts) - 1)
+        using = progress.begun and counts[done + 1] > counts[done]
+        return (progress.step, counts[done] + using, progress.waits if using else _MANY_WAITS)
 
     def _counts(self, rank: int, stage: int) -> list[int]:
         """Count the uses of a stage before each slot of a rank's row."""

@@ -19,7 +19,7 @@ from weft.engine.supervision.driver.watch import Watch
 from weft.engine.supervision.faults import POLICIES, Response, cause
 from weft.engine.supervision.messages import AgentMessage, FaultKind, HostReport, RankEnd
 
-_BEFORE_TRAINING = (Phase.imports, Phase.setup, Phase.parked)
+_BEFORE_TRAINING = (Phase.imports, Phase.setup, Phase.standby)
 _BEFORE_A_STEP = (*_BEFORE_TRAINING, Phase.first_step)
 
 
@@ -153,16 +153,16 @@ class FailureDetector:
         settings: SuperviseConfig,
         deadlines: Deadlines,
         link_deadline_s: float,
-        patience: SiteTimeout,
+        site_timeout: SiteTimeout,
         now: float,
     ) -> None:
-        """Start without reports. ``patience`` is the timeout policy for silent sites.
+        """Start without reports. ``site_timeout`` is the timeout policy for silent sites.
 
         Args:
             link_deadline_s: seconds that a transfer between sites may stand still.
         """
         self._attempt, self._layout, self._fleet, self._effects = attempt, layout, fleet, effects
-        self._settings, self._patience = settings, patience
+        self._settings, self._site_timeout = settings, site_timeout
         self._has_rows, self._alerts_at, self._looked_at = False, now, now - LOOK_S
         self._ends: dict[int, RankEnd] = {}
         self._ends_since = 0.0
@@ -186,7 +186,7 @@ class FailureDetector:
         self.progress.observe(said.report)
         self._lines |= said.lines
         ends = dict(said.ends)
-        for rank, reason in said.parked.items():  # a consequence of a fault that may be reported later
+        for rank, reason in said.standby.items():  # a consequence of a fault that may be reported later
             ends.setdefault(rank, RankEnd(kind=FaultKind.lost_peer, message=reason, status=1))
         self._stopped |= {rank for rank, end in ends.items() if end.kind is FaultKind.stopped}
         ends = {rank: end for rank, end in ends.items() if rank not in self._stopped}
@@ -233,14 +233,14 @@ class FailureDetector:
             return Fault(kind, {"host": name}, evidence, self.step, now - self._watch.still_since)
         if not watches:
             return None
-        verdict = self._watch.verdict(now)
+        diagnosis = self._watch.diagnosis(now)
         self._alert_of_slowness(now)
-        if verdict is None:
+        if diagnosis is None:
             return None
-        culprit = dict(verdict.culprit)
+        culprit = dict(diagnosis.culprit)
         if "rank" in culprit:
             culprit.setdefault("host", self._layout.host_of(culprit["rank"]))
-        return replace(verdict, culprit=culprit)
+        return replace(diagnosis, culprit=culprit)
 
     def _may_be_a_host(self, now: float) -> bool:
         """True if ranks have lost peers, and a host without a connection may be the cause."""
@@ -249,7 +249,7 @@ class FailureDetector:
 
     def _site_patience_s(self, site: Collection[str]) -> float:
         """Return the timeout of a silent site. It is 0 once a rank has ended, because waiting is useless then."""
-        return 0.0 if self._ends else self._patience.seconds(site)
+        return 0.0 if self._ends else self._site_timeout.seconds(site)
 
     def _alert_of_silence(self, now: float) -> None:
         silent = self._fleet.silent_sites(self._layout.slots, self._settings.silence_s, now)

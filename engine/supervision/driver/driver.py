@@ -23,14 +23,14 @@ from weft.comm.authenticated_socket import RUN
 from weft.conf import load
 from weft.conf.host.private import write_private
 from weft.conf.host.run_lock import RunLock
-from weft.conf.host.storage import PATIENCE_S, Storage, StorageHangs, TimedRead
+from weft.conf.host.storage import STORAGE_TIMEOUT_S, Storage, StorageHangs, TimedRead
 from weft.conf.hosts import is_loopback, read_hostfile
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent.forkserver import EarlyAgent
 from weft.engine.supervision.agent.guard import LaunchGuard
 from weft.engine.supervision.agent.output import stderr_on_thread
-from weft.engine.supervision.control import ASKER, ControlServer, answer_clock
+from weft.engine.supervision.control import CLOCK_CLIENT, ControlServer, answer_clock
 from weft.engine.supervision.driver.culprit import JobRows, read_rows, shortage
 from weft.engine.supervision.driver.files import JOURNAL, DenyList, Journal, Spec, config_file, spec_file
 from weft.engine.supervision.driver.hosts import (
@@ -137,8 +137,8 @@ class Driver:
 
     async def _run(self) -> int:
         self._server = ControlServer(
-            on_message=self._hear,
-            on_connected=self._meet,
+            on_message=self._on_message,
+            on_connected=self._on_connected,
             on_lost=lambda peer: self.job.on_lost(*_parts(peer)),
         )
         self._address = await self._server.listen(self._place())
@@ -186,12 +186,12 @@ class Driver:
                 del self._processes[agent]
                 self.job.on_exit(*agent, monotonic())
 
-    def _meet(self, peer: str) -> None:
-        if not peer.startswith(ASKER):
+    def _on_connected(self, peer: str) -> None:
+        if not peer.startswith(CLOCK_CLIENT):
             self.job.on_connected(*_parts(peer), monotonic())
 
-    def _hear(self, peer: str, message: dict[str, Any]) -> None:
-        if peer.startswith(ASKER):
+    def _on_message(self, peer: str, message: dict[str, Any]) -> None:
+        if peer.startswith(CLOCK_CLIENT):
             answer = answer_clock(message)
             if answer is not None:
                 self._server.send(peer, answer)
@@ -250,7 +250,7 @@ class Driver:
     def _command(self, word: str) -> list[str]:
         return [sys.executable, "-m", __spec__.name, word, str(self._folder.absolute())]
 
-    def tell(self, host: str, generation: int, state: DesiredState) -> None:
+    def send_state(self, host: str, generation: int, state: DesiredState) -> None:
         """Send an agent the desired state of its host."""
         self._server.send(f"{host}#{generation}", to_fields(state), latest_of="wanted")
 
@@ -313,7 +313,7 @@ class Driver:
         Raises:
             ValueError: the hosts do not suffice, or storage hangs. The first attempt waits for storage instead.
         """
-        limit_s = None if before is None else PATIENCE_S
+        limit_s = None if before is None else STORAGE_TIMEOUT_S
         return self._storage.call(self._layout_on_storage, attempt, away, before, limit_s=limit_s)
 
     def _layout_on_storage(self, attempt: int, away: Collection[str], before: Mapping[str, int] | None) -> Layout:

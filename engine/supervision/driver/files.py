@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.conf.host.private import make_run_folder, write_private
 from weft.conf.host.run_lock import RunLock
-from weft.conf.host.storage import PATIENCE_S
+from weft.conf.host.storage import STORAGE_TIMEOUT_S
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent.forkserver import PRELOAD, TARGET
@@ -130,13 +130,13 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write queued events. Wait for a write for at most `PATIENCE_S`. While it hangs, do not wait again."""
+        """Write queued events. Wait for a write for at most `STORAGE_TIMEOUT_S`. While it hangs, do not wait again."""
         while self._waiting:
             if self._writing is None:
                 self._writing = self._thread.submit(self._write, self._waiting, self._size)
-                wait([self._writing], PATIENCE_S)
+                wait([self._writing], STORAGE_TIMEOUT_S)
             if not self._writing.done():
-                return self._complain(f"nothing was written for {PATIENCE_S:g} s")
+                return self._complain(f"nothing was written for {STORAGE_TIMEOUT_S:g} s")
             writing, self._writing = self._writing, None
             try:
                 written = writing.result()

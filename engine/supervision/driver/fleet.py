@@ -29,12 +29,12 @@ class Host:
     Attributes:
         generation: number of the host's own agent.
         newest: highest number of an agent that was started.
-        beside: True if the newest agent was started in addition to the host's own, which may be alive.
+        has_additional: True if the newest agent was started in addition to the host's own, which may be alive.
         starting: whether this driver has started the agent and has no connection from it yet.
         connected: whether its agent has a connection.
         exited: whether its agent's process is known to have ended.
         ready: whether ranks can start there at once, because the imports are done.
-        heard: time of the agent's last message.
+        reported_at: time of the agent's last message.
         since: time at which the agent was started.
         attempt: the attempt whose ranks it has, or None before its first report.
         codes: by rank of that attempt, the exit code, or None while the rank runs.
@@ -43,23 +43,23 @@ class Host:
 
     generation: int = 0
     newest: int = 0
-    beside: bool = False
+    has_additional: bool = False
     starting: bool = False
     connected: bool = False
     exited: bool = False
     ready: bool = False
-    heard: float = 0.0
+    reported_at: float = 0.0
     since: float = 0.0
     attempt: int | None = None
     codes: dict[int, int | None] = field(default_factory=dict)
-    parked: dict[int, str] = field(default_factory=dict)
+    standby: dict[int, str] = field(default_factory=dict)
     """Ranks on standby, with the reason for which they left the attempt."""
     leaving: bool = False
 
     @property
     def yields_s(self) -> float:
         """Seconds that an additional agent waits for the host's own to reconnect, or 0 without an additional one."""
-        return YIELDS_S if self.beside else 0.0
+        return YIELDS_S if self.has_additional else 0.0
 
     @property
     def is_broken(self) -> bool:
@@ -69,12 +69,12 @@ class Host:
     @property
     def is_unseen(self) -> bool:
         """True if an earlier driver recorded the agent, and this driver has not heard from it."""
-        unheard = self.attempt is None and not (self.connected or self.exited)
-        return bool(self.generation) and unheard and not (self.starting or self.beside)
+        unreported = self.attempt is None and not (self.connected or self.exited)
+        return bool(self.generation) and unreported and not (self.starting or self.has_additional)
 
     def has_stopped(self, attempt: int) -> bool:
         """True if no rank of the host takes part in an attempt any more."""
-        running = [rank for rank, code in self.codes.items() if code is None and rank not in self.parked]
+        running = [rank for rank, code in self.codes.items() if code is None and rank not in self.standby]
         return self.attempt is not None and not (self.attempt == attempt and running)
 
 
@@ -134,7 +134,7 @@ class Fleet:
                 self.hosts[event["host"]] = Host(event["generation"], max(event["generation"], known))
             case "probe":
                 host = self.hosts.setdefault(event["host"], Host())
-                host.newest, host.beside = event["generation"], True
+                host.newest, host.has_additional = event["generation"], True
             case "evict":
                 self.away[event["host"]] = event["reason"]
             case "readmit":
@@ -147,19 +147,19 @@ class Fleet:
         host = self.hosts.get(name)
         return host if host is not None and host.generation == generation else None
 
-    def is_beside(self, name: str, generation: int) -> bool:
+    def is_additional(self, name: str, generation: int) -> bool:
         """True if this agent was started in addition to the host's own agent, and the latter has not reported since."""
         host = self.hosts.get(name)
-        return host is not None and host.beside and host.newest == generation
+        return host is not None and host.has_additional and host.newest == generation
 
     def accept(self, name: str, generation: int) -> Host | None:
         """Return the host of an agent that reports, like `of_agent`. The first of two agents becomes its own."""
         host = self.hosts.get(name)
-        if host is not None and host.beside and generation in (host.generation, host.newest):
+        if host is not None and host.has_additional and generation in (host.generation, host.newest):
             if generation == host.newest:
                 self.hosts[name] = Host(generation, generation)
             else:
-                host.beside = host.exited = False
+                host.has_additional = host.exited = False
             self._record("agent", host=name, generation=generation)
         return self.of_agent(name, generation)
 
@@ -168,7 +168,7 @@ class Fleet:
         host = self.hosts[name]
         if host.starting:
             self._connected_s, host.starting = max(self._connected_s, now - host.since), False
-        host.connected, host.heard = True, now
+        host.connected, host.reported_at = True, now
 
     @property
     def connect_s(self) -> float:
@@ -186,14 +186,14 @@ class Fleet:
 
     def _start(self, name: str, now: float) -> None:
         generation = self.hosts[name].newest + 1
-        self.hosts[name] = Host(generation, generation, starting=True, since=now, heard=now)
+        self.hosts[name] = Host(generation, generation, starting=True, since=now, reported_at=now)
         self._record("agent", host=name, generation=generation)
         self._start_agent(name, generation)
 
     def _probe(self, name: str) -> None:
         """Start an additional agent on an unreachable host, whose own agent reconnects if only the network was cut."""
         host = self.hosts[name]
-        host.newest, host.beside = host.newest + 1, True
+        host.newest, host.has_additional = host.newest + 1, True
         self._record("probe", host=name, generation=host.newest)
         self._start_agent(name, host.newest)
 
@@ -204,8 +204,8 @@ class Fleet:
         recorded agent lives, the additional one ends as soon as that one reports.
         """
         hosts = ((name, self.hosts[name]) for name in names if name not in self.away)
-        due = [name for name, host in hosts if host.is_unseen and now - host.heard > LEAST_CONNECT_S]
-        probing = sum(host.beside and not host.connected for host in self.hosts.values())
+        due = [name for name, host in hosts if host.is_unseen and now - host.reported_at > LEAST_CONNECT_S]
+        probing = sum(host.has_additional and not host.connected for host in self.hosts.values())
         for name in due[: max(0, PROBES - probing)]:
             self.hosts[name].since = now
             self._probe(name)
@@ -232,22 +232,22 @@ class Fleet:
     def attach(self, now: float) -> None:
         """Restart the timeouts of all agents, in a new driver."""
         for host in self.hosts.values():
-            host.heard = host.since = now
+            host.reported_at = host.since = now
             host.starting = False
 
     def lost(
-        self, names: Collection[str], silence_s: float, now: float, patience: Callable[[Collection[str]], float]
+        self, names: Collection[str], silence_s: float, now: float, site_timeout: Callable[[Collection[str]], float]
     ) -> tuple[str, str, str] | None:
         """Return the kind ("agent" or "host"), name and evidence of the first host without an agent, or None.
 
-        The callable ``patience`` returns the timeout of a silent site, in seconds, from its hosts.
+        The callable ``site_timeout`` returns the timeout of a silent site, in seconds, from its hosts.
         """
         silent_sites = None
         for name in names:
             host = self.hosts[name]
             if not host.connected and host.exited:
                 return "agent", name, "its agent has ended"
-            silent_s = now - host.heard
+            silent_s = now - host.reported_at
             if silent_s > (CONNECT_S if host.attempt is None else silence_s):
                 alone = f"no sign of its agent for {silent_s:.1f} s"
                 if silent_sites is None:
@@ -258,17 +258,17 @@ class Fleet:
                     continue  # other hosts of its site report again, so it will reconnect soon
                 if not site:
                     return "host", name, alone
-                if silent_s > patience(site):
+                if silent_s > site_timeout(site):
                     return "host", name, f"{alone}, nor of any of its site: {', '.join(site)}"
         return None
 
     def silent_sites(self, names: Collection[str], silence_s: float, now: float) -> set[tuple[str, ...]]:
         """Return the silent sites. The driver cannot distinguish whether they or the links to them have failed."""
-        quiet = {self._site_of.get(name, ()) for name in names if now - self.hosts[name].heard > silence_s}
+        quiet = {self._site_of.get(name, ()) for name in names if now - self.hosts[name].reported_at > silence_s}
         found = set()
         for site in quiet - {()}:
             used = (self.hosts[host] for host in site if host in names)
-            if not any(host.exited or now - host.heard <= silence_s / 2 for host in used):
+            if not any(host.exited or now - host.reported_at <= silence_s / 2 for host in used):
                 found.add(site)
                 self._silent_at[site] = now
         return found
@@ -278,7 +278,7 @@ class Fleet:
 
     def is_out_of_touch(self, names: Iterable[str], limit: float) -> bool:
         """True if a host has no connection, or has not reported since ``limit``."""
-        return any(not self.hosts[name].connected or self.hosts[name].heard < limit for name in names)
+        return any(not self.hosts[name].connected or self.hosts[name].reported_at < limit for name in names)
 
     def have_stopped(self, names: Iterable[str], attempt: int, silence_s: float, now: float) -> bool:
         """True if no rank of an attempt runs any more, as far as is known.
@@ -290,7 +290,7 @@ class Fleet:
             host = self.hosts[name]
             if name in self._unreachable and name in self.away:
                 continue
-            if host.connected and now - host.heard > silence_s:
+            if host.connected and now - host.reported_at > silence_s:
                 self.give_up(name)
                 self.start_missing([name], now)
                 done = False

@@ -79,7 +79,7 @@ class Job(JobState):
             settings=self._settings,
             deadlines=self._deadlines,
             link_deadline_s=self._link_deadline_s,
-            patience=self._site_timeout,
+            site_timeout=self._site_timeout,
             now=now,
         )
 
@@ -113,7 +113,7 @@ class Job(JobState):
         except ValueError as error:
             if reason == "start":
                 raise
-            if self._asked is not None:
+            if self._stop_request is not None:
                 return self._end_stopped("while the run waited for hosts")
             away = "".join(f"; {host}: {why}" for host, why in self.fleet.away.items())
             text = f"waiting for hosts: {str(error).splitlines()[-1]}{away}"
@@ -153,10 +153,10 @@ class Job(JobState):
             environment={"WORLD_SIZE": str(self._layout.num_ranks), "MASTER_ADDR": address, "MASTER_PORT": str(port)},
             in_process=self._settings.in_process,
             drop=self._drop,
-            stop=self._asked.signal if self._asked is not None else 0,
+            stop=self._stop_request.signal if self._stop_request is not None else 0,
             examine=self.stage is Stage.examining and name == self._suspect,
         )
-        self._effects.tell(name, self.fleet.hosts[name].generation, state)
+        self._effects.send_state(name, self.fleet.hosts[name].generation, state)
 
     # Messages of agents
 
@@ -165,7 +165,7 @@ class Job(JobState):
 
         An agent that was started in addition to another one reports only after that one has had time to reconnect.
         """
-        waits = self.stage is not Stage.ended and self.fleet.is_beside(name, generation)
+        waits = self.stage is not Stage.ended and self.fleet.is_additional(name, generation)
         if not waits and self._accept(name, generation) is not None:
             self.fleet.saw_connection(name, now)
             self._assign(name)
@@ -175,7 +175,7 @@ class Job(JobState):
         host = self.fleet.accept(name, generation)
         if host is None or self.stage is Stage.ended:
             # This agent was given up, and may have been replaced.
-            self._effects.tell(name, generation, DesiredState(end=True, replaced=host is None))
+            self._effects.send_state(name, generation, DesiredState(end=True, replaced=host is None))
             return None
         return host
 
@@ -191,7 +191,7 @@ class Job(JobState):
         The agent has ended, too, unless it was silent before, because ssh also ends when the link fails.
         """
         host = self.fleet.of_agent(name, generation)
-        if host is not None and (host.attempt is None or now - host.heard <= self._settings.silence_s):
+        if host is not None and (host.attempt is None or now - host.reported_at <= self._settings.silence_s):
             host.exited = True
 
     def on_report(self, name: str, generation: int, message: Mapping[str, Any], now: float) -> None:
@@ -200,25 +200,25 @@ class Job(JobState):
         Raises:
             ValueError: the message has an invalid form.
         """
-        waited = self.fleet.is_beside(name, generation)
+        waited = self.fleet.is_additional(name, generation)
         host = self._accept(name, generation)
         if host is None:
             return
         if waited:
             self.fleet.saw_connection(name, now)
             self._assign(name)
-        said = from_fields(message, AgentMessage)
-        if said.attempt > self.attempt:  # attempts are missing from the journal
-            self.attempt = said.attempt
+        received = from_fields(message, AgentMessage)
+        if received.attempt > self.attempt:  # attempts are missing from the journal
+            self.attempt = received.attempt
             self._stop("restart", None, now)
-        host.connected, host.ready, host.heard = True, said.ready, now
-        host.attempt, host.parked, host.leaving = said.attempt, dict(said.parked), said.leaving
-        host.codes = {rank.rank: rank.exit_code for rank in said.report.ranks}
-        if said.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
-            self._detector.observe(said, now)
+        host.connected, host.ready, host.reported_at = True, received.ready, now
+        host.attempt, host.standby, host.leaving = received.attempt, dict(received.standby), received.leaving
+        host.codes = {rank.rank: rank.exit_code for rank in received.report.ranks}
+        if received.attempt == self.attempt and self.stage in (Stage.starting, Stage.running):
+            self._detector.observe(received, now)
             self._note_progress(now)
-        if self.stage is Stage.examining and name == self._suspect and said.examined == self.attempt:
-            self._take_findings(name, said.failed, now)
+        if self.stage is Stage.examining and name == self._suspect and received.examined == self.attempt:
+            self._take_results(name, received.failed, now)
 
     def _note_progress(self, now: float) -> None:
         if self._detector.progress.has_finished:
@@ -235,7 +235,7 @@ class Job(JobState):
         if self._ticked is not None and now - self._ticked > SLEPT_S:
             self.fleet.attach(now)  # this process was stopped, so it may have missed reports
         self._ticked = now
-        if self._asked is not None and now >= self._asked.limit and self.stage is not Stage.ended:
+        if self._stop_request is not None and now >= self._stop_request.limit and self.stage is not Stage.ended:
             self._end_stopped("and not every rank has ended in time")
         if self.stage in (Stage.starting, Stage.running, Stage.stopping):
             self.fleet.replace_unseen(self._layout.slots, now)
@@ -245,13 +245,13 @@ class Job(JobState):
                 self._take_stop(now)
             elif fault is not None:
                 self._take_fault(fault, now)
-            elif now >= self._hosts_at + HOSTS_S and self._asked is None:
+            elif now >= self._hosts_at + HOSTS_S and self._stop_request is None:
                 self._follow_hosts(now)
         slots, silence_s = self._layout.slots, self._settings.silence_s
         if self.stage is Stage.stopping and self.fleet.have_stopped(slots, self.attempt, silence_s, now):
             self._examine_or_restart(now)
         if self.stage is Stage.examining and now >= self._resume_at:
-            self._take_findings(self._suspect, ["its agent did not answer"], now)
+            self._take_results(self._suspect, ["its agent did not answer"], now)
         if self.stage is Stage.restarting and now >= self._resume_at:
             self.fleet.follow(self._effects.denied(), now)
             self._begin_attempt(self._reason, now)
@@ -269,7 +269,7 @@ class Job(JobState):
         self._resume_at = now + (self._budget.wait_s() if self._reason == "restart" else 0.0)
         self.stage = Stage.restarting
 
-    def _take_findings(self, host: str, failed: Sequence[str], now: float) -> None:
+    def _take_results(self, host: str, failed: Sequence[str], now: float) -> None:
         if failed:
             self._effects.deny(host, reason_to_evict(failed))
             self.fleet.evict(host, reason_to_evict(failed))
@@ -294,7 +294,7 @@ class Job(JobState):
                 starts another attempt to save them.
         """
         self._effects.record("stop", signal=number, memory=memory)
-        self._asked = StopRequest(number, now + deadline_s, memory)
+        self._stop_request = StopRequest(number, now + deadline_s, memory)
         if self.stage in (Stage.starting, Stage.running):
             self._assign_all()
         elif not memory:
@@ -304,9 +304,9 @@ class Job(JobState):
     def _take_stop(self, now: float) -> None:
         """End the run or restart it, after every rank has ended because of a signal."""
         leaving = [name for name in self._layout.slots if self.fleet.hosts[name].leaving]
-        if self._asked is None and (len(leaving) == len(self._layout.slots) or self._settings.enabled is False):
-            self._asked = StopRequest(SIGTERM, inf, False)
-        if self._asked is not None:
+        if self._stop_request is None and (len(leaving) == len(self._layout.slots) or self._settings.enabled is False):
+            self._stop_request = StopRequest(SIGTERM, inf, False)
+        if self._stop_request is not None:
             return self._end_stopped()
         for name in leaving:
             self.fleet.let_go(name, now)
@@ -315,8 +315,8 @@ class Job(JobState):
         self._take_fault(Fault("stopped", culprit, text, self._detector.step, 0.0), now)
 
     def _end_stopped(self, text: str = "") -> None:
-        assert self._asked is not None
-        newest, number = self._effects.newest_checkpoint(), self._asked.signal
+        assert self._stop_request is not None
+        newest, number = self._effects.newest_checkpoint(), self._stop_request.signal
         where = f"`weft launch` with the same settings resumes from {newest}" if newest else "there is no checkpoint"
         self.end(128 + number, f"{f'stopped by {Signals(number).name} {text}'.strip()}; {where}")
 
@@ -334,7 +334,7 @@ class Job(JobState):
             lines=self._detector.last_lines(fault.culprit),
         )
         same = self._budget.saw_fault(fault.kind, fault.culprit, fault.step)
-        if self._asked is not None and not self._asked.memory:
+        if self._stop_request is not None and not self._stop_request.memory:
             self._end_stopped(f"after {fault.text}")
             return
         end = self._budget.end(fault, same)
@@ -391,4 +391,4 @@ class Job(JobState):
         if code and not reported:
             self._effects.say(reason)
         for name, host in self.fleet.hosts.items():
-            self._effects.tell(name, host.generation, DesiredState(end=True))
+            self._effects.send_state(name, host.generation, DesiredState(end=True))

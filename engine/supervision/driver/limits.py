@@ -27,7 +27,7 @@ SILENT_FACTOR = 2.0
 """Factor of these phases' deadlines over steady training, for ranks without ticks. In these phases ranks write and
 compute without the interpreter's lock."""
 _LONG = frozenset({Phase.imports, Phase.setup, Phase.first_step})
-_OPEN = frozenset({Phase.finishing, Phase.parked})
+_OPEN = frozenset({Phase.finishing, Phase.standby})
 
 
 class Deadlines:

@@ -58,7 +58,7 @@ class JobState:
         self.attempt = self._most_ranks = 0
         self._layout = Layout({}, ("", 0), ())
         self._budget = Budget(settings)
-        self._asked: StopRequest | None = None
+        self._stop_request: StopRequest | None = None
 
     def replay(self, event: Mapping[str, Any]) -> None:
         """Apply an event of the journal."""
@@ -66,7 +66,7 @@ class JobState:
         match event["event"]:
             case "launch":
                 self._budget = Budget(self._settings)
-                self._most_ranks, self._asked = 0, None
+                self._most_ranks, self._stop_request = 0, None
                 self.stage = Stage.starting
                 self._layout = Layout({}, ("", 0), ())
             case "attempt":
@@ -87,7 +87,7 @@ class JobState:
                 self._site_timeout.came_to_step(event.get("at"))
                 self.stage = Stage.running
             case "stop":
-                self._asked = StopRequest(event["signal"], inf, event["memory"])
+                self._stop_request = StopRequest(event["signal"], inf, event["memory"])
             case "end":
                 self.stage = Stage.ended
 
@@ -104,7 +104,7 @@ class Effects(Protocol):
     def start_agent(self, host: str, generation: int) -> None:
         """Start an agent on a host."""
 
-    def tell(self, host: str, generation: int, state: DesiredState) -> None:
+    def send_state(self, host: str, generation: int, state: DesiredState) -> None:
         """Send an agent the desired state of its host, now or when it connects."""
 
     def record(self, event: str, **fields: Any) -> None:

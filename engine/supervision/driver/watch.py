@@ -36,7 +36,7 @@ class Observed:
     Attributes:
         report: the rank's last report.
         host: the host that sent it.
-        heard_at: time at which it arrived. All times are by the driver's clock.
+        reported_at: time at which it arrived. All times are by the driver's clock.
         moved_at: time of the rank's last progress.
         phase_at: time at which its phase was first reported.
         tick_at: time at which a new tick was last reported.
@@ -47,7 +47,7 @@ class Observed:
 
     report: RankReport
     host: str
-    heard_at: float
+    reported_at: float
     moved_at: float
     phase_at: float
     tick_at: float
@@ -58,7 +58,7 @@ class Observed:
     @property
     def silent_s(self) -> float:
         """Seconds without a tick at the rank's last report."""
-        return self.heard_at - self.tick_at
+        return self.reported_at - self.tick_at
 
 
 class Watch:
@@ -116,8 +116,8 @@ class Watch:
             self._moved_at = max(self._moved_at, moved_at)
             before = rank
         else:
-            before, seen.report, seen.heard_at = seen.report, rank, now
-            if before.place != rank.place or before.phase is not rank.phase:
+            before, seen.report, seen.reported_at = seen.report, rank, now
+            if before.progress != rank.progress or before.phase is not rank.phase:
                 self._note_move(seen, before, moved_at, now)
         if rank.tick != before.tick:
             seen.tick_at, seen.tick_cpu_s = now, rank.cpu_s
@@ -125,7 +125,7 @@ class Watch:
             if seen.stopped_at is None:
                 seen.stopped_at = now
                 self._stopped.add(rank.rank)
-            elif (rank.tick, rank.place, rank.cpu_s) != (before.tick, before.place, before.cpu_s):
+            elif (rank.tick, rank.progress, rank.cpu_s) != (before.tick, before.progress, before.cpu_s):
                 seen.stopped_at = now  # the process has run in between
                 seen.pauses += 1
         elif seen.stopped_at is not None:
@@ -141,7 +141,7 @@ class Watch:
         if before.phase is not seen.report.phase:
             self._deadlines.saw_phase(before.phase, now - seen.phase_at)
             seen.phase_at = now
-        step = seen.report.place.step
+        step = seen.report.progress.step
         if step > self._step:
             if self._step and seen.report.phase is Phase.steady:
                 self._deadlines.saw_step((now - self._step_at) / (step - self._step))
@@ -152,21 +152,21 @@ class Watch:
     @property
     def step(self) -> int | None:
         """The step of the slowest rank, counted from 1, or None before training."""
-        return min((seen.report.place.step for seen in self.ranks.values()), default=0) or None
+        return min((seen.report.progress.step for seen in self.ranks.values()), default=0) or None
 
     @property
     def still_since(self) -> float:
         """Time of the last progress of any rank."""
         return self._moved_at
 
-    def verdict(self, now: float) -> Fault | None:
+    def diagnosis(self, now: float) -> Fault | None:
         """Return the diagnosis, or None if nothing is wrong, or it is too early to tell."""
         for rank in sorted(self._stopped):
             seen = self.ranks[rank]
-            if seen.stopped_at is not None and seen.heard_at - seen.stopped_at >= STOPPED_S:
+            if seen.stopped_at is not None and seen.reported_at - seen.stopped_at >= STOPPED_S:
                 return self._of_rank("stopped", rank, now - seen.moved_at, "its process is stopped by a signal")
         still_s = now - self._moved_at
-        if still_s < self._deadlines.least_s or not self._is_heard(now):
+        if still_s < self._deadlines.least_s or not self._has_recent_reports(now):
             return None
         suspects = self.suspects(now)
         if not self._are_due(suspects, now):
@@ -206,16 +206,16 @@ class Watch:
         return self._judge(now, [rank for rank, seen in left.items() if self._is_silent(seen, now)])
 
     def _judge(self, now: float, silent: Collection[int]) -> Sequence[Suspect]:
-        places = {rank: seen.report.place for rank, seen in self.ranks.items()}
-        if self._knows_rows(places):
+        progress = {rank: seen.report.progress for rank, seen in self.ranks.items()}
+        if self._knows_rows(progress):
             assert self.rows is not None
             broken, sound = self._broken(), self._sound(now)
-            return find_culprits(self.rows, places, silent=silent, broken=broken, sound=sound).suspects
-        return [Suspect(rank, doing=self._phase_text(rank)) for rank in sorted(silent or self._last(places))]
+            return find_culprits(self.rows, progress, silent=silent, broken=broken, sound=sound)
+        return [Suspect(rank, doing=self._phase_text(rank)) for rank in sorted(silent or self._last(progress))]
 
     def stalled_link(self, now: float) -> Suspect | None:
         """Return a link between sites without progress that has not reached the deadline for links, or None."""
-        if now - self._moved_at < self._deadlines.steady_s() or not self._is_heard(now):
+        if now - self._moved_at < self._deadlines.steady_s() or not self._has_recent_reports(now):
             return None
         suspects = self.suspects(now)
         return suspects[0] if suspects and suspects[0].rank is None and self._crosses(suspects[0]) else None
@@ -265,24 +265,28 @@ class Watch:
             return True
         return seen.report.phase is not Phase.imports and seen.silent_s > 2 * self._heartbeat_s + SILENT_S
 
-    def _is_heard(self, now: float) -> bool:
+    def _has_recent_reports(self, now: float) -> bool:
         """True if reports of all ranks are recent, so that missing progress is not only a missing report."""
         limit = now - 3 * self._heartbeat_s
-        return all(seen.heard_at >= limit for seen in self.ranks.values())
+        return all(seen.reported_at >= limit for seen in self.ranks.values())
 
-    def _knows_rows(self, places: Mapping[int, RowProgress]) -> bool:
+    def _knows_rows(self, progress: Mapping[int, RowProgress]) -> bool:
         """True if all ranks are in a step whose schedule rows are known."""
-        if self.rows is None or len(places) < len(self.rows.seats) or not all(place.step for place in places.values()):
+        if (
+            self.rows is None
+            or len(progress) < len(self.rows.seats)
+            or not all(each.step for each in progress.values())
+        ):
             return False
         kinds = {seen.report.num_microbatches for seen in self.ranks.values()}
         return kinds == {replica.schedule.num_microbatches for replica in self.rows.replicas}
 
-    def _last(self, places: Mapping[int, RowProgress]) -> list[int]:
+    def _last(self, progress: Mapping[int, RowProgress]) -> list[int]:
         """Return the slowest ranks, by phase and step."""
-        missing = [rank for rank in range(self._num_ranks) if rank not in places]
-        if missing or not places:
+        missing = [rank for rank in range(self._num_ranks) if rank not in progress]
+        if missing or not progress:
             return missing
-        far = {rank: (seen.report.place.step, _ORDER[seen.report.phase]) for rank, seen in self.ranks.items()}
+        far = {rank: (seen.report.progress.step, _ORDER[seen.report.phase]) for rank, seen in self.ranks.items()}
         least = min(far.values())
         return [rank for rank, at in far.items() if at == least]
 
@@ -291,7 +295,7 @@ class Watch:
         if seen is None:
             return "not heard of"
         text = f"in {seen.report.phase.name.replace('_', ' ')}"
-        return f"{text} of step {seen.report.place.step}" if seen.report.place.step else text
+        return f"{text} of step {seen.report.progress.step}" if seen.report.progress.step else text
 
     def _broken(self) -> list[tuple[int, int]]:
         """Return links without a connection, as reported by either end."""
@@ -329,7 +333,7 @@ class Watch:
 _ORDER: Mapping[Phase, int] = {
     Phase.imports: 0,
     Phase.setup: 1,
-    Phase.parked: 1,
+    Phase.standby: 1,
     Phase.first_step: 2,
     Phase.steady: 3,
     Phase.evaluation: 4,

@@ -63,7 +63,7 @@ MEASURE_EVERY_S = 2.0
 """Seconds between steps whose computations are timed on the device, because each mark takes microseconds."""
 PEAK_TICKS = 20
 """Number of recent ticks from which a link's peak speed is taken."""
-_PLACE, _MOVED = int(Word.PLACE), int(Word.MOVED)
+_PROGRESS, _MOVED = int(Word.PROGRESS), int(Word.MOVED)
 
 
 class Heartbeat(Watcher):
@@ -95,15 +95,15 @@ class Heartbeat(Watcher):
         self._closing = threading.Event()
         self._on_device, self._measured_at, self.waits = False, 0.0, self
         self.begin_attempt(attempt, rank=rank)
-        self._thread = Thread(self._tick, name="weft-place")
+        self._thread = Thread(self._tick, name="weft-progress")
         self._thread.start()
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> Heartbeat:
-        """Return the heartbeat of a rank, from torchrun's variables, ``WEFT_PLACES`` and ``WEFT_ATTEMPT``.
+        """Return the heartbeat of a rank, from torchrun's variables, ``WEFT_PROGRESS`` and ``WEFT_ATTEMPT``.
 
         Raises:
-            ValueError: ``WEFT_PLACES`` is not the path of a progress page with a record for this rank.
+            ValueError: ``WEFT_PROGRESS`` is not the path of a progress page with a record for this rank.
         """
         attempt = int(variables.get(ATTEMPT, "0"))
         local_rank, rank = int(variables["LOCAL_RANK"]), int(variables["RANK"])
@@ -137,7 +137,7 @@ class Heartbeat(Watcher):
         words[Word.ATTEMPT], words[Word.RANK] = attempt, rank
         words[Word.PID], words[Word.STARTED] = os.getpid(), own_start()
         self._ended = self._moved = self._busy_ns = self._depth = 0
-        for index in (Word.PLACE, Word.KIND, Word.BUSY, Word.MEASURED, Word.BEGAN, Word.DEVICE, Word.KEPT, Word.LINKS):
+        for index in (Word.PROGRESS, Word.KIND, Word.BUSY, Word.MEASURED, Word.DEVICE, Word.KEPT, Word.LINKS):
             words[index] = 0
         words[Word.PHASE], words[Word.MOVED] = Phase.setup, monotonic_ns()
         self.drop_gauges()
@@ -146,7 +146,7 @@ class Heartbeat(Watcher):
     def enter(self, phase: Phase) -> None:
         """Begin a phase. After the first step this also changes the progress word."""
         self._words[Word.PHASE] = phase
-        if self._words[Word.PLACE]:
+        if self._words[Word.PROGRESS]:
             self._mark(2)
         self._words[Word.MOVED] = monotonic_ns()
 
@@ -171,19 +171,19 @@ class Heartbeat(Watcher):
         if self._own and self._ended >= STEP:  # not the first step
             words[Word.BUSY] = self._busy_ns
             words[Word.MEASURED] += 1
-        self._ended = words[Word.PLACE] = (step & MOST_STEP) * STEP
-        words[Word.MOVED] = words[Word.BEGAN] = monotonic_ns()
+        self._ended = words[Word.PROGRESS] = (step & MOST_STEP) * STEP
+        words[Word.MOVED] = monotonic_ns()
 
     def slot_begins(self, slot: Slot) -> None:
         """Mark the beginning of the row's next slot."""
         words = self._words
-        words[_PLACE] = self._ended | BEGUN
+        words[_PROGRESS] = self._ended | BEGUN
         words[_MOVED] = self._moved = monotonic_ns()
 
     def slot_ends(self, slot: Slot) -> None:
         """Mark the end of the slot."""
         words = self._words
-        self._ended = words[_PLACE] = self._ended + DONE
+        self._ended = words[_PROGRESS] = self._ended + DONE
         words[_MOVED] = now = monotonic_ns()
         if slot[0][0] in self._own:
             self._busy_ns += now - self._moved
@@ -201,9 +201,9 @@ class Heartbeat(Watcher):
             self._mark(1)
 
     def _mark(self, marks: int) -> None:
-        word = self._words[Word.PLACE]
+        word = self._words[Word.PROGRESS]
         # At the end of the counter's range, odd and even still distinguish waiting from work.
-        self._words[Word.PLACE] = word + marks if word & MOST_WAITS < MOST_WAITS - 2 else word ^ (marks & 1)
+        self._words[Word.PROGRESS] = word + marks if word & MOST_WAITS < MOST_WAITS - 2 else word ^ (marks & 1)
         self._words[Word.MOVED] = monotonic_ns()
 
     def gauge_device(self, allocated_bytes: Callable[[], int]) -> None:
@@ -267,13 +267,16 @@ def _succeeds(read: Callable[[], None]) -> bool:
 class ProgressObserver:
     """An observer of slots that writes each beginning and end to the host's page. See `SlotObserver`."""
 
-    def __init__(self, place: Heartbeat, steps_done: Callable[[], int]) -> None:
-        self._place, self._steps_done = place, steps_done
-        self.slot_begins, self.slot_ends = place.slot_begins, place.slot_ends  # with no call between: each takes time
+    def __init__(self, heartbeat: Heartbeat, steps_done: Callable[[], int]) -> None:
+        self._heartbeat, self._steps_done = heartbeat, steps_done
+        self.slot_begins, self.slot_ends = (
+            heartbeat.slot_begins,
+            heartbeat.slot_ends,
+        )  # with no call between: each takes time
 
     def step_begins(self, num_microbatches: int) -> None:
         """Publish the beginning of a step."""
-        self._place.begin_step(self._steps_done() + 1, num_microbatches)
+        self._heartbeat.begin_step(self._steps_done() + 1, num_microbatches)
 
 
 def _reading(links: SiteEndpoint, peer: int) -> LinkReading:
@@ -307,7 +310,7 @@ class AgentLink:
         self._on_leave: Callable[[], None] | None = None
         self._leaving = False
         self._changing = threading.Lock()
-        Thread(self._hear, name="weft-agent").start()
+        Thread(self._receive, name="weft-agent").start()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> AgentLink | None:
@@ -332,10 +335,10 @@ class AgentLink:
 
     def tell_leaving(self) -> None:
         """Report that this rank is releasing its attempt's resources, which may take a while."""
-        with suppress(OSError):  # `park` handles it
+        with suppress(OSError):  # `stand_by` handles it
             self._send(Membership(leaving=True))
 
-    def park(self, reason: str) -> Assignment | None:
+    def stand_by(self, reason: str) -> Assignment | None:
         """Report that this rank has left its attempt. Wait for the next assignment, or None if the process must end."""
         with self._changing:
             self._on_leave = None
@@ -348,7 +351,7 @@ class AgentLink:
     def _send(self, state: Membership) -> None:
         self._socket.send(encode(state))
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while True:
             try:
                 data = self._socket.recv(MOST_BYTES)

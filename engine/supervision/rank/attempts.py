@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weft.comm.job import current_job
 from weft.comm.lifeline import abort_devices_groups
-from weft.engine.attempt import Attempt, Kept, SetUpTimes, do_nothing
+from weft.engine.attempt import Attempt, ReusedValues, SetUpTimes, do_nothing
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.durable import OUT_OF_SPACE, NoSpaceError, StorageError
 from weft.engine.distributed import SharedError, attempt_number, leave_distributed, lost_peer
@@ -114,7 +114,7 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
         with reported(only):
             return once(argv, only)
     first, threads = dict(os.environ), set(threading.enumerate())
-    kept = Kept()
+    kept = ReusedValues()
     kept.keeps = True
     while True:
         attempt = Attempt(kept, set_up)
@@ -126,10 +126,10 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
             return 1
         faulthandler.cancel_dump_traceback_later()  # a leave command may have arrived meanwhile
         set_up.done("leave")
-        assignment = agent.park(ended)
+        assignment = agent.stand_by(ended)
         if assignment is None:
             return 1
-        set_up.done("parked")
+        set_up.done("standby")
         os.environ.clear()  # an attempt sets variables, such as the interface, that may not fit the next
         os.environ.update({**first, **assignment.environment})
         argv = assignment.arguments

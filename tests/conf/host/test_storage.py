@@ -14,7 +14,7 @@ def path(tmp_path):
 
 
 def test_storage_that_hangs_yields_the_last_value_until_it_answers(monkeypatch, path):
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(storage, "STORAGE_TIMEOUT_S", 0.01)
     answers, hangs, reads = iter("ab"), threading.Event(), []
 
     def read():
@@ -31,7 +31,7 @@ def test_storage_that_hangs_yields_the_last_value_until_it_answers(monkeypatch, 
 
 
 def test_storage_that_hangs_ends_a_call_with_an_error_and_the_same_call_returns_its_result(monkeypatch, path):
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(storage, "STORAGE_TIMEOUT_S", 0.01)
     hangs, calls, folder = threading.Event(), [], Storage(path)
 
     def work(name, limit_s=0.01):

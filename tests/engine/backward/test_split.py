@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import threading
 
 import pytest
 import torch
@@ -13,47 +12,8 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
+from tests.engine.backward.bag import WAYS, Bag, collect
 from weft.engine.backward import SplitBackward
-
-
-class Bag(nn.Module):
-    """Owns a matrix, and applies it in the way that a test names."""
-
-    def __init__(self, way, width=6, bias=True):
-        super().__init__()
-        self.way = way
-        self.weight = nn.Parameter(torch.randn(width, width))
-        self.bias = nn.Parameter(torch.randn(width)) if bias else None
-
-    def forward(self, x):
-        return WAYS[self.way](self, x)
-
-
-def _conv1d(self, x):
-    bias = x.new_zeros(x.shape[-1]) if self.bias is None else self.bias
-    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), self.weight).view_as(x)
-
-
-WAYS = {
-    "linear": lambda self, x: F.linear(x, self.weight, self.bias),
-    "linear_keywords": lambda self, x: F.linear(input=x, weight=self.weight, bias=self.bias),
-    "changed_in_place": lambda self, x: F.linear(x, self.weight, self.bias).add_(x),
-    "at": lambda self, x: x @ self.weight,
-    "matmul": lambda self, x: torch.matmul(x, self.weight.t()),
-    "mm": lambda self, x: torch.mm(x.reshape(-1, x.shape[-1]), self.weight).view_as(x),
-    "slice": lambda self, x: (
-        F.linear(x, self.weight[:3].repeat_interleave(2, 0)) + F.linear(x, self.weight[::2], None).sum()
-    ),
-    "addmm": _conv1d,
-    "twice": lambda self, x: F.linear(F.linear(x, self.weight), self.weight),
-    "vector": lambda self, x: (
-        F.linear(x, self.weight) + F.linear(x[..., 0, :].reshape(-1, x.shape[-1])[0], self.weight)
-    ),
-    "computed": lambda self, x: F.linear(x, self.weight.exp()),
-    "scaled": lambda self, x: torch.addmm(x.reshape(-1, x.shape[-1]), x.reshape(-1, x.shape[-1]), self.weight).view_as(
-        x
-    ),
-}
 
 
 def run_split(module, x, **options):
@@ -61,12 +21,6 @@ def run_split(module, x, **options):
     x = x.detach().requires_grad_()
     output, saved = split.forward(lambda: module(x), x, **options)
     return split, saved, output
-
-
-def collect(module):
-    grads = {n: p.grad for n, p in module.named_parameters()}
-    module.zero_grad()
-    return grads
 
 
 @given(
@@ -254,148 +208,6 @@ def test_gradients_equal_those_of_torchs_graph_partition():
     torch.testing.assert_close(split.input_backward(saved, seed), below)
     split.weight_backward(saved)
     torch.testing.assert_close(collect(module), want)
-
-
-class Gate(nn.Module):
-    """Where a strand hands over to the other."""
-
-    def __init__(self):
-        super().__init__()
-        self.of_thread = {}
-
-    def forward(self, x):
-        self.of_thread.get(threading.current_thread().name, lambda: None)()
-        return x
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("first", ["F", "I"])
-@pytest.mark.parametrize("split_forward", [True, False])
-def test_strands_of_one_stage_keep_their_products_apart(reentrant, first, split_forward):
-    """A forward of one micro-batch and an input gradient of another take turns inside of their layers."""
-    torch.manual_seed(0)
-    gate = Gate()
-    layer = nn.Sequential(nn.Linear(4, 4), gate, nn.Linear(4, 4), nn.Tanh())
-    run = lambda x: checkpoint(layer, x, use_reentrant=reentrant)  # noqa: E731
-    inputs = [torch.randn(3, 4), torch.randn(3, 4)]
-    for x in inputs:
-        layer(x.clone()).square().sum().backward()
-    expected = collect(layer)
-
-    split = SplitBackward(layer)
-    xs = [x.clone().requires_grad_() for x in inputs]
-    output, older = split.forward(lambda: run(xs[0]), xs[0])
-    begun = {name: threading.Event() for name in "FI"}
-    ended = threading.Event()
-    results = {}
-
-    def turn(name, other):
-        def hand_over():
-            begun[name].set()
-            assert begun[other].wait(10)
-            assert name == first or ended.wait(10)  # neither is inside of the other
-
-        return hand_over
-
-    def strand(name, work):
-        if name != first:
-            assert begun[first].wait(10)
-        results[name] = work()
-        if name == first:
-            ended.set()
-
-    work = {
-        "F": lambda: split.forward(lambda: layer(xs[1]), xs[1], split=split_forward),
-        "I": lambda: split.input_backward(older, 2 * output.detach()),
-    }
-    threads = []
-    for name, other in ("FI", "IF"):
-        gate.of_thread[name] = turn(name, other)
-        threads.append(threading.Thread(target=strand, args=(name, work[name]), name=name))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert set(results) == {"F", "I"}
-    gate.of_thread.clear()
-    newer_output, newer = results["F"]
-    assert all(p.grad is None for p in layer.parameters()), "products that were to wait have not"
-    split.weight_backward(older)
-    (split.input_backward if split_forward else split.full_backward)(newer, 2 * newer_output.detach())
-    if split_forward:
-        split.weight_backward(newer)
-    for name, gradient in collect(layer).items():
-        torch.testing.assert_close(gradient, expected[name])
-
-
-class _OnAThreadOfItsOwn(torch.autograd.Function):
-    """Recomputes a module in the backward on another thread, as autograd's thread of a device does."""
-
-    @staticmethod
-    def forward(ctx, x, module):
-        ctx.save_for_backward(x)
-        ctx.module = module
-        with torch.no_grad():
-            return module(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        found = []
-
-        def recompute():
-            again = x.detach().requires_grad_()
-            with torch.enable_grad():
-                output = ctx.module(again)
-            output.backward(gradient)
-            found.append(again.grad)
-
-        thread = threading.Thread(target=recompute)
-        thread.start()
-        thread.join()
-        return found[0], None
-
-
-class _Recomputed(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return _OnAThreadOfItsOwn.apply(x, self.module)
-
-
-def test_products_recomputed_on_another_thread_are_deferred_too():
-    plain = Bag("linear")
-    split = SplitBackward(_Recomputed(copy.deepcopy(plain)))
-    module = split._module.module
-    x = torch.randn(2, 3, 6)
-    plain(x).sum().backward()
-    leaf = x.clone().requires_grad_()
-    output, saved = split.forward(lambda: split._module(leaf).sum(), leaf, split=True)
-    split.input_backward(saved, torch.ones_like(output))
-    assert module.weight.grad is None
-    split.weight_backward(saved)
-    torch.testing.assert_close(module.weight.grad, plain.weight.grad)
-
-
-def test_a_thread_that_computes_nothing_records_nothing():
-    split = SplitBackward(Bag("linear"))
-    x = torch.randn(2, 3, 6)
-    found = []
-
-    def other():
-        split._module(x).sum().backward()
-        found.append(split._module.weight.grad.clone())
-
-    leaf = x.clone().requires_grad_()
-    output, saved = split.forward(lambda: split._module(leaf).sum(), leaf, split=True)
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert found[0].abs().sum() > 0
-    split.full_backward(saved, torch.ones_like(output))
-    torch.testing.assert_close(split._module.weight.grad, 2 * found[0])
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from weft.conf.host.diagnosis import Verdict
+from weft.conf.host.diagnosis import Outcome
 from weft.engine.supervision import control as clock
 from weft.engine.supervision.control import ControlServer
 
@@ -31,7 +31,7 @@ class Driver:
 
     async def _serve(self):
         def on_message(peer, message):
-            assert peer.startswith(clock.ASKER)
+            assert peer.startswith(clock.CLOCK_CLIENT)
             answer = clock.answer_clock(message)
             server.send(peer, answer | {"at": answer["at"] + self.ahead_s})
 
@@ -44,25 +44,25 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("ahead_s", "verdict"), [(0.0, Verdict.passed), (60.0, Verdict.failed), (-60.0, Verdict.failed)]
+    ("ahead_s", "outcome"), [(0.0, Outcome.passed), (60.0, Outcome.failed), (-60.0, Outcome.failed)]
 )
-def test_offset(ahead_s, verdict):
+def test_offset(ahead_s, outcome):
     with Driver(ahead_s) as driver:
-        finding = clock.check_clock(driver.address)
-    assert finding.verdict is verdict
-    assert ("behind" if ahead_s > 0 else "ms") in finding.says
+        result = clock.check_clock(driver.address)
+    assert result.outcome is outcome
+    assert ("behind" if ahead_s > 0 else "ms") in result.text
 
 
 def test_a_shifted_clock_is_seen():
     with Driver(0.0) as driver:
-        assert clock.check_clock(driver.address, shift_s=60.0).verdict is Verdict.failed
+        assert clock.check_clock(driver.address, shift_s=60.0).outcome is Outcome.failed
 
 
 def test_silent_servers_are_reported(monkeypatch):
     measure = clock.clock_offset
     monkeypatch.setattr(clock, "clock_offset", lambda address: measure(address, most_s=0.3))
-    finding = clock.check_clock("weft-test-nobody")
-    assert finding.verdict is Verdict.failed and "does not answer" in finding.says
+    result = clock.check_clock("weft-test-nobody")
+    assert result.outcome is Outcome.failed and "does not answer" in result.text
 
 
 def test_other_messages_are_not_answered():

@@ -93,9 +93,3 @@ def test_who_tells_something_regularly_gives_no_other_sign_of_life():
     session.give_sign()
     session.give_sign()
     assert len(line.written) == 2  # one acknowledgement
-
-
-def test_loads_without_torch():
-    modules = "weft.engine.supervision.control, weft.comm.key"
-    code = f"import sys, {modules}; sys.exit(bool({{'torch', 'numpy'}} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -37,9 +37,9 @@ def page(tmp_path):
 
 @pytest.fixture
 def writer(page):
-    place = Heartbeat(page, local_rank=1, rank=7, attempt=4)
-    yield place
-    place.close()
+    heartbeat = Heartbeat(page, local_rank=1, rank=7, attempt=4)
+    yield heartbeat
+    heartbeat.close()
 
 
 def test_a_reader_follows_a_step(page, writer):
@@ -47,13 +47,13 @@ def test_a_reader_follows_a_step(page, writer):
     assert len(reader) == 3
     assert reader.read(0) is None and reader.read(2) is None
     fresh = reader.read(1)
-    assert (fresh.attempt, fresh.rank, fresh.phase, fresh.place) == (4, 7, Phase.setup, RowProgress(0))
+    assert (fresh.attempt, fresh.rank, fresh.phase, fresh.progress) == (4, 7, Phase.setup, RowProgress(0))
     assert (fresh.pid, fresh.started) == (os.getpid(), process_state(os.getpid()).started)
     writer.enter(Phase.steady)
     seen = []
 
     def look():
-        seen.append(reader.read(1).place)
+        seen.append(reader.read(1).progress)
 
     observer = ProgressObserver(writer, lambda: 11)
     observer.step_begins(8)
@@ -64,11 +64,11 @@ def test_a_reader_follows_a_step(page, writer):
         observer.slot_ends(slot)
         look()
     expected = [(12, 0, False), (12, 0, True), (12, 1, False), (12, 1, True), (12, 2, False)]
-    assert seen == [RowProgress(*place) for place in expected]
+    assert seen == [RowProgress(*each) for each in expected]
     assert seen == sorted(seen)
     found = reader.read(1)
     assert (found.phase, found.num_microbatches, found.busy_ns) == (Phase.steady, 8, 0)
-    assert found.began_ns <= found.moved_ns <= monotonic_ns()
+    assert found.moved_ns <= monotonic_ns()
 
 
 def test_only_computations_count_as_busy(page, writer):
@@ -83,7 +83,7 @@ def test_only_computations_count_as_busy(page, writer):
     writer.begin_step(2, 2)
     found = ProgressReader(page).read(1)
     assert found.measured_steps == 1
-    assert 10_000_000 <= found.busy_ns <= found.began_ns - between + 10_000_000 + LIMIT_S * 1e9
+    assert 10_000_000 <= found.busy_ns <= found.moved_ns - between + 10_000_000 + LIMIT_S * 1e9
 
 
 def test_waits_count_once_however_they_are_nested(page, writer):
@@ -92,15 +92,15 @@ def test_waits_count_once_however_they_are_nested(page, writer):
     writer.slot_begins(F)
     writer.begin_wait()
     writer.begin_wait()
-    assert reader.read(1).place == RowProgress(1, 0, True, 1)
+    assert reader.read(1).progress == RowProgress(1, 0, True, 1)
     writer.end_wait()
-    assert reader.read(1).place == RowProgress(1, 0, True, 1)
+    assert reader.read(1).progress == RowProgress(1, 0, True, 1)
     writer.end_wait()
-    assert reader.read(1).place == RowProgress(1, 0, True, 2)
+    assert reader.read(1).progress == RowProgress(1, 0, True, 2)
     writer.slot_ends(F)
-    assert reader.read(1).place == RowProgress(1, 1, False, 0)
+    assert reader.read(1).progress == RowProgress(1, 1, False, 0)
     writer.begin_wait()
-    assert reader.read(1).place == RowProgress(1, 1, False, 1)
+    assert reader.read(1).progress == RowProgress(1, 1, False, 1)
 
 
 def test_a_phase_after_a_step_is_progress(page, writer):
@@ -110,7 +110,7 @@ def test_a_phase_after_a_step_is_progress(page, writer):
     writer.slot_ends(F)
     writer.enter(Phase.checkpoint)
     writer.begin_wait()
-    assert reader.read(1).place == RowProgress(1, 1, False, 3)
+    assert reader.read(1).progress == RowProgress(1, 1, False, 3)
     assert reader.read(1).phase is Phase.checkpoint
 
 
@@ -120,10 +120,10 @@ def test_very_many_waits_still_tell_waiting_from_work(page, writer):
     writer.slot_begins(F)
     for _ in range(5000):
         writer.begin_wait()
-        assert reader.read(1).place[:3] == (9, 0, True)
-        assert reader.read(1).place.waits % 2 == 1
+        assert reader.read(1).progress[:3] == (9, 0, True)
+        assert reader.read(1).progress.waits % 2 == 1
         writer.end_wait()
-        assert reader.read(1).place.waits % 2 == 0
+        assert reader.read(1).progress.waits % 2 == 0
 
 
 def test_words_compare_as_places_do():
@@ -138,7 +138,7 @@ def test_another_attempt_begins_anew_in_the_same_process(page, writer):
     writer.gauge_device(lambda: 1)
     writer.begin_attempt(5, rank=2)
     found = ProgressReader(page).read(1)
-    assert (found.attempt, found.rank, found.phase, found.place) == (5, 2, Phase.setup, RowProgress(0))
+    assert (found.attempt, found.rank, found.phase, found.progress) == (5, 2, Phase.setup, RowProgress(0))
     assert not writer._gauges
 
 
@@ -200,7 +200,7 @@ def test_computations_that_a_device_measures_are_reported(page, writer):
 def test_a_held_lock_shows_from_outside(page):
     child = _child(
         page,
-        "import ctypes; place.begin_step(1, 1); place.enter(Phase.steady); print(flush=True);"
+        "import ctypes; heartbeat.begin_step(1, 1); heartbeat.enter(Phase.steady); print(flush=True);"
         "ctypes.PyDLL(None).sleep(600)",  # PyDLL keeps the interpreter's lock
     )
     try:
@@ -224,7 +224,7 @@ def test_a_stopped_process_shows_from_outside(page):
     try:
         child.stdout.readline()
         reader = ProgressReader(page)
-        until(lambda: reader.read(0).tick > 2)  # it lives, though its place stands still
+        until(lambda: reader.read(0).tick > 2)  # it lives, though its heartbeat stands still
         os.kill(child.pid, signal.SIGSTOP)
         until(lambda: process_state(child.pid).state in STOPPED)
         assert process_state(child.pid).started == reader.read(0).started
@@ -237,9 +237,9 @@ def test_a_stopped_process_shows_from_outside(page):
 
 
 def test_a_rank_that_died_leaves_its_place(page):
-    child = _child(page, "place.begin_step(3, 4); place.slot_begins(((Op.F, 0, 0),)); os._exit(3)")
+    child = _child(page, "heartbeat.begin_step(3, 4); heartbeat.slot_begins(((Op.F, 0, 0),)); os._exit(3)")
     assert child.wait(LIMIT_S) == 3
-    assert ProgressReader(page).read(0).place == RowProgress(3, 0, True)
+    assert ProgressReader(page).read(0).progress == RowProgress(3, 0, True)
 
 
 def _child(page, code):
@@ -247,17 +247,17 @@ def _child(page, code):
         "import os, time\nfrom pathlib import Path\nfrom weft.pipeline.action import Op\n"
         "from weft.engine.supervision.rank.agent_link import Heartbeat\n"
         "from weft.engine.supervision.progress_page import Phase\n"
-        f"place = Heartbeat(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
+        f"heartbeat = Heartbeat(Path({str(page)!r}), local_rank=0, rank=0, attempt=0)\n"
     )
     return subprocess.Popen([sys.executable, "-c", head + code], stdout=subprocess.PIPE)
 
 
 def test_what_is_no_page_is_refused(tmp_path, page):
-    with pytest.raises(ValueError, match="WEFT_PLACES"):
+    with pytest.raises(ValueError, match="WEFT_PROGRESS"):
         ProgressReader(tmp_path / "private" / "nothing")
     with pytest.raises(ValueError, match="room for 3"):
         Heartbeat(page, local_rank=3, rank=3, attempt=0)
-    for content, message in ((b"x", "no page"), (b"x" * 64, "version")):
+    for content, message in ((b"x", "no progress page"), (b"x" * 64, "version")):
         page.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             ProgressReader(page)
@@ -282,7 +282,7 @@ def test_without_a_page_nothing_is_written():
 
 
 def test_a_rank_takes_its_page_from_the_environment(page):
-    variables = {"WEFT_PLACES": str(page), "WEFT_ATTEMPT": "6", "LOCAL_RANK": "2", "RANK": "10"}
+    variables = {"WEFT_PROGRESS": str(page), "WEFT_ATTEMPT": "6", "LOCAL_RANK": "2", "RANK": "10"}
     watcher_of(variables).close()
     heartbeat = watcher_of(variables)  # as in the second attempt of a process
     try:
@@ -294,11 +294,6 @@ def test_a_rank_takes_its_page_from_the_environment(page):
         (observer,) = heartbeat.observers(lambda: 0)
         observer.step_begins(3)
         with heartbeat.waiting():
-            assert reader.read(2).place == RowProgress(1, 0, False, 1)
+            assert reader.read(2).progress == RowProgress(1, 0, False, 1)
     finally:
         heartbeat.close()
-
-
-def test_pages_are_read_without_torch(page):
-    code = "import sys, weft.engine.supervision.messages; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT_S)

@@ -30,43 +30,43 @@ def names(folder):
 
 
 def test_what_nobody_owns_goes(folder):
-    leave(folder, "places-dead")
-    leave(folder, "places-own")
-    (folder / "places-dead.agent").symlink_to("/nowhere")
-    os.utime(folder / "places-dead.agent", (0, 0), follow_symlinks=False)
-    assert remove_stale(folder, "places-own") == ["places-dead"]
-    assert names(folder) == ["boards", "places-own", "places-own.error0", "places-own.memory3"]
+    leave(folder, "progress-dead")
+    leave(folder, "progress-own")
+    (folder / "progress-dead.agent").symlink_to("/nowhere")
+    os.utime(folder / "progress-dead.agent", (0, 0), follow_symlinks=False)
+    assert remove_stale(folder, "progress-own") == ["progress-dead"]
+    assert names(folder) == ["boards", "progress-own", "progress-own.error0", "progress-own.memory3"]
 
 
 def test_what_an_agent_holds_stays(folder):
-    leave(folder, "places-held")
-    held = Ownership(folder / "places-held")
-    os.utime(folder / "places-held", (0, 0))
-    assert remove_stale(folder, "places-own") == []
+    leave(folder, "progress-held")
+    held = Ownership(folder / "progress-held")
+    os.utime(folder / "progress-held", (0, 0))
+    assert remove_stale(folder, "progress-own") == []
     held.release()
-    assert remove_stale(folder, "places-own") == ["places-held"]
+    assert remove_stale(folder, "progress-own") == ["progress-held"]
 
 
 def test_a_run_whose_agent_was_killed_has_time_to_start_another(folder):
-    leave(folder, "places-killed")
-    held = Ownership(folder / "places-killed")
+    leave(folder, "progress-killed")
+    held = Ownership(folder / "progress-killed")
     held.renew()
     held.release()
-    assert remove_stale(folder, "places-own") == []
-    assert remove_stale(folder, "places-own", now=time() + OLD_S + 1) == ["places-killed"]
+    assert remove_stale(folder, "progress-own") == []
+    assert remove_stale(folder, "progress-own", now=time() + OLD_S + 1) == ["progress-killed"]
 
 
 def test_one_part_that_is_in_use_keeps_them_all(folder):
-    leave(folder, "places-busy")
-    os.utime(folder / "places-busy.memory3")
-    leave(folder, "places-busyer")
-    assert remove_stale(folder, "places-own") == ["places-busyer"]
+    leave(folder, "progress-busy")
+    os.utime(folder / "progress-busy.memory3")
+    leave(folder, "progress-busyer")
+    assert remove_stale(folder, "progress-own") == ["progress-busyer"]
 
 
 def test_a_link_is_not_followed(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (other / "precious").write_text("x")
-    (folder / "places-odd.memory1").symlink_to(other)
-    os.utime(folder / "places-odd.memory1", (0, 0), follow_symlinks=False)
-    assert remove_stale(folder, "places-own") == ["places-odd"]
+    (folder / "progress-odd.memory1").symlink_to(other)
+    os.utime(folder / "progress-odd.memory1", (0, 0), follow_symlinks=False)
+    assert remove_stale(folder, "progress-own") == ["progress-odd"]
     assert (other / "precious").exists()

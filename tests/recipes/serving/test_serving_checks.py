@@ -1,24 +1,18 @@
 """Tests of `weft serve`'s refusals before it starts a worker."""
 
-import ctypes
-import io
 import json
 import os
 import re
 import shlex
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from weft.conf import load
-from weft.conf.schema import KvConnector, WeftConfig
+from weft.conf.schema import KvConnector
 from weft.inference.board.layout import boards_folder
-from weft.inference.worker.command import workers_of
-from weft.recipes.serving import processes, serve
+from weft.recipes.serving import serve
 from weft.recipes.serving.checks import (
     DECODE_REMEDIES,
     FIXED_BYTES,
@@ -34,23 +28,12 @@ from weft.recipes.serving.checks import (
     least_gpu_bytes,
     model_bytes,
     problems_of,
-    reason_of,
     stage_bytes,
     warnings_of,
 )
 from weft.tools.launch_arguments import num_gpus, visible_gpus
 
 GPU = 80 * 10**9
-
-
-@pytest.fixture
-def config():
-    config = WeftConfig()
-    config.cluster.ranks = 2
-    config.inference.prefill.model = "tiny/llama"
-    config.inference.prefill.first_port = 28301
-    config.inference.prefill.first_side_port = 25600
-    return config
 
 
 @pytest.fixture
@@ -201,164 +184,23 @@ def test_serving_on_gpus_states_both_sides_before_a_worker_starts(config, llama_
         serve.check_gpus(config, ["0"])
 
 
-SHARE_OF_CORES = """
-import ctypes, os
-print(os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0), ctypes.CDLL(None).prctl(30))
-"""
-"""A program that says how it is scheduled, and its timer slack in nanoseconds (30 is PR_GET_TIMERSLACK)."""
-
-
-@pytest.mark.parametrize(
-    ("become", "policy", "nicer", "slack_s"),
-    [
-        (processes.run_on_idle_cores, os.SCHED_IDLE, 0, processes.SLACK_S),
-        (processes.run_below_ranks, os.SCHED_OTHER, processes.NICE, None),
-    ],
-)
-def test_a_worker_yields_cores_as_configured(become, policy, nicer, slack_s):
-    """A worker on a GPU keeps the timers that it was born with: a late one would hold up a launch."""
-    words = [sys.executable, "-c", SHARE_OF_CORES]
-    said = subprocess.run(words, preexec_fn=become, capture_output=True, text=True, check=True).stdout.split()
-    slack_ns = ctypes.CDLL(None).prctl(30) if slack_s is None else round(slack_s * 1e9)
-    assert said == [str(policy), str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + nicer)), str(slack_ns)]
-
-
-def test_workers_on_gpus_and_those_that_do_not_yield_are_willing(config, monkeypatch, tmp_path):
-    """SCHED_IDLE would keep a GPU worker's launches waiting for a core while its bubble passes."""
-    started = []
-    monkeypatch.setattr(processes.subprocess, "Popen", lambda words, **options: started.append(options["preexec_fn"]))
-    config.inference.boards = str(tmp_path / "boards")
-    for devices, yields in (([], True), ([], False), (["0", "1"], True)):
-        monkeypatch.setattr(serve, "visible_gpus", lambda devices=devices: devices)
-        config.inference.prefill.yield_cores = yields
-        serve.worker_server(config, workers_of(config)[0], None).start(0.0)
-    assert started == [processes.run_on_idle_cores, processes.run_below_ranks, processes.run_below_ranks]
-
-
-def fake_python(path, *, vllm=True, then="true"):
-    """An interpreter that has vLLM or not, and of which a server does ``then``."""
-    path.write_text(f"#!/bin/sh\ncase $1 in -c) exit {int(not vllm)};; esac\n{then}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_a_python_without_vllm_is_refused_before_any_process(config, tmp_path):
-    config.inference.prefill.python = fake_python(tmp_path / "python", vllm=False)
+def test_a_python_without_vllm_is_refused_before_any_process(config, tmp_path, fake_python):
+    config.inference.prefill.python = fake_python(vllm=False)
     with pytest.raises(ValueError, match=r"inference\.prefill\.python=.*has no vLLM; name a Python that has it"):
         check_engine(config)
-    config.inference.prefill.python = fake_python(tmp_path / "python")
+    config.inference.prefill.python = fake_python()
     check_engine(config)
 
 
 @pytest.mark.parametrize("model", ["{}/none", "./none", "~/none", "a/b/none", "{}"])
-def test_a_folder_without_a_model_is_refused_before_any_process(config, tmp_path, model):
-    config.inference.prefill.python = fake_python(tmp_path / "python")
+def test_a_folder_without_a_model_is_refused_before_any_process(config, tmp_path, model, fake_python):
+    config.inference.prefill.python = fake_python()
     config.inference.prefill.model = model.format(tmp_path)
     with pytest.raises(ValueError, match=r"inference\.prefill\.model=.*name a model"):
         check_engine(config)
     (tmp_path / "config.json").write_text("{}")
     config.inference.prefill.model = str(tmp_path)
     check_engine(config)
-
-
-def test_a_worker_that_never_answers_ends_with_the_reason(config, tmp_path, monkeypatch, capsys):
-    error = "OSError: tiny/lama is not a local folder and is not a valid model identifier"
-    config.inference.prefill.python = fake_python(
-        tmp_path / "python", then=f'echo "(APIServer pid=7) {error}"; echo "RuntimeError: see above"; exit 1'
-    )
-    monkeypatch.setattr(serve, "POLL_S", 0.01)
-    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
-    given = {
-        "cluster.ranks": 2,
-        "inference.boards": tmp_path / "boards",
-        "inference.prefill.model": "tiny/lama",
-        "inference.prefill.python": config.inference.prefill.python,
-        "inference.prefill.first_port": 28401,
-    }
-    with pytest.raises(ValueError, match=error) as caught:
-        serve.main([f"{name}={value}" for name, value in given.items()])
-    assert "it has not answered once in 3 starts, log " in str(caught.value)
-    assert capsys.readouterr().err.count("again in") == 4, "two workers, two more starts each"
-
-
-@pytest.mark.parametrize("failing", ["worker 0", "decode server", "controller"])
-def test_with_decode_the_first_server_that_does_not_start_ends_all(tmp_path, monkeypatch, failing):
-    error = "OSError: no such model"
-    is_failing = {"worker 0": "*scheduler-cls*", "decode server": "*8402*"}.get(failing, "*nothing*")
-    then = f'case "$*" in {is_failing}) echo "{error}"; exit 1;; esac; echo $$ >>{tmp_path}/pids; exec sleep 300'
-    monkeypatch.setattr(serve, "POLL_S", 0.01)
-    if failing == "controller":
-        monkeypatch.setattr(serve.sys, "executable", fake_python(tmp_path / "other", then=f'echo "{error}"; exit 1'))
-    given = {
-        "cluster.ranks": 1,
-        "inference.boards": tmp_path / "boards",
-        "inference.prefill.model": "tiny/llama",
-        "inference.prefill.python": fake_python(tmp_path / "python", then=then),
-        "inference.prefill.first_port": 28401,
-        "inference.prefill.first_side_port": 28411,
-        "inference.controller.port": 28400,
-        "inference.decode.port": 28402,
-        "inference.decode.side_port": 28412,
-    }
-    with pytest.raises(
-        ValueError, match=rf"^{failing}: ended with code 1; {error}; it has not answered once in 1 start"
-    ):
-        serve.main(["--with-decode", *(f"{name}={value}" for name, value in given.items())])
-    pids = tmp_path / "pids"
-    assert not any(Path("/proc", pid).exists() for pid in (pids.read_text().split() if pids.exists() else ()))
-
-
-def test_sigterm_lets_the_controller_end_first(monkeypatch):
-    calls = []
-
-    class Server:
-        def __init__(self, name):
-            self.name, self.failure, self.polls = name, "", 3
-
-        def check(self):
-            calls.append(f"check {self.name}")
-            if self.name == "controller":
-                signal.raise_signal(signal.SIGTERM)
-
-        @property
-        def is_running(self):
-            self.polls -= 1
-            return self.polls > 0
-
-        def send_signal(self, _):
-            calls.append(f"signal {self.name}")
-
-        def end(self, _):
-            assert self.polls == 0 or self.name != "controller"
-            calls.append(f"end {self.name}")
-
-    for name in ("check_serving", "check_decode", "check_ports", "check_engine"):
-        monkeypatch.setattr(serve, name, lambda _: None)
-    monkeypatch.setattr(serve, "worker_server", lambda *_, **__: Server("worker"))
-    monkeypatch.setattr(serve, "_decode_server", lambda _: Server("decode"))
-    monkeypatch.setattr(serve, "_controller_server", lambda *_: Server("controller"))
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        assert serve.main(["--with-decode"]) == 0
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
-    assert calls[:5] == ["check worker", "check decode", "check controller", "signal controller", "signal worker"]
-    assert sorted(calls[-3:]) == ["end controller", "end decode", "end worker"]
-
-
-def test_who_computes_prompts_is_printed_once(config, monkeypatch, capsys):
-    readiness = serve._Readiness(config)
-    monkeypatch.setattr(serve, "PROBE_S", 0.0)
-    for state in ({"serving": 0}, {"serving": 0}, {"serving": 1}):
-        monkeypatch.setattr(
-            serve.urllib.request, "urlopen", lambda *_, state=state, **__: io.StringIO(json.dumps(state))
-        )
-        readiness.check()
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 2
-    assert printed[0].endswith("no training publishes bubbles, so the decode server computes prompts itself")
-    assert printed[1] == "http://127.0.0.1:8300: ready, workers compute prompts in bubbles"
 
 
 def test_a_decode_server_has_ports_gpus_and_arguments_of_its_own(config):
@@ -380,35 +222,6 @@ def test_a_decode_server_has_ports_gpus_and_arguments_of_its_own(config):
     check_decode(config)
 
 
-def test_a_worker_that_has_answered_is_started_again_for_ever(config, tmp_path, monkeypatch):
-    config.inference.boards = str(tmp_path / "boards")
-    config.inference.prefill.python = fake_python(tmp_path / "python", then="exit 1")
-    process = serve.worker_server(config, workers_of(config)[0], None)
-    process.ever_answered = True
-    for _ in range(processes.MAX_STARTS + 2):
-        process.start(0.0)
-        process.restart("ended", 0.0)
-    assert not process.failure
-
-
-def test_the_reason_is_the_first_error_of_the_last_start(tmp_path):
-    log = tmp_path / "log"
-    assert reason_of(log, 0) == ""
-    log.write_text("ValueError: of an earlier start\n")
-    begin = log.stat().st_size
-    with log.open("a") as file:
-        file.write("(EngineCore pid=3) ERROR 11-26 11:04:18 [core.py:1512] Traceback\n")
-        file.write(
-            "(EngineCore pid=3) ERROR 11-26 11:04:18 [core.py:1512] torch.OutOfMemoryError: CUDA out of memory\n"
-        )
-        file.write("(APIServer pid=1) RuntimeError: Engine core initialization failed\n")
-    assert reason_of(log, begin) == "torch.OutOfMemoryError: CUDA out of memory"
-    log.write_text(
-        "(APIServer pid=1) pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, no\n"
-    )
-    assert reason_of(log, 0) == "pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, no"
-
-
 def test_the_readmes_lines_serve_prefills():
     """Trainer and servers agree, and training lasts as long as they do."""
     text = (Path(__file__).parents[3] / "README.md").read_text()
@@ -424,20 +237,6 @@ def test_the_readmes_lines_serve_prefills():
     assert len({str(boards_folder(config, 0)) for config in (trainer, workers)}) == 1
     assert workers.inference.prefill.model == "MODEL"
     assert workers.inference.prefill.arguments == workers.inference.decode.arguments, "caches fit"
-
-
-@pytest.mark.parametrize("where", ["boards", "package"])
-def test_workers_import_nothing_that_another_user_could_have_written(tmp_path, monkeypatch, where):
-    boards = tmp_path / "boards"
-    trap = boards if where == "boards" else boards / "package"
-    boards.mkdir(mode=0o700)
-    trap.mkdir(exist_ok=True)
-    trap.chmod(0o777)
-    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: pytest.fail("a process would start"))
-    config = load([f"inference.boards={boards}", "inference.enabled=true"])
-    (worker,) = serve.workers_of(config)
-    with pytest.raises(ValueError, match=r"not a folder of this user alone"):
-        serve.worker_server(config, worker, None).check()
 
 
 @pytest.mark.parametrize("name", REMEDIES)

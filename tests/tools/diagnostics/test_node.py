@@ -1,14 +1,14 @@
 """`weft doctor node`: each check passes on a healthy host, and is seen to fail on the fault that it is for."""
 
 import itertools
-import json
 import re
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from weft.conf.host.diagnosis import Finding, Verdict, failures, read_findings
+from weft.conf.host.diagnosis import CheckResult, Outcome, failures, read_results
 from weft.conf.host.measurements import Measurements
 from weft.tools.cli import main
 from weft.tools.diagnostics import exchange, gpu
@@ -36,10 +36,10 @@ def test_checksums_are_those_of_products_in_whole_numbers(spread):
 
 
 def test_one_flipped_bit_is_seen():
-    assert check_bits(CPU).verdict is Verdict.passed
-    finding = check_bits(CPU, flip=True)
-    assert finding.verdict is Verdict.failed
-    assert re.search(r"wrong bits in 2 of 6 products \(float32, round 2: tile \d,0\)", finding.says)
+    assert check_bits(CPU).outcome is Outcome.passed
+    result = check_bits(CPU, flip=True)
+    assert result.outcome is Outcome.failed
+    assert re.search(r"wrong bits in 2 of 6 products \(float32, round 2: tile \d,0\)", result.text)
 
 
 @pytest.mark.parametrize(("tile_s", "tiles"), [(0.5, 1), (5.0, 1), (0.05, 2), (0.001, 4)])
@@ -47,10 +47,10 @@ def test_a_processor_multiplies_as_many_tiles_as_there_is_time_for(monkeypatch, 
     """One without instructions for a format takes a hundred times as long, and may be slowed down besides."""
     clock = itertools.count(step=tile_s)
     monkeypatch.setattr("weft.tools.diagnostics.corruption.perf_counter", lambda: next(clock))
-    finding = check_bits(CPU)
-    assert finding.verdict is Verdict.passed
-    assert f"{tiles**2} of float32 and {tiles**2} of bfloat16" in finding.says
-    assert f"float32, round 2: tile {tiles - 1},0" in check_bits(CPU, flip=True).says
+    result = check_bits(CPU)
+    assert result.outcome is Outcome.passed
+    assert f"{tiles**2} of float32 and {tiles**2} of bfloat16" in result.text
+    assert f"float32, round 2: tile {tiles - 1},0" in check_bits(CPU, flip=True).text
 
 
 @pytest.mark.parametrize(("row", "column", "bit"), [(0, 0, 0), (SIZE - 1, SIZE - 1, 31), (17, 300, 22)])
@@ -65,12 +65,12 @@ def test_figures_are_held_against_the_best_so_far(judge):
     figures = iter([10.0, 6.0, 1.0, 1.0, 1.0, 20.0, 9.0, 9.0, 11.0])
     measure = figures.__next__
     first = judge.by_own_best("x", "this", measure, share=0.5, unit="GB/s")
-    assert first.verdict is Verdict.passed and first.least is None and "first figure" in first.says
+    assert first.outcome is Outcome.passed and first.least is None and "first figure" in first.text
     assert judge.by_own_best("x", "this", measure, share=0.5, unit="GB/s").least == 5.0
     slow = judge.by_own_best("x", "this", measure, share=0.5, unit="GB/s")
-    assert slow.verdict is Verdict.failed and "10% of the best here so far" in slow.says
+    assert slow.outcome is Outcome.failed and "10% of the best here so far" in slow.text
     assert judge.by_own_best("x", "this", measure, share=0.5, unit="GB/s").figure == 20.0
-    assert judge.by_own_best("x", "this", measure, share=0.5, unit="GB/s").verdict is Verdict.passed  # the third try
+    assert judge.by_own_best("x", "this", measure, share=0.5, unit="GB/s").outcome is Outcome.passed  # the third try
     assert judge.by_own_best("x", "other", lambda: 1.0, share=0.5, unit="GB/s").least is None
 
 
@@ -78,15 +78,15 @@ def test_figures_are_held_against_the_data_sheet(judge):
     def of(figure):
         return judge.by_data_sheet("GEMM", lambda: figure, peak=989.0, share=0.5, unit="TFLOP/s")
 
-    assert of(700.0).verdict is Verdict.passed and "71% of the data sheet's 989" in of(700.0).says
-    assert of(300.0).verdict is Verdict.failed
+    assert of(700.0).outcome is Outcome.passed and "71% of the data sheet's 989" in of(700.0).text
+    assert of(300.0).outcome is Outcome.failed
 
 
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     judge = Judge(Measurements(tmp_path / "file" / "figures.json"))
-    finding = judge.by_own_best("x", "this", lambda: 1.0, share=0.5, unit="GB/s")
-    assert finding.verdict is Verdict.passed and "not kept" in finding.says
+    result = judge.by_own_best("x", "this", lambda: 1.0, share=0.5, unit="GB/s")
+    assert result.outcome is Outcome.passed and "not kept" in result.text
 
 
 FAULTY = {
@@ -102,9 +102,9 @@ FAULTY = {
 def test_a_fault_is_seen_by_its_check(fault, judge, tmp_path):
     check, name = FAULTY[fault]
     healthy = diagnose(Node(tmp_path, 2, judge), [check])
-    assert [finding.verdict for finding in healthy] == [Verdict.passed] and healthy[0].check == name
+    assert [result.outcome for result in healthy] == [Outcome.passed] and healthy[0].check == name
     faulty = diagnose(Node(tmp_path, 2, judge, faults=[fault]), [check])
-    assert [finding.verdict for finding in faulty] == [Verdict.failed]
+    assert [result.outcome for result in faulty] == [Outcome.failed]
 
 
 def test_every_fault_has_a_test():
@@ -114,15 +114,15 @@ def test_every_fault_has_a_test():
 def test_a_slow_disk(tmp_path):
     judge = Judge(Measurements(tmp_path / "figures.json"))
     judge.cache.store({f"disk, folder {tmp_path.absolute()}": 1e9})  # what no disk reaches
-    finding = check_disk(tmp_path, judge)
-    assert finding.verdict is Verdict.failed and "of the best here so far" in finding.says
-    assert check_disk(tmp_path, Judge(Measurements(tmp_path / "new.json"))).verdict is Verdict.passed
+    result = check_disk(tmp_path, judge)
+    assert result.outcome is Outcome.failed and "of the best here so far" in result.text
+    assert check_disk(tmp_path, Judge(Measurements(tmp_path / "new.json"))).outcome is Outcome.passed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json", "new.json"]
 
 
 def test_a_folder_that_is_not_there(tmp_path, judge):
-    assert "No such file" in check_disk(tmp_path / "gone", judge).says
-    assert check_free_space(tmp_path / "gone").verdict is Verdict.failed
+    assert "No such file" in check_disk(tmp_path / "gone", judge).text
+    assert check_free_space(tmp_path / "gone").outcome is Outcome.failed
 
 
 def test_a_device_that_refuses_is_a_failure_of_the_host(monkeypatch, judge, tmp_path):
@@ -130,8 +130,8 @@ def test_a_device_that_refuses_is_a_failure_of_the_host(monkeypatch, judge, tmp_
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
     monkeypatch.setattr("weft.tools.diagnostics.node.check_memory", broken)
-    (finding,) = diagnose(Node(tmp_path, 2, judge), ["memory"])
-    assert finding == Finding("memory", Verdict.failed, "CUDA error: an illegal memory access was encountered")
+    (result,) = diagnose(Node(tmp_path, 2, judge), ["memory"])
+    assert result == CheckResult("memory", Outcome.failed, "CUDA error: an illegal memory access was encountered")
 
 
 def fake_smi(tmp_path, monkeypatch, script):
@@ -146,54 +146,54 @@ HEALTHY = "0, NVIDIA H200, 41, 0, No, Not Active, Not Active, Not Active"
 
 
 @pytest.mark.parametrize(
-    ("rows", "verdict", "part"),
+    ("rows", "outcome", "part"),
     [
-        ([HEALTHY, HEALTHY], Verdict.passed, "2 GPUs without a fault"),
-        (["0, NVIDIA L40S, 41, [N/A], [N/A], Not Active, Not Active, [N/A]"], Verdict.passed, "1 GPUs"),
-        ([HEALTHY, "1, NVIDIA H200, 60, 3, No, " + "Not Active, " * 3], Verdict.failed, "GPU 1 has 3 uncorrectable"),
-        (["0, A100, 60, 0, Yes, Not Active, Not Active, Not Active"], Verdict.failed, "pages to retire"),
+        ([HEALTHY, HEALTHY], Outcome.passed, "2 GPUs without a fault"),
+        (["0, NVIDIA L40S, 41, [N/A], [N/A], Not Active, Not Active, [N/A]"], Outcome.passed, "1 GPUs"),
+        ([HEALTHY, "1, NVIDIA H200, 60, 3, No, " + "Not Active, " * 3], Outcome.failed, "GPU 1 has 3 uncorrectable"),
+        (["0, A100, 60, 0, Yes, Not Active, Not Active, Not Active"], Outcome.failed, "pages to retire"),
         (
             ["0, A100, 91, 0, No, Active, Active, Not Active"],
-            Verdict.failed,
+            Outcome.failed,
             "by hardware; GPU 0 is slowed down by heat",
         ),
     ],
 )
-def test_gpu_state(tmp_path, monkeypatch, rows, verdict, part):
+def test_gpu_state(tmp_path, monkeypatch, rows, outcome, part):
     fake_smi(tmp_path, monkeypatch, "\n".join(f"echo '{row}'" for row in rows))
-    finding = gpu.check_gpus()
-    assert finding.verdict is verdict and part in finding.says
+    result = gpu.check_gpus()
+    assert result.outcome is outcome and part in result.text
 
 
 def test_a_gpu_driver_that_fails(tmp_path, monkeypatch):
     fake_smi(
         tmp_path, monkeypatch, "echo 'Unable to determine the device handle for GPU0000:3B:00.0: GPU is lost'; exit 15"
     )
-    finding = gpu.check_gpus()
-    assert finding.verdict is Verdict.failed and "GPU is lost" in finding.says
+    result = gpu.check_gpus()
+    assert result.outcome is Outcome.failed and "GPU is lost" in result.text
 
 
 def test_without_a_gpu_the_checks_do_not_apply(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpu.check_gpus().verdict is gpu.check_xid().verdict is Verdict.does_not_apply
+    assert gpu.check_gpus().outcome is gpu.check_xid().outcome is Outcome.does_not_apply
 
 
 def test_xid_of_a_device_and_of_a_program():
     lost = "[ 12.3] NVRM: Xid (PCI:0000:3b:00): 79, pid=1234, name=python, GPU has fallen off the bus.\n"
     fault = "[ 11.0] NVRM: Xid (PCI:0000:3b:00): 31, pid=99, name=python, MMU Fault\n"
-    assert gpu.check_xid("").verdict is Verdict.passed
-    assert "1 that programs may cause" in gpu.check_xid(fault).says
-    assert "the last 79 of PCI:0000:3b:00" in gpu.check_xid(fault + lost).says
-    assert gpu.check_xid(fault + lost).verdict is Verdict.failed
+    assert gpu.check_xid("").outcome is Outcome.passed
+    assert "1 that programs may cause" in gpu.check_xid(fault).text
+    assert "the last 79 of PCI:0000:3b:00" in gpu.check_xid(fault + lost).text
+    assert gpu.check_xid(fault + lost).outcome is Outcome.failed
 
 
 def test_results_survive_json_and_a_doctor_that_dies():
-    finding = Finding("disk", Verdict.failed, "slow", 1.5, "MB/s", 15.0)
-    assert read_findings(json.dumps([finding.as_dict()]), 1) == [finding]
-    (broken,) = read_findings("Traceback ...\nOSError: no", 1)
-    assert broken.verdict is Verdict.failed and "ended with 1: Traceback ... OSError: no" in broken.says
-    (silent,) = read_findings("", None)
-    assert silent.says == "the doctor did not end in time" and failures([silent]) == [silent]
+    result = CheckResult("disk", Outcome.failed, "slow", 1.5, "MB/s", 15.0)
+    assert read_results(msgspec.json.encode([result]).decode(), 1) == [result]
+    (broken,) = read_results("Traceback ...\nOSError: no", 1)
+    assert broken.outcome is Outcome.failed and "ended with 1: Traceback ... OSError: no" in broken.text
+    (silent,) = read_results("", None)
+    assert silent.text == "the doctor did not end in time" and failures([silent]) == [silent]
 
 
 def test_the_command_prints_a_table(tmp_path, capsys):
@@ -212,14 +212,14 @@ def test_the_command_prints_a_table(tmp_path, capsys):
 )
 def test_a_faulty_rank_is_named(fault, part, judge, monkeypatch):
     monkeypatch.setattr(exchange, "MOST_S", 120.0 if "damaged" in fault else 3.0)
-    finding = exchange.check_local_collectives(2, judge, **fault)
-    assert finding.verdict is Verdict.failed and part in finding.says
+    result = exchange.check_local_collectives(2, judge, **fault)
+    assert result.outcome is Outcome.failed and part in result.text
 
 
 def test_one_rank_has_no_peer(judge):
-    assert exchange.check_local_collectives(1, judge).verdict is Verdict.does_not_apply
+    assert exchange.check_local_collectives(1, judge).outcome is Outcome.does_not_apply
 
 
 def test_without_a_driver_the_clock_is_not_compared(judge, tmp_path):
-    (finding,) = diagnose(Node(tmp_path, 1, judge), ["clock"])
-    assert finding.verdict is Verdict.does_not_apply
+    (result,) = diagnose(Node(tmp_path, 1, judge), ["clock"])
+    assert result.outcome is Outcome.does_not_apply

@@ -6,7 +6,7 @@ import pytest
 
 from tests.interpreter import python
 from tests.tools.diagnostics.ring_ranks import ring_rank
-from weft.conf.host.diagnosis import Verdict
+from weft.conf.host.diagnosis import Outcome
 from weft.tools.diagnostics.ring import _Seen, judge_pairs, rounds
 from weft.tools.ranks import run_ranks
 
@@ -24,7 +24,7 @@ def test_rounds_cover_the_ring(size):
 
 def judged(rates, hosts, problems=()):
     seen = [_Seen(pair, rate, dict(problems).get(pair, "")) for pair, rate in rates.items() for _ in range(2)]
-    return {finding.check: finding for finding in judge_pairs(seen, hosts, 0.3)}
+    return {result.check: result for result in judge_pairs(seen, hosts, 0.3)}
 
 
 def test_a_pair_is_compared_with_its_kind():
@@ -32,20 +32,20 @@ def test_a_pair_is_compared_with_its_kind():
     inside = {(0, 1): 8e9, (2, 3): 9e9, (4, 5): 8e9, (6, 7): 1e9}
     between = {(1, 2): 1e9, (3, 4): 1e9, (5, 6): 0.1e9, (7, 0): 1.1e9}
     found = judged(inside | between, hosts)
-    bad = [name for name, finding in found.items() if finding.verdict is Verdict.failed]
+    bad = [name for name, result in found.items() if result.outcome is Outcome.failed]
     assert bad == ["pair 5-6", "pair 6-7"]
-    assert "b and c: 1 GB/s, 100% of the median" in found["pair 3-4"].says
+    assert "b and c: 1 GB/s, 100% of the median" in found["pair 3-4"].text
 
 
 def test_few_pairs_are_not_compared():
     found = judged({(0, 1): 1e9, (1, 2): 1e3}, ["a", "b", "c"])
-    assert all(finding.verdict is Verdict.passed and finding.least is None for finding in found.values())
+    assert all(result.outcome is Outcome.passed and result.least is None for result in found.values())
 
 
 def test_a_problem_of_one_side_is_the_pairs():
     seen = [_Seen((0, 1), 1e9), _Seen((0, 1), 1e9, "rank 1 received wrong numbers from rank 0")]
-    (finding,) = judge_pairs(seen, ["a", "b"], 0.3)
-    assert finding.verdict is Verdict.failed and finding.says == "a and b: rank 1 received wrong numbers from rank 0"
+    (result,) = judge_pairs(seen, ["a", "b"], 0.3)
+    assert result.outcome is Outcome.failed and result.text == "a and b: rank 1 received wrong numbers from rank 0"
 
 
 def ring(*options):
@@ -56,15 +56,15 @@ def ring(*options):
 
 
 def findings_of(said):
-    findings = json.loads(said)
-    return {entry["check"]: entry for entry in findings if entry["verdict"] == "failed"}, findings
+    results = json.loads(said)
+    return {entry["check"]: entry for entry in results if entry["outcome"] == "failed"}, results
 
 
 @pytest.mark.slow
 def test_healthy_ranks():
-    code, failed, findings = ring("--share", "0", "--timeout", "120")
+    code, failed, results = ring("--share", "0", "--timeout", "120")
     assert code == 0 and not failed
-    assert [entry["check"] for entry in findings] == ["pair 0-1", "pair 1-2", "pair 2-3", "pair 3-0", "all ranks"]
+    assert [entry["check"] for entry in results] == ["pair 0-1", "pair 1-2", "pair 2-3", "pair 3-0", "all ranks"]
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-WELL = {"check": "disk", "verdict": "passed", "says": "fine"}
-ILL = {"check": "GEMM", "verdict": "failed", "says": "wrong bits"}
+WELL = {"check": "disk", "outcome": "passed", "text": "fine"}
+ILL = {"check": "GEMM", "outcome": "failed", "text": "wrong bits"}
 
 
 def finds_nothing(arguments: Sequence[str]) -> int:

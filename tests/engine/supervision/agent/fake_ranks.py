@@ -39,10 +39,10 @@ def run(arguments: Sequence[str]) -> int:
         while True:
             os.write(2, b"a line of a rank that prints without end\n" * 1600)
     if mode == "early":
-        places = {"local_rank": int(os.environ["LOCAL_RANK"]), "rank": int(rank), "attempt": int(attempt)}
-        place = Heartbeat(Path(os.environ["WEFT_PLACES"]), **places)
-        place.enter(Phase.steady)
-        place.begin_step(18, 1)
+        progress = {"local_rank": int(os.environ["LOCAL_RANK"]), "rank": int(rank), "attempt": int(attempt)}
+        heartbeat = Heartbeat(Path(os.environ["WEFT_PROGRESS"]), **progress)
+        heartbeat.enter(Phase.steady)
+        heartbeat.begin_step(18, 1)
         return 0
     if mode == "save":
         signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(143)))
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         agent, asked = AgentLink.from_environment(os.environ), threading.Event()
         agent.begin(int(attempt), asked.set)
         asked.wait()
-        assignment = agent.park("asked")
+        assignment = agent.stand_by("asked")
         if assignment is None:
             return 1
         os.environ.update(assignment.environment)

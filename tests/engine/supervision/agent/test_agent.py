@@ -152,7 +152,7 @@ def test_survivors_keep_their_process_and_the_others_are_new(tmp_path):
         await until(lambda: bed.written(1, 0, 1, 2))
         bed.want(1, [0, 1, 2], run=False, drop=[1])
         await until(lambda: bed.codes(1) == {0: None, 1: -signal.SIGTERM, 2: -signal.SIGTERM})
-        await until(lambda: bed.reports[-1]["parked"] == {"0": "asked"})
+        await until(lambda: bed.reports[-1]["standby"] == {"0": "asked"})
         bed.want(2, [0, 1], "wait", drop=[1])
         await until(lambda: bed.written(2, 0, 1))
         assert bed.facts(2, 0)["pid"] == bed.facts(1, 0)["pid"] and bed.facts(2, 1)["pid"] != bed.facts(1, 1)["pid"]

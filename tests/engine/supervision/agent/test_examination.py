@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
-from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, read_findings
+from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, read_results
 from weft.engine.supervision.agent import processes
 from weft.engine.supervision.agent.forkserver import PRELOAD
 from weft.engine.supervision.agent.processes import Ranks, examine
@@ -82,11 +80,6 @@ def test_as_the_supervisor_runs_it(tmp_path):
 
     arguments = doctor_arguments(tmp_path, ranks=2, cache=tmp_path / "figures.json")
     printed, code = asyncio.run(ask())
-    findings = read_findings(printed, code)
+    findings = read_results(printed, code)
     assert code == 0, findings
     assert {finding.check for finding in findings} >= {"collectives", "memory", "GEMM", "GEMM bits", "disk", "loopback"}
-
-
-def test_the_supervisors_side_loads_without_torch():
-    code = "import sys, weft.conf.host.diagnosis, weft.engine.supervision.control; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -23,14 +23,14 @@ from weft.engine.supervision.progress_page import Reading
 
 LINK = LinkReading(3, 1, 2, 3, 4, 5, 0.5, 6)
 READING = Reading(
-    2, 9, 77, 5, Phase.steady, RowProgress(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 0, 7, 3, (LINK,)
+    2, 9, 77, 5, Phase.steady, RowProgress(4, 3, True, 1), 1_000_000_000, 8, 66, 2_500_000_000, 3, 7, 3, (LINK,)
 )
 PROCESS = ProcessState("R", 1.5, 5, 4096)
 END = {"kind": "other", "message": "", "step": None, "data": None, "ranks": [], "status": 1}
 
 
 def message_of(report, **fields):
-    blank = {"ready": True, "ends": {}, "parked": {}, "lines": {}, "examined": 0, "failed": []}
+    blank = {"ready": True, "ends": {}, "standby": {}, "lines": {}, "examined": 0, "failed": []}
     return AgentMessage(attempt=2, report=report, **blank | fields)
 
 
@@ -44,19 +44,19 @@ def test_a_report_joins_place_and_process():
 @pytest.mark.parametrize("attempt, rank", [(3, 9), (2, 8)])
 def test_what_an_earlier_attempt_left_is_ignored(attempt, rank):
     found = rank_report(rank, attempt, READING, PROCESS, now_ns=3_000_000_000)
-    assert (found.phase, found.place, found.state) == (Phase.imports, RowProgress(0), "R")
+    assert (found.phase, found.progress, found.state) == (Phase.imports, RowProgress(0), "R")
 
 
 def test_an_ended_rank_keeps_its_last_place():
     found = rank_report(9, 2, READING, None, now_ns=3_000_000_000, exit_code=-9)
-    assert (found.state, found.exit_code, found.place) == ("", -9, RowProgress(4, 3, True, 1))
+    assert (found.state, found.exit_code, found.progress) == ("", -9, RowProgress(4, 3, True, 1))
 
 
 def test_reports_go_through_json():
     ranks = (rank_report(9, 2, READING, PROCESS, now_ns=2_000_000_000), RankReport(1, 2, exit_code=1))
     end = RankEnd(kind=FaultKind.corruption, message="é", step=4, data=(8, 16), ranks=(3,), status=1)
     message = message_of(
-        HostReport("alpha", ranks, {"disk_free_bytes": 5}), ends={9: end}, parked={1: "lost"}, lines={9: ["last"]}
+        HostReport("alpha", ranks, {"disk_free_bytes": 5}), ends={9: end}, standby={1: "lost"}, lines={9: ["last"]}
     )
     assert decode(encode(message), AgentMessage) == message
 
@@ -103,7 +103,7 @@ def test_another_form_is_refused(change):
         {"ends": {"1": END | {"step": 1.5}}},
         {"ends": {"1": END | {"data": [1]}}},
         {"ends": [END]},
-        {"parked": {"1": 5}},
+        {"standby": {"1": 5}},
         {"lines": {"1": "a line"}},
         {"failed": [None]},
         {"ready": 1},
@@ -116,7 +116,7 @@ def test_another_message_is_refused(change):
         from_fields(wire | change, AgentMessage)
 
 
-@pytest.mark.parametrize("name", ["attempt", "ready", "report", "ends", "parked", "lines", "examined", "failed"])
+@pytest.mark.parametrize("name", ["attempt", "ready", "report", "ends", "standby", "lines", "examined", "failed"])
 def test_a_message_that_lacks_a_field_is_refused(name):
     """A message of an older Weft."""
     wire = json.loads(encode(message_of(HostReport("alpha", ()))))

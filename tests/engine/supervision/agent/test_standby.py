@@ -26,7 +26,7 @@ class Rank(threading.Thread):
         link.begin(1, self.asked.set)
         self.asked.wait(LIMIT_S)
         assert link.leaving
-        self.heard = link.park("a peer was lost")
+        self.heard = link.stand_by("a peer was lost")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def hosted(path, what):
         rank = Rank(path)
         try:
             await until(lambda: pid in parking.processes and parking.processes[pid].attempt == 1)
-            assert parking.parked(pid) is None
+            assert parking.reason(pid) is None
             await what(parking, pid, rank)
             assert changes
         finally:
@@ -66,11 +66,11 @@ def hosted(path, what):
 def test_a_rank_leaves_waits_on_standby_and_continues(lot):
     async def what(parking, pid, rank):
         parking.leave(pid)
-        await until(lambda: parking.parked(pid))
-        assert parking.parked(pid) == "a peer was lost"
+        await until(lambda: parking.reason(pid))
+        assert parking.reason(pid) == "a peer was lost"
         parking.leave(pid)  # nothing happens twice
         parking.assign(pid, Assignment({"RANK": "3"}, ["--config-file", "x"]))
-        assert parking.parked(pid) is None
+        assert parking.reason(pid) is None
         await until(lambda: not rank.is_alive())
 
     assert hosted(lot, what).heard == Assignment({"RANK": "3"}, ["--config-file", "x"])
@@ -79,7 +79,7 @@ def test_a_rank_leaves_waits_on_standby_and_continues(lot):
 def test_a_rank_on_standby_ends_with_its_agent(lot):
     async def what(parking, pid, rank):
         parking.leave(pid)
-        await until(lambda: parking.parked(pid))
+        await until(lambda: parking.reason(pid))
 
     assert hosted(lot, what).heard is None
 
@@ -87,9 +87,9 @@ def test_a_rank_on_standby_ends_with_its_agent(lot):
 def test_a_rank_that_is_gone_is_forgotten(lot):
     async def shut(parking, pid, rank):
         parking.leave(pid)
-        await until(lambda: parking.parked(pid))
+        await until(lambda: parking.reason(pid))
         parking._drop(pid)
-        assert parking.parked(pid) is None
+        assert parking.reason(pid) is None
         parking.leave(pid)
 
     assert hosted(lot, shut).heard is None

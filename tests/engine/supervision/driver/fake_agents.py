@@ -36,7 +36,7 @@ class World:
         self.needed = set()
         self.checkpoint = ""
         self.job_rows = None
-        self.places = {}
+        self.progress = {}
         self.job = Job(
             settings=SuperviseConfig(**settings),
             layouts=self.layouts,
@@ -56,7 +56,7 @@ class World:
     def start_agent(self, host, generation):
         self.started.append((host, generation))
 
-    def tell(self, host, generation, message):
+    def send_state(self, host, generation, message):
         self.told[host, generation] = message
 
     def record(self, event, **fields):
@@ -96,7 +96,7 @@ class World:
         ends=None,
         attempt=None,
         state="S",
-        parked=None,
+        standby=None,
         examined=0,
         failed=(),
         kept=0,
@@ -112,7 +112,7 @@ class World:
                 rank,
                 attempt,
                 phase,
-                self.places.get(rank, RowProgress(step)),
+                self.progress.get(rank, RowProgress(step)),
                 num_microbatches=4,
                 state=state,
                 exit_code=(codes or {}).get(rank),
@@ -121,7 +121,7 @@ class World:
             for rank in ranks
         )
         message = AgentMessage(
-            attempt, ready, HostReport(host, reports), ends or {}, parked or {}, lines or {}, examined, failed, leaving
+            attempt, ready, HostReport(host, reports), ends or {}, standby or {}, lines or {}, examined, failed, leaving
         )
         self.job.on_report(host, self.generation(host), to_fields(message), self.now)
 
@@ -140,6 +140,12 @@ class World:
         self.connect()
         for host in self.layout_hosts:
             self.report(host)
+        return self
+
+    def lose(self, *args, **named):
+        """A rank ends badly as in `kill`, and no more telling end comes."""
+        self.kill(*args, **named)
+        self.settle()
 
     def kill(self, rank, kind=FaultKind.signal, status=-9, step=None, ranks=()):
         """A rank ends badly, and may blame others."""

@@ -38,7 +38,7 @@ class FakeRun:
         away: hosts that do not report.
         idle: nobody moves, for a reason that is none of the watch's business.
         slowed: how much longer computations of a rank take than others'.
-        found: verdicts, with when they were given.
+        found: diagnoses, with when they were given.
         raised: alerts.
     """
 
@@ -91,9 +91,9 @@ class FakeRun:
         """Ranks, or all of them, begin a phase."""
         for rank in ranks or self.ranks:
             self.phases[rank] = phase
-            place = self.job.places[rank]
+            place = self.job.progress[rank]
             if place.step:
-                self.job.places[rank] = place._replace(waits=place.waits + 2)
+                self.job.progress[rank] = place._replace(waits=place.waits + 2)
             self._moved_at[rank] = self.now
 
     def begin(self, seconds: float = 30.0) -> None:
@@ -107,10 +107,10 @@ class FakeRun:
         self.advance(1.0)
         self.enter(Phase.steady)
         self.advance(seconds)
-        assert not self.found and self.job.places[0].step > 3
+        assert not self.found and self.job.progress[0].step > 3
 
     def advance(self, seconds: float, *, stop: bool = True) -> None:
-        """Let time go on; ends early with a first verdict."""
+        """Let time go on; ends early with a first diagnosis."""
         end = self.now + seconds
         while self.now < end - 1e-9 and not (self.found and stop):
             self.now += LOOK_S
@@ -119,9 +119,9 @@ class FakeRun:
                 self._report_at = self.now + self.heartbeat_s
                 self._report()
                 self.raised += self.alerts.look(self.now)
-            verdict = self.watch.verdict(self.now)
-            if verdict is not None:
-                self.found.append((self.now, verdict))
+            diagnosis = self.watch.diagnosis(self.now)
+            if diagnosis is not None:
+                self.found.append((self.now, diagnosis))
 
     def _live(self) -> None:
         for rank in self.ranks:
@@ -132,16 +132,16 @@ class FakeRun:
             self._cpu_s[rank] += LOOK_S * (self.computing if rank in self.locked else 0.3)
         if self.idle:
             return
-        before = dict(self.job.places)
+        before = dict(self.job.progress)
         self._owed += self.moves_per_s * LOOK_S
         moves, self._owed = int(self._owed), self._owed % 1.0
         self.job.stopped = next(iter(self.stopped), None)
         self.job.hung = next(iter(self.locked), self.job.hung)
         self.job.move(moves)
         for rank in self.ranks:
-            if self.job.places[rank] != before[rank]:
+            if self.job.progress[rank] != before[rank]:
                 self._moved_at[rank] = self.now
-            if self.job.places[rank].step > before[rank].step > 0:
+            if self.job.progress[rank].step > before[rank].step > 0:
                 self._busy_s[rank] += self.slowed.get(rank, 1.0) * (1 + self.uneven * self.job.rng.random())
 
     def _report(self) -> None:
@@ -153,7 +153,7 @@ class FakeRun:
         phase = self.phases[rank]
         if phase is Phase.imports:
             return RankReport(rank, self.attempt, state=self._state(rank), cpu_s=self._cpu_s[rank])
-        place = self.job.places[rank]
+        place = self.job.progress[rank]
         return RankReport(
             rank,
             self.attempt,

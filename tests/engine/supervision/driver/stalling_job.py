@@ -48,7 +48,7 @@ class StallingJob:
     cut: set[frozenset[int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.places = {rank: RowProgress(0) for rank in self.job.seats}
+        self.progress = {rank: RowProgress(0) for rank in self.job.seats}
         self._there: dict[object, set[int]] = {}
         self._ended: set[object] = set()
         self._programs = {rank: self._run(rank) for rank in self.job.seats}
@@ -119,13 +119,13 @@ class StallingJob:
         for step in count(1):
             yield None  # reads its batches
             counted = self._join(rank, ("count", step), sources) if rank in sources else None
-            self.places[rank] = RowProgress(step)
+            self.progress[rank] = RowProgress(step)
             yield None
             sent: list[Callable[[], bool]] = []
             reduced: list[Callable[[], bool]] = []
             uses: dict[int, int] = {}
             for index, slot in enumerate(row):
-                self.places[rank] = RowProgress(step, index, True)
+                self.progress[rank] = RowProgress(step, index, True)
                 for action in reversed(slot):
                     if action.op in RECEIVES:
                         yield partial(self._arrived, (number, step, action), self._sender(number, action), rank)
@@ -156,7 +156,7 @@ class StallingJob:
                             published = self._join(rank, ("publish", step), replicas)
                     else:
                         yield None
-                self.places[rank] = RowProgress(step, index + 1)
+                self.progress[rank] = RowProgress(step, index + 1)
                 yield None
             yield from sent
             yield None
@@ -164,9 +164,9 @@ class StallingJob:
 
     def _wait(self, rank: int, *conditions: Condition) -> Iterator[Condition]:
         """A wait that shows in the rank's place."""
-        self.places[rank] = self.places[rank]._replace(waits=self.places[rank].waits + 1)
+        self.progress[rank] = self.progress[rank]._replace(waits=self.progress[rank].waits + 1)
         yield from conditions
-        self.places[rank] = self.places[rank]._replace(waits=self.places[rank].waits + 1)
+        self.progress[rank] = self.progress[rank]._replace(waits=self.progress[rank].waits + 1)
 
     def _step(self, rank, step, reduced, everyone) -> Iterator[Condition]:
         yield None

@@ -16,7 +16,7 @@ NOW = 1000.0
 def fleet_of(sites, heard, exited=()):
     fleet = Fleet(lambda name, generation: None, lambda event, **fields: None, lambda text: None, sites=sites)
     for name, at in heard.items():
-        fleet.hosts[name] = Host(connected=True, heard=at, exited=name in exited, attempt=1)
+        fleet.hosts[name] = Host(connected=True, reported_at=at, exited=name in exited, attempt=1)
     return fleet
 
 
@@ -102,7 +102,7 @@ def test_thousands_of_hosts_are_gone_through_once(quiet):
     elif quiet == "one host of each":
         heard |= dict.fromkeys([site[-1] for site in sites], NOW - 60.0)
     fleet, names = fleet_of(sites, heard), Names.fromkeys(heard, 1)
-    lost = fleet.lost(names, SILENCE_S, NOW, patience=lambda site: 30.0)
+    lost = fleet.lost(names, SILENCE_S, NOW, site_timeout=lambda site: 30.0)
     assert (lost or ("", ""))[:2] == {
         "nobody": ("", ""), "a site": ("host", "20"), "one host of each": ("host", "0999"),
     }[quiet]  # fmt: skip

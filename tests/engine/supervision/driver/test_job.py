@@ -44,10 +44,8 @@ def test_a_run_without_faults():
 
 
 def test_a_killed_rank_starts_another_attempt_when_all_others_have_ended():
-    world = World()
-    world.train()
-    world.kill(3)
-    world.settle()
+    world = World().train()
+    world.lose(3)
     (fault,) = world.events("fault")
     assert fault["culprit"] == {"rank": 3, "host": "b"} and fault["kind"] == "signal" and fault["step"] == 1
     assert not world.told["a", 1].run and not world.told["b", 1].run
@@ -62,27 +60,23 @@ def test_a_killed_rank_starts_another_attempt_when_all_others_have_ended():
 
 
 def test_survivors_park_for_the_next_attempt_once():
-    world = World()
-    world.train()
-    world.kill(3)
-    world.settle()
+    world = World().train()
+    world.lose(3)
     assert world.told["a", 1].drop == [3]
-    world.report("a", parked={0: "link", 1: "link"})
+    world.report("a", standby={0: "link", 1: "link"})
     world.report("b", codes={3: -9})
     world.job.tick(world.now)
     assert world.job.attempt == 1, "rank 2 takes part still"
-    world.report("b", codes={3: -9}, parked={2: "link"})
+    world.report("b", codes={3: -9}, standby={2: "link"})
     world.job.tick(world.now)
     assert world.job.attempt == 2 and world.told["a", 1].run
-    world.kill(3)
-    world.settle()
+    world.lose(3)
     assert world.told["a", 1].drop is None, "no good step since: now all processes are new"
 
 
 def test_ranks_that_park_though_none_has_ended_are_a_fault():
-    world = World()
-    world.train()
-    world.report("a", parked={0: "link rank 0 -> rank 2 is silent"})
+    world = World().train()
+    world.report("a", standby={0: "link rank 0 -> rank 2 is silent"})
     world.settle()
     (fault,) = world.events("fault")
     assert fault["kind"] == "lost_peer" and "is silent" in fault["evidence"]
@@ -95,9 +89,9 @@ ROWS = rows_of()
 def lose_each_other(world, slot_of):
     """All ranks leave because they have lost a peer, from these slots of step 3."""
     for host in world.layout_hosts:
-        world.places = {rank: RowProgress(3, *at) for rank, at in slot_of.items()}
+        world.progress = {rank: RowProgress(3, *at) for rank, at in slot_of.items()}
         ranks = world.told[host, world.generation(host)].ranks
-        world.report(host, parked=dict.fromkeys(ranks, "another rank has ended or cannot be reached"))
+        world.report(host, standby=dict.fromkeys(ranks, "another rank has ended or cannot be reached"))
     world.settle()
     return world.events("fault")[0]
 
@@ -146,35 +140,30 @@ def test_ranks_that_cannot_be_distinguished_are_none_of_them_the_culprit():
 
 
 def test_ranks_that_lost_those_of_a_host_that_falls_silent_wait_for_its_name():
-    world = World(silence_s=5.0)
-    world.train()
+    world = World(silence_s=5.0).train()
     world.pass_time(2.5, "a")
-    world.report("a", parked={0: "lost", 1: "lost"})
+    world.report("a", standby={0: "lost", 1: "lost"})
     world.settle()
     assert not world.events("fault"), "b has not been heard of for a while"
     while not world.events("fault"):
         world.now += 0.1
-        world.report("a", parked={0: "lost", 1: "lost"})
+        world.report("a", standby={0: "lost", 1: "lost"})
         world.job.tick(world.now)
     assert world.events("fault")[0]["kind"] == "host" and world.events("fault")[0]["culprit"] == {"host": "b"}
 
 
 def test_without_in_process_restarts_every_process_ends():
-    world = World(in_process=False)
-    world.train()
-    world.kill(3)
-    world.settle()
+    world = World(in_process=False).train()
+    world.lose(3)
     assert world.told["a", 1].drop is None and not world.told["a", 1].in_process
 
 
 def test_the_most_telling_end_is_the_cause_whoever_is_heard_first():
-    world = World()
-    world.train()
+    world = World().train()
     world.kill(0, FaultKind.lost_peer, 1)
     world.job.tick(world.now)
     assert not world.events("fault"), "a lost peer is a consequence: what is the cause may still come"
-    world.kill(2)
-    world.settle()
+    world.lose(2)
     assert world.events("fault")[0]["culprit"]["rank"] == 2
 
 
@@ -189,30 +178,24 @@ def test_the_most_telling_end_is_the_cause_whoever_is_heard_first():
     ],
 )
 def test_whom_an_error_blames_is_the_culprit_whoever_says_it(ranks, culprit):
-    world = World()
-    world.train()
-    world.kill(0, FaultKind.corruption, 1, ranks=ranks)
-    world.settle()
+    world = World().train()
+    world.lose(0, FaultKind.corruption, 1, ranks=ranks)
     assert world.events("fault")[0]["culprit"] == culprit
     assert world.job.stage is Stage.stopping
 
 
 def test_bad_input_ends_the_run_at_once():
-    world = World()
-    world.train()
-    world.kill(1, FaultKind.input_error, 2)
-    world.settle()
+    world = World().train()
+    world.lose(1, FaultKind.input_error, 2)
     assert world.job.code == 2 and world.events("end") and len(world.events("attempt")) == 1
 
 
 @pytest.mark.parametrize("kind, most", [(FaultKind.signal, 3), (FaultKind.host_memory, 2), (FaultKind.bad_numbers, 1)])
 def test_the_same_fault_at_the_same_step_ends_the_run(kind, most):
-    world = World()
-    world.train()
+    world = World().train()
     for number in range(most):
         assert world.job.code is None, f"{number} of {most}"
-        world.kill(1, kind, -9, step=7)
-        world.settle()
+        world.lose(1, kind, -9, step=7)
         if world.job.stage is Stage.stopping:
             world.stop_all()
             for host in HOSTS:
@@ -221,12 +204,10 @@ def test_the_same_fault_at_the_same_step_ends_the_run(kind, most):
 
 
 def test_faults_at_other_steps_go_on_until_the_budget_is_used_up():
-    world = World(max_restarts=4)
-    world.train()
+    world = World(max_restarts=4).train()
     for step in range(5):
         assert world.job.code is None
-        world.kill(1, step=step)
-        world.settle()
+        world.lose(1, step=step)
         if world.job.stage is Stage.stopping:
             world.stop_all()
             for host in HOSTS:
@@ -235,12 +216,10 @@ def test_faults_at_other_steps_go_on_until_the_budget_is_used_up():
 
 
 def test_restarts_without_a_good_step_between_wait_longer_each_time():
-    world = World(backoff_s=10.0)
-    world.train()
+    world = World(backoff_s=10.0).train()
     waits = []
     for step in range(4):
-        world.kill(1, step=step)
-        world.settle()
+        world.lose(1, step=step)
         world.stop_all()
         began = world.now
         while world.job.stage is Stage.restarting:
@@ -255,8 +234,7 @@ def test_restarts_without_a_good_step_between_wait_longer_each_time():
 
 
 def test_a_stopped_rank_is_a_fault_though_no_rank_has_ended():
-    world = World()
-    world.train()
+    world = World().train()
     for _ in range(30):
         world.now += 0.1
         world.report("a")
@@ -269,8 +247,7 @@ def test_a_stopped_rank_is_a_fault_though_no_rank_has_ended():
 
 
 def test_messages_of_another_form_are_refused():
-    world = World()
-    world.train()
+    world = World().train()
     for message in ({}, {"report": {}, "ends": {}, "attempt": 1}, {"report": None, "ends": None, "attempt": None}):
         with pytest.raises(ValueError, match="not of this form"):
             world.job.on_report("a", 1, message, world.now)
@@ -279,18 +256,15 @@ def test_messages_of_another_form_are_refused():
 
 @pytest.mark.parametrize(("code", "kind", "expected"), [(-9, FaultKind.signal, 1), (2, FaultKind.input_error, 2)])
 def test_a_run_that_is_not_supervised_ends_with_its_first_fault_and_names_it_once(code, kind, expected):
-    world = World(enabled=False)
-    world.train()
-    world.kill(3, kind, code)
-    world.settle()
+    world = World(enabled=False).train()
+    world.lose(3, kind, code)
     assert world.job.stage is Stage.ended and world.job.code == expected
     (said,) = world.said
     assert "rank 3" in said
 
 
 def test_a_run_that_is_not_supervised_waits_for_ranks_that_stand_still():
-    world = World(enabled=False)
-    world.train()
+    world = World(enabled=False).train()
     world.now += 10_000.0
     world.job.tick(world.now)
     assert world.job.stage is Stage.running
@@ -328,10 +302,8 @@ def test_an_agent_that_is_killed_three_times_during_the_start_does_not_end_the_r
 
 
 def test_a_driver_whose_journal_has_lost_an_attempt_begins_another():
-    world = World()
-    world.train()
-    world.kill(3)
-    world.settle()
+    world = World().train()
+    world.lose(3)
     world.stop_all()
     assert world.job.attempt == 2
     kept = [event for event in world.journal if event["event"] != "attempt" or event["attempt"] == 1]
@@ -346,8 +318,7 @@ def test_a_driver_whose_journal_has_lost_an_attempt_begins_another():
 
 
 def test_bad_input_that_a_rank_has_printed_is_not_repeated():
-    world = World(enabled=False)
-    world.train()
+    world = World(enabled=False).train()
     end = RankEnd(kind=FaultKind.input_error, message="data.path=x: gone; give another", status=2)
     world.report("a", codes={0: 2}, ends={0: end}, lines={0: ["weft train: data.path=x: gone; give another"]})
     world.settle()
@@ -355,20 +326,16 @@ def test_bad_input_that_a_rank_has_printed_is_not_repeated():
 
 
 def test_bad_numbers_that_all_ranks_report_are_blamed_on_no_rank():
-    world = World()
-    world.train()
-    world.kill(0, kind=FaultKind.bad_numbers, status=1, step=7)
-    world.settle()
+    world = World().train()
+    world.lose(0, kind=FaultKind.bad_numbers, status=1, step=7)
     (fault,) = world.events("fault")
     assert fault["culprit"] == {} and world.job.code == 1
 
 
 def test_bad_numbers_of_one_rank_name_its_host_and_how_to_evict_it():
-    world = World()
-    world.train()
+    world = World().train()
     host = world.job._layout.host_of(1)
-    world.kill(0, kind=FaultKind.bad_numbers, status=1, step=7, ranks=(1,))
-    world.settle()
+    world.lose(0, kind=FaultKind.bad_numbers, status=1, step=7, ranks=(1,))
     (fault,) = world.events("fault")
     assert fault["culprit"] == {"rank": 1, "host": host} and world.job.code == 1
     assert f"weft evict {host}" in fault["evidence"]

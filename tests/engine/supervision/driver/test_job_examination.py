@@ -11,8 +11,7 @@ def fail_twice(world):
     """Two faults of the same host."""
     world.train()
     for step in (3, 4):
-        world.kill(3, step=step)
-        world.settle()
+        world.lose(3, step=step)
         world.stop_all(doctor=False)
         if step == 3:
             for host in HOSTS:
@@ -52,11 +51,9 @@ def test_an_examination_that_does_not_end_is_one_that_failed():
 
 
 def test_the_only_host_is_not_examined():
-    world = World(hosts={"a": 2})
-    world.train()
+    world = World(hosts={"a": 2}).train()
     for step in (3, 4, 5):
-        world.kill(1, step=step)
-        world.settle()
+        world.lose(1, step=step)
         world.stop_all()
         world.report("a")
     assert world.job.attempt == 4

@@ -15,19 +15,16 @@ from weft.engine.supervision.messages import AgentMessage, DesiredState, HostRep
 
 def shrunken():
     """Return a world in which host b is denied and its ranks have ended after a fault."""
-    world = World()
-    world.train()
+    world = World().train()
     world.on_deny_list = {"b": "by hand"}
     world.pass_time(3.0, "a", "b")
-    world.kill(1)
-    world.settle()
+    world.lose(1)
     world.stop_all()
     return world
 
 
 def test_a_silent_host_is_a_fault_of_that_host():
-    world = World(silence_s=5.0)
-    world.train()
+    world = World(silence_s=5.0).train()
     world.pass_time(4.5, "a")
     assert not world.events("fault")
     world.pass_time(1.5, "a")
@@ -91,7 +88,7 @@ def test_a_site_that_is_lost_is_left_out_at_once_and_comes_back_when_it_is_heard
     world.pass_time(11.0, "a", "b")
     assert [event["host"] for event in world.events("evict")] == ["c", "d"]
     for host in ("a", "b"):
-        world.report(host, parked=dict.fromkeys(world.told[host, 1].ranks, "left"))
+        world.report(host, standby=dict.fromkeys(world.told[host, 1].ranks, "left"))
     world.job.tick(world.now)
     assert world.job.attempt == 2 and world.away_asked[-1] == {"c", "d"}, "nobody waits for agents there"
     world.pass_time(3.0, "a", "b", "c", "d")
@@ -108,7 +105,7 @@ def test_a_site_that_is_needed_has_all_the_time_that_links_have():
     world.pass_time(2.0, "a", "b")
     assert len(world.events("fault")) == 1
     for host in ("a", "b"):
-        world.report(host, parked=dict.fromkeys(world.told[host, 1].ranks, "left"))
+        world.report(host, standby=dict.fromkeys(world.told[host, 1].ranks, "left"))
     world.job.tick(world.now)
     assert world.job.stage is Stage.restarting
     for _ in range(20):
@@ -124,8 +121,7 @@ def test_a_site_that_is_needed_has_all_the_time_that_links_have():
 
 def test_hosts_of_a_site_are_not_heard_again_at_once():
     """After a cut each connection goes on when its own next packet is due."""
-    world = World(FOUR, sites=SITES, silence_s=5.0)
-    world.train()
+    world = World(FOUR, sites=SITES, silence_s=5.0).train()
     world.pass_time(7.0, "a", "b")
     world.pass_time(4.0, "a", "b", "c")
     assert not world.events("fault")
@@ -134,16 +130,14 @@ def test_hosts_of_a_site_are_not_heard_again_at_once():
 
 
 def test_one_silent_host_of_a_site_is_no_matter_of_links():
-    world = World(FOUR, sites=SITES, silence_s=5.0)
-    world.train()
+    world = World(FOUR, sites=SITES, silence_s=5.0).train()
     world.pass_time(6.0, "a", "b", "d")
     (fault,) = world.events("fault")
     assert fault["culprit"] == {"host": "c"} and not world.events("alert")
 
 
 def test_a_driver_that_was_stopped_itself_blames_no_host_for_the_silence():
-    world = World(silence_s=5.0)
-    world.train()
+    world = World(silence_s=5.0).train()
     world.pass_time(1.0, "a", "b")
     world.now += 60.0
     world.job.tick(world.now)
@@ -195,7 +189,7 @@ def a_site_is_left_out(world):
     restart_takes(world, 3.0)
     world.pass_time(11.0, "a", "b")
     for host in ("a", "b"):
-        world.report(host, parked=dict.fromkeys(world.told[host, 1].ranks, "left"))
+        world.report(host, standby=dict.fromkeys(world.told[host, 1].ranks, "left"))
     world.job.tick(world.now)
     world.pass_time(2 * LEAST_CONNECT_S, "a", "b")
     assert world.job.attempt == 2 and {("c", 2), ("d", 2)} <= set(world.started)
@@ -291,8 +285,7 @@ def test_ssh_that_ends_because_the_link_is_cut_is_no_end_of_an_agent():
 
 
 def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
-    world = World()
-    world.train()
+    world = World().train()
     world.job.on_lost("b", 1)
     world.job.tick(world.now)
     assert not world.events("fault"), "a connection may come back"
@@ -308,29 +301,26 @@ def test_an_agent_that_has_ended_is_noticed_at_once_and_started_again():
 
 
 def test_an_agent_of_an_earlier_generation_is_ended():
-    world = World()
-    world.train()
+    world = World().train()
     world.job.on_exit("b", 1, world.now)
     world.job.on_lost("b", 1)
     world.job.tick(world.now)
     world.job.on_connected("b", 1, world.now)
     assert world.told["b", 1] == DesiredState(end=True, replaced=True)
-    heard = world.job.fleet.hosts["b"].heard
+    heard = world.job.fleet.hosts["b"].reported_at
     world.now += 1
     world.job.on_report("b", 1, {}, world.now)
-    assert world.job.fleet.hosts["b"].heard == heard
+    assert world.job.fleet.hosts["b"].reported_at == heard
     world.job.on_connected("stranger", 5, world.now)
     assert world.told["stranger", 5] == DesiredState(end=True, replaced=True)
 
 
 def test_a_host_that_is_evicted_goes_with_the_next_attempt_and_comes_back_when_it_is_readmitted():
-    world = World()
-    world.train()
+    world = World().train()
     world.on_deny_list = {"b": "by hand"}
     world.pass_time(3.0, "a", "b")
     assert [event["host"] for event in world.events("evict")] == ["b"] and world.job.attempt == 1
-    world.kill(1)
-    world.settle()
+    world.lose(1)
     world.stop_all()
     assert world.told["a", 1].run and not world.told["b", 1].run
     assert world.events("attempt")[-1]["reason"] == "shrink"
@@ -371,11 +361,9 @@ def test_a_smaller_run_goes_on_while_its_hosts_are_denied_or_storage_hangs():
 
 
 def test_without_hosts_the_run_waits():
-    world = World(hosts={"a": 2})
-    world.train()
+    world = World(hosts={"a": 2}).train()
     world.on_deny_list = {"a": "by hand"}
-    world.kill(1)
-    world.settle()
+    world.lose(1)
     world.stop_all()
     assert world.job.stage is Stage.restarting and any("waiting for hosts" in line for line in world.said)
     world.on_deny_list = {}

@@ -8,8 +8,7 @@ from weft.engine.supervision.driver.state import Stage
 
 
 def test_a_driver_that_is_started_again_goes_on_where_the_journal_ends():
-    world = World()
-    world.train()
+    world = World().train()
     again = World(past=world.journal)
     again.job.attach(again.now)
     assert again.job.attempt == 1 and not again.started
@@ -26,11 +25,9 @@ def test_a_driver_that_is_started_again_goes_on_where_the_journal_ends():
 
 
 def test_a_driver_that_is_started_again_counts_what_was_before():
-    world = World()
-    world.train()
+    world = World().train()
     for _ in range(2):
-        world.kill(1, step=7)
-        world.settle()
+        world.lose(1, step=7)
         world.stop_all()
         for host in HOSTS:
             world.report(host)
@@ -43,8 +40,7 @@ def test_a_driver_that_is_started_again_counts_what_was_before():
 
 
 def test_a_driver_that_is_started_again_misses_a_host_that_has_gone_meanwhile():
-    world = World()
-    world.train()
+    world = World().train()
     again = World(past=world.journal, silence_s=5.0)
     again.job.attach(again.now)
     again.connect("a")
@@ -55,8 +51,7 @@ def test_a_driver_that_is_started_again_misses_a_host_that_has_gone_meanwhile():
 
 
 def test_a_new_launch_begins_anew_with_unused_numbers():
-    world = World()
-    world.train()
+    world = World().train()
     world.job.end(130, "stopped")
     again = World(past=world.journal)
     again.job.launch(again.now)

@@ -1,4 +1,4 @@
-"""Ranks that train for real: whichever stops, their places name that one."""
+"""Ranks that train for real: whichever stops, their progress name that one."""
 
 import os
 import signal
@@ -89,8 +89,8 @@ def named(rows, reader):
         return None
     after = [reader.read(local) for local in range(RANKS)]
     silent = [reading.rank for reading in after if _ticks_no_more(reader, reading)]
-    found = find_culprits(rows, {reading.rank: reading.place for reading in after}, silent=silent)
-    return [suspect.rank for suspect in found.suspects]
+    found = find_culprits(rows, {reading.rank: reading.progress for reading in after}, silent=silent)
+    return [suspect.rank for suspect in found]
 
 
 def _ticks_no_more(reader, reading):
@@ -104,4 +104,4 @@ def _ticks_no_more(reader, reading):
 
 def told(rows, reader):
     readings = [reader.read(local) for local in range(RANKS)]
-    return "\n".join(f"{r.rank}: {rows.doing(r.rank, r.place)} {r.place} tick {r.tick}" for r in readings)
+    return "\n".join(f"{r.rank}: {rows.doing(r.rank, r.progress)} {r.progress} tick {r.tick}" for r in readings)

@@ -22,8 +22,7 @@ def stop_ranks(world, host, leaving=False):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_ends_when_all_ranks_have_saved(number):
-    world = World()
-    world.train()
+    world = World().train()
     world.job.stop(number, 60.0, world.now, memory=False)
     assert world.told["a", 1].run and world.told["a", 1].stop == number
     stop_ranks(world, "a")
@@ -36,8 +35,7 @@ def test_a_stopped_run_ends_when_all_ranks_have_saved(number):
 
 
 def test_a_stopped_run_ends_by_its_deadline():
-    world = World()
-    world.train()
+    world = World().train()
     world.job.stop(signal.SIGTERM, 60.0, world.now, memory=False)
     for _ in range(14):
         assert world.job.code is None
@@ -50,10 +48,8 @@ def test_a_stopped_run_ends_by_its_deadline():
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_a_run_between_attempts_begins_another_only_for_steps_in_memory(memory):
-    world = World()
-    world.train()
-    world.kill(3)
-    world.settle()
+    world = World().train()
+    world.lose(3)
     assert world.job.stage is Stage.stopping
     world.job.stop(signal.SIGTERM, 60.0, world.now, memory=memory)
     if not memory:
@@ -68,18 +64,15 @@ def test_a_run_between_attempts_begins_another_only_for_steps_in_memory(memory):
 
 
 def test_a_fault_while_a_run_stops_ends_it():
-    world = World()
-    world.train()
+    world = World().train()
     world.job.stop(signal.SIGTERM, 60.0, world.now, memory=False)
-    world.kill(3)
-    world.settle()
+    world.lose(3)
     assert world.job.code == 143 and "after signal" in world.said[-1]
 
 
 def test_a_run_goes_on_without_a_host_that_was_asked_to_end():
     """A spot instance, or a node that is drained."""
-    world = World()
-    world.train()
+    world = World().train()
     stop_ranks(world, "b", leaving=True)
     stop_ranks(world, "a")
     world.job.tick(world.now)
@@ -94,8 +87,7 @@ def test_a_run_goes_on_without_a_host_that_was_asked_to_end():
 
 def test_a_run_whose_agents_were_all_asked_to_end_ends():
     """Slurm's --signal reaches the steps of a job and not its batch script."""
-    world = World()
-    world.train()
+    world = World().train()
     for host in ("a", "b"):
         stop_ranks(world, host, leaving=True)
     world.job.tick(world.now)
@@ -103,8 +95,7 @@ def test_a_run_whose_agents_were_all_asked_to_end_ends():
 
 
 def test_ranks_that_were_asked_to_end_and_not_the_run_start_again():
-    world = World()
-    world.train()
+    world = World().train()
     for host in ("a", "b"):
         stop_ranks(world, host)
     world.job.tick(world.now)
@@ -113,8 +104,7 @@ def test_ranks_that_were_asked_to_end_and_not_the_run_start_again():
 
 
 def test_a_run_that_is_not_supervised_ends_with_ranks_that_were_asked_to_end():
-    world = World(enabled=False)
-    world.train()
+    world = World(enabled=False).train()
     for host in ("a", "b"):
         stop_ranks(world, host)
     world.job.tick(world.now)
@@ -122,8 +112,7 @@ def test_a_run_that_is_not_supervised_ends_with_ranks_that_were_asked_to_end():
 
 
 def test_another_driver_goes_on_with_stopping():
-    world = World()
-    world.train()
+    world = World().train()
     world.job.stop(signal.SIGTERM, 60.0, world.now, memory=False)
     later = World(past=world.journal)
     later.job.attach(later.now)

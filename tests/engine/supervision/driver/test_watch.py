@@ -8,13 +8,13 @@ from weft.engine.supervision.driver.limits import Deadlines
 from weft.engine.supervision.messages import LinkReading
 
 
-def verdict_of(run, within_s):
+def diagnosis_of(run, within_s):
     since = run.now
     run.advance(within_s)
-    assert run.found, "no verdict in time"
-    at, verdict = run.found[0]
+    assert run.found, "no diagnosis in time"
+    at, diagnosis = run.found[0]
     assert at - since <= within_s
-    return verdict
+    return diagnosis
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def run():
 @pytest.mark.parametrize("rank", range(4))
 def test_a_stopped_rank_is_named_at_once(run, rank):
     run.stopped = {rank}
-    verdict = verdict_of(run, 2.2)
-    assert (verdict.kind, verdict.culprit) == ("stopped", {"rank": rank, "host": run.host(rank)})
-    assert verdict.step == min(place.step for place in run.job.places.values())
+    diagnosis = diagnosis_of(run, 2.2)
+    assert (diagnosis.kind, diagnosis.culprit) == ("stopped", {"rank": rank, "host": run.host(rank)})
+    assert diagnosis.step == min(place.step for place in run.job.progress.values())
 
 
 @pytest.mark.parametrize("phase", [Phase.imports, Phase.setup, Phase.first_step, Phase.evaluation, Phase.checkpoint])
@@ -41,30 +41,30 @@ def test_a_rank_is_named_when_it_is_stopped_in_any_phase(phase):
     run.enter(phase)
     run.advance(5.0)
     run.stopped = {2}
-    assert verdict_of(run, 2.2).culprit == {"rank": 2, "host": "h1"}
+    assert diagnosis_of(run, 2.2).culprit == {"rank": 2, "host": "h1"}
 
 
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("computing, kind", [(True, "lock_held"), (False, "blocked")])
 def test_a_rank_whose_lock_is_held_is_named(run, rank, computing, kind):
     run.locked, run.computing = {rank}, computing
-    verdict = verdict_of(run, 8.0)
-    assert (verdict.kind, verdict.culprit) == (kind, {"rank": rank, "host": run.host(rank)})
-    assert 4.0 <= verdict.seconds <= 8.0
+    diagnosis = diagnosis_of(run, 8.0)
+    assert (diagnosis.kind, diagnosis.culprit) == (kind, {"rank": rank, "host": run.host(rank)})
+    assert 4.0 <= diagnosis.seconds <= 8.0
 
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_rank_that_ticks_and_does_nothing_is_named(run, rank):
     run.job.hung = rank
-    verdict = verdict_of(run, 8.0)
-    assert (verdict.kind, verdict.culprit) == ("hung", {"rank": rank, "host": run.host(rank)})
-    assert "step" in verdict.evidence and "nobody has moved" in verdict.evidence
+    diagnosis = diagnosis_of(run, 8.0)
+    assert (diagnosis.kind, diagnosis.culprit) == ("hung", {"rank": rank, "host": run.host(rank)})
+    assert "step" in diagnosis.evidence and "nobody has moved" in diagnosis.evidence
 
 
 def test_a_dead_link_inside_a_site_is_named(run):
     run.job.cut = {frozenset((1, 3))}
-    verdict = verdict_of(run, 8.0)
-    assert (verdict.kind, verdict.culprit) == ("link", {"link": [1, 3]})
+    diagnosis = diagnosis_of(run, 8.0)
+    assert (diagnosis.kind, diagnosis.culprit) == ("link", {"link": [1, 3]})
 
 
 def test_a_dead_link_between_sites_has_time_to_heal():
@@ -78,8 +78,8 @@ def test_a_dead_link_between_sites_has_time_to_heal():
     run.advance(20.0)
     assert not run.found and run.watch.stalled_link(run.now) is None
     run.job.cut = {frozenset((0, 2))}
-    verdict = verdict_of(run, 33.0)
-    assert (verdict.kind, verdict.culprit) == ("link", {"link": [0, 2]})
+    diagnosis = diagnosis_of(run, 33.0)
+    assert (diagnosis.kind, diagnosis.culprit) == ("link", {"link": [0, 2]})
 
 
 def held_up(sites, host_of):
@@ -92,13 +92,13 @@ def held_up(sites, host_of):
 
 
 def test_what_came_through_a_host_s_memory_and_is_not_taken_is_the_receiver_s_fault():
-    verdict = verdict_of(held_up((2,), lambda rank: f"h{rank % 2}"), 8.0)
-    assert (verdict.kind, verdict.culprit) == ("hung", {"rank": 2, "host": "h0"})
+    diagnosis = diagnosis_of(held_up((2,), lambda rank: f"h{rank % 2}"), 8.0)
+    assert (diagnosis.kind, diagnosis.culprit) == ("hung", {"rank": 2, "host": "h0"})
 
 
 def test_between_hosts_of_a_site_it_may_be_the_link():
-    verdict = verdict_of(held_up((2,), lambda rank: f"h{rank // 2}"), 8.0)
-    assert (verdict.kind, verdict.culprit) == ("link", {"link": [0, 2]})
+    diagnosis = diagnosis_of(held_up((2,), lambda rank: f"h{rank // 2}"), 8.0)
+    assert (diagnosis.kind, diagnosis.culprit) == ("link", {"link": [0, 2]})
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -109,8 +109,8 @@ def test_between_sites_it_is_the_receiver_where_both_ends_have_connections(ready
     }
     run.advance(29.0)
     assert not run.found, "a link that is cut has connections for a while"
-    verdict = verdict_of(run, 6.0)
-    assert verdict.culprit == ({"rank": 2, "host": "h1"} if ready else {"link": [0, 2]})
+    diagnosis = diagnosis_of(run, 6.0)
+    assert diagnosis.culprit == ({"rank": 2, "host": "h1"} if ready else {"link": [0, 2]})
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -130,14 +130,14 @@ def test_in_a_cell_counters_tell_which_uplink():
     run.begin()
     run.job.cut = {frozenset((1, 3))}
     run.links = {1: (LinkReading(3, 0, 0, 0, 0, 0, 0.1),), 0: (LinkReading(2, 0, 0, 0, 0, 8, 0.1),)}
-    assert verdict_of(run, 9.0).culprit == {"link": [1, 3]}
+    assert diagnosis_of(run, 9.0).culprit == {"link": [1, 3]}
 
 
 def test_before_the_rows_are_known_signs_of_life_tell():
     run = FakeRun(knows_rows=False)
     run.begin()
     run.locked = {3}
-    assert verdict_of(run, 8.0).culprit == {"rank": 3, "host": "h1"}
+    assert diagnosis_of(run, 8.0).culprit == {"rank": 3, "host": "h1"}
 
 
 def test_before_the_rows_are_known_one_that_is_behind_is_named():
@@ -145,17 +145,17 @@ def test_before_the_rows_are_known_one_that_is_behind_is_named():
     run.enter(Phase.setup)
     run.advance(5.0)
     run.enter(Phase.first_step, 0, 1, 3)
-    verdict = verdict_of(run, 22.0)
-    assert (verdict.kind, verdict.culprit) == ("hung", {"rank": 2, "host": "h1"})
-    assert "in setup" in verdict.evidence
+    diagnosis = diagnosis_of(run, 22.0)
+    assert (diagnosis.kind, diagnosis.culprit) == ("hung", {"rank": 2, "host": "h1"})
+    assert "in setup" in diagnosis.evidence
 
 
 def test_where_ranks_are_not_distinguished_none_is_named():
     run = FakeRun(deadlines=Deadlines(least_s=4.0, setup_s=20.0))
     run.enter(Phase.setup)
-    verdict = verdict_of(run, 22.0)
-    assert (verdict.kind, verdict.culprit) == ("hung", {})
-    assert "ranks 0, 1, 2, 3" in verdict.evidence
+    diagnosis = diagnosis_of(run, 22.0)
+    assert (diagnosis.kind, diagnosis.culprit) == ("hung", {})
+    assert "ranks 0, 1, 2, 3" in diagnosis.evidence
 
 
 @pytest.mark.parametrize("phase", [Phase.evaluation, Phase.checkpoint])
@@ -170,7 +170,7 @@ def test_who_stands_still_in_a_known_phase_is_named(run, phase):
     run.enter(phase)
     run.job.hung = 1
     since = run.now
-    assert verdict_of(run, 122.0).culprit == {"rank": 1, "host": "h0"}
+    assert diagnosis_of(run, 122.0).culprit == {"rank": 1, "host": "h0"}
     assert run.now - since > 119.0
 
 
@@ -179,23 +179,23 @@ def test_who_stands_still_in_a_known_phase_is_named(run, phase):
 def test_a_rank_whose_lock_is_held_is_named_in_its_first_checkpoint_as_well(run, phase, computing, kind):
     run.locked, run.computing = {1}, computing
     run.enter(phase, 1)
-    verdict = verdict_of(run, 10.0)
-    assert (verdict.kind, verdict.culprit) == (kind, {"rank": 1, "host": "h0"})
-    assert verdict.seconds >= 8.0
+    diagnosis = diagnosis_of(run, 10.0)
+    assert (diagnosis.kind, diagnosis.culprit) == (kind, {"rank": 1, "host": "h0"})
+    assert diagnosis.seconds >= 8.0
 
 
 def test_a_rank_that_ended_well_while_others_wait_for_it_is_named(run):
     run.job.hung = 1
     report_of = run.report_of
     run.report_of = lambda rank: report_of(rank)._replace(**({"exit_code": 0, "state": ""} if rank == 1 else {}))
-    assert verdict_of(run, 8.0).culprit == {"rank": 1, "host": "h0"}
+    assert diagnosis_of(run, 8.0).culprit == {"rank": 1, "host": "h0"}
 
 
 def test_who_is_left_behind_by_others_that_finish_is_named(run):
     run.locked = {2}
     run.advance(1.0)
     run.enter(Phase.finishing, 0, 1, 3)
-    assert verdict_of(run, 9.0).culprit == {"rank": 2, "host": "h1"}
+    assert diagnosis_of(run, 9.0).culprit == {"rank": 2, "host": "h1"}
 
 
 # -- no faults -------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_a_pause_in_the_first_steps_raises_no_alarm():
     run.advance(4.0)
     run.enter(Phase.steady)
     run.advance(3.0)
-    assert run.job.places[0].step in (2, 3)
+    assert run.job.progress[0].step in (2, 3)
     run.idle = True
     run.advance(20.0)
     run.idle = False
@@ -312,7 +312,7 @@ def test_an_outage_that_healed_does_not_make_the_watch_patient():
     run.advance(10.0)
     assert not run.found
     run.job.hung = 1
-    assert verdict_of(run, 9.0).culprit == {"rank": 1, "host": "h0"}
+    assert diagnosis_of(run, 9.0).culprit == {"rank": 1, "host": "h0"}
 
 
 def test_a_rank_stopped_half_of_the_time_is_no_fault(run):
@@ -344,7 +344,7 @@ def test_silent_hosts_are_not_taken_for_ranks_that_stand_still(run):
 def test_a_driver_that_slept_raises_no_alarm(run):
     run.now += 100.0
     run._report_at = run.now
-    assert run.watch.verdict(run.now) is None
+    assert run.watch.diagnosis(run.now) is None
     run._moved_at = {rank: at + 100.0 for rank, at in run._moved_at.items()}
     run.advance(20.0)
     assert not run.found
@@ -365,4 +365,4 @@ def test_an_attempt_knows_what_the_one_before_has_learned(run):
     later.idle = False
     later.advance(1.0)
     later.job.hung = 2
-    assert verdict_of(later, 9.0).culprit == {"rank": 2, "host": "h1"}
+    assert diagnosis_of(later, 9.0).culprit == {"rank": 2, "host": "h1"}

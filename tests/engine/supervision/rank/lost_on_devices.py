@@ -90,7 +90,7 @@ class Agent:
     def tell_leaving(self) -> None:
         """Nobody listens."""
 
-    def park(self, reason: str) -> Assignment | None:
+    def stand_by(self, reason: str) -> Assignment | None:
         return Assignment({"WEFT_ATTEMPT": str(self.attempt + 1)}, []) if self.attempt < self.last else None
 
 

@@ -30,7 +30,7 @@ class ManyAttempts:
     def tell_leaving(self) -> None:
         pass
 
-    def park(self, reason: str) -> Assignment | None:
+    def stand_by(self, reason: str) -> Assignment | None:
         self.seen.append(census() | {"reason": reason})
         self.left -= 1
         self.port += 1
