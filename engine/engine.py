@@ -35,8 +35,8 @@ from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.usage import Usage, gather_usage
 from weft.engine.observability.watcher import BubbleObserver, SlotObserver, Watcher
 from weft.engine.parallel.axis import AxisGroups
-from weft.engine.parallel.communicated import close_axes, communicators_of
-from weft.engine.planning.corrections import correct_measurements
+from weft.engine.parallel.communicated import close_axes
+from weft.engine.planning import corrections
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
 from weft.engine.stop_signals import StopSignals
@@ -89,6 +89,7 @@ class WeftEngine(PipelineEngine):
     eval_batch = bookkeeping.eval_batch
     save_checkpoint = engine_methods.save_checkpoint
     load_checkpoint = engine_methods.load_checkpoint
+    correct_measurements = corrections.correct_measurements
 
     def __init__(
         self,
@@ -403,18 +404,6 @@ class WeftEngine(PipelineEngine):
         """Return timelines of the last steps, from all ranks of this replica. Collective call."""
         group = self.grid.get_pipe_parallel_group() if self.is_pipe_parallel else None
         return self.records.timelines(self.schedule, self.pipe_rank, group)
-
-    def correct_measurements(self) -> list[Timeline]:
-        """Correct those cached measurements of this machine that the last steps contradict. Collective call.
-
-        Returns:
-            The timelines of the last steps. See `measured_timelines`.
-        """
-        self.sharding.settle()  # no other collective may run over the groups
-        timelines = self.measured_timelines()
-        communicators = [*self.collectives.communicators, *communicators_of(self.axes)]
-        correct_measurements(self.weft, self.plan, timelines, communicators, self.device)
-        return timelines
 
     def usage(self) -> Usage:
         """Return the usage of all ranks' devices. Collective call."""

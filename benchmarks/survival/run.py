@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -19,11 +18,11 @@ import psutil
 
 from benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
 from weft.conf import load
+from weft.conf.host.processes import end_with_parent
 from weft.engine.supervision.driver.files import JOURNAL, config_file, read_journal
 from weft.engine.supervision.progress_page import ProgressReader, Reading, page_path
 
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
 _AGENT = "weft.engine.supervision.agent.agent"
 
 
@@ -91,7 +90,7 @@ class SupervisedRun:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_bench,
+            preexec_fn=end_with_parent,
         )
 
     # -- what is seen ----------------------------------------------------------------------------
@@ -220,11 +219,6 @@ class SupervisedRun:
             if (process.info["environ"] or {}).get("WEFT_SURVIVE_ORDERS") == str(self.orders):
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
-
-
-def _end_with_bench() -> None:
-    """Let the kernel end this process when the benchmark is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def now() -> float:

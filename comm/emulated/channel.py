@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.comm.channel import TensorSpec
 from weft.comm.emulated.operation_log import Operation
-from weft.comm.emulated.world_interface import WorldInterface
+
+if TYPE_CHECKING:
+    from weft.comm.emulated.world import EmulatedWorld
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Sent:
 class Coming:
     """A message that an emulated neighbour sends. See `weft.comm.channel.Handle`."""
 
-    world: WorldInterface
+    world: EmulatedWorld
     peer: int
     tag: str
     tensor: Tensor
@@ -54,7 +57,7 @@ class EmulatedSender:
     `send` copies a message once, as a send through shared memory does.
     """
 
-    def __init__(self, world: WorldInterface, peer: int) -> None:
+    def __init__(self, world: EmulatedWorld, peer: int) -> None:
         """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
         self._copies: dict[torch.Size, Tensor] = {}
@@ -82,7 +85,7 @@ class EmulatedSender:
 class EmulatedReceiver:
     """The receiving end of a channel from an emulated neighbour. See `weft.comm.channel.Receiver`."""
 
-    def __init__(self, world: WorldInterface, peer: int) -> None:
+    def __init__(self, world: EmulatedWorld, peer: int) -> None:
         """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
 

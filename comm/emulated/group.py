@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.emulated.operation_log import Operation
-from weft.comm.emulated.world_interface import WorldInterface
 from weft.comm.python_group import PythonGroup, reduction
+
+if TYPE_CHECKING:
+    from weft.comm.emulated.world import EmulatedWorld
 
 BACKEND = "weft_emulated"
 """Name of the backend of torch.distributed."""
@@ -23,7 +25,7 @@ class EmulatedWork(dist.Work):
     """An operation whose end is computed when it begins."""
 
     def __init__(
-        self, world: WorldInterface, ended: Callable[[float], None], at_s: float, outputs: list[Tensor]
+        self, world: EmulatedWorld, ended: Callable[[float], None], at_s: float, outputs: list[Tensor]
     ) -> None:
         """Create the work. `wait` calls ``ended`` after the operation has ended at ``at_s``."""
         super().__init__()
@@ -64,7 +66,7 @@ class EmulatedGroup(PythonGroup):
 
     BACKEND = BACKEND
 
-    def __init__(self, world: WorldInterface, ranks: Sequence[int], name: str = "") -> None:
+    def __init__(self, world: EmulatedWorld, ranks: Sequence[int], name: str = "") -> None:
         """Create the group of the global ``ranks``, which include this one. ``name`` describes it in errors."""
         super().__init__(ranks, tuple(ranks).index(world.rank))
         self.job = self.world = world

@@ -15,7 +15,7 @@ from weft.comm.emulated.channel import EmulatedReceiver, EmulatedSender
 from weft.comm.emulated.clock import EmulatedClock
 from weft.comm.emulated.group import BACKEND, EmulatedGroup
 from weft.comm.emulated.operation_log import EmulationError, Operation, Recorder
-from weft.comm.emulated.world_interface import Call, NoStep, Step
+from weft.comm.emulated.step import Call, NoStep, Step
 from weft.comm.job import GatherPurpose, Job
 from weft.comm.links import Hop
 

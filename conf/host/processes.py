@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import random
+import signal
 import socket
 import struct
 import sys
@@ -24,8 +25,8 @@ STOPPED = frozenset("Tt")
 """States of a process that a signal or a debugger has stopped."""
 USUAL_S = 5e-5
 """Default timer slack of a process in Linux, in seconds."""
-_PR_SET_TIMERSLACK = 29
-_LIBC = ctypes.CDLL(None)  # loaded before a fork: the child should call, and nothing more
+_PR_SET_PDEATHSIG, _PR_SET_TIMERSLACK = 1, 29
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before a fork: the child should call, and nothing more
 COLUMNS = "WEFT_COLUMNS"
 """Environment variable of ranks with the width of the terminal that displays their output."""
 _USUAL_COLUMNS = 80
@@ -88,6 +89,12 @@ def end_process(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # closed
             stream.flush()
     os._exit(code)
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Make the kernel send this signal to this process when its parent process ends."""
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def set_timer_slack(seconds: float) -> None:

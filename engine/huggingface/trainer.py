@@ -65,9 +65,8 @@ class WeftTrainer(Trainer):
 
     - ``eval_loss`` is the mean over all tokens, not over batches of unequal size.
     - A checkpoint's optimiser state fits any number of stages and replicas.
-    - A custom loss (``compute_loss_func``, label smoothing, an overridden ``compute_loss``) runs on the last stage as
-    on
-      a single process, see `weft.engine.huggingface.objective`.
+    - A custom loss (``compute_loss_func``, label smoothing, an overridden ``compute_loss``) runs on the last stage
+      as on a single process, see `weft.engine.huggingface.objective`.
     - ``on_pre_optimizer_step`` is called after the step, when gradients are no longer available.
     """
 

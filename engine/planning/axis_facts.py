@@ -21,7 +21,7 @@ from weft.engine.planning.memory import rank_states
 from weft.engine.planning.schedules import open_placements
 from weft.engine.precision import DTYPES
 from weft.engine.stages.cutting.split import split_model
-from weft.pipeline.memory import USABLE
+from weft.pipeline.memory import USABLE, RankMemory
 
 _LAUNCH_S = 1e-5
 """Latency of a collective inside of a host where nothing but the data sheet is known."""
@@ -100,7 +100,13 @@ def needed_bytes(config: WeftConfig, facts: Facts) -> float:
         ahead = placement.num_ranks - (rank if len(held) == 1 else 0)
         saved = sum(costs.stages[stage].activation_bytes for stage in held)
         in_flight = min(ahead, config.pipeline.microbatches or ahead)
-        most = max(most, states[rank].total + in_flight * saved + max(working[stage] for stage in held))
+        memory = RankMemory(
+            states[rank],
+            in_flight * saved,
+            max(working[stage] for stage in held),
+            concurrent_buffers=states[rank].buffers,
+        )
+        most = max(most, memory.total)
     return most
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from weft.conf.features import entry
 from weft.conf.host.measurements import Measurement, spread_of
 from weft.conf.schema import WeftConfig
 from weft.engine.distributed import ranks_on_this_host
+from weft.engine.parallel.communicated import communicators_of
 from weft.engine.planning.devices import correct, correct_reached, peak_flops
 from weft.engine.planning.gathering import devices_cache
 from weft.engine.planning.run_plan import RunPlan
@@ -29,31 +31,30 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.profile import fit_costs
 from weft.pipeline.timeline import Timeline
 
+if TYPE_CHECKING:
+    from weft.engine.engine import WeftEngine
 
-def correct_measurements(
-    config: WeftConfig,
-    plan: RunPlan,
-    timelines: Sequence[Timeline],
-    communicators: Sequence[Communicator],
-    device: torch.device,
-) -> None:
-    """Replace cached speeds, overlaps and costs of collectives that a run's measurements contradict. Collective call.
 
-    Args:
-        plan: the run's plan.
-        timelines: the run's last steps.
-        communicators: this rank's communicators, with the times of their last collectives.
+def correct_measurements(engine: WeftEngine) -> list[Timeline]:
+    """Replace cached speeds, overlaps and costs of collectives that the last steps contradict. Collective call.
+
+    Returns:
+        The timelines of the last steps. See `WeftEngine.measured_timelines`.
     """
+    engine.sharding.settle()  # no other collective may run over the groups
+    timelines = engine.measured_timelines()
     if not current_job().is_real:
-        return  # durations of emulated ranks are configured
+        return timelines  # durations of emulated ranks are configured
+    config, plan, device = engine.weft, engine.plan, engine.device
     load, cache = _run_load(device), CostCache.in_folder(config.data.cache_dir)
     with suppress(OSError):  # a cache that cannot be written was not read either
         if dist.get_rank() == 0 and timelines:
             _correct_speed(config, plan, timelines, device, load)
             if (pairs := plan.costs.pairs) is not None:
                 entry("strands").correct_overlap(config.data.cache_dir, device, timelines, pairs, load=load)
-    for communicator in communicators:
+    for communicator in (*engine.collectives.communicators, *communicators_of(engine.axes)):
         _correct_collectives(communicator, cache, device, load)
+    return timelines
 
 
 def _run_load(device: torch.device) -> float:

@@ -43,20 +43,10 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
     posts as in `add_relays`. A post is sent once no rank can advance without it, so no earlier
     post can follow. Dependencies within a rank are not checked: row order must satisfy them.
     """
-    seconds, remote_need, fact, link, halves = (
-        problem.seconds,
-        problem.remote_need,
-        problem.fact,
-        problem.link,
-        problem.halves,
-    )
-    occupancy_s, transit_s, latency_s, pair_link = (
-        problem.occupancy_s,
-        problem.transit_s,
-        problem.latency_s,
-        problem.pair_link,
-    )
-    receiver, send_s, shared, num_nodes = problem.receiver, problem.send_s, problem.shared, problem.num_nodes
+    p = problem
+    seconds, remote_need, fact, link, halves = p.seconds, p.remote_need, p.fact, p.link, p.halves
+    occupancy_s, transit_s, latency_s, pair_link = p.occupancy_s, p.transit_s, p.latency_s, p.pair_link
+    receiver, send_s, shared, num_nodes = p.receiver, p.send_s, p.shared, p.num_nodes
     end_s, cause = [0.0] * len(seconds), [NONE] * len(seconds)
     arrival_s, producer, blocked_by = [NEVER] * num_nodes, [NONE] * num_nodes, [NONE] * num_nodes
     link_free_s, last_fact = [0.0] * problem.num_links, [NONE] * problem.num_links

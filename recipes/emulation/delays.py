@@ -18,7 +18,7 @@ from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.operation_log import EmulationError
-from weft.comm.emulated.world_interface import Call
+from weft.comm.emulated.step import Call
 
 ENTRY_POINTS = "weft.delay_models"
 """Group of entry points with which packages provide delay models by name."""

@@ -17,8 +17,8 @@ import torch
 from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.operation_log import EmulationError, OperationLog, Recorder
+from weft.comm.emulated.step import Call
 from weft.comm.emulated.world import VALUES, EmulatedWorld
-from weft.comm.emulated.world_interface import Call
 from weft.comm.job import GatherPurpose
 from weft.engine.layout import RankLayout
 from weft.engine.planning.estimates import stage_sizes

@@ -134,21 +134,21 @@ class TwinStep:
     # -- what the others do (Step) -------------------------------------------------------------------
 
     def sent(self, peer: int, tag: str, num_bytes: int, at_s: float) -> None:
-        """Report a send of this rank to the twin. See `weft.comm.emulated.world_interface.Step`."""
+        """Report a send of this rank to the twin. See `weft.comm.emulated.step.Step`."""
         try:
             self.twin.sent(self._send_of(tag), at_s)
         except LookupError as error:
             raise EmulationError(f"rank {self._world.rank} sends {tag} to rank {peer}: {error}") from error
 
     def arrival_s(self, peer: int, tag: str) -> float:
-        """Return the time at which a message arrives. See `weft.comm.emulated.world_interface.Step`."""
+        """Return the time at which a message arrives. See `weft.comm.emulated.step.Step`."""
         try:
             return self.twin.arrival_s(self._send_of(tag))
         except LookupError as error:
             raise EmulationError(f"rank {self._world.rank} waits for {tag} of rank {peer}: {error}") from error
 
     def ready_s(self, operation: str, ranks: Sequence[int], root: int | None) -> float:
-        """Return the time at which the last other member is ready. See `weft.comm.emulated.world_interface.Step`.
+        """Return the time at which the last other member is ready. See `weft.comm.emulated.step.Step`.
 
         Ranks outside of this rank's pipeline are always ready.
         """
@@ -161,7 +161,7 @@ class TwinStep:
         return max((self.twin.reached_s(rank) for rank in self._others(ranks)), default=0.0)
 
     def ended(self, operation: str, ranks: Sequence[int], at_s: float) -> None:
-        """Delay the other members until the operation has ended. See `weft.comm.emulated.world_interface.Step`.
+        """Delay the other members until the operation has ended. See `weft.comm.emulated.step.Step`.
 
         Operations from a root and barriers come after a step. Other operations are inside of a step.
         """

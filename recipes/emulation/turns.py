@@ -141,13 +141,7 @@ def emulated(
             or the ranks would not run on CPUs.
         ValueError: the ranks themselves reject the input.
     """
-    if (device := os.environ.get("DS_ACCELERATOR", "cpu")) != "cpu":
-        raise EmulationError(
-            f"DS_ACCELERATOR={device}: the emulated clock delays the host, which does not delay a device's stream; "
-            "emulate on CPUs (DS_ACCELERATOR=cpu), and set the device's relative speed with --what-if speed="
-        )
-    if wrong := [rank for rank in real if not 0 <= rank < size]:
-        raise EmulationError(f"--real {wrong[0]}: there is no such rank; the job has ranks 0 to {size - 1}")
+    _check(size, real)
     what_if = setting.what_if
     with ExitStack() as stack:
 
@@ -192,6 +186,16 @@ def emulated(
             )
 
         yield measure
+
+
+def _check(size: int, real: Sequence[int]) -> None:
+    if (device := os.environ.get("DS_ACCELERATOR", "cpu")) != "cpu":
+        raise EmulationError(
+            f"DS_ACCELERATOR={device}: the emulated clock delays the host, which does not delay a device's stream; "
+            "emulate on CPUs (DS_ACCELERATOR=cpu), and set the device's relative speed with --what-if speed="
+        )
+    if wrong := [rank for rank in real if not 0 <= rank < size]:
+        raise EmulationError(f"--real {wrong[0]}: there is no such rank; the job has ranks 0 to {size - 1}")
 
 
 def _run(ranks: Sequence[RealRank], steps: int, costs: CostModel, what_if: WhatIf, at_once: int) -> list[Turn]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.conf.host.processes import set_timer_slack
+from weft.conf.host.processes import end_with_parent, set_timer_slack
 from weft.recipes.serving.checks import reason_of
 
 STARTING_S = 600.0
@@ -35,8 +34,6 @@ closed.
 """
 NICE = 5
 """Niceness of a server that competes with ranks for cores, so that the ranks have priority."""
-PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # loaded before the fork, so that the child only calls into it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +184,3 @@ def run_below_ranks() -> None:
     """Run with lower priority than the ranks, but also on busy cores, and end when the parent process ends."""
     os.nice(NICE)
     end_with_parent()
-
-
-def end_with_parent() -> None:
-    """End when the parent process ends."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

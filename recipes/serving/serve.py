@@ -22,6 +22,7 @@ import weft
 from weft.conf import load
 from weft.conf.host.files import replacing
 from weft.conf.host.private import private_folder
+from weft.conf.host.processes import end_with_parent
 from weft.conf.schema import WeftConfig
 from weft.inference.board.layout import boards_folder
 from weft.inference.worker.command import (
@@ -52,7 +53,6 @@ from weft.recipes.serving.processes import (
     PROBE_S,
     Launch,
     ServerProcess,
-    end_with_parent,
     run_below_ranks,
     run_on_idle_cores,
 )

@@ -7,7 +7,6 @@ ranks with the forkserver.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import select
@@ -22,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from weft.conf.host.processes import end_process
+from weft.conf.host.processes import end_process, end_with_parent
 from weft.engine.supervision.messages import MOST_BYTES, AgentCommand, Fork, Forked, Imported, Signal, decode, encode
 
 TARGET = "weft.recipes.train:run"
@@ -103,13 +102,11 @@ def read_command(modules: Sequence[str]) -> tuple[AgentCommand | None, ForkServe
 
 ENVIRONMENT = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Variables that keep imports from starting threads, as pyarrow's allocator does."""
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
     """Make the kernel kill this process when ``parent`` ends, which must be its parent process."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before this call
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -16,8 +16,8 @@ from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.operation_log import EmulationError
+from weft.comm.emulated.step import Call
 from weft.comm.emulated.world import EmulatedWorld
-from weft.comm.emulated.world_interface import Call
 from weft.recipes.emulation.delays import AlphaBetaDelays, CheckedDelays, DelayModel, Job, Message, delay_model
 
 ROOT = Path(__file__).parents[3]

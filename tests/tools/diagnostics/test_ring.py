@@ -74,7 +74,7 @@ def test_wrong_numbers_by_the_command_that_starts_all_ranks():
     assert done.stdout, done.stderr[-3000:]
     failed, _ = findings_of(done.stdout)
     assert done.returncode == 1 and list(failed) == ["pair 2-3"]
-    assert "rank 3 received wrong numbers from rank 2" in failed["pair 2-3"]["says"]
+    assert "rank 3 received wrong numbers from rank 2" in failed["pair 2-3"]["text"]
 
 
 @pytest.mark.slow
@@ -87,4 +87,4 @@ def test_a_slow_pair():
 def test_a_rank_that_hangs():
     code, failed, _ = ring("--share", "0", "--timeout", "6", "--inject", "hung=1")
     assert code == 1
-    assert "did not answer" in failed["pair 1-2"]["says"] and "rank 1" in failed["pair 1-2"]["says"]
+    assert "did not answer" in failed["pair 1-2"]["text"] and "rank 1" in failed["pair 1-2"]["text"]

@@ -1,15 +1,12 @@
-"""The interface of an emulated job for its groups and channels: this rank, and the other ranks' behaviour."""
+"""The behaviour of emulated ranks in a step of this rank, and the collectives whose duration is modelled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-
-from weft.comm.emulated.clock import EmulatedClock
-from weft.comm.emulated.operation_log import EmulationError, Recorder
+from weft.comm.emulated.operation_log import EmulationError
 
 
 @dataclass(frozen=True)
@@ -69,21 +66,3 @@ class NoStep:
 
     def ended(self, operation: str, ranks: Sequence[int], at_s: float) -> None:
         """See `Step`."""
-
-
-class WorldInterface(Protocol):
-    """The interface between this rank and the emulated ones. See `weft.comm.emulated.world.EmulatedWorld`."""
-
-    rank: int
-    clock: EmulatedClock
-    recorder: Recorder
-    device: torch.device
-    step: Step
-
-    def group(self, ranks: Sequence[int]) -> Any:
-        """Return a process group of global ``ranks``."""
-        ...
-
-    def ends_s(self, operation: str, ranks: tuple[int, ...], num_bytes: int, root: int | None, start_s: float) -> float:
-        """Return when an operation ends, if this rank could begin it at ``start_s``."""
-        ...
