@@ -71,7 +71,14 @@ FEATURES = {
             "cluster.spares": (),
         },
     ),
-    "watch": Feature(entry="weft.tools.watch", settings={"logging.prometheus_port": ()}),
+    "watch": Feature(
+        entry="weft.tools.watch",
+        commands={
+            "watch": ("weft.tools.watch.command", "show a live or finished run: a web page, or --text in the terminal"),
+            "explain": ("weft.tools.watch.explain", "name what limits a run and what to change, with the gain"),
+        },
+        settings={"logging.prometheus_port": ()},
+    ),
     "emulation": Feature(
         entry="weft.recipes.emulation",
         commands={

@@ -20,8 +20,13 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
 
     A rank is a process and its lanes are threads; arrows lead from transfers to their consumers.
     """
+    write_atomic(path, json.dumps(perfetto_trace(timelines)))
+
+
+def perfetto_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Return the trace that `write_perfetto` writes."""
     events = [event for number in range(len(timelines)) for event in _events(timelines, number)]
-    write_atomic(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.pipeline.action import Slot
+from weft.pipeline.action import COMPUTE, SENDS, Op, Slot
 
 
 class Lane(str):
@@ -38,6 +38,12 @@ SEND_LANE = Lane("send")
 """The rank's time to start a transfer."""
 REDUCE_LANE = Lane("reduce")
 """Collectives over replicas."""
+MEASURED_LANES = {
+    **dict.fromkeys(COMPUTE | {Op.STEP}, COMPUTE_LANE),
+    **dict.fromkeys(SENDS, SEND_LANE),
+    **dict.fromkeys((Op.REDUCE_GRAD, Op.UNSHARD), REDUCE_LANE),
+}
+"""The lanes of operations in measured timelines. Waits for transfers have none, because they are bubbles."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from weft.comm.exchange import gather
 from weft.comm.job import GatherPurpose
 from weft.engine.observability.clock import Clock
 from weft.engine.observability.event_timer import EventTimer
-from weft.pipeline.action import COMPUTE, SENDS, Op, Slot, parse_slot, slot_text
+from weft.pipeline.action import Slot, parse_slot, slot_text
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.timeline import COMPUTE_LANE, REDUCE_LANE, SEND_LANE, Span, Timeline
+from weft.pipeline.timeline import COMPUTE_LANE, MEASURED_LANES, Span, Timeline
 
 RECORDS_KEPT = 8
 """Steps whose measurements are kept."""
@@ -78,7 +78,9 @@ class StepRecord:
     def busy_s(self, clock: Clock) -> float:
         """Return the seconds of the step in which this rank computed."""
         return sum(
-            clock.seconds(mark.start, mark.end) for mark in self.marks if _LANES.get(mark.slot[0].op) == COMPUTE_LANE
+            clock.seconds(mark.start, mark.end)
+            for mark in self.marks
+            if MEASURED_LANES.get(mark.slot[0].op) == COMPUTE_LANE
         )
 
 
@@ -125,13 +127,6 @@ class StepRecords:
         return [gather_timeline(record, self.clock, schedule, rank, group) for record in self._records]
 
 
-_LANES = {
-    **dict.fromkeys(COMPUTE | {Op.STEP}, COMPUTE_LANE),
-    **dict.fromkeys(SENDS, SEND_LANE),
-    **dict.fromkeys((Op.REDUCE_GRAD, Op.UNSHARD), REDUCE_LANE),
-}
-
-
 def gather_timeline(
     record: StepRecord, clock: Clock, schedule: Schedule, rank: int, group: dist.ProcessGroup | None
 ) -> Timeline:
@@ -146,7 +141,7 @@ def gather_timeline(
     mine = [
         (slot_text(mark.slot), clock.seconds(record.start, mark.start), clock.seconds(record.start, mark.end))
         for mark in record.marks
-        if mark.slot[0].op in _LANES
+        if mark.slot[0].op in MEASURED_LANES
     ]
     entry = (rank, clock.wall_s(record.start), mine, record.peak_bytes, record.peak_chunks)
     entries = [entry]
@@ -155,7 +150,7 @@ def gather_timeline(
     entries.sort()
     origin = min(started_at for _, started_at, *_ in entries)
     spans = tuple(
-        Span(number, _LANES[slot[0].op], slot, started_at - origin + start_s, started_at - origin + end_s)
+        Span(number, MEASURED_LANES[slot[0].op], slot, started_at - origin + start_s, started_at - origin + end_s)
         for number, started_at, spans_of_rank, *_ in entries
         for text, start_s, end_s in spans_of_rank
         for slot in [parse_slot(text)]

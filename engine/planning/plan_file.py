@@ -43,6 +43,7 @@ def plan_to_json(plan: RunPlan) -> str:
             for line in range(plan.layout.lines)
         ],
         "costs": _tree(plan.costs),
+        "collectives": [[stage.reduce_s, stage.unshard_s] for stage in plan.step_costs.stages],
         "facts": facts,
     }
     return _text(tree, "") + "\n"

@@ -1,0 +1,162 @@
+"""Recorded runs, made by the simulator: a plan, metrics, and the collector's files."""
+
+import json
+from dataclasses import asdict, replace
+from math import isfinite
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+from weft.conf.schema import ScheduleKind, WeftConfig
+from weft.conf.trees import to_yaml
+from weft.engine.observability.event_ring import encode, encode_slot
+from weft.pipeline.action import COMPUTE, RECEIVES, Action, Op, receive_of, slot_text
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.dependencies import establishes
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.tools.watch import FOLDER
+from weft.tools.watch.collector import STORED, spans, summaries
+
+STAGE = StageCost(forward_s=0.01, input_s=0.01, weight_s=0.01, activation_bytes=1e6, output_bytes=2**20)
+
+
+def tree_of(value):
+    """A dataclass as ``plan.json`` has it: infinite numbers are null."""
+    if isinstance(value, dict):
+        return {key: tree_of(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [tree_of(entry) for entry in value]
+    return value if not isinstance(value, float) or isfinite(value) else None
+
+
+class Recording:
+    """A run of ``lines`` pipelines of ``stages`` ranks each."""
+
+    def __init__(self, folder, *, stages=4, lines=2, microbatches=8, kind="1f1b", name="recorded", local=None, seed=0):
+        self.folder, self.lines, self.rng = folder, lines, np.random.default_rng(seed)
+        layout = "straight" if kind in ("1f1b", "gpipe") else "fold"
+        self.placement = Placement.named(layout, stages)
+        self.costs = CostModel(stages=(STAGE,) * self.placement.num_stages, local=local or LinkCost())
+        self.schedule = lower(
+            generate(kind, self.placement, microbatches, costs=self.costs, search_seconds=0.2), zero_stage=0
+        )
+        self.step_s = simulate(self.schedule, self.costs).step_s
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FOLDER).mkdir(exist_ok=True)
+        config = WeftConfig()
+        config.train.name, config.train.steps = name, 1000
+        config.pipeline.schedule = ScheduleKind[kind]
+        (folder / "config.yaml").write_text(to_yaml(config))
+        (folder / "plan.json").write_text(json.dumps(self._plan()))
+        self.events, self.now_s = [], 1e9
+
+    def rank(self, line, stage):
+        return stage * self.lines + line
+
+    def _plan(self):
+        shape = self.placement
+        rows = [" ".join(map(slot_text, row)) for row in self.schedule.rows]
+        count = self.schedule.num_microbatches
+        return {
+            "predicted": {"step_s": self.step_s, "bubble_share": simulate(self.schedule, self.costs).bubble_share},
+            "placement": {
+                "groups": shape.groups,
+                "legs": shape.legs,
+                "sites": shape.sites,
+                "pipelines": 1,
+                "rank_stages": shape.rank_stages,
+            },
+            "schedules": {"1": {"name": self.schedule.name, "num_microbatches": count, "rows": rows}},
+            "members": [{"pipelines": 1, "local_rank": 0}] * self.lines,
+            "sites": [list(shape.sites)] * self.lines,
+            "ranks": [[self.rank(line, stage) for stage in range(shape.num_ranks)] for line in range(self.lines)],
+            "costs": tree_of(asdict(self.costs)),
+            "collectives": None,
+        }
+
+    def run(self, steps, *, slow=None, jitter=0.01, data_s=0.001, local=None, optimiser_s=0.002):
+        """Add steps. ``slow`` are factors of ranks' computations, and ``jitter`` is that of every rank and step."""
+        for _ in range(steps):
+            step, begun = 1 + len(self.events), self.now_s
+            rows, ends = [], {}
+            for line in range(self.lines):
+                factors = [
+                    (slow or {}).get(self.rank(line, stage), 1.0) * (1 + jitter * self.rng.standard_normal())
+                    for stage in range(self.placement.num_ranks)
+                ]
+                rows += self._line(line, factors, step, begun + data_s, local, ends)
+            last = max(ends.values())
+            end = last + 0.0005 + optimiser_s
+            for rank, free_s in ends.items():
+                stage = self.placement.rank_stages[rank // self.lines][0]
+                rows.append((rank, encode("STEP", stage), 0, step, free_s, end))
+                rows.append((rank, encode("sums"), 0, step, free_s, last + 0.0005))
+                rows.append((rank, encode("data"), 0, step, begun, begun + data_s))
+                rows.append((rank, encode("step"), 0, step, begun, end))
+            self.events.append(np.array(rows, STORED))
+            self.now_s = end
+
+    def _line(self, line, factors, step, begun, local, ends):
+        ranks = self.placement.stage_ranks
+        stages = tuple(
+            replace(
+                cost,
+                forward_s=cost.forward_s * factors[ranks[n]],
+                input_s=cost.input_s * factors[ranks[n]],
+                weight_s=cost.weight_s * factors[ranks[n]],
+            )
+            for n, cost in enumerate(self.costs.stages)
+        )
+        timeline = simulate(self.schedule, replace(self.costs, stages=stages, local=local or self.costs.local))
+        rows = []
+        arrivals = {receive_of(s.slot[0]): s.end_s for s in timeline.spans if s.lane.peer is not None}
+        made = {fact: s.end_s for s in timeline.spans if s.lane == "compute" for a in s.slot for fact in establishes(a)}
+        for stage, row in enumerate(self.schedule.rows):
+            starts = {span.slot: span for span in timeline.compute[stage]}
+            free_s = 0.0
+            for slot in row:
+                start = end = free_s
+                if slot[0].op in COMPUTE:
+                    start, end = starts[slot].start_s, starts[slot].end_s
+                elif slot[0].op in RECEIVES:
+                    op, number, microbatch = slot[0]
+                    source = (
+                        Action(Op.F, number - 1, microbatch)
+                        if op is Op.RECV_F
+                        else Action(Op.I, number + 1, microbatch)
+                    )
+                    end = max(free_s, arrivals.get(slot[0], made[source]))
+                elif slot[0].op is Op.STEP:
+                    ends[self.rank(line, stage)] = begun + free_s
+                    continue
+                rows.append((self.rank(line, stage), *encode_slot(slot), step, begun + start, begun + end))
+                free_s = end
+        return rows
+
+    def write(self):
+        """Write the files, and return the folder."""
+        events = np.concatenate(self.events)
+        for kind, columns in (("steps", summaries(events)), ("spans", spans(events))):
+            parquet.write_table(pa.table(columns), self.folder / FOLDER / f"{kind}-host-00001.parquet")
+        lines = []
+        for step, found in enumerate(self.events, start=1):
+            seconds = float(found["end"].max() - found["start"].min())
+            entry = {
+                "step": step,
+                "kind": "train",
+                "loss": 8.0 * 0.99**step,
+                "step_seconds": seconds,
+                "tokens_per_second": 4096 / seconds,
+                "mfu": 0.4,
+                "bubble_share": 0.3,
+                "peak_memory_gb": 12.5,
+                "grad_norm": 1.0,
+                "lr": 1e-3,
+            }
+            lines.append(json.dumps(entry))
+        (self.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        return self.folder

@@ -1,0 +1,206 @@
+"""The page in a real browser: every view, by mouse and keyboard, on a recorded and on a live run."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tests.quickstart import TINY_QUICKSTART
+from tests.tools.watch.browser import CHROMIUM, Browser
+from tests.tools.watch.recorded import Recording
+from weft.pipeline.costs import LinkCost
+from weft.tools.watch.analysis import heat, links, where_time_goes
+from weft.tools.watch.record import RunRecord
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)"),
+]
+VIEWS = ("overview", "heat", "timeline", "ranks", "links", "time")
+HOSTILE = "<img src=x onerror=document.title='broken'><script>document.title='broken'</script>"
+
+
+@contextmanager
+def served(folder):
+    """Run ``weft watch``, and yield its address."""
+    line = [sys.executable, "-m", "weft.tools.cli", "watch", str(folder), "--port", "0"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process.stdout.readline().strip().rpartition(" ")[2].rstrip("/")
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)
+
+
+@pytest.fixture
+def browser(tmp_path):
+    with Browser(tmp_path / "profile") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    recording = Recording(tmp_path_factory.mktemp("run"), name=HOSTILE, local=LinkCost(latency_s=0.0005))
+    recording.run(25)
+    recording.run(20, slow={5: 1.1})
+    folder = recording.write()
+    logs = folder / "supervisor" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank0.log").write_text(f"a line with {HOSTILE}\n")
+    with served(folder) as address:
+        yield RunRecord(folder), address
+
+
+def show(browser, address, view):
+    browser.open("about:blank", "true")
+    browser.open(f"{address}/#{view}", f"document.body?.dataset.view === '{view.partition('?')[0]}'")
+
+
+def text(browser, selector):
+    return browser.run(f"document.querySelector({json.dumps(selector)})?.textContent")
+
+
+def seconds(shown):
+    value, unit = shown.split()
+    return float(value) * {"µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}[unit]
+
+
+def test_the_page_shows_the_numbers_of_the_files(run, browser):
+    record, address = run
+    last = record.metrics[-1]
+    show(browser, address, "overview")
+    assert text(browser, "#now-loss") == f"{last['loss']:.4f}"
+    assert seconds(text(browser, "#now-step_seconds")) == pytest.approx(last["step_seconds"], rel=0.006)
+    assert text(browser, "#state").startswith("ended, step 45 of 1000")
+    browser.wait("document.querySelectorAll('#limits li').length > 0")
+
+    show(browser, address, "time")
+    shown = int(re.search(r"Step (\d+)", text(browser, "h2"))[1])
+    expected = where_time_goes(record, record.spans(shown))["measured"]
+    for name in ("compute", "bubbles", "data"):
+        assert seconds(text(browser, f"#time-{name}")) == pytest.approx(expected[name], rel=0.006)
+
+    show(browser, address, "heat")
+    found = heat(record)
+    assert text(browser, "#outliers li") == found["outliers"][0]["text"] and len(found["outliers"]) == 1
+    browser.run("document.getElementById('heat').focus()")
+    for _ in range(5):
+        browser.press("ArrowDown")
+    assert text(browser, "#cell").startswith(f"rank {found['ranks'][5]}, forward: ")
+    assert seconds(re.search(r": (.*) a step", text(browser, "#cell"))[1]) == pytest.approx(
+        found["mean_s"][5][0], rel=0.006
+    )
+    browser.press("Enter")
+    browser.wait("location.hash.includes('rank=5')")
+
+    show(browser, address, "links")
+    hops = {f"{h['from']}-{h['to']}-{h['kind']}": h for h in links(record, record.spans(shown))}
+    assert browser.run("document.querySelectorAll('tbody tr').length") == len(hops)
+    browser.run("document.querySelector('tbody button').click()")
+    browser.wait("document.getElementById('hop')")
+    hop = hops[browser.run("new URLSearchParams(location.hash.split('?')[1]).get('hop')")]
+    assert seconds(re.search(r"took (.*?);", text(browser, "#hop"))[1]) == pytest.approx(hop["fastest_s"], rel=0.006)
+    assert browser.errors == []
+
+
+def test_an_action_of_the_timeline_shows_its_dependencies_and_has_a_link(run, browser):
+    record, address = run
+    spans = record.spans(12)
+    show(browser, address, "timeline?step=12&rank=2&slot=1F0")
+    found = text(browser, "#action")
+    span = spans[(spans.slot == "1F0") & (spans["rank"] == 2)].iloc[0]
+    assert found.startswith("1F0 on rank 2: ") and "Needs 1RECV_F0 on rank 2" in found
+    assert seconds(re.search(r"rank 2: (.*?) from", found)[1]) == pytest.approx(span.end_s - span.start_s, rel=0.006)
+    browser.run("document.getElementById('timeline').focus()")
+    browser.press("ArrowLeft")
+    assert text(browser, "#action").startswith("1RECV_F0 on rank 2") and "0SEND_F0 on rank 0" in text(
+        browser, "#action"
+    )
+    browser.press("ArrowDown")
+    assert " on rank 3" in text(browser, "#action")
+    # A click on the first forward of rank 0.
+    box = browser.run(
+        "(() => { const b = document.getElementById('timeline').getBoundingClientRect(); return [b.left, b.top]; })()"
+    )
+    point = {"x": box[0] + 72, "y": box[1] + 24, "button": "left", "clickCount": 1}
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, **point)
+    browser.wait("location.hash.includes('slot=0F0')")
+    browser.run("const i = document.getElementById('step'); i.value = 30; i.dispatchEvent(new Event('change'))")
+    browser.wait("document.querySelector('h2').textContent.startsWith('Step 30')")
+    assert browser.errors == []
+
+
+def test_a_rank_shows_its_peers(run, browser):
+    record, address = run
+    show(browser, address, "ranks")
+    assert browser.run("document.querySelectorAll('.rank').length") == len(record.places)
+    browser.run("document.getElementById('rank-5').click()")
+    browser.wait("document.querySelectorAll('.rank.peer').length === 4")
+    assert "rank=5" in browser.run("location.hash")
+    assert "Same pipeline1, 3, 7" in browser.run("document.querySelector('dl').textContent")
+    assert browser.errors == []
+
+
+def test_nothing_in_a_run_becomes_markup(run, browser):
+    _, address = run
+    for view in VIEWS:
+        show(browser, address, view)
+        assert text(browser, "#name") == HOSTILE
+        assert browser.run("document.title").startswith("<img src=x")
+        assert browser.run("document.querySelectorAll('img, script:not([src])').length") == 0
+    show(browser, address, "overview")
+    assert text(browser, "#log") == f"a line with {HOSTILE}"
+    assert browser.errors == []
+
+
+def test_the_page_is_usable_by_keyboard_and_on_a_phone(run, browser):
+    _, address = run
+    for width in (1280, 390):
+        browser.resize(width)
+        for view in VIEWS:
+            show(browser, address, view)
+            assert browser.run("document.documentElement.scrollWidth") <= width, (view, width)
+    show(browser, address, "overview")
+    reached = []
+    for _ in range(3):
+        browser.press("Tab")
+        reached.append(browser.run("document.activeElement.hash"))
+    assert reached == ["#overview", "#heat", "#timeline"]
+    browser.press("Enter")
+    browser.wait("document.body.dataset.view === 'timeline'")
+    assert browser.errors == []
+
+
+def test_a_live_run_of_eight_ranks_is_followed(tmp_path, browser):
+    command = [sys.executable, "-m", "weft.tools.cli", "launch", *TINY_QUICKSTART, "cluster.ranks=8"]
+    command += [f"train.output_dir={tmp_path}", "train.steps=100000", "pipeline.microbatches=4"]
+    job = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    folder = tmp_path / "quickstart"
+    try:
+        until = time.monotonic() + 300
+        while not list((folder / "watch").glob("steps-*.parquet")):
+            assert job.poll() is None and time.monotonic() < until
+            time.sleep(0.5)
+        with served(folder) as address:
+            show(browser, address, "overview")
+            browser.wait("document.getElementById('dot').classList.contains('live')")
+            step = "Number(document.getElementById('state').textContent.match(/step (\\d+)/)[1])"
+            before = browser.run(step)
+            browser.wait(f"{step} > {before}", 60)
+            for view in VIEWS:
+                show(browser, address, view)
+            assert browser.run("document.querySelectorAll('.rank').length") == 0
+            show(browser, address, "ranks?rank=3")
+            assert browser.run("document.querySelectorAll('.rank').length") == 8
+            assert browser.errors == []
+    finally:
+        os.killpg(job.pid, signal.SIGTERM)
+        job.wait(60)

@@ -1,0 +1,70 @@
+"""`weft watch`: show a live or finished run as a web page, or in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+
+from weft.conf.hosts import is_loopback
+from weft.tools.watch.record import RunRecord
+
+TOKEN = "WEFT_WATCH_TOKEN"
+"""Environment variable with the token of a page that other machines reach. Without it, a token is made and printed."""
+
+
+def main(argv: list[str]) -> int:
+    """Run ``weft watch RUN [--text] [--host ADDRESS] [--port PORT]`` until Ctrl-C, and return the exit code.
+
+    Raises:
+        ValueError: there is no run, the port is in use, or a package is missing.
+    """
+    args = _parser().parse_args(argv)
+    record = RunRecord(args.run)
+    if args.text:
+        from weft.tools.watch.text import show
+
+        return show(record, once=args.once)
+    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+        raise ValueError(
+            f"the page needs {' and '.join(missing)}: pip install 'weft[watch]', or use `weft watch {args.run} --text`"
+        )
+    import uvicorn
+
+    from weft.tools.watch.server import make_app, new_token
+
+    token = "" if is_loopback(args.host) else os.environ.get(TOKEN) or new_token()
+    app = make_app(record, host=args.host, token=token)
+    listener = _listen(args.host, args.port)
+    address = f"http://{args.host}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    print(f"{record.name}: {address}", flush=True)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+    )
+    uvicorn.Server(config).run([listener])
+    return 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}; choose another, or --port 0") from error
+    return listener
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weft watch", description="Show a live or finished run.")
+    parser.add_argument("run", type=Path, help="folder of the run, such as runs/quickstart")
+    parser.add_argument("--text", action="store_true", help="show it in this terminal instead of on a page")
+    parser.add_argument("--once", action="store_true", help="with --text: print it once")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the page; others than loopback need a token")
+    parser.add_argument("--port", type=int, default=8765, help="port of the page; 0 takes a free one")
+    return parser

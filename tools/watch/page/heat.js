@@ -1,0 +1,84 @@
+// The heat map: ranks by section, coloured by the deviation from the rank's class.
+
+import { brush, canvas, colour, element, panel, share, time } from "./tools.js";
+
+// The rest are waits, which other ranks cause. They are drawn pale.
+const OWN = new Set(["F", "B", "I", "W", "SEND_F", "SEND_B", "data"]);
+const LABEL = 64, HEAD = 92, LEAST = 3, MOST = 22;
+
+export async function heat({ fetched, query, go }) {
+  const window_ = query.get("window") ?? "20", found = await fetched(`/api/heat?window=${Number(window_) || 20}`);
+  const ranks = found.ranks.length, size = Math.max(LEAST, Math.min(MOST, Math.floor(620 / Math.max(1, ranks))));
+  const on = canvas(HEAD + ranks * size + 2, `Heat map of ${ranks} ranks and ${found.sections.length} sections. Use the arrow keys.`);
+  on.tabIndex = 0;
+  on.id = "heat";
+  const status = element("p", { className: "status", id: "cell", attributes: { "aria-live": "polite" } });
+  let row = Math.max(0, found.ranks.indexOf(Number(query.get("rank") ?? -1))), column = Math.max(0, found.sections.findIndex((s) => s.name === query.get("section")));
+  const tell = () => {
+    if (!ranks) return;
+    const deviation = found.deviation[row][column], against = found.alone[row] ? "the lower median of all ranks" : "its class";
+    status.textContent = `rank ${found.ranks[row]}, ${found.sections[column].label}: ${time(found.mean_s[row][column])} a step, ${deviation < 0 ? "−" : "+"}${share(Math.abs(deviation), 1)} against ${against}`;
+  };
+  const drawn = () => {
+    const { context, width } = brush(on);
+    if (!ranks) return;
+    const cell = Math.min(96, (width - LABEL) / found.sections.length);
+    const [hot, cold] = [colour("hot"), colour("cold")];
+    context.fillStyle = colour("quiet");
+    found.sections.forEach((section, n) => {
+      context.save();
+      context.translate(LABEL + n * cell + cell / 2 - 2, HEAD - 6);
+      context.rotate(-Math.PI / 5);
+      context.fillText(section.label, 0, 0);
+      context.restore();
+    });
+    const every = Math.ceil(13 / size);
+    found.ranks.forEach((rank, r) => {
+      context.fillStyle = colour("quiet");
+      if (r % every === 0) context.fillText(`rank ${rank}`, 0, HEAD + r * size + Math.min(size - 2, size / 2 + 4));
+      found.deviation[r].forEach((deviation, n) => {
+        const strength = Math.min(1, Math.abs(deviation) * 2 + 0.04) * (OWN.has(found.sections[n].name) ? 1 : 0.3);
+        context.fillStyle = `rgba(${deviation > 0 ? hot : cold}, ${strength})`;
+        context.fillRect(LABEL + n * cell, HEAD + r * size, cell - 1, size > 6 ? size - 1 : size);
+      });
+    });
+    context.strokeStyle = colour("select");
+    context.lineWidth = 1.5;
+    context.strokeRect(LABEL + column * cell, HEAD + row * size, cell - 1, Math.max(2, size - 1));
+  };
+  const move = (r, c) => {
+    row = Math.max(0, Math.min(ranks - 1, r));
+    column = Math.max(0, Math.min(found.sections.length - 1, c));
+    tell();
+    drawn();
+  };
+  const keep = () => go({ rank: found.ranks[row], section: found.sections[column].name });
+  on.onkeydown = (event) => {
+    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (step) { event.preventDefault(); move(row + step[0], column + step[1]); }
+    if (event.key === "Enter") keep();
+  };
+  const under = (event) => {
+    const box = on.getBoundingClientRect(), cell = Math.min(96, (box.width - LABEL) / found.sections.length);
+    return [Math.floor((event.clientY - box.top - HEAD) / size), Math.floor((event.clientX - box.left - LABEL) / cell)];
+  };
+  on.onmousemove = (event) => { const [r, c] = under(event); if (r >= 0 && c >= 0) move(r, c); };
+  on.onclick = keep;
+  tell();
+  const named = found.outliers.length
+    ? element("ul", { id: "outliers" }, ...found.outliers.map((outlier) => element("li", { textContent: outlier.text })))
+    : element("p", { className: "quiet", id: "outliers", textContent: "No rank deviates from its class." });
+  const warning = panel("Outliers", named);
+  warning.classList.toggle("warn", found.outliers.length > 0);
+  const choice = element("select", { id: "window", onchange: (event) => go({ window: event.target.value }) },
+    ...["5", "20", "100", "500"].map((each) => element("option", { value: each, textContent: `last ${each} steps`, selected: each === window_ })));
+  return {
+    children: [warning, panel("", element("div", { className: "bar" }, element("label", {}, "Mean of the ", choice),
+      element("span", { className: "quiet", textContent: `steps ${found.first} to ${found.last}` }),
+      element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--hot))" } }), "slower"),
+      element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--cold))" } }), "faster than its class"),
+      element("span", { className: "quiet", textContent: "waits, which others cause, are pale" })),
+    on, status)],
+    drawn,
+  };
+}

@@ -1,0 +1,144 @@
+// The views: each returns its elements, and a function that draws its canvases once they have a size.
+
+import { heat } from "./heat.js";
+import { timeline } from "./timeline.js";
+import { canvas, count, curve, element, panel, share, table, time } from "./tools.js";
+
+export const PALETTE = {
+  compute: "F", optimiser: "STEP", "exposed transfers": "send", "exposed collectives": "collective", bubbles: "wait",
+  data: "data", other: "quiet",
+};
+
+async function overview({ fetched, run }) {
+  const [metrics, limits] = await Promise.all([fetched("/api/metrics"), fetched("/api/explain")]);
+  const last = run.last, predicted = run.predicted;
+  const charts = [
+    ["Loss", "loss", last.loss?.toFixed(4) ?? "–", { label: (value) => value.toPrecision(4) }],
+    ["Step time", "step_seconds", time(last.step_seconds), { rule: predicted.step_s, zero: true, label: time }],
+    ["Tokens per second", "tokens_per_second", count(last.tokens_per_second), { zero: true, label: count }],
+    ["Bubble share", "bubble_share", share(last.bubble_share), { rule: predicted.bubble_share, zero: true, label: share }],
+    ["Model FLOPs utilisation", "mfu", share(last.mfu, 1), { zero: true, label: (value) => share(value, 1) }],
+    ["Memory of the fullest rank", "peak_memory_gb", last.peak_memory_gb ? `${last.peak_memory_gb.toPrecision(3)} GB` : "–", { zero: true, label: (value) => `${value.toPrecision(3)} GB` }],
+  ].map(([title, name, now, how]) => {
+    const on = canvas(110, `${title} by step, now ${now}`);
+    const box = panel("", element("div", { className: "head" }, element("h2", { textContent: title }),
+      element("span", { className: "figure", id: `now-${name}`, textContent: now })), on);
+    return { box, drawn: () => curve(on, metrics.step, metrics[name], how) };
+  });
+  const facts = {
+    Model: `${run.model}, ${run.precision}, ZeRO ${run.zero}`,
+    Schedule: `${run.schedule}, ${run.microbatches} micro-batches`,
+    Layout: `${run.ranks} ranks: ${run.stages} stages, ${run.pipelines} pipelines`,
+    Sites: run.sites.join(", "), Hosts: run.hosts.join(", ") || "–",
+    Predicted: `${time(predicted.step_s)} a step, bubbles ${share(predicted.bubble_share)}`,
+  };
+  const list = element("dl", {}, ...Object.entries(facts).flatMap(([name, value]) =>
+    [element("dt", { textContent: name }), element("dd", { textContent: value })]));
+  const explained = limits.length
+    ? element("ol", { id: "limits" }, ...limits.map((limit) =>
+      element("li", { textContent: `${limit.text} (+${share(limit.gain)} tokens/s)` })))
+    : element("p", { className: "quiet", textContent: "Nothing found yet." });
+  const log = run.log.length ? panel("Log", element("pre", { id: "log", textContent: run.log.join("\n") })) : null;
+  return {
+    children: [
+      element("div", { className: "grid" }, ...charts.map((chart) => chart.box)),
+      element("div", { className: "two" }, panel("What limits this run", explained), panel("This run", list)),
+      ...(log ? [log] : []),
+    ],
+    drawn: () => charts.forEach((chart) => chart.drawn()),
+  };
+}
+
+export function chain(ranks, from) {
+  const by = new Map(ranks.map((rank) => [rank.rank, rank])), found = [from];
+  let at = by.get(from);
+  while (at && at.waits_for !== null && !found.includes(at.waits_for)) { found.push(at.waits_for); at = by.get(at.waits_for); }
+  return found;
+}
+
+async function parallel({ fetched, query, run, go }) {
+  const ranks = await fetched("/api/ranks"), chosen = query.has("rank") ? Number(query.get("rank")) : null;
+  const picked = ranks.find((rank) => rank.rank === chosen), path = picked ? chain(ranks, chosen) : [];
+  const stages = 1 + Math.max(...ranks.map((rank) => rank.stage));
+  const cells = ranks.map((rank) => {
+    const peer = picked && (picked.peers.pipeline.includes(rank.rank) || picked.peers.stage.includes(rank.rank));
+    const waits = run.live && rank.waits_for !== null, cause = path.length > 1 && path.at(-1) === rank.rank;
+    const state = !run.live ? "" : !rank.alive ? "dead" : waits ? "" : "busy";
+    const doing = waits ? `${rank.slot} from rank ${rank.waits_for}` : rank.slot || "–";
+    return element("button", {
+      id: `rank-${rank.rank}`, className: ["rank", state, peer && "peer", cause && "cause"].filter(Boolean).join(" "),
+      style: { gridColumn: rank.stage + 1, gridRow: rank.pipeline + 2 },
+      attributes: { "aria-pressed": String(rank.rank === chosen), title: doing },
+      onclick: () => go({ rank: rank.rank === chosen ? null : rank.rank }),
+    }, element("b", { textContent: `rank ${rank.rank}` }), element("span", { textContent: doing }));
+  });
+  const heads = Array.from({ length: stages }, (_, stage) => element("span", {
+    className: "quiet", style: { gridColumn: stage + 1, gridRow: 1 }, textContent: `stage ${stage}`,
+  }));
+  const grid = element("div", {
+    className: "ranks", style: { gridTemplateColumns: `repeat(${stages}, minmax(104px, 1fr))` },
+  }, ...heads, ...cells);
+  const details = picked && panel(`Rank ${picked.rank}`, element("dl", {}, ...Object.entries({
+    Stage: `${picked.stage} (virtual ${picked.stages.join(", ")})`, Pipeline: picked.pipeline, Site: picked.site,
+    Host: picked.host || "–", Step: picked.step, Slot: picked.slot || "–",
+    "In this slot for": picked.since && run.live ? time(Math.max(0, Date.now() / 1000 - picked.since)) : "–",
+    "Same pipeline": picked.peers.pipeline.join(", ") || "–", "Same stage": picked.peers.stage.join(", ") || "–",
+    "Waits for": path.length > 1 ? path.slice(1).map((rank) => `rank ${rank}`).join(", which waits for ") : "no other rank",
+  }).flatMap(([name, value]) => [element("dt", { textContent: name }), element("dd", { textContent: String(value) })])));
+  return { children: [
+    panel("Pipelines by stage, and what each rank does", element("div", { className: "scroll", dataset: { scroll: "" } }, grid)),
+    ...(details ? [details] : [element("p", { className: "quiet", textContent: "Choose a rank to see its peers, and which rank it waits for." })]),
+  ] };
+}
+
+async function links({ fetched, query, go }) {
+  const step = query.get("step"), { step: shown, hops } = await fetched(`/api/links${step ? `?step=${step}` : ""}`);
+  const chosen = query.get("hop");
+  const rows = [...hops].sort((a, b) => b.crosses - a.crosses || b.fastest_s - a.fastest_s).map((hop) => {
+    const id = `${hop.from}-${hop.to}-${hop.kind}`;
+    return [
+      element("button", {
+        id: `hop-${id}`, attributes: { "aria-pressed": String(chosen === id) }, textContent: `${hop.from} → ${hop.to}`,
+        onclick: () => go({ hop: chosen === id ? null : id }),
+      }),
+      hop.kind, hop.crosses ? "between sites" : "inside a site", hop.transfers, `${count(hop.bytes / 1024)} KiB`,
+      time(hop.fastest_s), time(hop.median_s), time(hop.planned_s), count(hop.mbps),
+    ];
+  });
+  const picked = hops.find((hop) => `${hop.from}-${hop.to}-${hop.kind}` === chosen);
+  return { children: [
+    panel(`Transfers of step ${shown}`, hops.length
+      ? table(["hop", "carries", "where", ">transfers", ">size", ">fastest", ">median", ">planned", ">Mbit/s at least"], rows)
+      : element("p", { className: "quiet", textContent: "There is one stage, so nothing is sent." }),
+    picked ? element("p", { id: "hop", textContent: `Rank ${picked.from} to rank ${picked.to}: the fastest of ${picked.transfers} transfers took ${time(picked.fastest_s)}; the plan expects ${time(picked.planned_s)}.` }) : null,
+    element("p", { className: "quiet", textContent: "From the start of a send until the receiver has the tensor. A receiver that computes looks late, so the fastest transfer is the best estimate of a link." })),
+  ] };
+}
+
+function bars(seconds, whole) {
+  return element("div", { className: "shares" }, ...Object.keys(PALETTE).map((name) => element("i", {
+    style: { width: `${(100 * (seconds[name] ?? 0)) / whole}%`, background: `var(--${PALETTE[name]})` },
+    title: `${name}: ${time(seconds[name])}`,
+  })));
+}
+
+async function where({ fetched, query }) {
+  const step = query.get("step"), found = await fetched(`/api/time${step ? `?step=${step}` : ""}`);
+  if (!found.measured.step) return { children: [element("p", { className: "quiet", textContent: "No step is recorded yet." })] };
+  const { measured, predicted } = found, whole = Math.max(measured.step, predicted.step);
+  const rows = found.order.map((name) => [
+    element("span", { className: "key" }, element("i", { style: { background: `var(--${PALETTE[name]})` } }), name),
+    element("span", { id: `time-${name.replace(" ", "-")}`, textContent: time(measured[name]) }), share(measured[name] / measured.step),
+    time(predicted[name]), share(predicted[name] / predicted.step), time(Math.abs(measured[name] - predicted[name])),
+  ]);
+  const ranks = Object.entries(found.ranks).slice(0, 64).map(([rank, seconds]) => [`rank ${rank}`, bars(seconds, measured.step), time(seconds.compute)]);
+  return { children: [
+    panel(`Step ${found.step}: ${time(measured.step)}, predicted ${time(predicted.step)}`,
+      element("p", { className: "quiet", textContent: "measured, mean of all ranks" }), bars(measured, whole),
+      element("p", { className: "quiet", textContent: "predicted by the simulator" }), bars(predicted, whole)),
+    panel("The largest difference first", table(["", ">measured", ">share", ">predicted", ">share", ">difference"], rows)),
+    panel("By rank", table(["", "", ">compute"], ranks, "bars")),
+  ] };
+}
+
+export const views = { overview, heat, timeline, ranks: parallel, links, time: where };

@@ -1,0 +1,262 @@
+"""A run's record: its plan, metrics and events, read from its folder while it runs or afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from weft.pipeline.action import Action, Op, parse_slot
+from weft.pipeline.cell import pipeline_of, predict
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
+from weft.pipeline.placement import Placement
+from weft.pipeline.schedule import Schedule
+from weft.pipeline.timeline import MEASURED_LANES, Span, Timeline
+from weft.tools.watch import FOLDER
+from weft.tools.watch.metrics import MetricsFile
+
+COLUMNS = ("step", "rank", "section", "stage")
+COMPUTE_SECTIONS = ("F", "B", "I", "W")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands: its pipeline (line), its pipeline rank (stage), its site and its virtual stages."""
+
+    rank: int
+    line: int
+    stage: int
+    site: int
+    stages: tuple[int, ...]
+
+
+class RunRecord:
+    """The record of a run so far. `refresh` reads new entries.
+
+    Attributes:
+        steps: count, mean and maximum of the seconds by step, rank and section. See `weft.tools.watch.collector`.
+        metrics: records of ``metrics.jsonl``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the run in ``folder``.
+
+        Raises:
+            ValueError: there is no run, or it has no plan yet.
+        """
+        self.folder = folder.expanduser().absolute()
+        try:
+            self.config: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text())
+            self.plan: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
+            self._read_plan()
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{folder}: no {Path(error.filename).name} there; name the folder of a run, such as runs/quickstart, "
+                "after it has started"
+            ) from error
+        except (KeyError, TypeError, AttributeError, yaml.YAMLError, json.JSONDecodeError) as error:
+            raise ValueError(f"{folder}: its config.yaml or plan.json is not of this Weft ({error!r})") from error
+        self._metrics = MetricsFile(self.folder)
+        self.metrics: list[dict[str, Any]] = []
+        self._parts: dict[Path, tuple[tuple[int, int], pd.DataFrame]] = {}
+        self.steps = pd.DataFrame(columns=[*COLUMNS, "count", "mean_s", "max_s"])
+        self.refresh()
+
+    def _read_plan(self) -> None:
+        plan = self.plan
+        shape = plan["placement"]
+        self.placement = Placement(tuple(shape["groups"]), shape["legs"], tuple(shape["sites"]))
+        self.costs = _costs(plan["costs"], plan.get("collectives"))
+        sites = [[number for number, size in enumerate(line) for _ in range(size)] for line in plan["sites"]]
+        self.places = {
+            rank: Place(rank, line, stage, sites[line][stage], tuple(self.placement.rank_stages[stage]))
+            for line, ranks in enumerate(plan["ranks"])
+            for stage, rank in enumerate(ranks)
+        }
+        self.site_names = [site.get("name", str(number)) for number, site in enumerate(_sites(self.config))]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return str(self.config["train"]["name"])
+
+    @property
+    def num_lines(self) -> int:
+        """Number of pipelines."""
+        return len(self.plan["ranks"])
+
+    def cell(self, line: int = 0) -> Schedule:
+        """Return the schedule of a line's DP-cell, with the line's sites."""
+        member = self.plan["members"][line]
+        found = self.plan["schedules"][str(member["pipelines"])]
+        placement = replace(self.placement, sites=tuple(self.plan["sites"][line]), pipelines=member["pipelines"])
+        rows = tuple(tuple(parse_slot(text) for text in _slots(row)) for row in found["rows"])
+        return Schedule(found["name"], placement, found["num_microbatches"], rows)
+
+    @cached_property
+    def schedules(self) -> list[Schedule]:
+        """The schedule of each line."""
+        return [
+            pipeline_of(self.cell(line), self.plan["members"][line]["local_rank"]) for line in range(self.num_lines)
+        ]
+
+    def predicted(self, line: int = 0, costs: CostModel | None = None) -> Timeline:
+        """Return the predicted timeline of a line, by the plan's costs unless others are given."""
+        return predict(self.cell(line), costs or self.costs, self.plan["members"][line]["local_rank"])
+
+    @cached_property
+    def predictions(self) -> list[Timeline]:
+        """The predicted timeline of each line."""
+        return [self.predicted(line) for line in range(self.num_lines)]
+
+    def refresh(self) -> bool:
+        """Read what is new. Return True if anything is."""
+        known = len(self.metrics)
+        self.metrics = self._metrics.read()
+        is_new, parts = len(self.metrics) != known, {}
+        for path in sorted((self.folder / FOLDER).glob("steps-*.parquet"), key=_number):
+            found = _read(self._parts, path)
+            if found is None:
+                continue
+            is_new |= path not in self._parts or self._parts[path][0] != found[0]
+            parts[path] = found
+        if is_new and parts:
+            table = pd.concat([table for _, table in parts.values()], ignore_index=True)
+            table["section"] = table.section.astype(str)
+            # Step 0 is the set-up, and a restarted run repeats steps.
+            self.steps = table[table.step > 0].drop_duplicates(list(COLUMNS), keep="last")
+        self._parts = parts
+        return is_new
+
+    @property
+    def step_range(self) -> tuple[int, int]:
+        """The first and the last recorded step, or (0, 0)."""
+        return (int(self.steps.step.min()), int(self.steps.step.max())) if len(self.steps) else (0, 0)
+
+    def spans(self, step: int) -> pd.DataFrame:
+        """Return every event of a step with its kind, or an empty table if they are no longer recorded."""
+        found = []
+        for path in sorted((self.folder / FOLDER).glob("spans-*.parquet"), key=_number):
+            try:
+                table = pd.read_parquet(path, filters=[("step", "==", step)])
+            except (OSError, ValueError):
+                continue  # it is being replaced or removed
+            if len(table):
+                found.append(table.astype({"section": str, "slot": str}))
+        if not found:
+            return pd.DataFrame(columns=["step", "rank", "section", "stage", "slot", "start_s", "end_s"])
+        table = pd.concat(found, ignore_index=True)
+        ends = table[table.section == "step"].groupby("rank").start_s.max()
+        # Of a repeated step only the last run counts.
+        return table[table.start_s >= table["rank"].map(ends).fillna(-inf) - 1e-9].sort_values("start_s")
+
+    def step_with_spans(self, step: int | None = None) -> int:
+        """Return the recorded step with events that is nearest to ``step``, or the newest, or 0."""
+        steps = set[int]()
+        for path in (self.folder / FOLDER).glob("spans-*.parquet"):
+            try:
+                steps.update(int(step) for step in pd.read_parquet(path, columns=["step"]).step.unique() if step)
+            except (OSError, ValueError):
+                continue
+        return (max(steps) if step is None else min(steps, key=lambda each: abs(each - step))) if steps else 0
+
+    def timelines(self, spans: pd.DataFrame) -> list[Timeline]:
+        """Return the measured timeline of each line of a step, all counted from its earliest start."""
+        origin = float(spans.start_s.min()) if len(spans) else 0.0
+        lines: list[list[Span]] = [[] for _ in range(self.num_lines)]
+        for row in spans.itertuples():
+            if row.rank not in self.places or not row.slot or row.section not in Op.__members__:
+                continue
+            slot, place = parse_slot(row.slot), self.places[row.rank]
+            if slot[0].op in MEASURED_LANES:
+                lane = MEASURED_LANES[slot[0].op]
+                lines[place.line].append(Span(place.stage, lane, slot, row.start_s - origin, row.end_s - origin))
+        count = self.placement.num_ranks
+        return [
+            Timeline(f"{self.schedules[line].name} measured", count, tuple(spans), (0.0,) * count, (0,) * count)
+            for line, spans in enumerate(lines)
+        ]
+
+    def current(self) -> list[dict[str, Any]]:
+        """Return what each rank does now, or did last, from all hosts. See `RingReader.current`."""
+        found = []
+        for path in (self.folder / FOLDER).glob("now-*.json"):
+            try:
+                now = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue
+            found += [{**entry, "host": now["host"], "at": now["at"]} for entry in now["ranks"]]
+        return sorted(found, key=lambda entry: entry["rank"])
+
+
+def waits_for(record: RunRecord, rank: int, slot_text: str) -> int | None:
+    """Return the rank that produces the input of a rank's slot, if the slot receives from another."""
+    place = record.places.get(rank)
+    if place is None or not slot_text or not slot_text[0].isdigit():
+        return None
+    schedule = record.schedules[place.line]
+    action = parse_slot(slot_text)[0]
+    if action.op not in (Op.RECV_F, Op.RECV_B):
+        return None
+    producer = action.stage + (-1 if action.op is Op.RECV_F else 1)
+    ranks: list[int] = record.plan["ranks"][place.line]
+    return ranks[schedule.placement.stage_ranks[producer]]
+
+
+def producer_of(schedule: Schedule, action: Action) -> tuple[int, Action] | None:
+    """Return the computation on another rank that a computation needs, with its rank, or None."""
+    if action.op not in (Op.F, Op.B, Op.I):
+        return None
+    placement = schedule.placement
+    stage = action.stage + (-1 if action.op is Op.F else 1)
+    if not 0 <= stage < placement.num_stages or placement.stage_ranks[stage] == placement.stage_ranks[action.stage]:
+        return None
+    return placement.stage_ranks[stage], Action(Op.F if action.op is Op.F else Op.I, stage, action.microbatch)
+
+
+def _costs(tree: dict[str, Any], collectives: list[list[float]] | None) -> CostModel:
+    stages = [StageCost(**stage) for stage in tree["stages"]]
+    if collectives is not None:
+        pairs = zip(stages, collectives, strict=True)
+        stages = [replace(stage, reduce_s=reduce, unshard_s=unshard) for stage, (reduce, unshard) in pairs]
+    links = tuple((tuple(pair), _link(link)) for pair, link in tree["wan_links"])
+    return CostModel(stages=tuple(stages), local=_link(tree["local"]), wan=_link(tree["wan"]), wan_links=links)
+
+
+def _link(tree: dict[str, Any]) -> LinkCost:
+    found: dict[str, Any] = {name: inf if value is None else value for name, value in tree.items()}
+    return LinkCost(**found)
+
+
+def _sites(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return config["cluster"].get("sites") or [{"name": "one site"}]
+
+
+def _slots(row: str) -> Iterator[str]:
+    yield from row.split()
+
+
+def _number(path: Path) -> tuple[int, str]:
+    _, _, number = path.stem.rpartition("-")
+    return int(number) if number.isdecimal() else 0, path.name
+
+
+def _read(
+    parts: dict[Path, tuple[tuple[int, int], pd.DataFrame]], path: Path
+) -> tuple[tuple[int, int], pd.DataFrame] | None:
+    """Return a file's table with its state, from ``parts`` if it has not changed, or None if it cannot be read."""
+    try:
+        found = path.stat()
+        state = found.st_mtime_ns, found.st_size
+        if path in parts and parts[path][0] == state:
+            return parts[path]
+        return state, pd.read_parquet(path)
+    except (OSError, ValueError):
+        return parts.get(path)

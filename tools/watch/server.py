@@ -1,0 +1,125 @@
+"""The page's web server: static files, views of a run as JSON, and server-sent events when there is something new.
+
+Only this machine reaches it on loopback. On another address every request needs the token. Names of hosts are checked,
+so that no other web site reaches it through the user's browser.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, StreamingResponse
+
+from weft.conf.hosts import is_loopback
+from weft.tools.watch.record import RunRecord
+from weft.tools.watch.views import Views
+
+PAGE = Path(__file__).parent / "page"
+COOKIE = "weft_watch"
+LOOK_S = 1.0
+NAMES = ("127.0.0.1", "localhost", "[::1]")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+def new_token() -> str:
+    """Return a token for a server that other machines reach."""
+    return secrets.token_urlsafe(24)
+
+
+def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
+    """Return the application that shows a run.
+
+    Args:
+        host: the address on which it listens.
+        token: expected in ``?token=`` or in the cookie that this sets. Empty needs none.
+
+    Raises:
+        ValueError: others can reach the address, and there is no token.
+    """
+    if not token and not is_loopback(host):
+        raise ValueError(f"--host {host}: others can reach it, and there is no token; give one, or use 127.0.0.1")
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    views, reading = Views(record), Lock()
+
+    @app.middleware("http")
+    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        name = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+        if not token and name not in NAMES:
+            return JSONResponse({"detail": "unknown host"}, 421)
+        if token:
+            offered = request.query_params.get("token")
+            if offered is not None and _equal(offered, token):
+                answer: Response = RedirectResponse(request.url.path, 303)  # the address bar keeps no token
+                answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+                return answer
+            if not _equal(request.cookies.get(COOKIE, ""), token):
+                return JSONResponse({"detail": "give the token, as in /?token=..."}, 401)
+        answer = await go_on(request)
+        answer.headers.update(HEADERS)
+        return answer
+
+    @app.get("/")
+    def index() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    @app.get("/page/{name}")
+    def page(name: str) -> FileResponse:
+        path = PAGE / name
+        if path.parent != PAGE or not path.is_file():
+            raise HTTPException(404)
+        return FileResponse(path)
+
+    @app.get("/api/{view}")
+    def view(view: str, step: int | None = None, window: int = 20) -> Response:
+        try:
+            with reading:
+                shown = views.show(view, step=step, window=max(1, min(window, 1000)))
+        except KeyError:
+            raise HTTPException(404) from None
+        return Response(json.dumps(_finite(shown), allow_nan=False), media_type="application/json")
+
+    @app.get("/events")
+    async def events(request: Request) -> StreamingResponse:
+        def changed() -> dict[str, Any] | None:
+            with reading:
+                return views.changed()
+
+        async def stream() -> AsyncIterator[str]:
+            sent: Any = None
+            while not await request.is_disconnected():
+                found = await asyncio.to_thread(changed)
+                yield f"data: {json.dumps(found)}\n\n" if found != sent else ": nothing new\n\n"
+                sent = found
+                await asyncio.sleep(LOOK_S)
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    return app
+
+
+def _equal(offered: str, token: str) -> bool:
+    return hmac.compare_digest(offered.encode(), token.encode())
+
+
+def _finite(value: Any) -> Any:
+    """Return a tree of JSON types in which numbers that are not finite are None."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value

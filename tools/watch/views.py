@@ -1,0 +1,221 @@
+"""The views of a run as JSON types: what the page and the terminal show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic, time
+from typing import Any
+
+from weft.pipeline.action import slot_text
+from weft.pipeline.order import visits_of
+from weft.pipeline.perfetto import perfetto_trace
+from weft.pipeline.timeline import Timeline
+from weft.tools.watch.analysis import heat, links, where_time_goes
+from weft.tools.watch.explain import limits
+from weft.tools.watch.record import RunRecord, waits_for
+
+LIVE_S = 10.0
+"""Seconds after its last sign of life at which a run counts as ended."""
+EXPLAIN_S = 20.0
+"""Seconds between two simulations of what limits the run."""
+MOST_POINTS = 2000
+"""Points of a curve. Longer ones are thinned."""
+
+
+class Views:
+    """Views of one run, which is read again as it grows."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._explained: list[dict[str, Any]] = []
+        self._explained_at = -EXPLAIN_S
+        self._views: dict[str, Callable[..., Any]] = {
+            "overview": self._overview,
+            "metrics": self._metrics,
+            "heat": lambda window, **_: heat(record, window),
+            "timeline": self._timeline,
+            "ranks": self._ranks,
+            "links": self._links,
+            "time": self._time,
+            "explain": self._explain,
+            "perfetto": self._perfetto,
+        }
+
+    def show(self, view: str, *, step: int | None = None, window: int = 20) -> Any:
+        """Return a view.
+
+        Args:
+            step: step of the timeline, links and time. None takes the newest.
+            window: number of the newest steps that the heat map averages.
+
+        Raises:
+            KeyError: there is no such view.
+        """
+        show = self._views[view]
+        self._record.refresh()
+        return show(step=step, window=window)
+
+    def changed(self) -> dict[str, Any]:
+        """Return values that differ if a view has changed."""
+        self._record.refresh()
+        now = [[entry["rank"], entry["slot"], entry["step"]] for entry in self._record.current()]
+        return {"step": self._record.step_range[1], "records": len(self._record.metrics), "now": now}
+
+    def _overview(self, **_: Any) -> dict[str, Any]:
+        record, config = self._record, self._record.config
+        training = [entry for entry in record.metrics if entry.get("kind") == "train"]
+        last, now = (training[-1] if training else {}), record.current()
+        at = max((entry["at"] for entry in now), default=0.0)
+        done, steps = int(last.get("step") or record.step_range[1]), int(config["train"]["steps"])
+        step_s = last.get("step_seconds")
+        is_live = time() - at < LIVE_S and any(entry["alive"] for entry in now)
+        return {
+            "name": record.name,
+            "live": is_live,
+            "step": done,
+            "steps": steps,
+            "left_s": (steps - done) * step_s if step_s and is_live else None,
+            "last": last,
+            "predicted": record.plan["predicted"],
+            "schedule": record.schedules[0].name,
+            "microbatches": record.schedules[0].num_microbatches,
+            "ranks": len(record.places),
+            "stages": record.placement.num_stages,
+            "pipelines": record.num_lines,
+            "sites": record.site_names,
+            "hosts": sorted({entry["host"] for entry in now}),
+            "model": config["model"].get("pretrained") or config["model"].get("arch"),
+            "zero": config["zero"]["stage"],
+            "precision": config["train"]["precision"],
+            "log": self._log(),
+        }
+
+    def _log(self) -> list[str]:
+        """Return the last lines of rank 0's log of a run that an agent started."""
+        found = sorted(
+            (self._record.folder / "supervisor" / "logs").rglob("*.log"), key=lambda path: path.stat().st_mtime
+        )
+        lines: list[str] = []
+        for path in found[-4:]:
+            with open(path, "rb") as file:
+                file.seek(max(0, path.stat().st_size - 4096))
+                lines += file.read().decode(errors="replace").splitlines()[-8:]
+        return lines[-8:]
+
+    def _metrics(self, **_: Any) -> dict[str, list[Any]]:
+        training = [entry for entry in self._record.metrics if entry.get("kind") == "train"]
+        chosen = training[:: max(1, len(training) // MOST_POINTS)]
+        if training and chosen[-1] is not training[-1]:
+            chosen.append(training[-1])
+        names = (
+            "step",
+            "loss",
+            "step_seconds",
+            "tokens_per_second",
+            "mfu",
+            "bubble_share",
+            "peak_memory_gb",
+            "grad_norm",
+        )
+        return {name: [entry.get(name) for entry in chosen] for name in names}
+
+    def _timeline(self, step: int | None, **_: Any) -> dict[str, Any]:
+        record = self._record
+        shown = record.step_with_spans(step)
+        spans = record.spans(shown)
+        origin = float(spans.start_s.min()) if len(spans) else 0.0
+        end = float(spans[spans.section == "step"].end_s.max()) if len(spans) else 0.0
+        spans = spans[(spans.section == "step") | (spans.start_s < end)]  # the rest is between this step and the next
+        rows = [
+            [int(row.rank), row.section, row.slot, row.start_s - origin, row.end_s - origin]
+            for row in spans[spans.section != "step"].itertuples()
+        ]
+        return {
+            "step": shown,
+            "step_s": end - origin,
+            "spans": rows,
+            "predicted_step_s": max(timeline.step_s for timeline in record.predictions),
+            "predicted": [
+                [record.plan["ranks"][line][s.rank], s.lane, slot_text(s.slot), s.start_s, s.end_s]
+                for line, timeline in enumerate(record.predictions)
+                for s in _without_sends(timeline)
+            ],
+            "needs": self._needs(),
+        }
+
+    def _needs(self) -> list[dict[str, list[list[Any]]]]:
+        """Return for each line and slot the slots that produce its inputs, each with its rank."""
+        found = []
+        for line, schedule in enumerate(self._record.schedules):
+            ranks = self._record.plan["ranks"][line]
+            makers: dict[Any, tuple[int, str]] = {}
+            visits = [visit for row in visits_of(schedule) for visit in row]
+            for visit in visits:
+                for action in visit.slot:
+                    makers[action] = ranks[visit.rank], slot_text(visit.slot)
+                    if action.op.value == "B":
+                        for op in ("I", "W"):
+                            makers[type(action)(type(action.op)(op), action.stage, action.microbatch)] = makers[action]
+            found.append(
+                {
+                    slot_text(visit.slot): [list(makers[need]) for need in visit.needs if need in makers]
+                    for visit in visits
+                }
+            )
+        return found
+
+    def _ranks(self, **_: Any) -> list[dict[str, Any]]:
+        record = self._record
+        now = {entry["rank"]: entry for entry in record.current()}
+        found = []
+        for rank, place in sorted(record.places.items()):
+            entry = now.get(rank, {})
+            slot = str(entry.get("slot", ""))
+            found.append(
+                {
+                    "rank": rank,
+                    "stage": place.stage,
+                    "pipeline": place.line,
+                    "site": record.site_names[place.site] if place.site < len(record.site_names) else str(place.site),
+                    "stages": place.stages,
+                    "host": entry.get("host", ""),
+                    "alive": bool(entry.get("alive")),
+                    "slot": slot,
+                    "step": entry.get("step", 0),
+                    "since": entry.get("since"),
+                    "waits_for": waits_for(record, rank, slot),
+                    "peers": {
+                        "pipeline": [r for r in record.plan["ranks"][place.line] if r != rank],
+                        "stage": [p.rank for p in record.places.values() if p.stage == place.stage and p.rank != rank],
+                    },
+                }
+            )
+        return found
+
+    def _perfetto(self, step: int | None, **_: Any) -> dict[str, Any]:
+        record = self._record
+        measured = record.timelines(record.spans(record.step_with_spans(step)))
+        return perfetto_trace([measured[0], record.predictions[0]])
+
+    def _links(self, step: int | None, **_: Any) -> dict[str, Any]:
+        shown = self._record.step_with_spans(step)
+        return {"step": shown, "hops": links(self._record, self._record.spans(shown))}
+
+    def _time(self, step: int | None, **_: Any) -> dict[str, Any]:
+        shown = self._record.step_with_spans(step)
+        return {"step": shown, **where_time_goes(self._record, self._record.spans(shown))}
+
+    def _explain(self, **_: Any) -> list[dict[str, Any]]:
+        """Return the limits, which are simulated again only from time to time."""
+        if monotonic() - self._explained_at > EXPLAIN_S:
+            with suppress(ValueError):  # no step is recorded yet
+                self._explained = [
+                    {"kind": each.kind, "gain": each.gain, "text": each.text} for each in limits(self._record)
+                ]
+            self._explained_at = monotonic()
+        return self._explained
+
+
+def _without_sends(timeline: Timeline) -> list[Any]:
+    return [span for span in timeline.spans if span.lane != "send"]
