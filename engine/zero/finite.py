@@ -52,6 +52,16 @@ def explanation(source: Source) -> str:
             f"{first_appeared(source)}, before this step and although the head's input was finite: look at the "
             f"checkpoint or the model.path that the weights come from. {REMEDY}"
         )
+    if source.weights and not source.updated:
+        return (
+            f"{first_appeared(source)}, as they were loaded: look at the checkpoint or the model.path that they come "
+            f"from. {REMEDY}"
+        )
+    if source.weights:
+        return (
+            f"{first_appeared(source)}: the update of the step before made them so, although its gradient was finite. "
+            f"Test the hosts of these ranks with weft doctor node. {REMEDY}"
+        )
     before = {-1: "their losses were", HEAD: "its input and weight were"}.get(source.forward, "the stage's input was")
     return (
         f"{first_appeared(source)}, although {before} finite: a host fails, or the weights are too large. "
@@ -63,8 +73,11 @@ def first_appeared(source: Source) -> str:
     """Describe where non-finite numbers first appeared."""
     names = {-1: "the gradients", HEAD_WEIGHT: "the weight of the model's head", HEAD: "the logits of the model's head"}
     where = names.get(source.forward, f"the forward of stage {source.forward}")
+    if source.weights:
+        where = f"weights ({', '.join(source.weights)})"
     ranks = f"rank{'s' * (len(source.ranks) > 1)} {', '.join(map(str, source.ranks))}"
-    return f"NaN or infinity first appeared in {where} of {ranks}"
+    before = ", before this step" if source.weights else ""
+    return f"NaN or infinity first appeared in {where} of {ranks}{before}"
 
 
 class _PendingNorm(NamedTuple):

@@ -116,7 +116,10 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         self._presence: Presence | None = None
         self._origin: Callable[[], Source] = Source
         """Returns the source of non-finite numbers in the last step. Collective call."""
-        held = [fragment for fragment in sharding.fragments() if fragment.trained]
+        self._updated = False
+        """True if a step has updated the weights since they were loaded."""
+        self._fragments = tuple(sharding.fragments())
+        held = [fragment for fragment in self._fragments if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
         for fragment in held:
             fragments.setdefault(fragment.parameter, []).append(fragment.tensor)
@@ -193,6 +196,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             for bucket in self.sharding.trained:
                 bucket.assign_gradients(absent)
             self.optimizer.step()
+            self._updated = True
             self.sharding.publish()
         self._presence = None
         if not self._is_bad:
@@ -265,7 +269,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             norms: earlier gradients' norms, from `Skips.norms`.
         """
         self._watch.reset()
-        self._failure = None
+        self._failure, self._updated = None, False
         self.skips.restore(norms)
 
     @property
@@ -297,7 +301,14 @@ class ShardedOptimizer(DeepSpeedOptimizer):
     def _local_square(self, loss: Tensor | None, hidden: Extremes) -> Tensor:
         """Return a tensor to sum over ranks: this rank's part of the squared norm, and 1 if this rank must stop."""
         square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
-        self._origin = OwnNumbers.of_step(self.sharding.trained, loss, self._groups["pipeline"], hidden).origin
+        self._origin = OwnNumbers.of_step(
+            self.sharding.trained,
+            loss,
+            self._groups["pipeline"],
+            hidden,
+            self._fragments,
+            updated=self._updated,
+        ).origin
         if self.skips.most and loss is not None:
             square += 0 * loss  # NaN if the loss is not finite
         return torch.stack([square, torch.full_like(square, float(self._stops()))])

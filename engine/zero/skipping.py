@@ -49,7 +49,8 @@ class SkippedTooOften(NonFiniteError):
         )
         ranks = set.intersection(*(set(step.source.ranks) for step in steps))
         forwards = {step.source.forward for step in steps}
-        source = Source(tuple(sorted(ranks)), forwards.pop() if len(forwards) == 1 else -1)
+        forward, first = forwards.pop() if len(forwards) == 1 else -1, steps[0].source
+        source = Source(tuple(sorted(ranks)), forward, first.weights if ranks else (), first.updated)
         super().__init__(f"{self.summary}: {explanation(source)}", source)
 
 

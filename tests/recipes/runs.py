@@ -70,7 +70,7 @@ class Spoilt:
     Attributes:
         rank: the only rank on which their gradients become so; None is all.
         stage: stage whose numbers become so instead of gradients.
-        part: these numbers: the "hidden states", the "logits", or an element of the head's "weight".
+        part: these numbers: the "hidden states", the "logits", or an element of the head's "weight", or of a "layer".
     """
 
     sequences: range = range(0)
@@ -90,6 +90,8 @@ class Spoilt:
         head = stage.hf_model.get_output_embeddings()
         if self.part == "weight":
             return head.register_forward_pre_hook(self._spoil_weight)
+        if self.part == "layer":
+            return stage.blocks()[0].self_attn.o_proj.register_forward_pre_hook(self._spoil_weight)
         block = stage.blocks()[0] if self.part == "hidden states" else head
         return block.register_forward_hook(lambda block, inputs, output: self.value * output, prepend=True)
 

@@ -124,6 +124,10 @@ def test_numbers_that_one_rank_spoils_name_that_rank(tmp_path):
                 ("weight of replicas", [*replicas, "zero.stage=3"]),
             )
         },
+        "layer of replicas": {
+            "settings": [*replicas, "supervise.max_skips=0", "optimizer.clip=0"],
+            "spoilt": spoilt_at(3, 200, stage=0, part="layer"),
+        },
     }
     for number, attempt in enumerate(attempts.values()):
         attempt["settings"].append(f"train.name=run{number}")
@@ -131,6 +135,9 @@ def test_numbers_that_one_rank_spoils_name_that_rank(tmp_path):
     assert first == second, "all ranks agree"
     ends = dict(zip(attempts, first, strict=True))
     assert "training has diverged" in ends["all replicas"]["error"] and not ends.pop("all replicas")["ranks"]
+    layer = ends.pop("layer of replicas")
+    assert layer["ranks"] == (0, 1), layer
+    assert "weights (model.layers.0.self_attn.o_proj.weight) of ranks 0, 1, before this step" in layer["error"]
     for name, end in ends.items():
         if "weight" in name:
             ranks, whose = ((0, 1), "ranks 0, 1") if "replicas" in name else ((1,), "rank 1")

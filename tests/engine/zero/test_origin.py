@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tests.engine.zero.replicas import Meetings, SmallStage, in_threads
+from tests.engine.zero.test_norm import Trained
 from weft.conf.schema import ZeroConfig
 from weft.engine.stages.cutting.stage import HEAD, HEAD_WEIGHT
-from weft.engine.zero import Sharding
+from weft.engine.zero import NonFiniteError, Sharding
+from weft.engine.zero.finite import explanation
 from weft.engine.zero.origin import OwnNumbers, Sighting, Source, origins
 from weft.pipeline.action import Action, Op
 
@@ -69,6 +71,46 @@ def forwards(*pipelines, losses=()):
 )
 def test_the_first_stage_with_bad_hidden_states_is_the_origin(sightings, source):
     assert origins(sightings) == source
+
+
+def with_weights(sightings, *ranks, updated=False):
+    """The sightings, of which these ranks had weights that were not finite before the step."""
+    return [
+        replace(each, weights=(f"w{rank % 2}",), updated=updated) if rank in ranks else each
+        for rank, each in enumerate(sightings)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sightings", "source"),
+    [
+        # on all replicas, whose forwards are bad from the same stage on
+        (with_weights(forwards([FINE, 1], [FINE, 1], losses=[0, 1]), 1, 3), Source((1, 3), 1, ("w1",))),
+        # a shard on one replica, from which both gather
+        (with_weights(forwards([0, 1], [0, 1], losses=[0, 1]), 2), Source((0, 2), 0, ("w0",))),
+        (with_weights(forwards([FINE, 1], losses=[0]), 0, 1, updated=True), Source((0, 1), 1, ("w0", "w1"), True)),
+        (with_weights(forwards([0], losses=[0]), 0), Source((0,), 0, ("w0",))),
+        # tokens may not use all rows of an embedding
+        (with_weights(seen([0, FINE]), 0), Source((0,), -1, ("w0",))),
+    ],
+)
+def test_weights_that_were_bad_before_the_step_are_the_origin(sightings, source):
+    assert origins(sightings) == source
+    assert f"weights ({', '.join(source.weights)}) of rank" in explanation(source)
+
+
+def test_the_first_step_names_weights_that_were_loaded_bad_and_a_later_one_those_of_an_update():
+    trained = Trained(clip=1.0)
+    trained.step()
+    named = {fragment.name: fragment.tensor for fragment in trained.optimizer.sharding.fragments()}
+    name = next(name for name in named if "layers.1" in name)
+    named[name].view(-1)[0] = float("nan")
+    for is_restored, cause in ((False, "the update of the step before made them so"), (True, "as they were loaded")):
+        if is_restored:
+            trained.optimizer.restored([])
+        with pytest.raises(NonFiniteError, match=f"weights .{name}. of rank 0, before this step.*{cause}") as caught:
+            trained.step(spoilt=float("nan"))
+        assert caught.value.ranks == (0,)
 
 
 @pytest.mark.parametrize("stage", range(4))
