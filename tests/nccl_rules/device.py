@@ -8,7 +8,6 @@ import queue
 import signal
 import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -223,6 +222,10 @@ class Stream:
 
 def place(depth: int = 4) -> str:
     """Who called: the innermost frames that are neither torch's, DeepSpeed's nor the rules' own."""
-    frames = [f for f in traceback.extract_stack(sys._getframe(1)) if not any(part in f.filename for part in QUIET)]
-    names = [f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno} {f.name}" for f in reversed(frames)]
-    return " < ".join(names[:depth])
+    names, frame = list[str](), sys._getframe(1)
+    while frame is not None and len(names) < depth:  # `traceback.extract_stack` would read the sources
+        code = frame.f_code
+        if not any(part in code.co_filename for part in QUIET):
+            names.append(f"{'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno} {code.co_name}")
+        frame = frame.f_back
+    return " < ".join(names)

@@ -13,6 +13,7 @@ import pytest
 from tests.quickstart import TINY_QUICKSTART
 from weft.conf import load
 from weft.conf.host.private import private_folder, shared_memory_folder, take_secrets, write_private
+from weft.conf.host.processes import free_port
 from weft.conf.host.run_lock import RunLock
 from weft.tools import launch
 
@@ -260,7 +261,7 @@ def _deepspeed(*overrides):
         "--num_gpus",
         "2",
         "--master_port",
-        "29871",
+        str(free_port()),
     ]
     command += ["--module", "weft.recipes.train", *overrides]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
