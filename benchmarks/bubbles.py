@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import secrets
 import sys
 import tempfile
@@ -21,19 +22,24 @@ from benchmarks.serving.figures import steps_within
 from benchmarks.serving.report import Findings, prefills_of, report_faults, report_serving
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
 from benchmarks.serving.served_model import write_model
-from benchmarks.serving.servers import until_ready, weft_server
+from benchmarks.serving.servers import stock_server, until_ready, weft_server
 from benchmarks.serving.stalls import measure_stalls
 from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
+from weft.inference.board.layout import boards_folder
 from weft.inference.placement.prefill_cost import PrefillCost
-from weft.inference.worker.command import cost_file, workers_of
+from weft.inference.worker.command import cost_file, stage_file, workers_of
+from weft.recipes.serving.checks import model_bytes
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.ranks import run_ranks
 
 NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = (0, 3)
-"""Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end."""
+"""Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end. A worker of two
+stages spans them, one of four stages all ranks."""
 LONGEST_PROMPT = 2048
+STATED = re.compile(r"stage (\d+) of \d+: (\d+) bytes of weights, (\d+) bytes of KV cache")
+"""The memory that a stage logs."""
 RUN_S = 1800.0
 """Allowance for the whole run."""
 
@@ -46,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=200, help="requests of the trace")
     parser.add_argument("--rounds", type=int, default=3, help="windows without and with requests")
     parser.add_argument("--window", type=float, default=8.0, help="seconds of a window")
+    parser.add_argument(
+        "--stages", type=int, choices=(1, 2, 4), default=1, help="ranks that a worker's model is cut over"
+    )
     parser.add_argument("--real", action="store_true", help="real compute on shared cores, instead of emulated on one")
     parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
@@ -78,7 +87,9 @@ class _Bench:
         )
         prefill = self.config.inference.prefill
         prefill.model, prefill.python = str(folder / "model"), args.python
-        prefill.cost_dir, prefill.ranks = str(folder / "costs"), list(SERVED)
+        prefill.cost_dir, prefill.stages = str(folder / "costs"), args.stages
+        prefill.yield_cores = args.real  # otherwise training has a core of its own
+        prefill.ranks = list(range(NUM_RANKS)) if args.stages > len(SERVED) else list(SERVED)
         self.workers = workers_of(self.config)
         self.urls = [f"http://127.0.0.1:{worker.port}" for worker in self.workers]
         self.key = secrets.token_hex(8)
@@ -90,6 +101,8 @@ class _Bench:
         self.training = Training(self.config, args.real, folder, self.training_cores, bed="")
         self.windows = Windows()
         self.answers: list[Answer] = []
+        self.asked: list[tuple[list[Request], int]] = []
+        self.memory: dict[str, dict[str, float]] = {}
         self.said: dict[str, str] = {}
 
     def run(self, trace: Sequence[Request]) -> int:
@@ -102,6 +115,7 @@ class _Bench:
                 ranks = threads.submit(run_ranks, NUM_RANKS, train, self.training, timeout_s=RUN_S)
                 watch = Watch(self.workers)
                 try:
+                    self.memory = self._memory()
                     self._alternate(trace, ranks, watch)
                     self._break()
                 finally:
@@ -111,8 +125,32 @@ class _Bench:
                     ranks.exception()
                 else:
                     ranks.result()
-            self._report(watch)
+            same = self._compare() if self.args.stages > 1 else {}
+            self._report(watch, same)
         return 0
+
+    def _memory(self) -> dict[str, dict[str, float]]:
+        """Return the bytes of weights and KV cache of each stage, as its worker has logged them, and of all."""
+        folder, prefill = boards_folder(self.config, os.getuid()), self.config.inference.prefill
+        found = {
+            f"stage {stage}": {"weights": float(weights), "cache": float(cache)}
+            for worker in self.workers
+            for stage, weights, cache in STATED.findall((folder / f"worker{worker.index}.log").read_text())
+        }
+        return found | {"whole": {"weights": model_bytes(Path(prefill.model)), "cache": prefill.kv_cache_bytes}}
+
+    def _compare(self) -> dict[str, object]:
+        """Send the same requests to a stock server, and return how many first tokens are equal."""
+        port = self.workers[-1].port + 1
+        with stock_server(self.config, port, self.folder / "stock.log") as process:
+            until_ready([url := f"http://127.0.0.1:{port}"], process)
+            stock = [answer for requests, seed in self.asked for answer in replay(requests, [url], key="", seed=seed)]
+        pairs = [(ours.first, theirs.first) for ours, theirs in zip(self.answers, stock, strict=True)]
+        equal = sum(ours is not None and ours == theirs for ours, theirs in pairs)
+        print(f"first tokens equal to a stock server's: {equal} of {len(pairs)}")
+        for name, sizes in self.memory.items():
+            print(f"memory, {name}: weights {sizes['weights'] / 1e6:.2f} MB, KV cache {sizes['cache'] / 1e6:.1f} MB")
+        return {"first tokens equal": [equal, len(pairs)], "memory": self.memory}
 
     @contextlib.contextmanager
     def _bed(self) -> Iterator[str]:
@@ -145,6 +183,7 @@ class _Bench:
                 time.sleep(self.args.window)
             with self._window("on"):
                 shifted = [Request(r.after_s - requests[0].after_s, r.tokens) for r in requests]
+                self.asked.append((shifted, 1000 * part))
                 self.answers += replay(shifted, self.urls, key=self.key, seed=1000 * part)
 
     def _break(self) -> None:
@@ -167,9 +206,13 @@ class _Bench:
         middle = f"median {1e3 * median(steps_s):.1f} ms" if steps_s else "none whole"
         print(f"{name}: {len(steps_s)} steps, {middle}", file=sys.stderr, flush=True)
 
-    def _report(self, watch: Watch) -> None:
+    def _report(self, watch: Watch, more: dict[str, object]) -> None:
         quantile = self.config.inference.prefill.quantile
-        costs = {w.index: PrefillCost.load(cost_file(self.config, w), quantile=quantile) for w in self.workers}
+        costs = {
+            rank: PrefillCost.load(stage_file(cost_file(self.config, worker), stage), quantile=quantile)
+            for worker in self.workers
+            for stage, rank in enumerate(worker.ranks)
+        }
         found = Findings(
             folder=self.folder,
             workers=self.workers,
@@ -181,7 +224,7 @@ class _Bench:
             answers=self.answers,
             said=self.said,
         )
-        figures = report_serving(found)
+        figures = report_serving(found) | more
         if self.said:
             figures |= report_faults(found)
         write_json(self.args, "bubbles", figures)

@@ -27,7 +27,7 @@ class Findings:
     Attributes:
         steps: begin and end of each training step.
         prefills: records of each worker's steps, by worker.
-        costs: cost model of each worker.
+        costs: cost model of each rank's part of a worker.
         answers: responses to the requests of the trace.
         said: outcome of each fault.
     """
@@ -49,32 +49,35 @@ def prefills_of(folder: Path, workers: Sequence[Worker]) -> dict[int, list[dict]
     return {index: [json.loads(line) for line in file.read_text().splitlines()] for index, file in files.items()}
 
 
-def spans_of(prefills: Iterable[dict]) -> list[tuple[float, float]]:
-    """Return the times of prefills."""
-    return [(record["start_s"], record["end_s"]) for record in prefills]
+def spans_of(prefills: Iterable[dict], stage: int) -> list[tuple[float, float]]:
+    """Return the times of prefills in a stage."""
+    return sorted(tuple(record["spans"][stage]) for record in prefills)
 
 
 def report_serving(found: Findings) -> dict[str, object]:
     """Print the gains and costs of prefill, and return the figures."""
     windows = found.windows
     off_s, on_s = (steps_within(found.steps, windows.spans[name]) for name in ("off", "on"))
-    print(f"\na mark on the board: {_mark_ns(found.folder):.0f} ns, {found.watch.marks(found.workers[0])} a step")
+    print(
+        f"\na mark on the board: {_mark_ns(found.folder):.0f} ns, {found.watch.marks(found.workers[0].ranks[0])} a step"
+    )
     print(f"training step: {_spread(off_s)} without requests, {_spread(on_s)} with: {slowdown(on_s, off_s):+.2%}")
     for name, spans in (("off", windows.spans["off"]), ("on", windows.spans["on"])):
         medians = [median(steps) for span in spans if (steps := steps_within(found.steps, [span]))]
         print(f"  windows {name}: {_listed(medians)} ms")
     print(f"cores busy: {windows.cores_busy('off'):.1%} without, {windows.cores_busy('on'):.1%} with")
     figures: dict[str, object] = {"off_s": off_s, "on_s": on_s}
-    for worker in found.workers:
-        use = use_of(found.watch.work(worker), spans_of(found.prefills[worker.index]), windows.spans["on"])
-        figures[f"rank{worker.ranks[0]}"] = vars(use)
+    parts = [(worker, stage, rank) for worker in found.workers for stage, rank in enumerate(worker.ranks)]
+    for worker, stage, rank in parts:
+        use = use_of(found.watch.work(rank), spans_of(found.prefills[worker.index], stage), windows.spans["on"])
+        figures[f"rank{rank}"] = vars(use)
         print(
-            f"rank {worker.ranks[0]}: utilisation {use.trained:.1%} without prefill, "
+            f"rank {rank}: utilisation {use.trained:.1%} without prefill, "
             f"{use.trained + use.prefilled:.1%} with; {use.bubbles_used:.1%} of bubble time used, "
             f"{use.outside:.2%} of prefill time outside of bubbles"
         )
-        cost = found.costs[worker.index]
-        print(f"worker {worker.index} learnt from {cost.steps} steps: {cost}")
+        cost = found.costs[rank]
+        print(f"worker {worker.index}, stage {stage}, learnt from {cost.steps} steps: {cost}")
     records = [record for each in found.prefills.values() for record in each if _within(record, windows.spans["on"])]
     late = [record["late_s"] for record in records]
     print("prefill steps by lateness: " + ", ".join(f"{name}: {count}" for name, count in histogram(late)))

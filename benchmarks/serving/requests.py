@@ -37,6 +37,8 @@ class Answer:
     ttft_s: float
     status: int
     """HTTP status, or 0 if there was no answer."""
+    first: int | None = None
+    """Id of the first token, or None if the response has none."""
     predicted_s: float = 0.0
     """The controller's prediction of `ttft_s`, or 0 without a controller."""
 
@@ -61,6 +63,7 @@ def send(url: str, tokens: int, *, seed: int = 0, key: str = "") -> Answer:
     """Request the first token after a random prompt."""
     draw = random.Random(seed)
     body = {"prompt": [draw.randrange(256) for _ in range(tokens)], "max_tokens": 1, "temperature": 0}
+    body["return_token_ids"] = True
     return post(url, json.dumps(body).encode(), tokens=tokens, key=key)
 
 
@@ -68,16 +71,23 @@ def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
     """Send a request body unchanged."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url}/v1/completions", data=body, headers=headers)
-    sent_s, predicted_ms = time.monotonic(), 0.0
+    sent_s, predicted_ms, first = time.monotonic(), 0.0, None
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            answer.read()
+            first = _first_token(answer.read())
             status, predicted_ms = answer.status, float(answer.headers.get("X-Weft-Predicted-Ms", 0.0))
     except urllib.error.HTTPError as error:
         status = error.code
     except OSError:
         status = 0
-    return Answer(tokens, sent_s, time.monotonic() - sent_s, status, predicted_ms / 1e3)
+    return Answer(tokens, sent_s, time.monotonic() - sent_s, status, first, predicted_ms / 1e3)
+
+
+def _first_token(body: bytes) -> int | None:
+    try:
+        return json.loads(body)["choices"][0]["token_ids"][0]
+    except (ValueError, KeyError, IndexError, TypeError):
+        return None
 
 
 def replay(requests: Sequence[Request], urls: Sequence[str], *, key: str, seed: int = 0) -> list[Answer]:

@@ -32,6 +32,7 @@ def settings_of(config: WeftConfig) -> list[str]:
         "inference.prefill.model": prefill.model,
         "inference.prefill.python": prefill.python,
         "inference.prefill.ranks": f"[{','.join(map(str, prefill.ranks))}]",
+        "inference.prefill.stages": prefill.stages,
         "inference.prefill.cost_dir": prefill.cost_dir,
         "inference.prefill.first_port": prefill.first_port,
         "inference.prefill.yield_cores": prefill.yield_cores,

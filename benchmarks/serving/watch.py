@@ -19,20 +19,24 @@ class Watch:
     """A thread that collects the work of each served rank until `end`."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """Collect from the first rank of each worker."""
-        self.boards = {worker.index: BoardReader(worker.boards[0]) for worker in workers}
-        self._steps: dict[int, dict[int, list[tuple[float, float]]]] = {index: {} for index in self.boards}
+        """Collect from the ranks of all workers."""
+        self.boards = {
+            rank: BoardReader(board)
+            for worker in workers
+            for rank, board in zip(worker.ranks, worker.boards, strict=True)
+        }
+        self._steps: dict[int, dict[int, list[tuple[float, float]]]] = {rank: {} for rank in self.boards}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def work(self, worker: Worker) -> list[tuple[float, float]]:
+    def work(self, rank: int) -> list[tuple[float, float]]:
         """Return the times of the rank's computations, in order."""
-        return [span for _, spans in sorted(self._steps[worker.index].items()) for span in spans]
+        return [span for _, spans in sorted(self._steps[rank].items()) for span in spans]
 
-    def marks(self, worker: Worker) -> int:
-        """Return the number of marks on the board in the last recorded step."""
-        steps = self._steps[worker.index]
+    def marks(self, rank: int) -> int:
+        """Return the number of marks on the rank's board in the last recorded step."""
+        steps = self._steps[rank]
         return 2 * len(steps[max(steps)])
 
     def end(self) -> None:
@@ -42,9 +46,9 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(PAUSE_S):
-            for index, board in self.boards.items():
+            for rank, board in self.boards.items():
                 board.state()
-                self._steps[index].update(board.work())
+                self._steps[rank].update(board.work())
 
 
 class Windows:

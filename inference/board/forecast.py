@@ -36,11 +36,14 @@ class Forecast:
             return None
         return min(self.earliest_s[edge + 1], at_s + self.shortest_s[edge + 1])
 
-    def bubbles(self, edge: int, at_s: float, now_s: float, until_s: float) -> Iterator[tuple[float, float]]:
+    def bubbles(
+        self, edge: int, at_s: float, now_s: float, until_s: float, *, is_cautious: bool = False
+    ) -> Iterator[tuple[float, float]]:
         """Yield the bubbles from ``now_s`` to ``until_s``, as (start, end) after the begin of the running step.
 
         Args:
             edge: the latest edge of the running step, ``at_s`` after its begin.
+            is_cautious: True yields each bubble as short as it ever was.
         """
         if not self.typical_s:
             return
@@ -50,7 +53,10 @@ class Forecast:
             shift_s = max(shift_s, now_s - self.typical_s[edge + 1])
         begin_s = 0.0
         while begin_s + shift_s < until_s:
-            for opens, closes in zip(self.typical_s[::2], self.typical_s[1::2], strict=False):
+            for opens, closes, least in zip(
+                self.typical_s[::2], self.typical_s[1::2], self.shortest_s[1::2], strict=False
+            ):
+                closes = min(closes, opens + least) if is_cautious else closes
                 start_s, end_s = max(begin_s + shift_s + opens, now_s), begin_s + shift_s + closes
                 if start_s < until_s and end_s > start_s:
                     yield start_s, end_s

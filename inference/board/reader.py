@@ -94,11 +94,14 @@ class BoardReader:
             bubble = Bubble(row.step, edge // 2, at_s, begin_s + closes_s)
         return BoardState(now_s, True, "", row.step, 0.0, bubble, bell)
 
-    def upcoming(self, horizon_s: float) -> list[tuple[float, float]]:
+    def upcoming(self, horizon_s: float, *, is_cautious: bool = False) -> list[tuple[float, float]]:
         """Return the predicted bubbles within ``horizon_s`` in order: (start, end) in seconds of CLOCK_MONOTONIC.
 
         An open bubble is the first one, and starts now. Before the first measured step the schedule's prediction is
         used. The list is empty if the writer is dead or has not begun a step.
+
+        Args:
+            is_cautious: True returns each bubble as short as it was in any recorded step.
         """
         seen = self._look()
         now_s = time.monotonic()
@@ -107,7 +110,11 @@ class BoardReader:
             return []
         begin_s, at_s = row.edges[0] / 1e9, row.edges[-1] / 1e9
         found = seen.view.forecast(row).bubbles(
-            len(row.edges) - 1, at_s - begin_s, now_s - begin_s, now_s + horizon_s - begin_s
+            len(row.edges) - 1,
+            at_s - begin_s,
+            now_s - begin_s,
+            now_s + horizon_s - begin_s,
+            is_cautious=is_cautious,
         )
         return [(begin_s + start_s, begin_s + end_s) for start_s, end_s in found if end_s - start_s >= SHORTEST_S]
 

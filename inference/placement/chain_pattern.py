@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import floor, inf
+from math import ceil, floor, inf
 
 from weft.inference.placement.bubble_pattern import BubblePattern
 
@@ -73,7 +73,8 @@ def slots_of(
 ) -> list[Slot]:
     """Return the slots that enter in one period and repeat in each, in order.
 
-    They are those of a pipeline that always has work. At most one chunk for each stage is in it.
+    They are those of a pipeline that always has work, and holds no more than fills the longest bubble of each stage.
+    Then each begins as late as it can without ending later, so that work does not wait between stages in vain.
 
     Args:
         bubbles: of each stage, less the guard. The last one may end in the next period.
@@ -90,8 +91,8 @@ def slots_of(
             found.append(_moved(slot, -number * period_s))
             slot = next(ways)
         if len(before) == len(found) and all(_is_same(*pair) for pair in zip(before, found, strict=True)):
-            return found
-    return _without_overlaps(found, period_s)
+            break
+    return _late(_without_overlaps(found, period_s), [_Stage(spans, period_s) for spans in bubbles], hop_s=hop_s)
 
 
 def _ways(
@@ -99,17 +100,18 @@ def _ways(
 ) -> Iterator[Slot]:
     """Yield slots for ever: each as long as the first stage's bubble allows, and as early as possible elsewhere."""
     stages = [_Stage(spans, period_s) for spans in bubbles]
-    leaves_s = [-inf] * len(stages)
+    most_s = max(end - start for spans in bubbles for start, end in spans)
+    leaves_s = [-inf] * (len(stages) * ceil(most_s / longest_s))
     count = 0
     while True:
-        at_s = max(stages[0].free_s, leaves_s[count % len(stages)])
+        at_s = max(stages[0].free_s, leaves_s[count % len(leaves_s)])
         begin_s, end_s = stages[0].open_at(at_s, shortest_s)
         length_s = min(longest_s, end_s - begin_s)
         begins_s = []
         for stage in stages:
             begins_s.append(at_s := stage.take(at_s, length_s))
             at_s += length_s + hop_s
-        leaves_s[count % len(stages)] = at_s - hop_s
+        leaves_s[count % len(leaves_s)] = at_s - hop_s
         count += 1
         yield tuple(begins_s), length_s
 
@@ -118,30 +120,59 @@ class _Stage:
     """The bubbles of a stage, repeated for ever, and when it has done what it took."""
 
     def __init__(self, bubbles: Spans, period_s: float) -> None:
-        self._bubbles, self._period_s = bubbles, period_s
-        self._ends = [end for _, end in bubbles]
+        self._bubbles, self.period_s = bubbles, period_s
+        self._starts, self._ends = [start for start, _ in bubbles], [end for _, end in bubbles]
         self.free_s = 0.0
 
     def open_at(self, at_s: float, length_s: float) -> tuple[float, float]:
         """Return the first time from ``at_s`` on from which a bubble lasts longer than ``length_s``, and its end."""
         at_s = max(at_s, self.free_s)
         # The last bubble of the period before may still be open.
-        cycle = floor(at_s / self._period_s) - 1
-        number = bisect_right(self._ends, at_s - cycle * self._period_s + length_s)
+        cycle = floor(at_s / self.period_s) - 1
+        number = bisect_right(self._ends, at_s - cycle * self.period_s + length_s)
         while True:
             if number == len(self._ends):
                 cycle, number = cycle + 1, 0
             start_s, end_s = self._bubbles[number]
-            start_s, end_s = max(at_s, start_s + cycle * self._period_s), end_s + cycle * self._period_s
+            start_s, end_s = max(at_s, start_s + cycle * self.period_s), end_s + cycle * self.period_s
             if end_s - start_s > length_s:
                 return start_s, end_s
             number += 1
+
+    def latest(self, by_s: float, length_s: float) -> float:
+        """Return the latest begin of a part of a bubble that is as long, and ends by then."""
+        cycle, phase_s = divmod(by_s - length_s + _SAME_S, self.period_s)
+        number = bisect_right(self._starts, phase_s) - 1
+        while True:
+            if number < 0:
+                cycle, number = cycle - 1, len(self._starts) - 1
+            start_s, end_s = (edge + cycle * self.period_s for edge in self._bubbles[number])
+            if (begin_s := min(by_s, end_s) - length_s) >= start_s - _SAME_S:
+                return begin_s
+            number -= 1
 
     def take(self, at_s: float, length_s: float) -> float:
         """Take the first part of a bubble that is as long, and return when it begins."""
         begin_s, _ = self.open_at(at_s, length_s - _SAME_S)
         self.free_s = begin_s + length_s
         return begin_s
+
+
+def _late(slots: Sequence[Slot], stages: Sequence[_Stage], *, hop_s: float) -> list[Slot]:
+    """Return the slots as they are in the last stage, and as late as possible in the others."""
+    rows = [list(begins_s) for begins_s, _ in slots]
+    for stage in reversed(range(len(stages) - 1)):
+        next_s = inf
+        for _ in range(ROUNDS):
+            for row, (_, length_s) in zip(reversed(rows), reversed(slots), strict=True):
+                row[stage] = next_s = stages[stage].latest(min(row[stage + 1] - hop_s, next_s), length_s)
+            if rows[-1][stage] + slots[-1][1] <= (next_s := next_s + stages[stage].period_s) + _SAME_S:
+                break
+        else:  # where they were
+            for row, (begins_s, _) in zip(rows, slots, strict=True):
+                row[: stage + 1] = begins_s[: stage + 1]
+            break
+    return [(tuple(row), length_s) for row, (_, length_s) in zip(rows, slots, strict=True)]
 
 
 def _moved(slot: Slot, by_s: float) -> Slot:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import count, islice
-from math import inf
+from itertools import chain, count, islice
+from math import inf, sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 from time import perf_counter_ns
 
 from weft.inference.placement.bubble_pattern import BubblePattern
@@ -17,7 +18,9 @@ from weft.inference.placement.prefill_placement import PrefillPlacement
 from weft.inference.placement.prompt_work import PromptWork
 
 SAME_SHARE = 0.005
-"""Tolerance of the steady-state test, relative to prompts, deadline and the ranks' time."""
+"""Half the width of the confidence intervals at which a replay stops, relative to prompts, deadline and ranks' time."""
+STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t of 95 % intervals of the mean of two values, three, and so on."""
 MAX_WINDOWS = 60
 """Number of windows after which the search for a steady state stops."""
 MOST_TRACE_S = 366 * 86400.0
@@ -40,12 +43,12 @@ class Replay:
     Attributes:
         seconds: length of the window.
         waits_s: for each accepted prompt, seconds from arrival to the begin of its first chunk.
-        queued_s: for each accepted prompt, seconds by which it ends later than on an idle fleet.
+        queued_s: for some accepted prompts, seconds by which it ends later than on an idle fleet.
         ttfts_s: for each accepted prompt, seconds from arrival to end (time to first token).
         refused: number of prompts that would have missed the deadline.
         prefill_share: share of all ranks' time in the window spent on prefills.
         places_us: microseconds of each placement decision.
-        steady: True if the previous windows were similar.
+        steady: True if the confidence intervals are narrow.
     """
 
     seconds: float
@@ -64,7 +67,7 @@ class Replay:
 
     @property
     def mean_queued_s(self) -> float:
-        """Mean of `queued_s`, or 0.0 if no prompt was accepted."""
+        """Mean of `queued_s`, or 0.0 if it is empty."""
         return sum(self.queued_s) / max(1, len(self.queued_s))
 
 
@@ -136,6 +139,7 @@ def replay(
     *,
     window_s: float,
     deadline_s: float = inf,
+    sample: int = 1,
 ) -> Iterator[Replay]:
     """Place every prompt on arrival on the worker that finishes it first. Yield the statistics of each window.
 
@@ -146,6 +150,7 @@ def replay(
         arrivals: arrival times of prompts, in order.
         window_s: length of a window.
         deadline_s: maximum time to first token. Prompts that would take longer are refused.
+        sample: `Replay.queued_s` has one of so many accepted prompts.
     """
     placement, idle = (PrefillPlacement(patterns[0].period_s) for _ in range(2))
     for worker, pattern in enumerate(patterns):
@@ -167,8 +172,9 @@ def replay(
         window.places_us.append((perf_counter_ns() - begun_ns) / 1e3)
         window.waits_s.append(slot.begin_s - arrival.at_s)
         window.ttfts_s.append(slot.end_s - arrival.at_s)
-        alone = idle.find(arrival.at_s, work_s)
-        window.queued_s.append(slot.end_s - alone.end_s if alone else 0.0)
+        if not (len(window.ttfts_s) - 1) % sample:
+            alone = idle.find(arrival.at_s, work_s)
+            window.queued_s.append(slot.end_s - alone.end_s if alone else 0.0)
         for start_s, end_s in patterns[slot.worker].spans(slot.begin_s, work_s):
             for number in range(int(start_s // window_s), int(end_s // window_s) + 1):
                 shared_s = min(end_s, (number + 1) * window_s) - max(start_s, number * window_s)
@@ -200,24 +206,43 @@ class _Window:
 
 
 def steady_state(windows: Iterable[Replay], *, deadline_s: float, most: int = MAX_WINDOWS) -> Replay:
-    """Return the first window similar to its two predecessors, or the last of ``most`` if there is none.
+    """Return the later half of the windows, together, as soon as the confidence intervals of its means are narrow.
 
-    Overloaded queues fill until requests are refused, which may take many deadlines; earlier windows
-    are not representative.
+    Overloaded queues fill until requests are refused, which may take many deadlines. The later half leaves that out: as
+    long as queues fill, its windows differ, and its intervals are wide.
+
+    Args:
+        deadline_s: the replay's deadline.
+        most: number of windows after which the search stops.
     """
-    alike, last = 0, None
+    seen: list[Replay] = []
     for window in islice(windows, most):
-        alike = alike + 1 if last is not None and _alike(last, window, deadline_s) else 0
-        last = window
-        if alike == 2:
-            return replace(window, steady=True)
-    assert last is not None, "a replay has at least one window"
-    return last
+        seen.append(window)
+        latest = seen[-max(2, len(seen) // 2) :]
+        if len(latest) > 1 and _is_narrow(latest, deadline_s):
+            return _together(latest, steady=True)
+    assert seen, "a replay has at least one window"
+    return _together(seen[len(seen) // 2 :], steady=False)
 
 
-def _alike(one: Replay, other: Replay, deadline_s: float) -> bool:
-    return (
-        abs(one.refused_share - other.refused_share) <= SAME_SHARE
-        and abs(one.mean_queued_s - other.mean_queued_s) <= SAME_SHARE * deadline_s
-        and abs(one.prefill_share - other.prefill_share) <= SAME_SHARE
+def _is_narrow(windows: Sequence[Replay], deadline_s: float) -> bool:
+    """True if the mean refused share, queueing time and share of the ranks' time are known to `SAME_SHARE`."""
+    values = [(each.refused_share, each.mean_queued_s / deadline_s, each.prefill_share) for each in windows]
+    student = STUDENT_95[min(len(windows) - 2, len(STUDENT_95) - 1)]
+    return all(student * stdev(column) / sqrt(len(column)) <= SAME_SHARE for column in zip(*values, strict=True))
+
+
+def _together(windows: Sequence[Replay], *, steady: bool) -> Replay:
+    def all_of(name: str) -> list[float]:
+        return list(chain.from_iterable(getattr(window, name) for window in windows))
+
+    return Replay(
+        seconds=sum(window.seconds for window in windows),
+        waits_s=all_of("waits_s"),
+        queued_s=all_of("queued_s"),
+        ttfts_s=all_of("ttfts_s"),
+        refused=sum(window.refused for window in windows),
+        prefill_share=fmean(window.prefill_share for window in windows),
+        places_us=all_of("places_us"),
+        steady=steady,
     )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import ceil, inf
 
 import numpy as np
 
 from weft.inference.placement.bubble_pattern import BubblePattern
+from weft.inference.placement.chain_pattern import chain_pattern
 from weft.inference.placement.prompt_work import PromptWork
 from weft.inference.placement.replay import (
     MAX_WINDOWS,
@@ -30,7 +32,9 @@ from weft.tools.tables import show, table_of
 
 MOST_LOAD = 100.0
 MOST_PROMPTS = 1_000_000
-"""Prompts in a window: a replay has up to 60 of them, and takes about 10 us for a prompt."""
+"""Prompts in a window: a replay has up to 60 of them, and takes about 20 us for a prompt."""
+SAMPLE = 8
+"""One of so many prompts is also placed on an idle fleet, for its queueing."""
 WINDOW_STEPS = 8
 """Training steps that a window has at least."""
 
@@ -40,6 +44,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     prefill = parser.add_argument_group("prefills in the bubbles (with --prefill)")
     prefill.add_argument("--gpus", type=int, default=1000, help="number of GPUs that train; default 1000")
     prefill.add_argument("--cells", type=int, default=50, help="number of DP-cells that the GPUs form; default 50")
+    prefill.add_argument(
+        "--stages",
+        type=int,
+        nargs="*",
+        default=[1],
+        metavar="P",
+        help="GPUs that the served model is cut over: neighbours of one position in their pipelines; default 1",
+    )
+    prefill.add_argument(
+        "--hop", type=float, default=2.3, metavar="MS", help="time from a stage to the next one; default 2.3"
+    )
+    prefill.add_argument(
+        "--weights",
+        type=float,
+        default=16.1,
+        metavar="GB",
+        help="weights of the served model, of which each stage has its part; default: Llama 3 8B in bf16",
+    )
     prefill.add_argument(
         "--prefill-cost",
         type=_prefill_cost,
@@ -93,27 +115,82 @@ def report(schedule: Schedule, costs: CostModel, args: argparse.Namespace) -> No
         )
     shared = costs.for_cell(pipelines)
     timeline = simulate(add_relays(lower(side_by_side(schedule, pipelines)), shared), shared)
-    work, guard_s = args.prefill_cost, args.guard / 1e3
-    cell = [
-        BubblePattern(timeline.bubbles(rank), timeline.step_s, overhead_s=work.overhead_s, guard_s=guard_s)
-        for rank in range(timeline.num_ranks)
+    rows, notes = [], []
+    for stages in args.stages:
+        fleet = _fleet(timeline, pipelines, stages, args)
+        if stages == args.stages[0]:
+            show(_shares(timeline, fleet, args))
+        for factor in (1.0, *(load * fleet.room / fleet.offered(trace) for load in args.loads)):
+            found = _run(fleet, trace, factor, args, timeline.step_s)
+            if not found.steady:
+                notes = [f"* still changing after {MAX_WINDOWS} windows"]
+            share = f"{factor * fleet.offered(trace) / fleet.room:.1%}{'' if found.steady else '*'}"
+            staged = {} if args.stages == [1] else {"PP": str(stages), "GB": f"{args.weights / stages:.1f}"}
+            rows.append({**staged, "offered": share, **_cells(found, factor, timeline, fleet.usable)})
+    title = f"{len(trace)} prompts of {args.prefill.name}, deadline {args.deadline:g} s"
+    show(table_of(rows, title, left=0), *notes)
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """The workers of all GPUs.
+
+    Attributes:
+        patterns: the bubbles of each worker.
+        work: cost of a prompt in each stage.
+        usable: share of the GPUs' time in which work can run.
+    """
+
+    patterns: Sequence[BubblePattern]
+    work: PromptWork
+    usable: float
+
+    @property
+    def room(self) -> float:
+        """Seconds of work in each stage that fit into a second, over all workers."""
+        return sum(pattern.capacity_s / pattern.period_s for pattern in self.patterns)
+
+    def offered(self, trace: Sequence[Arrival]) -> float:
+        """Return the seconds of work in each stage that the trace brings in a second."""
+        return sum(self.work.work_s(arrival.tokens) for arrival in trace) / length_s(trace)
+
+
+def _fleet(timeline: Timeline, pipelines: int, stages: int, args: argparse.Namespace) -> _Fleet:
+    """Return workers of ``stages`` GPUs. Neighbours have the same position in their pipelines, as ranks are numbered.
+
+    Raises:
+        ValueError: the GPUs are no multiple of the stages, or no bubble is long enough.
+    """
+    if stages < 1 or args.gpus % stages:
+        raise ValueError(f"--stages={stages}: not a divisor of --gpus={args.gpus}; choose one")
+    whole: PromptWork = args.prefill_cost
+    work = replace(
+        whole, step_s=whole.step_s / stages, token_s=whole.token_s / stages, context_s=whole.context_s / stages
+    )
+    ranks = timeline.num_ranks // pipelines
+    order = [
+        pipeline * ranks + rank for rank in range(ranks) for _ in range(args.cells) for pipeline in range(pipelines)
     ]
-    usable = _shares(timeline, cell, args)
-    room = sum(pattern.capacity_s / pattern.period_s for pattern in cell) * args.cells
-    if not room:
+    known: dict[tuple[int, ...], BubblePattern] = {}
+    patterns = []
+    for first in range(0, len(order), stages):
+        group = tuple(order[first : first + stages])
+        if group not in known:
+            known[group] = _pattern(timeline, group, work, args)
+        patterns.append(known[group])
+    if not any(pattern.capacity_s for pattern in patterns):
         raise ValueError(
             f"--guard={args.guard:g}, --prefill-cost: no bubble is long enough for an engine step; lower them"
         )
-    offered = sum(work.work_s(arrival.tokens) for arrival in trace) / length_s(trace)
-    rows, notes = [], []
-    for factor in (1.0, *(load * room / offered for load in args.loads)):
-        found = _run(cell * args.cells, trace, factor, args, timeline.step_s)
-        if not found.steady:
-            notes = [f"* still changing after {MAX_WINDOWS} windows"]
-        share = f"{factor * offered / room:.1%}{'' if found.steady else '*'}"
-        rows.append({"offered": share, **_cells(found, factor, timeline, usable)})
-    title = f"{len(trace)} prompts of {args.prefill.name}, deadline {args.deadline:g} s"
-    show(table_of(rows, title, left=0), *notes)
+    usable = sum(pattern.open_s for pattern in patterns) / (timeline.step_s * len(patterns))
+    return _Fleet(patterns, work, usable)
+
+
+def _pattern(timeline: Timeline, group: Sequence[int], work: PromptWork, args: argparse.Namespace) -> BubblePattern:
+    bubbles, guard_s = [timeline.bubbles(rank) for rank in group], args.guard / 1e3
+    if len(group) == 1:
+        return BubblePattern(bubbles[0], timeline.step_s, overhead_s=work.overhead_s, guard_s=guard_s)
+    return chain_pattern(bubbles, timeline.step_s, hop_s=args.hop / 1e3, overhead_s=work.overhead_s, guard_s=guard_s)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -132,14 +209,14 @@ def _check(args: argparse.Namespace) -> None:
     for load in args.loads:
         if not 0.0 < load <= MOST_LOAD:
             raise ValueError(f"--loads={load:g}: give shares of the room above 0 and at most {MOST_LOAD:g}")
+    if not 0.0 <= args.hop < inf:
+        raise ValueError(f"--hop={args.hop:g}: give a number of milliseconds, 0 or more")
     cost = args.prefill_cost
     if not all(0.0 <= part < inf for part in (cost.step_s, cost.token_s, cost.context_s)) or not cost.token_s:
         raise ValueError("--prefill-cost: give times of 0 or more, and above 0 for a token")
 
 
-def _run(
-    patterns: Sequence[BubblePattern], trace: Sequence[Arrival], factor: float, args: argparse.Namespace, step_s: float
-) -> Replay:
+def _run(fleet: _Fleet, trace: Sequence[Arrival], factor: float, args: argparse.Namespace, step_s: float) -> Replay:
     """Return the steady state. Windows are whole repetitions of the trace, so that they are comparable."""
     round_s = length_s(trace) / factor
     window_s = round_s * ceil(max(WINDOW_STEPS * step_s, args.deadline) / round_s)
@@ -149,20 +226,17 @@ def _run(
             "replayed; correct TIMESTAMP, or lower --deadline"
         )
     arrivals = sped_up(trace, factor)
-    windows = replay(patterns, arrivals, args.prefill_cost, window_s=window_s, deadline_s=args.deadline)
+    windows = replay(fleet.patterns, arrivals, fleet.work, window_s=window_s, deadline_s=args.deadline, sample=SAMPLE)
     return steady_state(windows, deadline_s=args.deadline)
 
 
-def _shares(timeline: Timeline, cell: Sequence[BubblePattern], args: argparse.Namespace) -> float:
-    """Print how the ranks spend their time, and return the share that prefills can use."""
-    whole_s = timeline.step_s * timeline.num_ranks
-    usable = sum(pattern.open_s for pattern in cell) / whole_s
-    show(
+def _shares(timeline: Timeline, fleet: _Fleet, args: argparse.Namespace) -> str:
+    """Return a line about how the ranks spend their time."""
+    return (
         f"{args.gpus} GPUs in {args.cells} DP-cells of {timeline.num_ranks}; step {timeline.step_s:.3f} s: "
         f"training {1 - timeline.bubble_share:.1%}, bubbles {timeline.bubble_share:.1%}, of which prefills can use "
-        f"{usable:.1%} (less {args.guard:g} ms at the end of each, and bubbles too short for a step)"
+        f"{fleet.usable:.1%} (less {args.guard:g} ms at the end of each, and bubbles too short for a step)"
     )
-    return usable
 
 
 def _cells(found: Replay, factor: float, timeline: Timeline, usable: float) -> dict[str, str]:

@@ -83,7 +83,7 @@ def _bubbles(gate: Gate) -> list[tuple[float, float]]:
     """Return the coming bubbles of a stage's rank, less the guard."""
     (board,) = gate.boards
     closes_s = bubble.closes_s if (bubble := board.state().bubble) is not None else inf
-    spans = [(start_s, end_s - gate.guard_s) for start_s, end_s in board.upcoming(HORIZON_S)]
+    spans = [(start_s, end_s - gate.guard_s) for start_s, end_s in board.upcoming(HORIZON_S, is_cautious=True)]
     if spans and bubble is not None:  # the end of an open bubble is predicted more cautiously
         spans[0] = spans[0][0], min(spans[0][1], closes_s - gate.guard_s)
     return spans

@@ -50,7 +50,9 @@ class StageGate:
             return True
         if state.now_s - begun_s < PATIENCE_S:
             return False
-        longest_s = max((end_s - start_s for start_s, end_s in self._board.upcoming(HORIZON_S)), default=0.0)
+        longest_s = max(
+            (end_s - start_s for start_s, end_s in self._board.upcoming(HORIZON_S, is_cautious=True)), default=0.0
+        )
         if left_s < MIN_REMAINING * (longest_s - self._guard_s):
             return False
         logger.warning(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
@@ -29,6 +30,8 @@ if current_platform.is_cpu():
     from weft.inference.worker.vllm_cpu import keep_generators
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class StageWorker(PlatformWorker):
@@ -67,6 +70,14 @@ class StageWorker(PlatformWorker):
             return output
 
         runner.execute_model = execute_in_bubble
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Log the stage's memory, when its KV cache has been allocated. See the base class."""
+        weights = sum(tensor.nbytes for tensor in self.model_runner.model.parameters())
+        cache = sum({tensor.data_ptr(): tensor.nbytes for tensor in self.model_runner.kv_caches}.values())
+        stage, stages = get_pp_group().rank_in_group, get_pp_group().world_size
+        logger.info("stage %d of %d: %d bytes of weights, %d bytes of KV cache", stage, stages, weights, cache)
+        return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Compute the stage's part of a step in a bubble. See the base class."""

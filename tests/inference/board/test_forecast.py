@@ -31,3 +31,9 @@ def test_without_a_period_only_the_running_step_is_known():
 @pytest.mark.parametrize("until_s", [0.0, -1.0])
 def test_nothing_is_predicted_of_the_past(until_s):
     assert found(0, 0.0, 0.0, until_s) == []
+
+
+def test_a_cautious_prediction_has_each_bubble_as_short_as_it_ever_was():
+    forecast = Forecast(EDGES, EDGES, (0.0, 0.5, 1.0, 0.25), 10.0, num_steps=4)
+    assert list(forecast.bubbles(0, 0.0, 0.0, 11.0, is_cautious=True)) == [(0.0, 0.5), (2.0, 2.25), (10.0, 10.5)]
+    assert list(forecast.bubbles(0, 0.0, 0.0, 9.0)) == [(0.0, 1.0), (2.0, 3.0)]

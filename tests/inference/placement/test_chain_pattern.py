@@ -36,13 +36,22 @@ def test_a_slot_lies_in_a_bubble_of_each_stage_after_the_stage_before(stages):
     for seed in CASES:
         given, found = slots(random.Random(seed), stages)
         assert found, "some work fits"
+        first_s = found[0][0][0]
         for begins_s, length_s in found:
-            assert length_s > OVERHEAD_S and 0.0 <= begins_s[0] < PERIOD_S
+            assert length_s > OVERHEAD_S and first_s <= begins_s[0] < first_s + PERIOD_S
             for one_s, next_s in pairwise(begins_s):
                 assert next_s >= one_s + length_s + HOP_S - SLACK_S
             for spans, begin_s in zip(given, begins_s, strict=True):
-                repeated = [(a + n * PERIOD_S, b + n * PERIOD_S) for n in range(-1, 2 * stages + 20) for a, b in spans]
+                repeated = [(a + n * PERIOD_S, b + n * PERIOD_S) for n in range(-20, 2 * stages + 20) for a, b in spans]
                 assert any(a - SLACK_S <= begin_s and begin_s + length_s <= b + SLACK_S for a, b in repeated)
+
+
+def test_slots_do_not_wait_between_ranks_that_are_idle_together():
+    """They are as late as they can be in the first stages, so a prompt waits at most for the slot before its own."""
+    spans = [(0.1, 0.5), (0.9, 1.6)]
+    found = slots_of([spans] * 4, PERIOD_S, hop_s=HOP_S, shortest_s=OVERHEAD_S, longest_s=0.02)
+    at_once = sum(begins_s[-1] - begins_s[0] <= 3 * (2 * 0.02 + HOP_S) for begins_s, _ in found)
+    assert at_once > 0.8 * len(found)
 
 
 @pytest.mark.parametrize("stages", [2, 5])

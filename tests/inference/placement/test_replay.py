@@ -1,15 +1,18 @@
 """The replay of a trace: what is read, what is placed, how much room is used."""
 
 from itertools import islice
+from math import sqrt
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import weft.inference.placement.replay as replay_module
 from weft.inference.placement.bubble_pattern import BubblePattern
 from weft.inference.placement.prompt_work import PromptWork
 from weft.inference.placement.replay import (
     SAME_SHARE,
+    STUDENT_95,
     Arrival,
     Replay,
     length_s,
@@ -159,6 +162,18 @@ def test_simulate_replays_a_trace_over_dp_cells(tmp_path, capsys):
     assert "--gpus=9: not a multiple of --cells=2 x 2" in capsys.readouterr().err
 
 
+def test_simulate_cuts_the_model_over_neighbouring_gpus(tmp_path, capsys):
+    schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
+    options = [str(schedule), f"--prefill={trace}", "--gpus=8", "--cells=2", "--loads=0.5", "--stages", "1", "2", "4"]
+    assert main(["simulate", *options]) == 0
+    said = capsys.readouterr().out
+    assert all(weights in said for weights in ("16.1", "8.1", "4.0"))
+    assert main(["simulate", *options, "3"]) == 2
+    assert "--stages=3: not a divisor of --gpus=8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -206,6 +221,14 @@ def test_a_prompt_is_queued_by_as_much_as_it_ends_later_than_on_an_idle_fleet():
     assert crowd.queued_s[1] > 0.0
 
 
+def test_a_sample_of_prompts_is_compared_with_an_idle_fleet():
+    trace = [Arrival(0.1 * number, 500 + 700 * (number % 5)) for number in range(40)]
+    (whole,) = replay(fleet(), trace, WORK, window_s=8.0)
+    (some,) = replay(fleet(), trace, WORK, window_s=8.0, sample=4)
+    assert list(some.queued_s) == list(whole.queued_s)[::4]
+    assert some.ttfts_s == whole.ttfts_s
+
+
 def test_a_prompt_waits_from_its_arrival_to_its_bubble():
     closed = Arrival(5.5, 500)  # the worker of the only rank has bubbles from 0.1 to 0.45 and from 0.7 to 0.95
     (found,) = replay(fleet(1), [closed], WORK, window_s=60.0)
@@ -240,27 +263,34 @@ def test_shares_and_means_are_of_what_arrived_and_of_what_was_accepted():
     assert not window().steady
 
 
-@given(st.lists(st.integers(0, 1), min_size=1, max_size=9), st.integers(1, 9))
-def test_the_first_window_like_its_two_predecessors_is_steady(levels, most):
-    windows = [window(share=0.5 * level + number * 1e-6) for number, level in enumerate(levels)]
-    looked = levels[:most]
-    steady = [n for n in range(2, len(looked)) if looked[n - 2] == looked[n - 1] == looked[n]]
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.integers(1, 12))
+def test_a_replay_stops_when_the_later_half_of_its_windows_agrees(levels, most):
+    windows = [window(accepted=1, share=0.5 * level + number * 1e-6) for number, level in enumerate(levels)]
+    looked = windows[:most]
+    halves = [looked[:n][-max(2, n // 2) :] for n in range(2, len(looked) + 1)]
+    agree = [half for half in halves if max(w.prefill_share for w in half) - min(w.prefill_share for w in half) < 0.1]
     found = steady_state(windows, deadline_s=3.0, most=most)
-    assert found.steady == bool(steady)
-    assert found.prefill_share == windows[steady[0] if steady else len(looked) - 1].prefill_share
+    assert found.steady == bool(agree)
+    counted = agree[0] if agree else looked[len(looked) // 2 :]
+    assert found.prefill_share == pytest.approx(sum(w.prefill_share for w in counted) / len(counted))
+    assert found.seconds == len(found.ttfts_s) == len(counted)
 
 
 @pytest.mark.parametrize(
     ("field", "least", "unit"),
-    [("share", 0.5, SAME_SHARE), ("queued_s", 1.0, 3.0 * SAME_SHARE), ("refused", 100, 1000 * SAME_SHARE)],
+    [("share", 0.5, SAME_SHARE), ("queued_s", 1.0, 3.0 * SAME_SHARE), ("refused", 10_000, 100_000 * SAME_SHARE)],
 )
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_windows_are_alike_up_to_a_share_in_every_way(field, least, unit, sign):
-    """Windows have equal shares of the ranks' time, of the deadline, and of the prompts."""
-    for times, alike in ((0.8, True), (1.2, False)):
-        pair = []
-        for value in (least, least + sign * times * unit):
+@pytest.mark.parametrize("count", [2, 4])
+def test_intervals_are_narrow_up_to_a_share_in_every_way(field, least, unit, sign, count):
+    """The half of an interval is Student's t times the standard error, here of a value and its opposite in turns."""
+    error = {2: 0.5, 4: 1 / sqrt(12)}[count]
+    for times, narrow in ((0.8, True), (1.2, False)):
+        apart = sign * times * unit / (STUDENT_95[count - 2] * error)
+        windows = []
+        for number in range(count):
+            value = least + apart * (number % 2)
             refused = round(value) if field == "refused" else 0
             more = {field: value} if field != "refused" else {"refused": refused}
-            pair.append(window(accepted=1000 - refused, **more))
-        assert steady_state([pair[0], pair[0], pair[1]], deadline_s=3.0).steady == alike, times
+            windows.append(window(accepted=100_000 - refused, **more))
+        assert replay_module._is_narrow(windows, 3.0) == narrow, times

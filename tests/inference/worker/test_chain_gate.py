@@ -25,7 +25,7 @@ class Board:
         found = Bubble(7, 1, opens_s, closes_s) if opens_s <= NOW_S else None
         return BoardState(NOW_S, True, "", 7, 0.0, found, 0)
 
-    def upcoming(self, horizon_s):
+    def upcoming(self, horizon_s, *, is_cautious):
         return [(max(opens_s, NOW_S), closes_s) for opens_s, closes_s in self.bubbles]
 
     def busy_from(self, start_s, end_s):

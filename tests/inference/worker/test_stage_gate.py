@@ -28,7 +28,7 @@ class Board:
         bubble = Bubble(int(step), 0, begin_s + found[0][0], begin_s + found[0][1]) if found and self.alive else None
         return BoardState(self.now_s, self.alive, "", int(step), 0.0, bubble, 0)
 
-    def upcoming(self, horizon_s):
+    def upcoming(self, horizon_s, *, is_cautious):
         return [SHORT, LONG]
 
     def wait(self, state, timeout_s):
