@@ -21,6 +21,8 @@ OPTIMIZER_BYTES = 8
 """Bytes of optimiser state per weight of AdamW and LAMB: two fp32 moments."""
 ROOT_BYTES = 4
 """Bytes of a root of a second moment, or of an update."""
+ALIGNMENT = 8
+"""Shard sizes are multiples of this number of elements, so that fast kernels and transports apply."""
 USABLE = 0.8
 """Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
 

@@ -35,6 +35,7 @@ from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
+from weft.engine.planning.state_pieces import stepped_pieces
 from weft.engine.precision import DTYPES
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.workload import WORK_FORM, ModelWork
@@ -216,22 +217,24 @@ def _optimizer_bytes(
     device: torch.device,
     given: Optimizer | OptimizerMaker | None,
     model: PreTrainedConfig | nn.Module,
-) -> float | None:
-    """Return the bytes of state per weight of the caller's optimiser, or None if there is none or it fails."""
+) -> tuple[float, ...] | None:
+    """Return the bytes of state per weight of the caller's optimiser, or None if there is none or it fails.
+
+    They are by part of the model: the embedding, each layer, and what follows the layers.
+    """
     if given is None:
         return None
-    trained = sum(layer.held_trained for layer in facts.model.layers) / facts.layout.stages
-    shard = min(trained, config.zero.reduce_bucket_size) / facts.layout.lines
-    shapes = Counter[tuple[int, ...]]()
-    for weight in meta_model(model, config.model.lora).parameters():
-        cut = config.zero.stage and shard < weight.numel()  # otherwise it keeps its form in a rank's shard
-        if weight.requires_grad:
-            shapes[(max(1, int(shard)),) if cut else tuple(weight.shape)] += weight.numel()
+    pieces = stepped_pieces(meta_model(model, config.model.lora), config.zero, facts.layout)
     try:
-        return state_bytes(given, device, shapes)
+        each = state_bytes(given, device, {shape for _, shape in pieces})
     except Exception as error:  # any: it is the caller's code, and may want the weights of the model
         log.warning("memory is predicted with the state of %s: %s", config.optimizer.kind.name, error)
         return None
+    stored, counts = [0.0] * (len(facts.model.layers) + 2), [0] * (len(facts.model.layers) + 2)
+    for (part, shape), count in pieces.items():
+        stored[part] += each[shape] * count
+        counts[part] += count
+    return tuple(num_bytes / max(count, 1) for num_bytes, count in zip(stored, counts, strict=True))
 
 
 def _speed(config: WeftConfig, machine: _Machine) -> tuple[float, float]:

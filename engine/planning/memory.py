@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,13 +67,26 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
                 size.held_trained,
                 size.trained / lines,
                 facts.model.largest_trained_layer,
-                optimizer_bytes(config.optimizer) if facts.optimizer_bytes is None else facts.optimizer_bytes,
+                _state_bytes(config, facts, split, held),
             ),
         )
         if facts.keeps_frozen:
             state = replace(state, weights=state.weights + (size.held - size.held_trained) * EXACT_BYTES)
         found.append(state)
     return found
+
+
+def _state_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int]) -> float:
+    """Return the bytes of optimiser state per trained weight of a rank with these virtual stages."""
+    if facts.optimizer_bytes is None:
+        return optimizer_bytes(config.optimizer)
+    sizes = [facts.model.before, *facts.model.layers, facts.model.after]
+    parts = {layer + 1 for stage in held for layer in split.layers[stage]}
+    parts |= {0} if 0 in held else set()
+    parts |= {len(sizes) - 1} if split.num_stages - 1 in held and not {0, len(sizes) - 1} <= parts else set()
+    trained = {part: sizes[part].trained for part in parts}
+    stored = sum(facts.optimizer_bytes[part] * count for part, count in trained.items())
+    return stored / max(1, sum(trained.values()))
 
 
 def rank_memory(
@@ -142,15 +155,15 @@ OptimizerMaker = Callable[[Iterable[dict[str, Any]]], Optimizer]
 
 
 def state_bytes(
-    given: Optimizer | OptimizerMaker, device: torch.device, shapes: Mapping[tuple[int, ...], int]
-) -> float:
-    """Return the bytes of state that an optimiser keeps on average for each fp32 weight that it steps.
+    given: Optimizer | OptimizerMaker, device: torch.device, shapes: Iterable[tuple[int, ...]]
+) -> dict[tuple[int, ...], float]:
+    """Return by shape the bytes of state that an optimiser keeps for each fp32 weight that it steps in this shape.
+
+    Some optimisers store state per row and column, and others have another state for small parameters.
 
     Args:
         given: an optimiser, of whose class another one is created, or a function of parameter groups.
         device: device of the step.
-        shapes: number of weights by the shape in which they are stepped, because some optimisers store state per row
-            and column, and others have another state for small parameters.
 
     Raises:
         Exception: any error of the optimiser.
@@ -163,8 +176,7 @@ def state_bytes(
     groups = [{"params": list(weights.values())}]
     optimizer = type(given)(groups, **given.defaults) if isinstance(given, Optimizer) else given(groups)
     optimizer.step()
-    each = {s: sum(map(_bytes_of, optimizer.state[w].values())) / w.numel() for s, w in weights.items()}
-    return sum(each[shape] * count for shape, count in shapes.items()) / sum(shapes.values())
+    return {s: sum(map(_bytes_of, optimizer.state[w].values())) / max(1, w.numel()) for s, w in weights.items()}
 
 
 def _bytes_of(value: Any) -> int:

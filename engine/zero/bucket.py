@@ -15,11 +15,10 @@ from weft.comm.channel import Handle
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import computed_dtype
 from weft.engine.zero.collectives import Collectives
+from weft.pipeline.memory import ALIGNMENT
 
 User = tuple[int, bool]
 """A virtual stage, and True for its backward. Each of these has at most one computation at a time."""
-ALIGNMENT = 8
-"""Shard sizes are multiples of this number of elements, so that fast kernels and transports apply."""
 
 
 @dataclass(frozen=True, eq=False)

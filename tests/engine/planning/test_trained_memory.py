@@ -105,6 +105,17 @@ class HalfAdam(torch.optim.Optimizer):
                 self.state[weight] = {**moments, **scales}
 
 
+class SmallIn32Bit(HalfAdam):
+    """Keeps two fp32 moments of weights of fewer than 4096 elements, as bitsandbytes does."""
+
+    def step(self):
+        super().step()
+        for weight, state in self.state.items():
+            if weight.numel() < 4096:
+                state.clear()
+                state.update(first=torch.zeros(weight.numel()), second=torch.zeros(weight.numel()))
+
+
 def eight_bit_adam(params) -> torch.optim.Optimizer:
     """Return AdamW of bitsandbytes. Its state is fp32 for weights of fewer than 4096 elements."""
     return pytest.importorskip("bitsandbytes").optim.AdamW8bit(params)
@@ -175,7 +186,9 @@ def num_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
-def allocated(case: Case, config: WeftConfig, model: nn.Module | None, plan, rank: int) -> tuple[int, int, int]:
+def allocated(
+    case: Case, config: WeftConfig, model: nn.Module | None, plan, rank: int, replica: int = 0
+) -> tuple[int, int, int]:
     """Bytes of weights, of gradients, of masters and optimiser state that a rank has after a step."""
     held, dtype = plan.placement.rank_stages[rank], DTYPES[config.train.precision]
     axes = AxisGroups(tensor=Alone("tensor", case.tensor))
@@ -186,9 +199,9 @@ def allocated(case: Case, config: WeftConfig, model: nn.Module | None, plan, ran
     named = {parameter: name for stage in stages for name, parameter in stage.named_global_parameters()}
     if dtype is not torch.float32:
         compute_in(named, dtype, {p for stage in stages for p in exported_frozen(stage)})
-    joint = Unsent(num_replicas=case.replicas * case.tensor)
+    joint = Unsent(num_replicas=case.replicas * case.tensor, replica=replica * case.tensor)
     basic = optimizer_of(case, config, parameter_groups([(name, p) for p, name in named.items()], 0.1))
-    sharding = Sharding(stages, config.zero, Unsent(num_replicas=case.replicas, joint=joint))
+    sharding = Sharding(stages, config.zero, Unsent(num_replicas=case.replicas, replica=replica, joint=joint))
     optimizer = ShardedOptimizer(basic, sharding, loss_scaler=LossScaler(1.0), clip=lambda: 0.0, check_overflow=False)
     for bucket in sharding.trained:
         for member in bucket.members:
@@ -202,6 +215,19 @@ def allocated(case: Case, config: WeftConfig, model: nn.Module | None, plan, ran
     masters = [f.tensor for f in sharding.fragments() if f.tensor.dtype != f.parameter.dtype]
     state = [x for per in basic.state.values() for x in per.values() if isinstance(x, Tensor) and x.numel() > 1]
     return weights, gradients, num_bytes(masters) + num_bytes(state)
+
+
+@pytest.mark.parametrize("lora", [None, WIDE])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_states_of_small_pieces_are_predicted_to_a_hundredth(replicas, zero, lora, tmp_path):
+    """On average over the replicas, whose shards cut parameters at different places."""
+    case = Case(passed=SmallIn32Bit, zero=zero, replicas=replicas, lora=lora)
+    config = case.config(tmp_path)
+    plan = plan_run(config, facts_before_start(config, load_hf_config(config.model), optimizer=case.passed))
+    for rank, memory in enumerate(plan.memory):
+        states = [allocated(case, config, None, plan, rank, replica)[2] for replica in range(replicas)]
+        assert memory.zero.optimizer == pytest.approx(sum(states) / replicas, rel=0.01), rank
 
 
 @pytest.mark.parametrize("name", CASES)

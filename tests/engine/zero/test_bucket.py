@@ -8,7 +8,7 @@ from torch import nn
 
 from weft.comm.collectives import Group
 from weft.engine.zero import Bucket, Collectives
-from weft.engine.zero.bucket import ALIGNMENT
+from weft.pipeline.memory import ALIGNMENT
 
 
 class Alone(Collectives):
