@@ -73,16 +73,13 @@ class _Box:
     bottom: float
 
 
-def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: float = 0.0) -> None:
+def plot_timelines(timelines: Sequence[Timeline], path: Path) -> None:
     """Draw ``timelines`` above each other on one time scale, and save a PNG (or the suffix's format).
 
     Each rank is a row: compute with micro-batch numbers where they fit (vertical in narrow cells),
     a strand pair split into forward (top) and backward (bottom), thin lanes for the transfers that
     it sends and for collectives over replicas, and hatching for bubbles. A rank's later chunks are
     darker. Bars at the side show peak activation memory.
-
-    Args:
-        width_inches: width of the figure; 0 makes short slots wide enough for a number, within limits.
 
     Raises:
         ValueError: ``timelines`` is empty, one has no spans, or there are too many for a picture.
@@ -97,7 +94,7 @@ def plot_timelines(timelines: Sequence[Timeline], path: Path, *, width_inches: f
             f"timelines: {spans:,} spans in {ranks:,} rows are more than the {_MOST_SPANS:,} in {_MOST_RANKS:,} that a "
             "picture can show; draw fewer ranks or micro-batches, or write them for Perfetto"
         )
-    width_inches = width_inches or _width_inches(timelines)
+    width_inches = _width_inches(timelines)
     row_inches = 0.46 if max(t.num_ranks for t in timelines) <= 16 else 0.26
     heights = [timeline.num_ranks * row_inches for timeline in timelines]
     height_inches = sum(heights) + 0.6 * len(heights) + 0.8

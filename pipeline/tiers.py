@@ -57,10 +57,10 @@ class OperationPlan:
     reason: str
 
 
-def operation_tier(costs: OperationCosts, *, max_chunks: int = MAX_CHUNKS) -> OperationPlan:
+def operation_tier(costs: OperationCosts) -> OperationPlan:
     """Partition a collective by algorithm 1; the comments give its line numbers."""
     inter, intra, world = costs.inter_size, costs.intra_size, costs.world_size
-    num_chunks = max_chunks  # 1
+    num_chunks = MAX_CHUNKS  # 1
     if costs.in_cost >= costs.comm_cost:  # 2, 23
         # 24-25: no need for partitioning
         return OperationPlan((1.0,), _why("independent compute covers it", costs))

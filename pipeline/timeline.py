@@ -103,18 +103,14 @@ class Timeline:
         whole_s = self.step_s * self.num_ranks
         return 1.0 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
-    def bubbles(self, rank: int, *, at_least_s: float = 0.0) -> tuple[tuple[float, float], ...]:
-        """Return the bubbles of ``rank`` in order, as (start, end) in seconds.
-
-        Args:
-            at_least_s: ignore bubbles that are not longer than this.
-        """
+    def bubbles(self, rank: int) -> tuple[tuple[float, float], ...]:
+        """Return the bubbles of ``rank`` in order, as (start, end) in seconds."""
         found = []
         idle_from = 0.0
         for span in self.compute[rank]:
-            if span.start_s - idle_from > at_least_s:
+            if span.start_s > idle_from:
                 found.append((idle_from, span.start_s))
             idle_from = max(idle_from, span.end_s)
-        if self.step_s - idle_from > at_least_s:
+        if self.step_s > idle_from:
             found.append((idle_from, self.step_s))
         return tuple(found)

@@ -18,6 +18,7 @@ from tests.nccl_rules.device import Device, Operation, Stream
 from tests.nccl_rules.host import HostRules, is_on_host
 from weft.comm import backends, lifeline
 from weft.comm.links import Sites
+from weft.comm.python_group import PythonGroup
 
 PATIENCE = timedelta(seconds=600)
 """Timeout of gloo; the device gives up long before."""
@@ -25,7 +26,7 @@ SERVED = "WEFT_TEST_STORE_IS_SERVED"
 """Set where the job's store is not rank 0's own."""
 
 
-class StrictGroup(dist.ProcessGroup):
+class StrictGroup(PythonGroup):
     """Operations as ProcessGroupNCCL of torch 2.13 runs them.
 
     - The first collective of a group, and the first message each way of a pair, blocks the *host* until
@@ -36,6 +37,8 @@ class StrictGroup(dist.ProcessGroup):
     - Only tensors on the device are taken.
     """
 
+    BACKEND = "strict"
+
     def __init__(self, device: Device, store: dist.Store, ranks: Sequence[int], me: int, *, bound: bool) -> None:
         """Made for each member; nothing is connected yet.
 
@@ -43,43 +46,12 @@ class StrictGroup(dist.ProcessGroup):
             ranks: global ranks of the members.
             me: this rank's place among them.
         """
-        super().__init__(me, len(ranks))
-        self._device, self._store, self._ranks, self._me, self._bound = device, store, list(ranks), me, bound
-        self._name = self._description = ""
+        super().__init__(ranks, me)
+        self._device, self._store, self._bound = device, store, bound
         self._streams: dict[str, Stream] = {}
         self._connections: dict[str, Any] = {}
         self._met: set[str] = set()
         self._aborted = False
-
-    # -- what torch asks of a group --------------------------------------------------------------
-
-    def size(self) -> int:
-        """Number of members."""
-        return len(self._ranks)
-
-    def rank(self) -> int:
-        """This rank's place."""
-        return self._me
-
-    def getBackendName(self) -> str:
-        """Name of the backend."""
-        return "strict"
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    @property
-    def group_name(self) -> str:
-        """Torch's name."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """Return the group's description."""
-        return self._description
 
     def shutdown(self) -> None:
         """End the streams."""
@@ -98,23 +70,23 @@ class StrictGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
         """Launch a send; the first one to a peer blocks until that peer receives."""
-        return self._pair(tensors, self._me, peer, lambda gloo, there: gloo.send(tensors, there, 0).wait())
+        return self._pair(tensors, self._position, peer, lambda gloo, there: gloo.send(tensors, there, 0).wait())
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
         """Launch a receive; the first one from a peer blocks until that peer sends."""
-        return self._pair(tensors, peer, self._me, lambda gloo, there: gloo.recv(tensors, there, 0).wait())
+        return self._pair(tensors, peer, self._position, lambda gloo, there: gloo.recv(tensors, there, 0).wait())
 
     def _pair(self, tensors: list[Tensor], source: int, target: int, run: Callable[[Any, int], Any]) -> Operation:
         self._refuse_host(tensors)
         pair = sorted((source, target))
         key = f"{pair[0]}:{pair[1]}"
-        verb = "send to" if source == self._me else "receive from"
-        other = target if source == self._me else source
-        what = f"the {verb} rank {self._ranks[other]} ({self._label()})"
+        verb = "send to" if source == self._position else "receive from"
+        other = target if source == self._position else source
+        what = f"the {verb} rank {self.ranks[other]} ({self._label()})"
         self._meet(f"{source}->{target}", 2, f"first exchange: {what}")
-        gloo = self._connection(key, pair.index(self._me), 2)
+        gloo = self._connection(key, pair.index(self._position), 2)
         stream = self._stream("group" if self._bound else key)
-        return self._device.launch(stream, what, lambda: run(gloo, 1 - pair.index(self._me)))
+        return self._device.launch(stream, what, lambda: run(gloo, 1 - pair.index(self._position)))
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -122,7 +94,7 @@ class StrictGroup(dist.ProcessGroup):
         self._refuse_host(tensors)
         what = f"{name} of {sum(t.numel() for t in tensors)} elements ({self._label()})"
         self._meet("group", self.size(), f"first exchange: {what}")
-        gloo = self._connection("group", self._me, self.size())
+        gloo = self._connection("group", self._position, self.size())
         return self._device.launch(self._stream("group"), what, lambda: getattr(gloo, name)(*args).wait())
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Operation:
@@ -164,7 +136,6 @@ class StrictGroup(dist.ProcessGroup):
         return self._collective("alltoall_base", [output, source], output, source, *splits)
 
     # The names of torch 2.11.
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Operation:
         """See `ProcessGroup`."""
@@ -183,7 +154,7 @@ class StrictGroup(dist.ProcessGroup):
     # -- the rules -------------------------------------------------------------------------------
 
     def _label(self) -> str:
-        return f"group {self._description or self._name} of ranks {self._ranks}"
+        return f"group {self._description or self._name} of ranks {list(self.ranks)}"
 
     def _refuse_host(self, tensors: Sequence[Tensor]) -> None:
         if any(is_on_host(tensor) for tensor in tensors):

@@ -1,8 +1,6 @@
 """A process keeps the timer slack that it was started with, and its threads may choose their own."""
 
-import subprocess
-import sys
-
+from tests.interpreter import python
 from weft.conf.host.processes import set_timer_slack
 
 TOLD = """
@@ -21,7 +19,5 @@ for each in (slack, punctual, slack):
 
 
 def test_slack_is_inherited_and_can_be_taken_back():
-    ran = subprocess.run(
-        [sys.executable, "-c", TOLD], preexec_fn=lambda: set_timer_slack(0.05), capture_output=True, timeout=60
-    )
-    assert ran.stdout.split() == [b"50000000", b"50000000", b"50000", b"50000000"]
+    ran = python("-c", TOLD, preexec_fn=lambda: set_timer_slack(0.05), timeout_s=60)
+    assert ran.stdout.split() == ["50000000", "50000000", "50000", "50000000"]

@@ -1,18 +1,16 @@
 """Frames of a connection, and its heartbeats."""
 
 import struct
-import subprocess
-import sys
 
 import pytest
 
+from tests.interpreter import python
 from weft.engine.supervision.connection import MOST_BYTES, FrameError, Frames, Session, pack
 
 
 def test_the_certificate_is_the_same_in_every_process_and_fits_any_clock():
     code = "from weft.comm.key import _certificate; print(_certificate(bytes(32)))"
-    command = [sys.executable, "-c", code]
-    assert len({subprocess.run(command, check=True, capture_output=True, timeout=60).stdout for _ in "ab"}) == 1
+    assert len({python("-c", code, check=True, timeout_s=60).stdout for _ in "ab"}) == 1
 
 
 # --- frames

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
+from tests.interpreter import python
 from weft.conf import load
 from weft.conf.batch import num_replicas
 from weft.conf.host.private import write_private
@@ -104,7 +104,7 @@ def test_a_driver_that_dies_before_its_first_agent_has_started_is_replaced(drive
     Spec("tests.engine.supervision.agent.fake_ranks:done", ["tests.engine.supervision.agent.fake_ranks"], {}).write(
         folder
     )
-    process = subprocess.run([sys.executable, "-c", DIES, str(folder), moment], timeout=60)
+    process = python("-c", DIES, folder, moment, timeout_s=60)
     assert process.returncode == -signal.SIGKILL
 
     def events():
