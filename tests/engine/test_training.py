@@ -13,6 +13,9 @@ from weft.pipeline.serialization import schedule_to_json
 from weft.pipeline.validation import validate
 from weft.tools.ranks import run_ranks
 
+STEPS = 5
+"""Three steps of warm-up, and two of decay."""
+
 # (stages, keywords of tiny_config); the job has four ranks, so two stages make two replicas.
 FAST = {
     "1f1b": (4, {}),
@@ -126,7 +129,7 @@ def test_any_valid_schedule_trains(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_losses_equal_a_single_process():
-    _compare(FAST, steps=6, timeout_s=240)
+    _compare(FAST, STEPS, timeout_s=240)
 
 
 @pytest.mark.slow
@@ -139,4 +142,4 @@ def test_losses_equal_a_single_process_where_communication_is_slow(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_every_schedule_placement_and_variant():
-    _compare(SLOW, steps=10, timeout_s=1400)
+    _compare(SLOW, STEPS, timeout_s=1400)
