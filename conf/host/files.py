@@ -19,7 +19,12 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of ``path``, which replaces ``path`` when the block ends.
 
     Missing folders are created. After an error the temporary file is removed, and ``path`` is unchanged.
+
+    Raises:
+        ValueError: ``path`` is a device, a pipe or a socket, which a file must not replace.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path}: a device, pipe or socket cannot be replaced by a file; name a file")
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid4().hex}")  # hosts that share a folder may share process numbers
     try:

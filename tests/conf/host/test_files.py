@@ -1,6 +1,7 @@
 """Files are whole, or as they were."""
 
 import json
+import os
 
 import pytest
 
@@ -23,6 +24,14 @@ def test_an_error_leaves_the_file_as_it_was(tmp_path):
         raise RuntimeError
     assert path.read_text() == "a"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_does_not_replace_a_device(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="cannot be replaced by a file"):
+        write_atomic(path, "a")
+    assert path.is_fifo()
 
 
 def test_writers_of_one_file_do_not_meet(tmp_path):
