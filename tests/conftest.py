@@ -47,13 +47,23 @@ def pytest_configure(config: pytest.Config) -> None:
     """Install the emulated GPU before a test module imports torch."""
     global NUM_GPUS
     if config.getoption("--device"):
-        from tests.device import cuda
+        from tests.device import cuda, instrument
 
+        if os.environ.get(instrument.FOLDER):
+            instrument.install()
         cuda.install(1)
         from tests.device import group
 
         group.register()
         NUM_GPUS = 1
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Write which lines have run on the emulated GPU."""
+    if config.getoption("--device"):
+        from tests.device import instrument
+
+        instrument.save()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

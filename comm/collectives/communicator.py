@@ -55,10 +55,6 @@ class Handle:
             raise ChannelError(f"{self.what} failed: {error}") from error
         return results[0] if self.target is None else self.target
 
-    def done(self) -> bool:
-        """True if `wait` would return immediately."""
-        return all(chunk.done() for chunk in self.chunks)
-
 
 class Communicator:
     """Process groups and executors of one group, for each axis of its meshes.

@@ -22,10 +22,6 @@ class Pending(Protocol):
         """Wait for the tensor and return it. On a GPU only the current stream waits."""
         ...
 
-    def done(self) -> bool:
-        """True if `result` would return immediately."""
-        ...
-
 
 class InOrderExecutor(Protocol):
     """Runs steps in submission order."""
@@ -99,10 +95,6 @@ class HostedResult:
         """Block until the thread has launched the operation, make the current stream wait, and return the tensor."""
         return self._started.result().result()
 
-    def done(self) -> bool:
-        """True if the tensor is complete."""
-        return self._started.done() and self._started.result().done()
-
 
 class StreamResult:
     """A tensor that the current stream's queued work produces."""
@@ -120,10 +112,6 @@ class StreamResult:
         stream.wait_event(self._event)
         self._tensor.record_stream(stream)
         return self._tensor
-
-    def done(self) -> bool:
-        """True if the tensor is complete."""
-        return self._event.query()
 
 
 def completed(tensor: Tensor) -> Pending:

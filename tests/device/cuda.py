@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from importlib import import_module
+from math import isnan
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,7 +138,10 @@ def _patch_module(num_devices: int) -> None:
             super().wait(torch.cuda.current_stream() if stream is None else stream)
 
         def elapsed_time(self, end: Any) -> float:
-            return native.emulated_elapsed_ms(ctypes.c_void_p(self.event_id), ctypes.c_void_p(end.event_id))
+            elapsed = native.emulated_elapsed_ms(ctypes.c_void_p(self.event_id), ctypes.c_void_p(end.event_id))
+            if isnan(elapsed):
+                raise RuntimeError("Both events must be completed before calculating elapsed time.")
+            return elapsed
 
     class Stream(torch.Stream):
         """See `torch.cuda.Stream`."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.device import cuda
 
-BACKEND = "emulated_nccl"
 TIMEOUT = timedelta(seconds=600)
 _unwaited: deque[tuple[Any, Sequence[Tensor]]] = deque()
 
@@ -62,6 +61,10 @@ class EmulatedWork(dist.Work):
                 _unwaited.popleft()
 
 
+class Options:
+    """See `ProcessGroupNCCL.Options`."""
+
+
 class EmulatedGroup(dist.ProcessGroup):
     """Operations as ProcessGroupNCCL of torch 2.13 runs them, without a bound device.
 
@@ -72,7 +75,9 @@ class EmulatedGroup(dist.ProcessGroup):
     - Tensors in host memory are refused.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    Options = Options
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         super().__init__(rank, size)
         self._store, self._rank, self._size = store, rank, size
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=TIMEOUT)
@@ -90,7 +95,10 @@ class EmulatedGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """Return the backend's name."""
-        return BACKEND
+        return "nccl"
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Ignore the numbers by which the flight recorder compares ranks."""
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -210,11 +218,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
 
 def register() -> None:
-    """Make the emulated group the backend that DeepSpeed's CUDA accelerator names."""
-    from deepspeed.accelerator import get_accelerator
-
-    def create(options: Any, given: Any) -> EmulatedGroup:
-        return EmulatedGroup(options.store, options.group_rank, options.group_size)
-
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cuda"])
-    get_accelerator()._communication_backend_name = BACKEND
+    """Make the emulated group torch's NCCL, which a CPU build lacks."""
+    torch_groups = dist.distributed_c10d
+    torch_groups.ProcessGroupNCCL = dist.ProcessGroupNCCL = EmulatedGroup
+    torch_groups._NCCL_AVAILABLE = True

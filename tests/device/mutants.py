@@ -1,66 +1,206 @@
-"""Waits of the engine that are removed, one at a time, to show that the emulated device notices each."""
+"""Training steps without one of the product's waits, to show that the emulated device notices each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 from unittest.mock import patch
 
-
-def _result_without_wait(result: Any) -> Any:
-    return result._tensor
-
-
-def _receive_without_wait(receive: Any) -> Any:
-    import torch
-
-    _, tensor = receive.launched.result(receive.timeout_s)
-    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return tensor
-
-
-def _receive_without_record(receive: Any) -> Any:
-    work, tensor = receive.launched.result(receive.timeout_s)
-    work.wait()
-    return tensor
-
-
-def _copy_without_wait(copy: Any, wait: Callable[[], Any]) -> None:
-    import torch
-
-    with patch.object(torch.cuda.Stream, "wait_stream", lambda *_: None):
-        _send(copy, wait)
-
-
-LAG_MS = 5.0
+LAG_MS = 4.0
 """Delay of what a removed wait waits for, so that the host does not learn of its end by other means."""
-LATE_COMPUTE = ("memory of a receive", "copy of the norm to the host")
-_send: Any = None
-MUTANTS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
-    "result of a collective": (
-        "weft.comm.collectives.executors.StreamResult",
-        "result",
-        _result_without_wait,
-        {"stages": 1, "zero": 1},
-    ),
-    "receive": ("weft.comm.rts_channel.RtsReceive", "wait", _receive_without_wait, {"stages": 2}),
-    "memory of a receive": ("weft.comm.rts_channel.RtsReceive", "wait", _receive_without_record, {"stages": 2}),
-    "copy of the norm to the host": ("weft.engine.zero.finite.HostCopy", "send", _copy_without_wait, {"stages": 2}),
+LAGS = [{"other_ms": LAG_MS}, {"default_ms": LAG_MS}]
+LONG_LAGS = [{"other_ms": 1000.0}]
+"""Lags with memory checkpoints, because their thread has to wait until the next step writes what they copy."""
+EXPLAINED = {
+    "comm/rts_channel.py::RtsSend.wait: self.work.wait": "bounds memory: a group keeps the tensor of an operation that "
+    "no stream has waited for, until its own thread notices the end",
+    "comm/rts_channel.py::_reached: event.synchronize": "orders launches and not data: without it a receive occupies "
+    "the peer's device while this one still computes",
+    "engine/supervision/memory/checkpoints.py::MemoryCheckpoints._copy: self._stream.synchronize": "precedes reads of "
+    "host memory by another thread, which the device does not observe",
 }
-"""Class, method, the method without its wait, and keywords of `tiny_config` for a run that uses it."""
+"""Waits without which all values are right, and why they stay."""
+PART_LAG_MS = 200.0
+NOTHING = "nothing"
+SMALL = {"layers": 2, "microbatches": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "parts": {},
+    "replicas": {"stages": 1, **SMALL},
+    "pipeline": {"stages": 2, **SMALL},
+    "ZeRO-1": {"stages": 1, "zero": 1, "compare_every": 1, **SMALL},
+    "ZeRO-3": {"stages": 1, "zero": 3, **SMALL},
+    "memory checkpoints": {"stages": 1, **SMALL},
+}
+"""Keywords of `tiny_config` by the name of a run; `_parts` has none."""
+ROUTES = [["site0"], ["site1"]]
+AT_SITES: dict[str, dict[str, Any]] = {
+    "pipeline over sites": {"stages": 2, "sites": (1, 1), **SMALL},
+    "replicas over sites": {"stages": 1, "zero": 1, "sites": (1, 1), "routes": ROUTES, **SMALL},
+}
 
 
-def races_without_waits() -> dict[str, dict[str, int]]:
-    """Return the races in one step without each wait, and in one step with all of them."""
-    global _send
-    from tests.device import cuda
+def without_each_wait(cases: dict[str, dict[str, Any]], folder: str, sites: bool = False) -> dict[str, str]:
+    """Return what noticed the removal of each wait that the cases execute: races, wrong losses or an error.
+
+    Args:
+        cases: keywords of `tiny_config` by name.
+        folder: for memory checkpoints.
+        sites: True if each rank is a site.
+    """
+    import torch.distributed as dist
+
+    from tests.device import instrument
+    from weft.comm.links import Sites
+    from weft.conf.schema import CommConfig
+    from weft.engine.distributed import init_distributed
+
+    over = Sites((0, 1), CommConfig(connections=2, timeout_s=60.0), reduce=True) if sites else None
+    init_distributed(60.0, sites=over)
+    store = dist.distributed_c10d._get_default_store()
+    found: dict[str, str] = {}
+    for number, (case, keywords) in enumerate(cases.items()):
+        lags = LONG_LAGS if case == "memory checkpoints" else LAGS
+        run = partial(_run, case, keywords, Path(folder), lags=lags)
+        expected, faults = run("")
+        assert not faults, (case, faults)
+        key = f"waits of {number} on rank"
+        store.set(f"{key} {dist.get_rank()}", json.dumps(sorted(instrument.waited)))
+        by_rank = (json.loads(store.get(f"{key} {rank}")) for rank in range(dist.get_world_size()))
+        noticed = {wait for wait, what in found.items() if not what.endswith(NOTHING)}
+        for wait in sorted(set().union(*by_rank) - noticed):
+            losses, faults = run(wait)
+            wrong = ["wrong values"] * (losses != expected[: len(losses)])
+            found[wait] = f"{case}: {', '.join(faults + wrong) or NOTHING}"
+            print(wait, found[wait], flush=True)
+    return found
+
+
+def _run(
+    case: str, keywords: dict[str, Any], folder: Path, wait: str, lags: list[dict[str, float]]
+) -> tuple[list[Any], list[str]]:
+    """Run a case without a wait, with each of the lags; return losses or errors of the engine, and faults.
+
+    The wait is removed when the engine is complete.
+    """
+    import torch
+
+    from tests.device import cuda, instrument
     from tests.device.training import train_one
+    from weft.engine.supervision.memory.checkpoints import attach_memory
+    from weft.engine.supervision.memory.slots import HostMemory
+
+    def attach(engine: Any) -> Any:
+        instrument.waited.clear()
+        instrument.remove(wait)
+        return attach_memory(engine, HostMemory(folder)) if case == "memory checkpoints" else None
+
+    results: list[Any] = []
+    faults: list[str] = []
+    for lag in lags:
+        cuda.lag(**lag)
+        try:
+            if case == "parts":
+                cuda.forget()
+                instrument.waited.clear()
+                instrument.remove(wait)
+                results += _parts()
+                torch.cuda.synchronize()
+            else:
+                with patch("weft.engine.zero.finite.isfinite", lambda _: True):  # an error of one rank leaves others
+                    results += train_one(keywords, 2, attach).losses
+        finally:
+            instrument.remove("")
+        faults = [kind for kind in ("races", "errors") if cuda.observed(kind)]
+        if faults:
+            break
+    return results, faults
+
+
+def _parts() -> list[bool]:
+    """Return whether parts that copy between host and device yield the right values, although the device is late."""
+    import torch
+
+    from tests.device import cuda
+    from weft.comm.collectives.executors import StreamExecutor, completed
+    from weft.comm.wan.sites import work
+    from weft.engine.execution.step_state import LabelCount
     from weft.engine.zero.finite import HostCopy
 
-    _send = HostCopy.send
-    found = {"none": dict(train_one({"stages": 2}, 1).races)}
-    for name, (owner, method, mutant, keywords) in MUTANTS.items():
-        cuda.lag(**{"default_ms" if name in LATE_COMPUTE else "other_ms": LAG_MS})
-        with patch(f"{owner}.{method}", mutant):
-            found[name] = dict(train_one(keywords, 1).races)
-    return found
+    cuda.lag(default_ms=PART_LAG_MS, other_ms=PART_LAG_MS)
+    device = torch.device("cuda", torch.cuda.current_device())
+    copy, value = HostCopy(device), torch.ones(2, device=device)
+    copy.send(lambda: value)
+    results = [bool((copy.read() == 1).all()), _staged()]
+    copy.send(lambda: value)  # never read
+    del value
+    torch.zeros(2, device=device)
+    count = LabelCount(torch.zeros((), device=device), None)
+    count.wait()
+    with suppress(ValueError):
+        count.check()
+        results.append(False)
+    value, side = torch.ones(2, device=device), torch.cuda.Stream()
+    across = work.HostCopy(value)  # the result of a sum between sites, for two streams
+    across.wait()
+    across.host.fill_(2)
+    across.give_back()
+    with torch.cuda.stream(side):
+        across.give_back()
+        results.append(bool((value == 2).all()))
+    executor = StreamExecutor(device)
+    result = executor.submit(lambda tensor: tensor + 1, completed(value)).result()
+    total = result.sum()
+    del result
+    executor.submit(lambda tensor: tensor + 7, completed(value))  # takes the freed memory
+    results.append(float(total) == 6.0)
+    for timed in (_durations, partial(_device_times, device)):
+        try:
+            results.append(timed())
+        except RuntimeError:  # an event was not complete
+            results.append(False)
+    return results
+
+
+def _durations() -> bool:
+    """Return whether durations between events are positive."""
+    import torch
+
+    from weft.comm.collectives import primitives
+    from weft.engine.observability.clock import CudaClock
+
+    clock, value = CudaClock(), torch.ones(1, device="cuda")
+    timed_s = primitives._seconds(primitives._mark(value), primitives._mark(value))
+    return timed_s >= 0 and clock.seconds(clock.mark(), clock.mark()) >= 0 and clock.wall_s(clock.mark()) > 0
+
+
+def _device_times(device: Any) -> bool:
+    """Return whether the host time at which the device passed an event is as late as the device."""
+    from weft.engine.observability.clock import DeviceTimes
+
+    times, launched_ns = DeviceTimes(device), monotonic_ns()
+    passed_ns = times.passed_ns(times.mark())
+    return launched_ns + 0.5e6 * PART_LAG_MS < passed_ns <= monotonic_ns()
+
+
+def _staged() -> bool:
+    """Return whether a tensor that the caller drops arrives in host memory as it was."""
+    import torch
+
+    from weft.comm.wan.staging import CudaStaging
+
+    copies: list[torch.Tensor] = []
+
+    def submit(host: torch.Tensor) -> list[int]:
+        copies.append(host.clone())
+        return []
+
+    staging = CudaStaging(torch.device("cuda", torch.cuda.current_device()))
+    done = staging.outward((torch.ones(64, 32, device="cuda") * 2).T, submit)
+    torch.zeros(64, 32, device="cuda")
+    done.result(60)
+    staging.close()
+    return bool((copies[0] == 2).all())

@@ -2,8 +2,9 @@
 
 from importlib import import_module
 
-from tests.device import cuda
+from tests.device import cuda, instrument
 
+instrument.install()
 cuda.install(3)  # before torch is imported; one device is no rank's
 import_module("weft.tools.rank_server")
 import_module("tests.device.group").register()

@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tests.device.lines import FOLDER, require
 from weft.conf.host.processes import free_port
 
 LOG_TAIL_CHARS = 4000
@@ -18,13 +19,21 @@ _servers: list[Any] = []
 """The running forkserver, if there is one."""
 
 
-def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+def run_on_devices(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 300.0,
+    runs: str = "",
+    first_device: int = 1,
+) -> list[Any]:
     """Run ``function(*args)`` on every rank, and return each rank's result.
 
-    Rank r has device r + 1. A thread that forgot to choose a device works on device 0, which is no rank's.
+    Rank r has device r + ``first_device``. A thread that forgot to choose one works on device 0, by default no rank's.
 
     Args:
         function: an importable function. Results are plain data, whose pickles need no torch.
+        runs: name in the list of device lines, whose lines have to run.
 
     Raises:
         RuntimeError: a rank failed or was not done in time, with the end of its output.
@@ -39,10 +48,13 @@ def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any, tim
     with tempfile.TemporaryDirectory(prefix="weft-device-") as folder, ExitStack() as stack:
         call, running = Path(folder, "call"), set(map(str, range(num_ranks)))
         call.write_bytes(pickle.dumps((function, args)))
+        lines = Path(folder, "lines")
+        lines.mkdir()
         for rank in running:
             environment = {
+                FOLDER: str(lines),
                 "RANK": rank,
-                "LOCAL_RANK": str(int(rank) + 1),
+                "LOCAL_RANK": str(int(rank) + first_device),
                 "WORLD_SIZE": str(num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
@@ -60,6 +72,8 @@ def run_on_devices(num_ranks: int, function: Callable[..., Any], *args: Any, tim
                 tails = [log.read_text(errors="replace")[-LOG_TAIL_CHARS:] for log in Path(folder).glob("*.log")]
                 raise RuntimeError(f"{message or f'ranks {running}: nothing in time'}:\n" + "\n-----\n".join(tails))
             running -= {message.name} if code is not None else set()
+        if runs:
+            require(runs, lines)
         return [pickle.loads(Path(folder, f"{rank}.result").read_bytes()) for rank in range(num_ranks)]
 
 
@@ -68,8 +82,11 @@ def run(arguments: Sequence[str]) -> int:
     import faulthandler
     import os
 
+    from tests.device import instrument
+
     call, result, timeout_s = arguments
     faulthandler.dump_traceback_later(0.95 * float(timeout_s))
     function, args = pickle.loads(Path(call).read_bytes())
     Path(result).write_bytes(pickle.dumps(function(*args)))
+    instrument.save()
     os._exit(0)  # threads of streams and of process groups do not end

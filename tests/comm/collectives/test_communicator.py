@@ -100,7 +100,6 @@ def test_every_rewrite_is_the_plain_collective(ranks, primitive, named):
         opened = Communicator.open([group], device=CPU, timeout_s=1.0, meshes=meshes)
         handles = [opened.start(rewrite, *tensors(primitive, elements, rank, 4)) for rewrite in rewrites]
         results = [handle.wait() for handle in handles]
-        assert all(handle.done() for handle in handles)
         opened.close()
         with pytest.raises(RuntimeError, match="shutdown"):
             opened.start(plain(wish), *tensors(primitive, elements, rank, 4))

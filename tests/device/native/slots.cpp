@@ -7,6 +7,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <atomic>
+#include <cmath>
 
 namespace emulated {
 namespace {
@@ -115,7 +116,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 // The second is for torch.Event.elapsed_time, which refuses subclasses.
 extern "C" int emulated_num_events() { return num_events; }
-extern "C" double emulated_elapsed_ms(void* first, void* second) { return Guard().elapsedTime(first, second, 0); }
+extern "C" double emulated_elapsed_ms(void* first, void* second) {  // NaN if an event is not complete
+  return Guard().queryEvent(first) && Guard().queryEvent(second) ? Guard().elapsedTime(first, second, 0) : NAN;
+}
 
 struct Hooks final : at::CUDAHooksInterface {
   explicit Hooks(at::CUDAHooksArgs) {}

@@ -132,10 +132,12 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (Block* block = block_at(lock, self.storage().data())) block->users.insert(number_of(stream));
 }
 
-// Attention by plain operators, of which every one is checked.
-int64_t attention_by_operators(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                               const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
-  return 0;
+// By default attention runs by plain operators (0), of which every one is checked; 2 is memory-efficient attention.
+int64_t attention = 0;
+
+int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                         const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
+  return attention;
 }
 
 // Rows of equal length at equal distances, or all bytes from the first to the last.
@@ -191,6 +193,7 @@ uint64_t next_seed() {
 }
 
 extern "C" {
+void emulated_set_attention(int choice) { attention = choice; }
 void emulated_seed(uint64_t seed, uint64_t offset) { random_state = {seed, offset}; }
 uint64_t emulated_initial_seed() { return random_state.seed; }
 uint64_t emulated_random_offset() { return random_state.offset; }
@@ -212,7 +215,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("copy_", &copy);
   m.impl("record_stream", &record_stream);
-  m.impl("_fused_sdp_choice", &attention_by_operators);
+  m.impl("_fused_sdp_choice", &choose_attention);
 }
 
 TORCH_LIBRARY(emulated, m) {
