@@ -61,7 +61,7 @@ mutants: $(VENV)/.ready
 test-gpu: $(SOURCES)/weft/__init__.py
 	PYTHONPATH=$(SOURCES):.cache/carried $(PYTHON) -m pytest -m gpu $(shell grep -rl mark.gpu tests) $(ARGS)
 
-# The same, runs and benches on one GPU and on two, and the machine: gpu-report.tar.gz, to be read elsewhere.
+# The same, then runs and benchmarks, in 12 minutes and in order of value: gpu-report.tar.gz, to be read elsewhere.
 gpu-report: $(SOURCES)/weft/__init__.py
 	PYTHONPATH=$(SOURCES):.cache/carried:. $(PYTHON) -m benchmarks.gpu_report $(ARGS)
 

@@ -27,17 +27,24 @@ class Item:
         shows: what the command demonstrates.
         command: arguments; the first is a program, or a module of this Python after ``-m``.
         num_gpus: number of GPUs that it needs.
+        limit_s: seconds after which it is ended.
     """
 
     name: str
     shows: str
     command: tuple[str, ...]
     num_gpus: int = 1
+    limit_s: float = 60.0
 
 
 WEFT = ("-m", "weft.tools.cli")
 BENCHMARKS = ("-m", "benchmarks")
 QUICKSTART = ("launch", "recipe=quickstart", "train.max_seconds=120", "train.export=false", "train.sample=")
+LLAMA_1B = (2048, 8192, 16)
+LLAMA_8B_BLOCKS = (4096, 14336, 4)
+"""Width, inner width and layers of models that one GPU trains."""
+LEAST_S = 15.0
+"""Seconds that have to be left for an item to begin."""
 LLAMA_7B = ("model.arch=llama", "train.precision=bf16", "train.microbatch_size=1", "data.sequence_length=2048")
 
 
@@ -50,41 +57,53 @@ def items(out: Path) -> tuple[Item, ...]:
     # Other files may import what a GPU machine without network does not have.
     tests = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
 
-    def run(name: str, shows: str, ranks: int, *settings: str) -> Item:
+    def run(name: str, shows: str, ranks: int, *settings: str, limit_s: float = 60.0) -> Item:
         folder = f"train.output_dir={out / 'runs'}"
-        return Item(name, shows, (*WEFT, *QUICKSTART, f"cluster.ranks={ranks}", *settings, folder), ranks)
+        command = (*WEFT, *QUICKSTART, f"cluster.ranks={ranks}", f"train.name={name}", *settings, folder)
+        return Item(name, shows, command, ranks, limit_s)
 
-    def bench(name: str, shows: str, *more: str, on: tuple[str, ...] = (), num_gpus: int = 0) -> Item:
-        return Item(name, shows, (*on, *BENCHMARKS, name, *more, "--json", str(out / f"{name}.json")), num_gpus)
+    def model(name: str, shows: str, width: int, inner: int, layers: int) -> Item:
+        shape = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size=128256"
+        overrides = (f"model.overrides.{each}" for each in f"{shape} max_position_embeddings=4096".split())
+        batch = ("data.sequence_length=4096", "train.microbatch_size=1", "pipeline.microbatches=4")
+        heads = ("model.overrides.num_attention_heads=32", "model.overrides.num_key_value_heads=8")
+        more = (
+            "train.precision=bf16",
+            "model.gradient_checkpointing=true",
+            "train.max_seconds=40",
+            "model.self_check=false",
+        )
+        return run(name, shows, 1, "pipeline.stages=1", *overrides, *heads, *batch, *more, limit_s=100.0)
+
+    def bench(
+        name: str, shows: str, *more: str, on: tuple[str, ...] = (), num_gpus: int = 0, limit_s: float = 60.0
+    ) -> Item:
+        return Item(
+            name, shows, (*on, *BENCHMARKS, name, *more, "--json", str(out / f"{name}.json")), num_gpus, limit_s
+        )
 
     cache = str(out / "cache")
     profile = ("profile", *LLAMA_7B, "--seconds", "30", "--out", str(out / "profile.yaml"), f"data.cache_dir={cache}")
     on_two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    node = (*WEFT, "doctor", "node", "--cache", f"{cache}/best.json")
+    # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
+    engines = ("host", "--cases", "2", "--engines", "weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b")
     return (
-        Item("machine", "GPUs and drivers", ("nvidia-smi",), 0),
-        Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0),
-        Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0),
-        Item("tests", "every test that needs a GPU", ("-m", "pytest", "-v", "-m", "gpu", *tests), 0),
-        run("one", "a run on one GPU", 1, "pipeline.stages=1", "train.name=one"),
-        run("two", "a pipeline over NCCL", 2, "pipeline.stages=2", "train.name=two"),
-        run("replicas", "ZeRO over NCCL", 2, "pipeline.stages=1", "zero.stage=3", "train.name=replicas"),
-        Item("rts", "a ready-to-send message, on this machine's processor", ("-m", "tests.nccl_rules.rts_cost"), 0),
-        Item("node", "memory, matrix products, NCCL", (*WEFT, "doctor", "node", "--cache", f"{cache}/best.json")),
-        Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile)),
+        Item("machine", "GPUs and drivers", ("nvidia-smi",), 0, 10.0),
+        Item("tests", "every test that needs a GPU", ("-m", "pytest", "-v", "-m", "gpu", *tests), 0, 150.0),
+        bench("device", "memory against the plan, host waits and host time of steps", num_gpus=1, limit_s=90.0),
+        model("llama-1b", "a Llama-1B on one GPU: step time, MFU, peak memory", *LLAMA_1B),
+        model("llama-8b-blocks", "blocks of a Llama-8B on one GPU: step time, MFU, peak memory", *LLAMA_8B_BLOCKS),
+        run("two", "a pipeline over NCCL", 2, "pipeline.stages=2"),
+        run("replicas", "ZeRO over NCCL", 2, "pipeline.stages=1", "zero.stage=3"),
+        Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile), 1, 100.0),
+        Item("node", "memory, matrix products, NCCL", node, 1, 60.0),
         bench("collectives", "rewrites over NCCL alongside plain ones", "--cache", cache, on=on_two, num_gpus=2),
-        # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
-        bench(
-            "engines",
-            "a step over its simulation, on this machine's processor",
-            "host",
-            "--cases",
-            "2",
-            "--engines",
-            "weft-1f1b",
-            "weft-auto",
-            "deepspeed-1f1b",
-            "torch-1f1b",
-        ),
+        Item("rts", "a ready-to-send message, on this machine's processor", ("-m", "tests.nccl_rules.rts_cost"), 0),
+        run("one", "a run on one GPU", 1, "pipeline.stages=1"),
+        Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0, 10.0),
+        Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0, 30.0),
+        bench("engines", "a step over its simulation, on this machine's processor", *engines, limit_s=200.0),
     )
 
 
@@ -94,15 +113,17 @@ def write_report(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made alongside it"
     )
-    parser.add_argument("--seconds", type=float, default=900.0, help="limit of each item")
+    parser.add_argument("--seconds", type=float, default=720.0, help="limit of all items together; each has its own")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    results = []
+    results: list[tuple[Item, str, int | None]] = []
+    end = perf_counter() + args.seconds
     for item in items(args.out):
-        results.append((item, *_run(item, args.out, args.seconds, num_gpus)))
-        print(f"{item.name:10s} {results[-1][1]}", flush=True)
-    (args.out / "report.md").write_text("\n".join(_report(results, args.out, num_gpus)) + "\n")
+        results.append((item, *_run(item, args.out, min(item.limit_s, end - perf_counter()), num_gpus)))
+        print(f"{item.name:15s} {results[-1][1]}", flush=True)
+        # Written before the next item begins, because the machine may be taken away at any time.
+        (args.out / "report.md").write_text("\n".join(_report(results, args.out, num_gpus)) + "\n")
     archive = args.out.with_name(f"{args.out.name}.tar.gz")
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(args.out, args.out.name)
@@ -114,6 +135,8 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int
     """Run a program; return its result, and its exit code or None if it could not be started."""
     if item.num_gpus > num_gpus:
         return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
+    if limit_s < min(LEAST_S, item.limit_s):
+        return "left out: no time is left", None
     command = [sys.executable, *item.command] if item.command[0] == "-m" else list(item.command)
     start = perf_counter()
     with (out / f"{item.name}.txt").open("w") as file:

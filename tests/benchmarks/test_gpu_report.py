@@ -43,14 +43,30 @@ def test_every_item_is_accounted_for(tmp_path, monkeypatch, capsys):
 
 
 def test_what_does_not_end_is_asked_to_and_then_ended(tmp_path, monkeypatch):
-    asked = Item("asked", "that it ends", ("sh", "-c", "trap 'echo was asked' TERM; while :; do sleep 0.1; done"), 0)
+    asked = Item(
+        "asked", "that it ends", ("sh", "-c", "trap 'echo was asked' TERM; while :; do sleep 0.1; done"), 0, 3.0
+    )
     after = Item("after", "that it is started all the same", ("true",), 0)
     monkeypatch.setattr(gpu_report, "items", lambda out: (asked, after))
     monkeypatch.setattr(gpu_report, "LEAVE_S", 1.0)
-    assert write_report(["--out", str(tmp_path), "--seconds", "3"]) == 1
+    assert write_report(["--out", str(tmp_path), "--seconds", "60"]) == 1
     text = (tmp_path / "report.md").read_text()
     assert "| asked | that it ends | FAILED: had not ended after 3 s" in text and "was asked" in text
     assert "| after | that it is started all the same | passed after" in text
+
+
+def test_items_without_time_are_left_out_and_results_are_written_before_the_next(tmp_path, monkeypatch):
+    first = Item("first", "that it has a result", ("true",), 0)
+    second = Item("second", "the report so far", ("cat", str(tmp_path / "report.md")), 0)
+    late = Item("late", "that it needs more time than is left", ("true",), 0, 1000.0)
+    monkeypatch.setattr(gpu_report, "LEAST_S", 500.0)
+    monkeypatch.setattr(gpu_report, "items", lambda out: (first, second, late))
+    assert write_report(["--out", str(tmp_path), "--seconds", "300"]) == 0
+    assert "| first | that it has a result | passed after" in (tmp_path / "second.txt").read_text()
+    assert (
+        "| late | that it needs more time than is left | left out: no time is left"
+        in (tmp_path / "report.md").read_text()
+    )
 
 
 @pytest.mark.usefixtures("parsing_only")
@@ -67,7 +83,7 @@ def test_every_command_is_one(tmp_path):
         elif "benchmarks" in item.command:
             overrides_of("benchmarks", item.command[item.command.index("benchmarks") + 1 :])
     assert len({item.name for item in found}) == len(found), "each has a file of its own"
-    assert {"profile", "collectives", "engines"} <= {item.name for item in found}
+    assert {"device", "llama-1b", "profile", "collectives", "engines"} <= {item.name for item in found}
 
 
 def _needs_gpus(file):
@@ -102,7 +118,7 @@ def test_gpu_tests_begin_with_what_each_shows_and_needs(monkeypatch):
 def test_two_ranks_race_collectives(tmp_path, monkeypatch):
     """The command for two GPUs, soon done on two processes."""
     (item,) = (item for item in gpu_report.items(tmp_path) if item.name == "collectives")
-    soon = replace(item, num_gpus=0, command=(*item.command, "--sizes=65536", "--repeats=1"))
+    soon = replace(item, num_gpus=0, limit_s=250.0, command=(*item.command, "--sizes=65536", "--repeats=1"))
     monkeypatch.setattr(gpu_report, "items", lambda out: [soon])
     assert write_report(["--out", str(tmp_path), "--seconds", "250"]) == 0, (tmp_path / "report.md").read_text()
     raced = json.loads((tmp_path / "collectives.json").read_text())["figures"]
