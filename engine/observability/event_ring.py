@@ -199,5 +199,5 @@ class RingReader:
             "slot": event_text(first, second),
             "step": step,
             "since": since + self.wall_s,
-            "alive": start_ticks(self.pid) == self._started,
+            "alive": not self.is_closed,
         }

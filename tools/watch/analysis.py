@@ -49,6 +49,10 @@ LEAST_DEVIATION = 0.05
 LEAST_SHARE = 0.01
 """Share of a step below which a deviation has no effect worth a name."""
 LEAST_SIGMAS = 6.0
+LOW = 0.3
+"""Quantile of a section's seconds over the steps that is compared: other processes of a host make some steps longer."""
+SIGMA_OF_SPREAD = 1.45
+"""Standard error of that quantile, as a multiple of the distance between quantiles 0.15 beside it, for one step."""
 LEAST_STEADY = 0.8
 """Share of the steps in which an outlier exceeds half of its deviation."""
 
@@ -57,7 +61,8 @@ def per_step(record: RunRecord, first: int, last: int) -> pd.DataFrame:
     """Return the seconds of each section (columns) by step and rank, summed over stages."""
     steps = record.steps
     chosen = steps[(steps.step >= first) & (steps.step <= last)]
-    total = (chosen["count"] * chosen.mean_s).groupby([chosen.step, chosen["rank"], chosen.section]).sum()
+    keys = [chosen.step, chosen["rank"], chosen.section]
+    total = (chosen["count"] * chosen.mean_s).groupby(keys, observed=True).sum()
     return total.unstack(fill_value=0.0) if len(chosen) else pd.DataFrame()
 
 
@@ -78,6 +83,7 @@ def _own_work(record: RunRecord, first: int, last: int) -> pd.DataFrame:
     table = per_step(record, first, last)
     if not len(table):
         return table
+    table.columns = table.columns.astype(str)
     table["compute"] = table[[name for name in COMPUTE_SECTIONS if name in table]].sum(axis=1)
     return table
 
@@ -123,46 +129,44 @@ def outliers(record: RunRecord, last: int | None = None, window: int = WINDOW) -
         if section not in table:
             continue
         wide = table[section].unstack().dropna(axis=1, how="all")
-        for rank in wide.columns:
-            reference, name = _reference(record, wide, rank, groups, section, (begun + WARM_UP, last - window))
-            if reference is None:
-                continue
-            ratio = (wide[rank].to_numpy() / reference - 1.0)[~np.isnan(wide[rank].to_numpy())]
-            share = float(np.median(ratio))
-            sigma = 1.4826 * float(np.median(np.abs(ratio - share))) * 1.2533 / np.sqrt(len(ratio))
-            lost_s = share * float(np.median(reference))
-            is_steady = float((ratio > share / 2).mean()) >= LEAST_STEADY
-            if share > max(LEAST_DEVIATION, LEAST_SIGMAS * sigma) and is_steady and lost_s > LEAST_SHARE * step_s:
-                found.append(Deviation(int(rank), section, share, lost_s, name))
+        quantiles = wide.quantile([LOW - 0.15, LOW, LOW + 0.15])
+        usual = quantiles.loc[LOW]
+        for group in set(groups.values()):
+            peers = [rank for rank in group if rank in wide]
+            reference = float(_lower_median(usual[peers].to_numpy())) if len(peers) > 1 else 0.0
+            for rank in peers:
+                expected, name = reference, f"its class of {len(peers)} ranks"
+                if len(peers) < 2:
+                    expected, name = _alone(record, usual, rank, section, (begun + WARM_UP, last - window))
+                if expected <= 0:
+                    continue
+                seconds, share = wide[rank].dropna().to_numpy(), float(usual[rank]) / expected - 1.0
+                spread = float(quantiles[rank].iloc[2] - quantiles[rank].iloc[0]) / expected
+                is_steady = float((seconds > expected * (1 + share / 2)).mean()) >= LEAST_STEADY
+                is_clear = share > max(LEAST_DEVIATION, LEAST_SIGMAS * SIGMA_OF_SPREAD * spread / np.sqrt(len(seconds)))
+                if is_clear and is_steady and share * expected > LEAST_SHARE * step_s:
+                    found.append(Deviation(int(rank), section, share, share * expected, name))
     return sorted(found, key=lambda each: -each.lost_s)
 
 
-def _reference(
-    record: RunRecord,
-    wide: pd.DataFrame,
-    rank: int,
-    groups: Mapping[int, tuple[int, ...]],
-    section: str,
-    before: tuple[int, int],
-) -> tuple[np.ndarray | None, str]:
-    """Return the expected seconds of a rank's section by step, and their origin in words."""
-    peers = [peer for peer in groups.get(rank, ()) if peer in wide]
-    if len(peers) > 1:
-        return np.maximum(_lower_median(wide[peers].to_numpy()), 1e-9), f"its class of {len(peers)} ranks"
-    if section == "compute" and record.config["pipeline"].get("costs_file") and len(wide.columns) > 2:
-        planned = [record.predictions[record.places[r].line].busy_s[record.places[r].stage] for r in wide.columns]
-        pace = np.median(wide.to_numpy() / np.array(planned), axis=1)
-        return pace * planned[list(wide.columns).index(rank)], "its costs, at the pace of the other ranks"
+def _alone(record: RunRecord, usual: pd.Series, rank: int, section: str, before: tuple[int, int]) -> tuple[float, str]:
+    """Return the expected seconds of a section of a rank without peers, or 0, and their origin in words.
+
+    Args:
+        usual: measured seconds of all ranks.
+        before: steps before the window.
+    """
+    if section == "compute" and record.config["pipeline"].get("costs_file") and len(usual) > 2:
+        places = [record.places[each] for each in usual.index]
+        planned = np.array([record.predictions[place.line].busy_s[place.stage] for place in places])
+        pace = float(np.median(usual.to_numpy() / planned))
+        return pace * float(planned[list(usual.index).index(rank)]), "its costs, at the pace of the other ranks"
     first, last = before[0], min(before[1], before[0] + WINDOW - 1)
     if last - first + 1 < WINDOW // 2:
-        return None, ""
+        return 0.0, ""
     earlier = _own_work(record, first, last)
-    if section not in earlier:
-        return None, ""
-    own = earlier[section].unstack()
-    if rank not in own:
-        return None, ""
-    return np.full(len(wide), max(float(own[rank].median()), 1e-9)), f"in steps {first} to {last}"
+    own = earlier[section].unstack() if section in earlier else pd.DataFrame()
+    return (float(own[rank].quantile(LOW)), f"in steps {first} to {last}") if rank in own else (0.0, "")
 
 
 def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
@@ -175,19 +179,20 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
     table = per_step(record, first, newest)
     if not len(table):
         return {"first": 0, "last": 0, "sections": [], "ranks": [], "mean_s": [], "deviation": [], "outliers": []}
+    table.columns = table.columns.astype(str)
     means = table.groupby(level=1).mean()
     sections = [name for name in LABELS if name in means and (means[name] > 0).any()]
     means, groups = means[sections], classes(record)
-    alone = [len([peer for peer in groups.get(rank, ()) if peer in means.index]) < 2 for rank in means.index]
+    alone = [len(groups.get(rank, ())) < 2 for rank in means.index]
     everyone = tuple(means.index)
-    peers = [
-        everyone if is_alone else tuple(peer for peer in groups[rank] if peer in means.index)
-        for rank, is_alone in zip(means.index, alone, strict=True)
-    ]
-    reference = {ranks: _lower_median(means.loc[list(ranks)].to_numpy().T) for ranks in set(peers)}
+    peers = [everyone if is_alone else groups[rank] for rank, is_alone in zip(means.index, alone, strict=True)]
+    reference = {
+        ranks: _lower_median(means.loc[[rank for rank in ranks if rank in means.index]].to_numpy().T)
+        for ranks in set(peers)
+    }
     deviations = [
-        np.where(reference[ranks] > 1e-9, means.loc[rank].to_numpy() / np.maximum(reference[ranks], 1e-9) - 1.0, 0.0)
-        for rank, ranks in zip(means.index, peers, strict=True)
+        np.where(reference[ranks] > 1e-9, row / np.maximum(reference[ranks], 1e-9) - 1.0, 0.0)
+        for row, ranks in zip(means.to_numpy(), peers, strict=True)
     ]
     return {
         "first": first,

@@ -27,16 +27,19 @@ from weft.engine.observability.event_ring import DTYPE, KINDS, PREFIX, RingReade
 from weft.tools.watch import FOLDER
 
 POLL_S = 0.25
+PUBLISH_S = 1.0
 FLUSH_S = 2.0
+REST = 10.0
+"""Least time between two writes, as a multiple of the last one's."""
 START_S = 60.0
 """Seconds that the collector waits for the first ring."""
 END_S = 3.0
 """Seconds after the end of the last rank at which the collector ends, unless a restarted rank has a new ring."""
 OLD_S = 1800.0
 """Age in seconds from which rings without a collector are removed."""
-PART_ROWS = 400_000
+PART_ROWS = 100_000
 """Events after which another pair of files begins."""
-SPAN_PARTS = 16
+SPAN_PARTS = 64
 """Files of spans that are kept: the first, and the newest."""
 LATE_STEPS = 2
 """Steps for which the events of a step may still arrive from the device."""
@@ -234,15 +237,17 @@ def _remove_stale(own: Path) -> None:
 
 def rounds(collector: Collector) -> Iterator[None]:
     """Poll and flush until all ranks have ended, and yield after each round."""
-    begun = seen = flushed = monotonic()
+    begun = seen = published = due = monotonic()
     was_open = False
     while True:
         if collector.poll():
             was_open, seen = True, monotonic()
-        if monotonic() - flushed > FLUSH_S:
-            collector.flush()
+        if monotonic() - published > PUBLISH_S:
             collector.publish_current()
-            flushed = monotonic()
+            published = monotonic()
+        if published > due:
+            collector.flush()
+            due = monotonic() + max(FLUSH_S, REST * (monotonic() - published))
         yield
         if collector.is_finished or monotonic() - (seen if was_open else begun) > (END_S if was_open else START_S):
             return

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import yaml
@@ -22,6 +22,7 @@ from weft.pipeline.timeline import MEASURED_LANES, Span, Timeline
 from weft.tools.watch import FOLDER
 from weft.tools.watch.metrics import MetricsFile
 
+T = TypeVar("T")
 COLUMNS = ("step", "rank", "section", "stage")
 COMPUTE_SECTIONS = ("F", "B", "I", "W")
 
@@ -100,12 +101,19 @@ class RunRecord:
         rows = tuple(tuple(parse_slot(text) for text in _slots(row)) for row in found["rows"])
         return Schedule(found["name"], placement, found["num_microbatches"], rows)
 
+    def _by_kind(self, make: Callable[[int], T]) -> list[T]:
+        """Return a value for each line, made once for lines of equal DP-cells, places in them and sites."""
+        made: dict[Any, T] = {}
+        kinds = [(*self.plan["members"][line].values(), *self.plan["sites"][line]) for line in range(self.num_lines)]
+        for line, kind in enumerate(kinds):
+            if kind not in made:
+                made[kind] = make(line)
+        return [made[kind] for kind in kinds]
+
     @cached_property
     def schedules(self) -> list[Schedule]:
         """The schedule of each line."""
-        return [
-            pipeline_of(self.cell(line), self.plan["members"][line]["local_rank"]) for line in range(self.num_lines)
-        ]
+        return self._by_kind(lambda line: pipeline_of(self.cell(line), self.plan["members"][line]["local_rank"]))
 
     def predicted(self, line: int = 0, costs: CostModel | None = None) -> Timeline:
         """Return the predicted timeline of a line, by the plan's costs unless others are given."""
@@ -114,7 +122,7 @@ class RunRecord:
     @cached_property
     def predictions(self) -> list[Timeline]:
         """The predicted timeline of each line."""
-        return [self.predicted(line) for line in range(self.num_lines)]
+        return self._by_kind(self.predicted)
 
     def refresh(self) -> bool:
         """Read what is new. Return True if anything is."""
@@ -129,9 +137,10 @@ class RunRecord:
             parts[path] = found
         if is_new and parts:
             table = pd.concat([table for _, table in parts.values()], ignore_index=True)
-            table["section"] = table.section.astype(str)
-            # Step 0 is the set-up, and a restarted run repeats steps.
-            self.steps = table[table.step > 0].drop_duplicates(list(COLUMNS), keep="last")
+            table = table[table.step > 0]  # step 0 is the set-up
+            if table[table.section == "step"].duplicated(["step", "rank"]).any():  # a restarted run repeats steps
+                table = table.drop_duplicates(list(COLUMNS), keep="last")
+            self.steps = table
         self._parts = parts
         return is_new
 

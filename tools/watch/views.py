@@ -15,8 +15,8 @@ from weft.tools.watch.analysis import heat, links, where_time_goes
 from weft.tools.watch.explain import limits
 from weft.tools.watch.record import RunRecord, waits_for
 
-LIVE_S = 10.0
-"""Seconds after its last sign of life at which a run counts as ended."""
+LIVE_S = 60.0
+"""Seconds without a sign of its collectors after which a run counts as ended."""
 EXPLAIN_S = 20.0
 """Seconds between two simulations of what limits the run."""
 MOST_POINTS = 2000
@@ -185,10 +185,6 @@ class Views:
                     "step": entry.get("step", 0),
                     "since": entry.get("since"),
                     "waits_for": waits_for(record, rank, slot),
-                    "peers": {
-                        "pipeline": [r for r in record.plan["ranks"][place.line] if r != rank],
-                        "stage": [p.rank for p in record.places.values() if p.stage == place.stage and p.rank != rank],
-                    },
                 }
             )
         return found

@@ -61,7 +61,7 @@ async function parallel({ fetched, query, run, go }) {
   const picked = ranks.find((rank) => rank.rank === chosen), path = picked ? chain(ranks, chosen) : [];
   const stages = 1 + Math.max(...ranks.map((rank) => rank.stage));
   const cells = ranks.map((rank) => {
-    const peer = picked && (picked.peers.pipeline.includes(rank.rank) || picked.peers.stage.includes(rank.rank));
+    const peer = picked && rank !== picked && (rank.pipeline === picked.pipeline || rank.stage === picked.stage);
     const waits = run.live && rank.waits_for !== null, cause = path.length > 1 && path.at(-1) === rank.rank;
     const state = !run.live ? "" : !rank.alive ? "dead" : waits ? "" : "busy";
     const doing = waits ? `${rank.slot} from rank ${rank.waits_for}` : rank.slot || "–";
@@ -78,11 +78,12 @@ async function parallel({ fetched, query, run, go }) {
   const grid = element("div", {
     className: "ranks", style: { gridTemplateColumns: `repeat(${stages}, minmax(104px, 1fr))` },
   }, ...heads, ...cells);
+  const peers = (axis) => ranks.filter((rank) => rank !== picked && rank[axis] === picked[axis]).map((rank) => rank.rank).join(", ") || "–";
   const details = picked && panel(`Rank ${picked.rank}`, element("dl", {}, ...Object.entries({
     Stage: `${picked.stage} (virtual ${picked.stages.join(", ")})`, Pipeline: picked.pipeline, Site: picked.site,
     Host: picked.host || "–", Step: picked.step, Slot: picked.slot || "–",
     "In this slot for": picked.since && run.live ? time(Math.max(0, Date.now() / 1000 - picked.since)) : "–",
-    "Same pipeline": picked.peers.pipeline.join(", ") || "–", "Same stage": picked.peers.stage.join(", ") || "–",
+    "Same pipeline": peers("pipeline"), "Same stage": peers("stage"),
     "Waits for": path.length > 1 ? path.slice(1).map((rank) => `rank ${rank}`).join(", which waits for ") : "no other rank",
   }).flatMap(([name, value]) => [element("dt", { textContent: name }), element("dd", { textContent: String(value) })])));
   return { children: [
