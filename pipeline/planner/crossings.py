@@ -68,34 +68,24 @@ class Crossings:
         chain = list(zip(route.stages, ways_s, strict=False))
         here = route.sites[-1] if route.sites else None
         left, further = shape.num_stages - sum(route.stages), -1 if here is None else 0
-        following = [
-            (here, site)
-            for site, cap in (roomiest if left > 0 else ())
-            if here is not None and cap and site not in route.sites and (here, site) in known.way_s
-        ]
-        least_way_s = min((known.way_s[hop] for hop in following), default=0.0)
         for site, cap in roomiest:
             if left <= 0 or not cap:
                 break
             if site not in route.sites:
                 further += 1
-                if further == len(known.quickest_s) or (further and here is not None and not following):
+                if further == len(known.quickest_s) or (further and here not in known.least_way_s):
                     return None
                 quickest_s = known.quickest_s[further]
                 if further:
-                    quickest_s = max(quickest_s, least_way_s + known.quickest_s[further - 1])
+                    quickest_s = max(quickest_s, known.least_way_s[here] + known.quickest_s[further - 1])
                 chain.append((min(cap, left), ways_s[-1] + quickest_s))
                 left -= cap
         if left > 0:
             return None
         held_s = [known.held_s[hop] for hop in pairwise(route.sites)]
         if further > 0:
-            least_sent_s, least_held_s = (
-                min((seconds[hop] for hop in following), default=least[None])
-                for seconds, least in ((known.sent_s, known.least_sent_s), (known.held_s, known.least_held_s))
-            )
-            sent_s.append(least_sent_s)
-            held_s += [least_held_s, *[known.least_held_s[None]] * (further - 1)]
+            sent_s.append(known.least_sent_s[here])
+            held_s += [known.least_held_s[here], *[known.least_held_s[None]] * (further - 1)]
         most = roomiest[0][1]
         sending_s = 0.0
         for site, (before_s, after_s) in enumerate(pairwise(held_s), start=1):
