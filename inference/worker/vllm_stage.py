@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from vllm.distributed import get_pp_group
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader import base_loader
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 
@@ -45,9 +46,17 @@ class StageWorker(PlatformWorker):
         self._predicted_s: Sequence[float] | None = None
         self._begun_s = self._begun_cpu_s = 0.0
         self._spans: list[Span] = []
+        self._weight_bytes = 0
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the stage's layers, and put the gate before their computations."""
+        process = base_loader.process_weights_after_loading
+
+        def counted(model: torch.nn.Module, *rest: Any) -> None:
+            self._weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
+            process(model, *rest)  # on a CPU it packs them, and they are no parameters any more
+
+        base_loader.process_weights_after_loading = counted
         super().load_model(*args, **kwargs)
         runner, group = self.model_runner, get_pp_group()
         # vLLM allocates them in its profiling run, which it leaves out on a CPU in eager mode.
@@ -73,10 +82,11 @@ class StageWorker(PlatformWorker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Log the stage's memory, when its KV cache has been allocated. See the base class."""
-        weights = sum(tensor.nbytes for tensor in self.model_runner.model.parameters())
         cache = sum({tensor.data_ptr(): tensor.nbytes for tensor in self.model_runner.kv_caches}.values())
         stage, stages = get_pp_group().rank_in_group, get_pp_group().world_size
-        logger.info("stage %d of %d: %d bytes of weights, %d bytes of KV cache", stage, stages, weights, cache)
+        logger.info(
+            "stage %d of %d: %d bytes of weights, %d bytes of KV cache", stage, stages, self._weight_bytes, cache
+        )
         return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: Any) -> Any:

@@ -78,6 +78,12 @@ def test_costs_of_a_stage_are_kept_apart_from_those_of_the_whole_model(config):
     assert stage_file(Path("a/worker0.cost"), 2) == Path("a/worker0.stage2.cost")
 
 
+def test_stages_whose_caches_no_decode_server_could_fetch_are_refused(config):
+    config.inference.prefill.stages, config.inference.prefill.connector = 2, KvConnector.nixl
+    with pytest.raises(ValueError, match="NixlConnector fetches the cache of one stage only"):
+        check(config)
+
+
 @pytest.mark.parametrize(("stages", "each", "word"), [(3, 1, "stages=3: 4 ranks"), (2, 2, "ranks_per_worker=1")])
 def test_stages_that_do_not_fit_the_ranks_are_refused(config, stages, each, word):
     config.inference.prefill.stages, config.inference.prefill.ranks_per_worker = stages, each
