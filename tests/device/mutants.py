@@ -22,7 +22,7 @@ EXPLAINED = {
     "the peer's device while this one still computes",
     "engine/supervision/memory/checkpoints.py::MemoryCheckpoints._copy: self._stream.synchronize": "precedes reads of "
     "host memory by another thread, which the device does not observe",
-    "engine/supervision/memory/checkpoints.py::MemoryCheckpoints.take: self._stream.wait_stream": "orders copies behind "
+    "engine/supervision/memory/checkpoints.py::MemoryCheckpoints.take: self._stream.wait_stream": "orders copies after "
     "a step whose loss the caller has not read, which these runs do",
 }
 """Waits without which all values are right, and why they stay."""
