@@ -1,4 +1,4 @@
-"""How a rank ended is told from its exit status, its error file and its control group."""
+"""The exit status, the error file and the control group show how a rank ended."""
 
 import json
 import os

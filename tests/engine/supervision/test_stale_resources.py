@@ -29,7 +29,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_nobody_owns_goes(folder):
+def test_resources_without_an_owner_are_removed(folder):
     leave(folder, "progress-dead")
     leave(folder, "progress-own")
     (folder / "progress-dead.agent").symlink_to("/nowhere")

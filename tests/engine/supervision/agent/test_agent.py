@@ -234,7 +234,7 @@ def test_ranks_start_though_somebody_has_removed_the_folder_in_shared_memory(tmp
 
 
 def test_a_file_system_that_hangs_does_not_hold_up_the_heartbeat(tmp_path):
-    """Opening a pipe that nobody reads waits, as opening a file does where storage is away."""
+    """Opening a pipe without a reader blocks, as opening a file does while storage is away."""
     log = tmp_path / "supervisor" / "logs" / "attempt1" / "rank0.log"
     log.parent.mkdir(parents=True)
     os.mkfifo(log)

@@ -1,4 +1,4 @@
-"""A doctor's findings become reasons to leave a host out, and so does a doctor that cannot work."""
+"""Failed checks of a host become reasons to leave it out, and so does a check that cannot run."""
 
 from __future__ import annotations
 

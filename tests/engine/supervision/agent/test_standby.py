@@ -14,7 +14,7 @@ LIMIT_S = 20.0
 
 
 class Rank(threading.Thread):
-    """Takes part in attempt 1, leaves when it is asked to, and parks."""
+    """Takes part in attempt 1, leaves on request, and stands by."""
 
     def __init__(self, path):
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""Alerts: what is slow is told, and what is uneven, noisy or slower for everyone is not."""
+"""Alerts name slow ranks, and not what is uneven, noisy or slower for all."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The deny-list keeps what it is told, however many write to it, and is never taken for empty."""
+"""The deny-list keeps every entry under concurrent writers, and is never taken for empty."""
 
 import json
 import os

@@ -185,7 +185,7 @@ def test_a_host_on_which_no_agent_starts_again_is_left_out(connect_s, limit_s):
 
 
 def a_site_is_left_out(world):
-    """Two hosts of four go on, and agents are being started on the others, alongside those that may be alive."""
+    """Two hosts of four go on. Agents start on the others, where older ones may still be alive."""
     restart_takes(world, 3.0)
     world.pass_time(11.0, "a", "b")
     for host in ("a", "b"):

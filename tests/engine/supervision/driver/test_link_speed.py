@@ -1,4 +1,4 @@
-"""Speeds of links: what a run's own steps make of them is told from a link that has become slow."""
+"""A slow link is distinguished from the speeds that a run's own steps cause."""
 
 import random
 

@@ -83,7 +83,7 @@ def until(condition, ended, explain=lambda: "not in time"):
 
 
 def named(rows, reader):
-    """Who is suspected, once nobody has moved for two seconds; None as long as ranks move."""
+    """Return the suspects if no rank has moved for two seconds, or None while ranks move."""
     before = [reader.read(local) for local in range(RANKS)]
     if monotonic_ns() - max(reading.moved_ns for reading in before) < 2e9:
         return None

@@ -21,7 +21,7 @@ from weft.engine.supervision.memory.slots import COMMIT, Commit, HostMemory, Slo
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
 def test_any_host_may_be_lost(sizes, data):
-    """Each host's copies lie on one other host, of its own site if that has two; nobody keeps many more than others."""
+    """Each host's copies lie on one other host, of its own site if that has two, and no host keeps many more."""
     sites = [data.draw(st.integers(0, 2)) for _ in sizes]
     hosts = [host for host, size in enumerate(sizes) for _ in range(size)]
     kept = partners(hosts, [sites[host] for host in hosts])
@@ -97,7 +97,7 @@ def test_sizes_may_change(tmp_path):
 
 
 def test_no_descriptor_of_a_slot_without_room_stays_open(tmp_path, monkeypatch):
-    """A copy of a guest for which there is no space is tried again at every step."""
+    """A partner's copy for which there is no space is tried again at every step."""
     _, (slot, _) = two_slots(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: os.stat("/none"))
     for attempt in range(3):

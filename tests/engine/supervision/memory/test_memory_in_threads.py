@@ -245,12 +245,12 @@ def forgetting_in_turn(root, others_came, gone):
     return memory.recover()
 
 
-def test_nobody_forgets_before_all_do_and_nobody_goes_on_before_all_is_gone(tmp_path):
+def test_all_ranks_forget_together_and_continue_when_all_is_gone(tmp_path):
     assert run_in_threads(2, forgetting_in_turn, tmp_path, threading.Event(), threading.Event()) == [None, None]
 
 
 def without_room(root, where):
-    """The second memory checkpoint fails on one rank: in its own slot, or in its guest's."""
+    """The second memory checkpoint fails on one rank: in its own slot, or in its partner's."""
     made, memory = opened(root, "one stage, ZeRO-1")
     made.step()
     memory.take({"step": 1})
@@ -284,7 +284,7 @@ def without_room(root, where):
 
 
 @pytest.mark.parametrize("where", ["own", "guest"])
-def test_where_one_rank_has_no_room_the_one_before_stays(tmp_path, where, caplog, monkeypatch):
+def test_without_memory_on_one_rank_the_earlier_checkpoint_stays(tmp_path, where, caplog, monkeypatch):
     """Where only the copy is missing, all parts are there as long as all hosts are."""
     monkeypatch.setattr(Slot, "open", Slot.open)  # puts it back afterwards, whatever happens
     step = {"own": 1, "guest": 2}[where]
@@ -303,7 +303,7 @@ def _refuse(needed):
     raise CheckpointError(f"too little: {needed}")
 
 
-def test_room_is_asked_for_two_of_its_own_and_its_guests(tmp_path, monkeypatch):
+def test_a_host_needs_memory_for_two_of_its_own_checkpoints_and_its_partners(tmp_path, monkeypatch):
     """Each of two hosts holds all of it twice: fp32 weights and Adam's two moments of each."""
     numel = sum(p.numel() for p in run_in_threads(1, _parameters)[0])
     monkeypatch.setattr(HostMemory, "check_room", lambda self, needed: _refuse(needed))

@@ -88,7 +88,7 @@ class Agent:
         self.attempt = attempt
 
     def tell_leaving(self) -> None:
-        """Nobody listens."""
+        pass
 
     def stand_by(self, reason: str) -> Assignment | None:
         return Assignment({"WEFT_ATTEMPT": str(self.attempt + 1)}, []) if self.attempt < self.last else None
