@@ -47,7 +47,7 @@ from weft.engine.planning.facts import Facts, fact_kinds
 from weft.engine.planning.gathering import facts_of_ranks, with_collectives
 from weft.engine.planning.joining import join, join_job
 from weft.engine.planning.run_plan import RunPlan, plan_run, settle_placement
-from weft.engine.precision import DTYPES
+from weft.engine.precision import DTYPES, check_supported
 from weft.engine.stages.checking.axis_check import check_axes, refuse_unshareable
 from weft.engine.stages.checking.refusals import refuse_partitioning
 from weft.engine.stages.checking.self_check import self_check
@@ -247,6 +247,7 @@ def build_engine(
     """
     attempt, earlier = attempt or Attempt(), set(process_groups())
     kept, done = attempt.kept, attempt.set_up.done
+    together(lambda: check_supported(config.train.precision))
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from weft.conf.schema import ExportDtype, Precision
@@ -14,6 +15,19 @@ DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precisi
 EXPORTED = {ExportDtype.fp32: torch.float32, ExportDtype.bf16: torch.bfloat16, ExportDtype.fp16: torch.float16}
 """torch's type for each format of an export, except that of the base."""
 _GIVEN, _COMPUTED, _EXACT = "_weft_given", "_weft_computed", "_weft_exact"
+
+
+def check_supported(precision: Precision) -> None:
+    """Check that DeepSpeed trains in this format on this host's devices.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if precision is Precision.fp16 and not get_accelerator().is_fp16_supported():
+        raise ValueError(
+            f"train.precision=fp16: DeepSpeed does not train in fp16 on this host's {get_accelerator().device_name()}; "
+            "set train.precision=bf16 or fp32"
+        )
 
 
 def set_given(parameter: nn.Parameter, dtype: torch.dtype) -> None:

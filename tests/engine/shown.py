@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tests.engine.tiny import LENGTH, VOCAB, batches
@@ -104,4 +105,11 @@ def shown(kind: type[WeftEngine]) -> dict[str, Any]:
 
 def both() -> tuple[dict[str, Any], dict[str, Any]]:
     """`shown` of Weft's engine and of the one that goes through DeepSpeed."""
+    get_accelerator().is_fp16_supported = lambda: True  # type: ignore[method-assign]
     return shown(WeftEngine), shown(ThroughDeepSpeed)
+
+
+def fp16_refused() -> None:
+    """Begin an fp16 engine where DeepSpeed has no fp16."""
+    get_accelerator().is_fp16_supported = lambda: False  # type: ignore[method-assign]
+    shown(WeftEngine)
