@@ -5,8 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
-# More than the cores of a small machine: slow tests wait for processes and timeouts for more than half of their time.
-JOBS ?= 4
+JOBS ?= 2
 BIN := $(VENV)/bin
 # vLLM's prefill/decode proxy is in its repository and in no wheel.
 TOY_PROXY ?= .cache/toy_proxy_server.py

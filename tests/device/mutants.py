@@ -1,11 +1,17 @@
-"""Training steps without one of the product's waits, to show that the emulated device notices each."""
+"""Training steps without one of the product's waits, to show that the emulated device notices each.
+
+`python -m tests.device.mutants` removes all waits, in five minutes on a quiet host. What notices a wait depends on lags
+of milliseconds, so a busy host may fail to notice some.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic_ns
 from typing import Any
 from unittest.mock import patch
@@ -207,3 +213,37 @@ def _staged() -> bool:
     done.result(60)
     staging.close()
     return bool((copies[0] == 2).all())
+
+
+def unnoticed(cases: dict[str, dict[str, Any]], folder: Path, *, sites: bool) -> set[str]:
+    """Return the waits whose removal nothing notices, without those that `EXPLAINED` lists.
+
+    Args:
+        cases: keywords of `tiny_config` by name.
+        folder: for memory checkpoints.
+        sites: True if each of the two ranks is a site.
+    """
+    from tests.device.ranks import run_on_devices
+
+    by_rank = run_on_devices(
+        2, without_each_wait, cases, str(folder), sites, runs="mutants", first_device=int(not sites), timeout_s=1200.0
+    )
+    found: dict[str, list[str]] = {}
+    for noticed in by_rank:
+        for wait, what in noticed.items():
+            found.setdefault(wait, []).append(what)
+    silent = {wait for wait, each in found.items() if all(what.endswith(NOTHING) for what in each)}
+    # What both runs use is noticed in the one within a site.
+    return {wait for wait in silent - set(EXPLAINED) if not sites or "/wan/" in wait}
+
+
+def main() -> int:
+    """Remove every wait in turn, and print those that nothing notices."""
+    with TemporaryDirectory() as folder:
+        left = unnoticed(CASES, Path(folder), sites=False) | unnoticed(AT_SITES, Path(folder), sites=True)
+    print("\n".join(sorted(left)) or "all noticed")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

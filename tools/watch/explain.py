@@ -64,12 +64,15 @@ class Measured:
         """
         self.record = record
         newest = record.step_with_spans()
-        if not newest:
-            raise ValueError(f"{record.folder}: no step is recorded yet; it takes logging.events=true, and a few steps")
-        first = max(record.step_range[0] + 1, newest - STEPS + 1)
+        first = max(record.step_range[0] + 1, newest - STEPS + 1)  # the first step is slower than others
         tables = [table for step in range(first, newest + 1) if len(table := record.spans(step))]
         steps = record.steps
-        self.step_s = float(np.median((steps[(steps.section == "step") & (steps.step >= first)]).mean_s))
+        whole = steps[(steps.section == "step") & (steps.step >= first)]
+        if not tables or not len(whole):
+            raise ValueError(
+                f"{record.folder}: too few steps are recorded; it takes logging.events=true, and two steps"
+            )
+        self.step_s = float(np.median(whole.mean_s))
         self.data_s = self._mean_of("data", first, newest)
         self.checkpoint_s = self._mean_of("checkpoint", record.step_range[0], newest)
         self.shares = measured_shares(record, tables[-1])

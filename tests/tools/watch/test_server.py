@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 
+import numpy as np
 import pytest
 import uvicorn
 from starlette.testclient import TestClient
@@ -43,6 +44,21 @@ def test_every_view_is_json_of_finite_numbers(record, view):
         raise AssertionError(text)
 
     assert json.loads(answer.text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("kept", [0.01, 0.05, 0.5, 1.0])
+def test_every_view_is_there_while_a_run_has_few_events(tmp_path, steps, kept):
+    recording = Recording(tmp_path, name="young")
+    recording.run(steps)
+    draw = np.random.default_rng(steps)
+    recording.events = [
+        events[(draw.random(len(events)) < kept) | (np.arange(len(events)) == 0)] for events in recording.events
+    ]
+    record = RunRecord(recording.write())
+    for view in VIEWS:
+        for query in ("", "?step=1", "?step=9"):
+            assert client(record).get(f"/api/{view}{query}").status_code == 200, view
 
 
 def test_the_timeline_of_a_step_is_that_of_the_files(record):
