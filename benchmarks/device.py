@@ -7,18 +7,16 @@ import gc
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from benchmarks.memory import VOCABULARY, random_batches
 from benchmarks.results import finish, parse, show
 from weft.conf.compose import compose
-from weft.conf.schema import WeftConfig
 from weft.tools.tables import table_of
 
-VOCABULARY = 4096
 BASE = (
     "recipe=quickstart",
     "pipeline.stages=1",
@@ -48,7 +46,7 @@ def measure(layout: Sequence[str]) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     engine, *_ = initialize(config=config)
-    engine.set_dataiterator(_batches(config))
+    engine.set_dataiterator(random_batches(config))
     host_s, waits = [], Counter[str]()
     for step in range(STEPS):
         start = time.process_time()
@@ -70,14 +68,6 @@ def measure(layout: Sequence[str]) -> dict[str, Any]:
         "host ms a micro-batch": f"{1e3 * min(host_s) / config.pipeline.microbatches:.1f}",
         "host waits": ", ".join(f"{line} ({count})" for line, count in waits.items()) or "none",
     }
-
-
-def _batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    size = config.train.microbatch_size, config.data.sequence_length
-    while True:
-        ids = torch.randint(VOCABULARY, size, generator=generator)
-        yield {"input_ids": ids, "labels": ids}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -104,7 +104,7 @@ def _layout_peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak
     inline = patch.object(communicator, "executor_for", lambda *_, **__: _InlineExecutor()) if shares else nullcontext()
     with inline, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine, *_ = initialize(config=config)
-        engine.set_dataiterator(_layout_batches(config))
+        engine.set_dataiterator(random_batches(config))
         for _ in range(_STEPS):
             engine.train_batch()
         predicted = engine.plan.memory[engine.pipe_rank].total
@@ -124,7 +124,8 @@ def _most_allocated(profiled: profile) -> int:
     return max(accumulate(num_bytes for _, num_bytes in changes))
 
 
-def _layout_batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
+def random_batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
+    """Yield micro-batches of random tokens without end."""
     generator = torch.Generator().manual_seed(0)
     size = config.train.microbatch_size, config.data.sequence_length
     while True:

@@ -349,11 +349,7 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
 
 def _controller(config: WeftConfig) -> Iterator[str]:
     for worker in config.inference.controller.workers:
-        if not worker.url.startswith(("http://", "https://")):
-            yield (
-                f"inference.controller.workers.url={worker.url!r}: not an HTTP address; "
-                "give it as in http://127.0.0.1:8001"
-            )
+        yield from _url("inference.controller.workers.url", worker.url, "http://127.0.0.1:8001")
         if not worker.boards:
             yield (
                 "inference.controller.workers.boards=[]: the worker has no boards that tell when it may run; "
@@ -367,11 +363,7 @@ def _controller(config: WeftConfig) -> Iterator[str]:
 
     names = [config.inference.prefill.model]
     for model in config.inference.controller.models:
-        if not model.url.startswith(("http://", "https://")):
-            yield (
-                f"inference.controller.models.url={model.url!r}: not an HTTP address; "
-                "give it as in http://127.0.0.1:8500"
-            )
+        yield from _url("inference.controller.models.url", model.url, "http://127.0.0.1:8500")
         if not model.name or model.name in names:
             yield f"inference.controller.models.name={model.name!r}: empty, or another model's; give each its own"
         names.append(model.name)
@@ -381,8 +373,13 @@ def _decode(config: WeftConfig) -> Iterator[str]:
     decode = config.inference.decode
     if decode.enabled and config.inference.prefill.connector is KvConnector.none:
         yield "inference.prefill.connector=none: a decode server could not fetch what workers compute; set it to nixl"
-    if decode.url and not decode.url.startswith(("http://", "https://")):
-        yield f"inference.decode.url={decode.url!r}: not an HTTP address; give it as in http://10.0.0.2:8400"
+    if decode.url:
+        yield from _url("inference.decode.url", decode.url, "http://10.0.0.2:8400")
+
+
+def _url(field: str, url: str, example: str) -> Iterator[str]:
+    if not url.startswith(("http://", "https://")):
+        yield f"{field}={url!r}: not an HTTP address; give it as in {example}"
 
 
 CHECKS = (

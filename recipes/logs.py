@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 STEP = "train/global_step"
 """Name of the step axis at Weights & Biases, as in transformers' Trainer."""
-STORAGE_TIMEOUT_S = 1.0
+SLOW_WRITE_S = 1.0
 """Seconds after which a write counts as waiting for storage instead of as part of a step."""
 
 
@@ -69,7 +69,7 @@ class LogWriter:
 
         Args:
             logs: destinations.
-            waiting: context to enter if a write takes longer than `STORAGE_TIMEOUT_S`.
+            waiting: context to enter if a write takes longer than `SLOW_WRITE_S`.
         """
         self._logs, self._waiting = logs, waiting
         self._thread = ThreadPoolExecutor(1, "weft-logs")
@@ -96,7 +96,7 @@ class LogWriter:
                 do(log)
 
         writing = self._thread.submit(write)
-        if not wait([writing], STORAGE_TIMEOUT_S).done:
+        if not wait([writing], SLOW_WRITE_S).done:
             with self._waiting():
                 wait([writing])
         writing.result()

@@ -60,7 +60,7 @@ if _COLLECTS:
     gc.freeze()
     gc.enable()
 
-STORAGE_TIMEOUT_S = 5.0
+REPORT_TIMEOUT_S = 5.0
 """Seconds that a rank waits for the first rank of its host to report an error that both have."""
 COLLECTOR_S = 15.0
 """Seconds that a finished run waits for the last events to be written."""
@@ -264,7 +264,7 @@ def reports_error(error: ValueError) -> bool:
         return dist.get_rank() == 0
     if dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0":
         return True
-    sleep(STORAGE_TIMEOUT_S)
+    sleep(REPORT_TIMEOUT_S)
     return False
 
 

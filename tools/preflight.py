@@ -236,7 +236,7 @@ def _try_to_write(folder: Path) -> None:
     probe.unlink()
 
 
-# To add a check: a function that raises ValueError, and a line in one of these tables.
+# A new check is a function that raises ValueError, and a line in one of these tables.
 MACHINE: dict[str, Callable[[WeftConfig], None]] = {
     "cluster": check_cluster,
     "port": check_port,

@@ -204,7 +204,7 @@ class Evaluation:
         return self._predictions.of(candidate)
 
     def _paid_bound(self, shape: Shape, route: Route, step_s: float, price: float) -> float:
-        """Return the lower bound of the score of routes that begin with ``route``, for a least time and price."""
+        """Return the lower bound of the score of routes that begin with ``route``, given bounds of time and price."""
         bound_of, paid = self._request.bound_of, self._bounds.price_seconds(shape, route)
         egress, tokens = self._least_egress(shape, route), self._tokens(shape)
         is_known = self._request.objective is not Objective.cost or route.is_whole(shape)

@@ -42,16 +42,16 @@ def test_every_item_is_accounted_for(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n") == len(made) + 1
 
 
-def test_what_does_not_end_is_asked_to_and_then_ended(tmp_path, monkeypatch):
-    asked = Item(
-        "asked", "that it ends", ("sh", "-c", "trap 'echo was asked' TERM; while :; do sleep 0.1; done"), 0, 3.0
+def test_an_item_beyond_its_limit_is_terminated_and_then_killed(tmp_path, monkeypatch):
+    terminated = Item(
+        "terminated", "that it ends", ("sh", "-c", "trap 'echo got SIGTERM' TERM; while :; do sleep 0.1; done"), 0, 3.0
     )
     after = Item("after", "that it is started all the same", ("true",), 0)
-    monkeypatch.setattr(gpu_report, "items", lambda out: (asked, after))
+    monkeypatch.setattr(gpu_report, "items", lambda out: (terminated, after))
     monkeypatch.setattr(gpu_report, "LEAVE_S", 1.0)
     assert write_report(["--out", str(tmp_path), "--seconds", "60"]) == 1
     text = (tmp_path / "report.md").read_text()
-    assert "| asked | that it ends | FAILED: had not ended after 3 s" in text and "was asked" in text
+    assert "| terminated | that it ends | FAILED: had not ended after 3 s" in text and "got SIGTERM" in text
     assert "| after | that it is started all the same | passed after" in text
 
 

@@ -233,7 +233,7 @@ def unnoticed(cases: dict[str, dict[str, Any]], folder: Path, *, sites: bool) ->
         for wait, what in noticed.items():
             found.setdefault(wait, []).append(what)
     silent = {wait for wait, each in found.items() if all(what.endswith(NOTHING) for what in each)}
-    # What both runs use is noticed in the one within a site.
+    # Waits that both runs use are noticed in the run within a site.
     return {wait for wait in silent - set(EXPLAINED) if not sites or "/wan/" in wait}
 
 

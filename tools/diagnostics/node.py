@@ -68,7 +68,7 @@ def _check_clock(driver: str, shift_s: float) -> CheckResult:
     return result
 
 
-# To add a check: a function that returns a list of `CheckResult`, and a line here.
+# A new check is a function that returns a list of `CheckResult`, and a line here.
 CHECKS: Mapping[str, Callable[[Node], Sequence[CheckResult]]] = {
     "collectives": lambda node: [
         check_local_collectives(

@@ -52,7 +52,8 @@ LEAST_SIGMAS = 6.0
 LOW = 0.3
 """Quantile of a section's seconds over the steps that is compared: other processes of a host make some steps longer."""
 SIGMA_OF_SPREAD = 1.45
-"""Standard error of that quantile, as a multiple of the distance between quantiles 0.15 beside it, for one step."""
+"""Standard error of that quantile for one step, in units of the distance between the quantiles LOW - 0.15 and
+LOW + 0.15."""
 LEAST_STEADY = 0.8
 """Share of the steps in which an outlier exceeds half of its deviation."""
 

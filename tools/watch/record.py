@@ -163,7 +163,7 @@ class RunRecord:
             return pd.DataFrame(columns=["step", "rank", "section", "stage", "slot", "start_s", "end_s"])
         table = pd.concat(found, ignore_index=True)
         ends = table[table.section == "step"].groupby("rank").start_s.max()
-        # Of a repeated step only the last run counts.
+        # A restarted run repeats steps. The last repetition counts.
         return table[table.start_s >= table["rank"].map(ends).fillna(-inf) - 1e-9].sort_values("start_s")
 
     def step_with_spans(self, step: int | None = None) -> int:

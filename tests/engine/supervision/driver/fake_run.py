@@ -36,7 +36,7 @@ class FakeRun:
         stopped: ranks that a signal has stopped.
         locked: ranks one of whose threads has the interpreter's lock; ``computing`` tells whether it computes.
         away: hosts that do not report.
-        idle: no rank moves, for a reason that is none of the watch's business.
+        idle: no rank moves, and the watch must not report it.
         slowed: how much longer computations of a rank take than others'.
         found: diagnoses, with when they were given.
         raised: alerts.
