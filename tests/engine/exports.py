@@ -42,7 +42,10 @@ def export_each(base: str, folder: str, cases: list[dict[str, Any]]) -> None:
     for number, given in enumerate(cases):
         case = dict(given)
         kind, steps, dtype = case.pop("kind", ""), case.pop("steps", 0), ExportDtype(case.pop("dtype", "base"))
+        is_still, resumes = case.pop("still", False), case.pop("resumes", False)
         config = tiny_config(**case)
+        if is_still:
+            config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.warmup_steps = 1e-30, 0.0, 0
         config.train.export_dtype = dtype
         config.model.path = "" if kind in ("memory", "frozen", "adapters", "new") else base
         if kind != "new":
@@ -53,6 +56,12 @@ def export_each(base: str, folder: str, cases: list[dict[str, Any]]) -> None:
             engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
             for _ in range(steps):
                 engine.train_batch()
+        if resumes:
+            engine.save_checkpoint(str(Path(folder, "checkpoints")))
+            engine, *_ = initialize(config=config)
+            assert engine.load_checkpoint(str(Path(folder, "checkpoints")))[0]
+            engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+            engine.train_batch()
         export(engine, Path(folder, str(number)), dtype=EXPORTED.get(dtype))
         dist.barrier()
         del engine

@@ -28,6 +28,10 @@ CASES = {
 }
 
 
+STILL = {"precision": "bf16", "steps": 2, "still": True, "layers": 4}
+"""An optimiser without decay whose updates are below the precision of fp32."""
+
+
 def weights_of(folder):
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
@@ -74,3 +78,22 @@ def test_export_of_untrained_weights_is_the_base_bit_for_bit(exported):
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         assert ours[key].dtype == value.dtype and torch.equal(ours[key], value), key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_training_in_bf16_with_invisible_updates_exports_the_given_model_bit_for_bit(stages, replicas, tied, tmp_path):
+    model = build_model(tiny_config(tied=tied, layers=4).model, dtype=torch.float32, seed=5)
+    model.save_pretrained(tmp_path / "base")
+    cases = [STILL | {"stages": stages, "zero": zero, "tied": tied} for zero in range(4)]
+    cases.append(cases[1] | {"resumes": True})
+    cases.append(cases[2] | {"kind": "memory"})
+    run_ranks(stages * replicas, export_each, str(tmp_path / "base"), str(tmp_path), cases, timeout_s=280)
+    expected = weights_of(tmp_path / "base")
+    for number, case in enumerate(cases):
+        found = weights_of(tmp_path / str(number))
+        assert found.keys() == expected.keys(), case
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), (case, name)
