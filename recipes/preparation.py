@@ -37,7 +37,7 @@ from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
 from weft.engine.layout import RankLayout
 from weft.engine.stages.checking.refusals import refuse_packing
-from weft.engine.stages.checking.self_check import check_flash_packing, self_check
+from weft.engine.stages.checking.self_check import check_flash_packing, check_packing, self_check
 from weft.engine.stages.files.fingerprint import files_fingerprint
 from weft.engine.stages.files.loading import load_hf_config
 from weft.recipes.finish import print_once
@@ -95,7 +95,9 @@ def prepare(
     together(lambda: _name_unused(config, tokenizer, seen))
     _fit_vocabulary(config, tokenizer)
     attempt.set_up.done("tokenizer")
-    if config.model.self_check and virtual_stages(config) > 1:  # only a recipe knows whether sequences are packed
+    if config.data.packing:
+        together(lambda: refuse_packing(load_hf_config(config.model).model_type))
+    if config.model.self_check:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
     attempt.set_up.done("self-check")
     loader, evaluation = _loaders(config, tokenizer, folder, kept)
@@ -129,11 +131,13 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
         if attempt_number() > 1 and json.loads(passed.read_text()) == done:
             return
     hf_config = load_hf_config(config.model)
-    if config.data.packing:
-        refuse_packing(hf_config.model_type)
-        if config.model.attn_implementation is Attention.flash_attention_2 and config.train.microbatch_size > 1:
-            check_flash_packing(hf_config)
-    self_check(hf_config, packing=config.data.packing)
+    flash = config.model.attn_implementation is Attention.flash_attention_2
+    if config.data.packing and flash and config.train.microbatch_size > 1:
+        check_flash_packing(hf_config)
+    if virtual_stages(config) > 1:
+        self_check(hf_config, packing=config.data.packing)
+    elif config.data.packing:
+        check_packing(hf_config)
     write_private(passed, json.dumps(done) + "\n")
 
 

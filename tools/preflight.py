@@ -103,14 +103,16 @@ def check_device(config: WeftConfig) -> None:
 
 
 def check_model(config: WeftConfig) -> None:
-    """Check that the model can be created or read, with layers for all stages and positions for all tokens."""
+    """Check that the model can be created or read, and supports the stages, the tokens and the packing."""
     path = config.model.path
     if not path or is_here(path) or (_is_hub_name(path) and _runs_here(config)):
-        from weft.engine.stages.files.loading import (
-            check_model_fits,  # imports torch, which the other checks do not need
-        )
+        # these import torch, which the other checks do not need
+        from weft.engine.stages.checking.refusals import refuse_packing
+        from weft.engine.stages.files.loading import check_model_fits, load_hf_config
 
         check_model_fits(config.model, virtual_stages(config), config.data.sequence_length)
+        if config.data.packing:
+            refuse_packing(load_hf_config(config.model).model_type)
     elif not _is_hub_name(path):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
 

@@ -97,8 +97,8 @@ def _head(
         f"- **stages**: {summary(results)}. A small copy with random weights and every kind of layer of the default "
         "configuration (or of `benchmarks/verification/small_configs.py`), in fp32 on a CPU, each layer on a stage and "
         "in two stages, with plain, padded and packed batches; tolerance 1e-5 of the largest value.",
-        "- **packing**: *apart* if Hugging Face's forward keeps packed documents apart; if it *leaks*, "
-        "`data.packing=true` is refused.",
+        "- **packing**: *apart* if packed documents have the logits that they have alone, in one row and in several; "
+        "if it *leaks*, `data.packing=true` is refused.",
         *(
             f"- **{column}**: {axis}: {_counts(shared[axis])}."
             for column, axis in zip(COLUMNS[3:7], SHARED, strict=True)

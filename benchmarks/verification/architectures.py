@@ -174,7 +174,7 @@ def _packing(config: PreTrainedConfig) -> str:
     try:
         check_packing(config)
     except ValueError as error:
-        return "leaks" if "see each other" in str(error) else reason_of(error)
+        return "leaks" if "differently from the same documents" in str(error) else reason_of(error)
     return "apart"
 
 

@@ -9,8 +9,21 @@ LEAKS_ACROSS_DOCUMENTS = frozenset(
     {
         "afmoe",
         "bamba",
+        "bart",
+        "bert",
+        "bert-generation",
+        "big_bird",
+        "bigbird_pegasus",
         "biogpt",
+        "blenderbot",
+        "blenderbot-small",
         "bloom",
+        "camembert",
+        "cpmant",
+        "data2vec-text",
+        "deepseek_v4",
+        "electra",
+        "ernie",
         "falcon",
         "falcon_h1",
         "falcon_mamba",
@@ -18,24 +31,53 @@ LEAKS_ACROSS_DOCUMENTS = frozenset(
         "granitemoehybrid",
         "inkling_text",
         "jamba",
+        "kimi_linear",
+        "lfm2_moe",
         "mamba",
         "mamba2",
+        "marian",
+        "mbart",
+        "megatron-bert",
         "minimax",
         "mpt",
+        "mvp",
         "nemotron_h",
         "olmo_hybrid",
+        "openai-gpt",
         "opt",
+        "pegasus",
+        "plbart",
+        "prophetnet",
         "qwen3_5",
         "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
+        "qwen4_exp",
+        "qwen4_exp_text",
         "recurrent_gemma",
+        "reformer",
+        "rembert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
+        "rwkv",
+        "trocr",
         "xglm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xlnet",
+        "xlstm",
+        "xmod",
         "zamba2",
+        "zaya",
     }
 )
-"""Model types whose forward in transformers 5.19 lets packed documents attend to the previous one."""
+"""Model types whose forward in transformers 5.19 computes packed documents differently from documents alone.
+
+Recurrent layers and convolutions run over whole rows, and many older models ignore position ids.
+"""
 
 
 def refuse_packing(model_type: str) -> None:
@@ -48,8 +90,8 @@ def refuse_packing(model_type: str) -> None:
     """
     if model_type in LEAKS_ACROSS_DOCUMENTS:
         raise ValueError(
-            f"data.packing=true: with model_type={model_type} Hugging Face's forward lets packed documents see each "
-            "other; set data.packing=false"
+            f"data.packing=true: with model_type={model_type} Hugging Face's forward lets packed documents depend on "
+            "each other; set data.packing=false"
         )
 
 

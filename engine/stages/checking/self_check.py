@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.models.batch import ON_CPU, Batch, PackedRows, attach_packed_rows, count_label_tokens, wanted_arguments
+from weft.engine.models.batch import ON_CPU, Batch, attach_rows_of, count_label_tokens, wanted_arguments
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.models.seeding import seeded
 from weft.engine.models.shrink import shrunken_model
@@ -52,7 +52,7 @@ def self_check(
     Args:
         model: a config, or a model, which is not changed.
         num_stages: stages of the small copy. 0 puts each of its layers on a separate stage.
-        packing: also check that packed documents do not attend to each other.
+        packing: also check that packed documents are computed as they are alone.
         own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
 
     Raises:
@@ -160,17 +160,17 @@ def _stages(small: PreTrainedModel, split: StageSplit, given: bool) -> list[Stag
 
 
 def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
-    """Check on a small copy that packed documents do not attend to each other.
+    """Check on a small copy that packed documents are computed as they are alone, in one row and in several.
 
     Raises:
-        ValueError: documents attend to each other.
+        ValueError: they are not.
     """
     cls, config = architecture(model)
     _require_apart(small_copy(cls, config, min_layers=2))
 
 
 def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
-    """Check on a small copy that packed documents do not attend to each other in flash attention.
+    """Check on a small copy that packed documents are computed as they are alone in flash attention.
 
     The kernel itself needs a GPU. So the check is that the architecture passes the documents' bounds to its attention,
     and uses nothing else.
@@ -253,28 +253,43 @@ def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> No
         raise _refusal(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
 
 
-def _require_apart(model: PreTrainedModel, *, attached: bool = False) -> None:
-    """Check that a change of the first of two packed documents does not change the second one's logits.
+DOCUMENTS = ((5, 7), (2, 4, 6))
+"""Lengths of the packed documents in the two rows of the check, different so that no row's bounds fit the other."""
 
-    ``attached`` attaches the document bounds to the positions by `weft.engine.models.batch.attach_packed_rows`.
+
+def _require_apart(model: PreTrainedModel, *, attached: bool = False) -> None:
+    """Check that every packed document has the logits that it has alone in a row.
+
+    They differ if a document depends on the one before it, or on its place in the row. A micro-batch has one row or
+    two.
+
+    Args:
+        attached: attach the documents' bounds to the positions by `weft.engine.models.batch.attach_rows_of`.
 
     Raises:
-        ValueError: the logits change.
+        ValueError: the logits differ.
     """
     ids = tried_batch(model)["input_ids"]
-    other = ids.clone()
-    other[:, :5] = ids[:, :5].flip(1)
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
-    if attached:
-        attach_packed_rows(positions, PackedRows.of(positions))
-    one, two = (_logits(model, i, positions) for i in (ids, other))
-    assert one is not None and two is not None
-    off = float((one - two)[:, 5:].abs().max())
-    if off > 1e-4 * float(one[:, 5:].abs().max()):  # a mixture of experts rounds a little differently
-        raise ValueError(
-            f"data.packing=true: {type(model).__name__} lets packed documents see each other "
-            f"(logits differ by {off:.2g}); set data.packing=false"
-        )
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
+    alone = torch.stack([_alone(model, row, lengths) for row, lengths in zip(ids, DOCUMENTS, strict=True)])
+    for rows in (1, 2):
+        packed = positions[:rows].clone()
+        if attached:
+            attach_rows_of(packed, packed)
+        got = _logits(model, ids[:rows], packed)
+        assert got is not None
+        off = float((got - alone[:rows]).abs().max())
+        if not off <= 1e-4 * float(alone.abs().max()):  # a mixture of experts rounds a little differently
+            raise ValueError(
+                f"data.packing=true: {type(model).__name__} computes packed documents differently from the same "
+                f"documents alone (logits differ by {off:.2g}); set data.packing=false"
+            )
+
+
+def _alone(model: PreTrainedModel, row: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the logits of the documents of a row [S], each computed alone, as [S, V]."""
+    parts = [_logits(model, document[None], torch.arange(len(document))[None]) for document in row.split(lengths)]
+    return torch.cat([part[0] for part in parts if part is not None])
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:
         ValueError: the token's id is not below the size of the vocabulary.
     """
     text = hf_config.get_text_config()
-    pad, rows = text.pad_token_id, getattr(text, "vocab_size", None)
+    pad, rows = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
     if isinstance(pad, int) and isinstance(rows, int) and pad >= rows:
         setting = f"model.path={config.path}" if config.path else f"model.arch={config.arch}"
         raise ValueError(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from weft.engine.data import count_label_tokens, refuse_packing
+from weft.engine.data import count_label_tokens
 from weft.engine.data.documents import IGNORED, Document
 from weft.engine.data.loader import collate
 from weft.engine.data.packing import (
@@ -144,10 +144,3 @@ def test_padded_rows_are_finite_even_without_a_document(model):
     assert "attention_mask" not in alone
     with torch.no_grad():
         torch.testing.assert_close(output.loss, model(**alone, use_cache=False).loss)
-
-
-@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next", "qwen3_5", "falcon_h1", "jamba"])
-def test_leaking_types_are_refused(kind):
-    with pytest.raises(ValueError, match=rf"data.packing=true: .*{kind} .*set data.packing=false"):
-        refuse_packing(kind)
-    refuse_packing("llama")

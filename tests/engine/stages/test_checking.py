@@ -12,8 +12,7 @@ from weft.conf.schema import ModelConfig, WeftConfig
 from weft.engine.initialize import initialize
 from weft.engine.models.shrink import shrunken_model
 from weft.engine.models.skeleton import model_class
-from weft.engine.stages.checking.refusals import refuse_packing
-from weft.engine.stages.checking.self_check import check_packing, self_check
+from weft.engine.stages.checking.self_check import self_check
 from weft.engine.stages.cutting.outline import outline_of
 from weft.engine.stages.files.loading import load_hf_config
 from weft.tools import check
@@ -108,14 +107,6 @@ class MeanForCausalLM(LlamaForCausalLM):
 def test_refuses_losses_that_are_not_weighed_by_tokens():
     with pytest.raises(ValueError, match="does not divide its loss by num_items_in_batch"):
         self_check(MeanForCausalLM(load_hf_config(tiny("llama"))))
-
-
-@pytest.mark.parametrize("arch", ["bloom", "qwen3_next", "gpt_oss"])
-def test_packing_that_leaks(arch):
-    with pytest.raises(ValueError, match="documents see each other"):
-        check_packing(AutoConfig.for_model(arch))
-    with pytest.raises(ValueError, match=f"model_type={arch}.*data.packing=false"):
-        refuse_packing(arch)
 
 
 def test_shrunken_models_have_every_kind_of_layer():
