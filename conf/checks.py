@@ -23,6 +23,7 @@ from weft.conf.schema import (
 )
 from weft.conf.schema.ranges import SHARE, out_of_range
 from weft.conf.sites import site_problems
+from weft.conf.sources import source_problems
 
 HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
 
@@ -47,7 +48,7 @@ def missing(config: WeftConfig) -> Iterator[str]:
     model, data, kind = config.model, config.data, config.data.kind.name
     if not model.path and not model.arch:
         yield "model.arch='': no model is given; set model.path, or model.arch to a model_type"
-    if data.kind is not DataKind.corpus and not data.path:
+    if data.kind is not DataKind.corpus and not (data.path or data.sources):
         yield f"data.path='': data.kind={kind} needs a source; set data.path to a file, a folder or a hub name"
     if data.kind is not DataKind.corpus and not (model.tokenizer or model.path):
         yield f"model.tokenizer='': data.kind={kind} needs a tokenizer; set model.tokenizer or model.path"
@@ -106,19 +107,6 @@ def _model(config: WeftConfig) -> Iterator[str]:
                     f"model.lora.{name}={value}: adapters are off; set model.lora.enabled=true, "
                     f"or leave {name} at {getattr(plain, name)}"
                 )
-
-
-def _data(config: WeftConfig) -> Iterator[str]:
-    data, kind = config.data, config.data.kind.name
-    if data.kind is DataKind.corpus and data.path:
-        yield f"data.path={data.path}: unused by data.kind=corpus; set data.kind to text or chat"
-    if data.chat_template and data.kind is not DataKind.chat:
-        yield f"data.chat_template={data.chat_template!r}: unused by data.kind={kind}; set data.kind=chat"
-    if config.train.eval_every and not (data.eval_split or data.eval_fraction):
-        yield (
-            f"train.eval_every={config.train.eval_every}: there is no evaluation data; "
-            "set data.eval_fraction=0.01 or data.eval_split, or set train.eval_every=0"
-        )
 
 
 def _schedule(config: WeftConfig) -> Iterator[str]:
@@ -294,8 +282,6 @@ def _train(config: WeftConfig) -> Iterator[str]:
     ):
         if wanted and not train.eval_every:
             yield f"{name}={str(wanted).lower()}: it needs evaluations; set train.eval_every=50 or so"
-    if train.epochs and config.data.streaming:
-        yield f"train.epochs={train.epochs:g}: streamed data has no known length; set train.steps, and train.epochs=0"
     if train.hub_model_id and not train.export:
         yield f"train.hub_model_id={train.hub_model_id}: only an export can be pushed; set train.export=true"
     if train.hub_model_id and not HUB_ID.fullmatch(train.hub_model_id):
@@ -385,7 +371,7 @@ def _url(field: str, url: str, example: str) -> Iterator[str]:
 CHECKS = (
     missing_features,
     _model,
-    _data,
+    source_problems,
     _schedule,
     _layers,
     _parallel,

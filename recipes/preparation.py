@@ -18,6 +18,7 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check, virtual_stages
 from weft.conf.host.private import write_private
 from weft.conf.schema import Attention, DataKind, WeftConfig
+from weft.conf.sources import for_each_source
 from weft.conf.trees import to_tree
 from weft.engine.attempt import Attempt, ReusedValues
 from weft.engine.data import (
@@ -114,9 +115,12 @@ def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
         "the tokenizer": tokenizer_sha256(tokenizer),
         "the chat template": hashlib.sha256(template.encode()).hexdigest(),
     }
-    if config.data.kind is not DataKind.corpus and (path := locate(config.data).path) is not None:
-        files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-        found["data.path"] = files_fingerprint(files)
+    sources = [] if config.data.kind is DataKind.corpus else for_each_source(config.data, locate)
+    for number, path in enumerate(source.path for source in sources):
+        if path is not None:
+            files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+            name = f"data.sources[{number}].path" if config.data.sources else "data.path"
+            found[name] = files_fingerprint(files)
     return found
 
 

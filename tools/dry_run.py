@@ -11,6 +11,7 @@ from weft.comm.collectives import CollectiveCosts
 from weft.conf.batch import fit_batch
 from weft.conf.hosts import world_size
 from weft.conf.schema import DataKind, WeftConfig
+from weft.conf.sources import sources_of
 from weft.engine.data import check_source, encode_first, load_tokenizer, unused_lines, vocabulary_for
 from weft.engine.data.documents import IGNORED, Document
 from weft.engine.planning.estimates import rank_size
@@ -30,7 +31,8 @@ def first_row_lines(config: WeftConfig) -> list[str]:
 
     If only some tokens count in the loss, they stand in «these».
     """
-    if config.data.kind is DataKind.corpus or not is_here(config.data.path):
+    sources = sources_of(config.data)
+    if config.data.kind is DataKind.corpus or not all(is_here(source.path) for source in sources):
         return []
     try:
         tokenizer = load_tokenizer(config.model, config.data)
@@ -41,7 +43,7 @@ def first_row_lines(config: WeftConfig) -> list[str]:
     counted = sum(label != IGNORED for label in row.labels)
     which = "all of which count" if counted == len(row.ids) else f"of which {counted:,} count in the loss, «these»"
     text = _marked(row, tokenizer) if counted < len(row.ids) else _printable(tokenizer.decode(row.ids))
-    head = f"first row of {config.data.path}: {len(row.ids):,} tokens, {which}"
+    head = f"first row of {sources[0].path}: {len(row.ids):,} tokens, {which}"
     return [head, *_shortened(text).splitlines(), *unused]
 
 

@@ -20,6 +20,7 @@ from weft.conf.host.owners import own_folder
 from weft.conf.host.private import make_run_folder, make_shared_folder
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
 from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
+from weft.conf.sources import sources_of
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.launch_arguments import num_gpus
 
@@ -151,7 +152,7 @@ def check_data(config: WeftConfig) -> None:
     check_source(config.data)
     words = config.model.tokenizer or config.model.path
     # A hub is left to the ranks, which have to be there anyway.
-    if is_here(config.data.path) and (not words or is_here(words)):
+    if all(is_here(source.path) for source in sources_of(config.data)) and (not words or is_here(words)):
         tokenizer = load_tokenizer(config.model, config.data)
         rows = config.model.overrides.get("vocab_size")
         if is_here(config.model.path):

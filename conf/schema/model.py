@@ -66,6 +66,29 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class SourceConfig:
+    """A source of a mixture. An empty setting takes the value of the same setting in `data`."""
+
+    path: str = ""
+    """Hub name, folder, or file, as in `data.path`."""
+    weight: float = 1.0
+    """Share of the tokens, relative to the weights of the other sources that are not exhausted."""
+    epochs: int = 0
+    """Passes over the source, after which the others continue without it; 0 repeats it as long as training lasts.
+    If every source is limited, the mixture begins again after the last one has ended."""
+    name: str = ""
+    """Configuration name of a hub dataset."""
+    split: str = ""
+    """Split of a hub dataset."""
+    eval_split: str = ""
+    """Split used for evaluation."""
+    text_field: str = ""
+    """Field with the text of a document."""
+    messages_field: str = ""
+    """Field with the messages of a conversation."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """Where batches come from."""
 
@@ -73,6 +96,8 @@ class DataConfig:
     """corpus: the embedded standard-library text; text: plain documents; chat: conversations."""
     path: str = ""
     """Hub name, folder, or .jsonl/.json/.parquet/.txt file; unused for the embedded corpus."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """Several sources instead of `path`, mixed by their weights. The order depends only on the data and the seed."""
     name: str = ""
     """Configuration name of a hub dataset."""
     split: str = "train"

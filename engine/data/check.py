@@ -14,6 +14,7 @@ from datasets import Features, Json, LargeList, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf.schema import DataConfig, DataKind
+from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.messages import FORMS, TOOLS, Conversation, chat_columns, conversation_fault
 from weft.engine.data.open import locate, open_rows
@@ -60,6 +61,8 @@ def check_source(data: DataConfig) -> Seen:
     for name, least in _LEAST.items():
         if getattr(data, name) < least:
             raise ValueError(f"data.{name}={getattr(data, name)}: give at least {least}")
+    if data.sources:
+        return _merged(for_each_source(data, check_source))
     if not 0 <= data.eval_fraction < 1:
         raise ValueError(f"data.eval_fraction={data.eval_fraction}: give a share from 0 to below 1")
     if data.kind is DataKind.corpus:
@@ -75,6 +78,15 @@ def check_source(data: DataConfig) -> Seen:
     if not sum([check.rows(file) for file in location.files]):
         raise ValueError(f"data.path={data.path}: it holds no row; give a file with documents")
     return check.seen
+
+
+def _merged(parts: list[Seen]) -> Seen:
+    merged = Seen()
+    for part in parts:
+        merged.unread |= part.unread
+        for key, talks in part.keys.items():
+            merged.keys.setdefault(key, []).extend(talks)
+    return merged
 
 
 @dataclass
@@ -191,14 +203,15 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
     chat = data.kind is DataKind.chat
     encoder = ChatEncoder(tokenizer, (), template=data.chat_template, limit=data.sequence_length) if chat else None
     if not (seen.unread or seen.keys):
-        seen = _seen_in_table(data)
+        seen = _merged(for_each_source(data, _seen_in_table))
     hidden = [] if encoder is None else [key for key, talks in seen.keys.items() if not _is_shown(encoder, key, talks)]
     parts = []
     if seen.unread:
         parts.append(f"columns that nothing reads: {', '.join(seen.unread)}")
     if hidden:
         parts.append(f"keys of conversations that the chat template does not show: {', '.join(sorted(hidden))}")
-    return [f"{data.path}: {'; '.join(parts)}"] if parts else []
+    paths = ", ".join(each.path for each in sources_of(data))
+    return [f"{paths}: {'; '.join(parts)}"] if parts else []
 
 
 def _seen_in_table(data: DataConfig) -> Seen:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.documents import IGNORED, Document
+from weft.engine.data.mixture import MixedSource
 from weft.engine.data.open import open_source
 from weft.engine.data.order import Cursor, Order, Ranges, sequences
 from weft.engine.data.packing import lay_out_contiguous, lay_out_single, lay_out_whole
@@ -135,9 +136,12 @@ class MicrobatchLoader(Iterator[Batch]):
 
     @property
     def epoch(self) -> float:
-        """Number of passes over the data so far, as a fraction. For streams, only completed passes count."""
+        """Number of passes over the data so far, as a fraction.
+
+        For streams and mixtures, only completed passes count.
+        """
         epoch = self._cursor.epoch
-        if isinstance(self._share.order.source, StreamedSource):
+        if isinstance(self._share.order.source, StreamedSource | MixedSource):
             return float(epoch)
         if epoch not in self._lengths:
             self._lengths = {epoch: self._share.order.num_sequences(epoch)}

@@ -7,6 +7,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,11 +27,13 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.conf.host.files import JsonCache
 from weft.conf.schema import DataConfig, DataKind
+from weft.conf.sources import for_each_source
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.corpus import load_corpus
 from weft.engine.data.documents import IGNORED, Document, Part
 from weft.engine.data.encode import Encoder, TextEncoder
 from weft.engine.data.messages import TOOLS, chat_columns, read_columns, without_nulls
+from weft.engine.data.mixture import MixedSource, Weighted
 from weft.engine.data.rows import FileRows
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 
@@ -116,11 +119,18 @@ def open_source(
         ValueError: the data cannot be read or encoded, or nothing is held out.
     """
     own_split = bool(data.eval_split) and data.kind is not DataKind.corpus
-    if evaluation and not own_split and data.eval_fraction <= 0:
+    if evaluation and not (own_split or data.sources) and data.eval_fraction <= 0:
         raise ValueError(
             f"data.eval_fraction={data.eval_fraction}: nothing is held out for evaluation; "
             "set it (0.02 is common), or data.eval_split, or train.eval_every=0"
         )
+    if data.sources:
+        sources = for_each_source(data, partial(open_source, tokenizer=tokenizer, evaluation=evaluation, now=now))
+        parts = [
+            Weighted(source=source, weight=each.weight, epochs=1 if evaluation else each.epochs)
+            for source, each in zip(sources, data.sources, strict=True)
+        ]
+        return MixedSource(parts, block_documents=_block_documents(data, evaluation))
     cache = Path(data.cache_dir).expanduser()
     fraction = 0.0 if own_split else data.eval_fraction
     part = Part(fraction=fraction, evaluation=evaluation and fraction > 0)
@@ -137,15 +147,19 @@ def open_source(
         tokens = tokenised(_plain(rows, fields), encoder, name=name, cache=cache)
         return LoadedSource(tokens, encoder, name=data.path, part=part)
     encoder = _encoder(data, deepcopy(tokenizer), fields, now)  # a thread uses it, and its settings are mutable
-    shuffled = data.shuffle and not evaluation
     return StreamedSource(
         rows.streamed() if isinstance(rows, FileRows) else _selected(rows, fields),
         encoder,
         name=data.path,
-        block_documents=data.shuffle_buffer if shuffled else min(data.shuffle_buffer, UNSHUFFLED_BLOCK),
+        block_documents=_block_documents(data, evaluation),
         part=part,
         typed=not isinstance(rows, FileRows),
     )
+
+
+def _block_documents(data: DataConfig, evaluation: bool) -> int:
+    shuffled = data.shuffle and not evaluation
+    return data.shuffle_buffer if shuffled else min(data.shuffle_buffer, UNSHUFFLED_BLOCK)
 
 
 def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: datetime | None = None) -> Document:
@@ -153,9 +167,14 @@ def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: d
 
     The document is truncated to the sequence length, even if training would pack the rest into other sequences.
 
+    Returns:
+        The document, of a mixture that of its first source.
+
     Raises:
-        ValueError: a row cannot be read or encoded, or no row has anything to learn.
+        ValueError: a row cannot be read or encoded, or no row of a source has anything to learn.
     """
+    if data.sources:
+        return for_each_source(data, partial(encode_first, tokenizer=tokenizer, now=now))[0]
     _, fields, rows = open_rows(replace(data, streaming=True), Path(data.cache_dir).expanduser())
     encoder = _encoder(replace(data, packing=False), tokenizer, fields, now)
     first = None

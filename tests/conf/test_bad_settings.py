@@ -6,6 +6,7 @@ from weft.conf import load
 from weft.conf.batch import check_world
 from weft.conf.schema import WeftConfig
 
+MIXED = ["data.kind=text", "model.path=y"]
 CHAT = ["data.kind=chat", "data.path=x", "model.path=y"]
 TWO_SITES = "cluster.sites=[{name: a, ranks: 1}, {name: b, ranks: 1}]"
 
@@ -77,6 +78,16 @@ BAD = [
     (["data.kind=text", "data.path=x"], "model.tokenizer='': data.kind=text needs a tokenizer"),
     (["data.chat_template=x"], "set data.kind=chat"),
     ([*CHAT, "train.eval_every=5"], "there is no evaluation data"),
+    ([*MIXED, "data.sources=[{path: a, weight: 0}]"], "data.sources[0].weight=0: outside its range; choose a value ab"),
+    ([*MIXED, "data.sources=[{path: a}, {path: b, weight: -1}]"], "data.sources[1].weight=-1: outside its range"),
+    ([*MIXED, "data.sources=[{path: a, weight: nan}]"], "data.sources[0].weight=nan: outside its range"),
+    ([*MIXED, "data.sources=[{path: a, epochs: -1}]"], "data.sources[0].epochs=-1: outside its range"),
+    ([*MIXED, "data.sources=[{path: a}, {path: a}]"], "data.sources[1].path=a: the same as data.sources[0]"),
+    ([*MIXED, "data.sources=[{weight: 1}]"], "data.sources[0].path='': each source needs one"),
+    ([*MIXED, "data.sources=[{path: a}]", "data.path=b"], "data.path=b: data.sources replaces it"),
+    ([*MIXED, "data.sources=[{path: a}]", "train.epochs=1"], "set data.sources[].epochs for all, or train.steps"),
+    ([*MIXED, "data.sources=[{path: a, wieght: 1}]"], "did you mean weight?"),
+    (["data.sources=[{path: a}]"], "data.sources: unused by data.kind=corpus; set data.kind"),
     # pipeline
     (
         ["pipeline.schedule=w", "pipeline.placement=straight", "pipeline.stages=2"],

@@ -1,0 +1,81 @@
+"""Sources of training data: one, or several that are mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from weft.conf.schema import DataConfig, DataKind, SourceConfig, WeftConfig
+from weft.conf.schema.ranges import NATURAL, POSITIVE
+
+T = TypeVar("T")
+_OWN = ("weight", "epochs")
+"""Fields of a source that `DataConfig` lacks."""
+
+
+def sources_of(data: DataConfig) -> list[DataConfig]:
+    """Return one configuration for each source of a mixture, or ``[data]`` if it describes a single source."""
+    return [replace(data, sources=[], **_settings(source)) for source in data.sources] or [data]
+
+
+def for_each_source(data: DataConfig, function: Callable[[DataConfig], T]) -> list[T]:
+    """Call ``function`` for each source, and return the results.
+
+    Raises:
+        ValueError: as of ``function``. The message names the source of a mixture.
+    """
+    results = []
+    for number, each in enumerate(sources_of(data)):
+        try:
+            results.append(function(each))
+        except ValueError as error:
+            if not data.sources:
+                raise
+            raise ValueError(f"data.sources[{number}]: {error}") from error
+    return results
+
+
+def source_problems(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each problem of the data's settings."""
+    data, kind = config.data, config.data.kind.name
+    if data.kind is DataKind.corpus and data.path:
+        yield f"data.path={data.path}: unused by data.kind=corpus; set data.kind to text or chat"
+    if data.chat_template and data.kind is not DataKind.chat:
+        yield f"data.chat_template={data.chat_template!r}: unused by data.kind={kind}; set data.kind=chat"
+    evaluated = data.eval_fraction or all(each.eval_split for each in sources_of(data))
+    if config.train.eval_every and not evaluated:
+        yield (
+            f"train.eval_every={config.train.eval_every}: there is no evaluation data; "
+            "set data.eval_fraction=0.01 or data.eval_split, or set train.eval_every=0"
+        )
+    epochs = config.train.epochs
+    if epochs and data.streaming:
+        yield f"train.epochs={epochs:g}: streamed data has no known length; set train.steps, and train.epochs=0"
+    if epochs and not all(source.epochs for source in data.sources):
+        yield f"train.epochs={epochs:g}: a mixture has no end; set data.sources[].epochs for all, or train.steps"
+    if data.sources:
+        yield from _mixture_problems(data)
+
+
+def _mixture_problems(data: DataConfig) -> Iterator[str]:
+    if data.path:
+        yield f"data.path={data.path}: data.sources replaces it; leave one of them out"
+    if data.kind is DataKind.corpus:
+        yield "data.sources: unused by data.kind=corpus; set data.kind to text or chat"
+    seen: dict[tuple[str, str, str], int] = {}
+    for number, (source, each) in enumerate(zip(data.sources, sources_of(data), strict=True)):
+        label = f"data.sources[{number}]"
+        if not source.path:
+            yield f"{label}.path='': each source needs one; set it to a file, a folder or a hub name"
+        for name, allowed in (("weight", POSITIVE), ("epochs", NATURAL)):
+            if (value := getattr(source, name)) not in allowed:
+                yield f"{label}.{name}={value:g}: outside its range; choose a value {allowed.remedy(value)}"
+        first = seen.setdefault((each.path, each.name, each.split), number)
+        if first != number:
+            yield f"{label}.path={source.path}: the same as data.sources[{first}]; raise its weight instead"
+
+
+def _settings(source: SourceConfig) -> dict[str, Any]:
+    values = {field.name: getattr(source, field.name) for field in fields(source) if field.name not in _OWN}
+    return {name: value for name, value in values.items() if value or name == "path"}
