@@ -211,11 +211,12 @@ def _parallel(config: WeftConfig) -> Iterator[str]:
             f"comm.cell={config.comm.cell}: the pipelines of a DP-cell take turns, and ranks of {named} work at the "
             "same time; set comm.cell=1"
         )
-    if config.optimizer.kind is OptimizerKind.lamb and (parallel.tensor > 1 or parallel.expert > 1):
+    kind, needs = config.optimizer.kind, {OptimizerKind.lamb: "the norm of ", OptimizerKind.muon: ""}
+    if kind in needs and (parallel.tensor > 1 or parallel.expert > 1):
         axis = "tensor" if parallel.tensor > 1 else "expert"
         yield (
-            f"optimizer.kind=lamb: its step depends on the norm of a whole matrix, which parallel.{axis}={sizes[axis]} "
-            "cuts; set optimizer.kind=adamw, or the axis to 1"
+            f"optimizer.kind={kind.value}: its step depends on {needs[kind]}a whole matrix, which "
+            f"parallel.{axis}={sizes[axis]} cuts; set optimizer.kind=adamw, or the axis to 1"
         )
     yield from _tensor_across_hosts(config)
 

@@ -46,9 +46,11 @@ def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
     """Return the optimizer section. It uses torch's Adam, because DeepSpeed's compiles C++ at its first use."""
     shared = {"lr": config.lr, "weight_decay": config.weight_decay}
     moments = {"betas": list(config.betas), "eps": config.eps}
+    muon = {"muon_lr": config.muon_lr or config.lr, "momentum": config.momentum}
     table: dict[OptimizerKind, dict[str, Any]] = {
         OptimizerKind.adamw: {"type": "AdamW", "params": shared | moments | {"torch_adam": True}},
         OptimizerKind.lamb: {"type": "Lamb", "params": shared | moments},
+        OptimizerKind.muon: {"type": "Muon", "params": shared | moments | muon},
         OptimizerKind.sgd: {"type": "SGD", "params": shared | {"momentum": config.betas[0]}},
     }
     return table[config.kind]

@@ -21,6 +21,8 @@ OPTIMIZER_BYTES = 8
 """Bytes of optimiser state per weight of AdamW and LAMB: two fp32 moments."""
 ROOT_BYTES = 4
 """Bytes of a root of a second moment, or of an update."""
+NEWTON_SCHULZ_COPIES = 5
+"""fp32 copies of a square matrix that Newton-Schulz iterations need at most: update, iterate and three products."""
 ALIGNMENT = 8
 """Shard sizes are multiples of this number of elements, so that fast kernels and transports apply."""
 USABLE = 0.8
@@ -28,7 +30,10 @@ USABLE = 0.8
 
 
 def optimizer_bytes(optimizer: OptimizerConfig) -> int:
-    """Return the bytes of optimiser state per trained weight; sgd has one moment, or none without momentum."""
+    """Return the bytes of optimiser state per trained weight; sgd has one moment, or none without momentum.
+
+    Muon has one moment of hidden matrices, and two of other parameters, which the result assumes.
+    """
     if optimizer.kind is OptimizerKind.sgd:
         return OPTIMIZER_BYTES // 2 if optimizer.betas[0] else 0
     return OPTIMIZER_BYTES
@@ -39,7 +44,7 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
 
     AdamW of torch needs the roots of the second moments; on a CPU, where it updates one parameter after the other, two
     copies of one parameter. SGD with weight decay needs a copy of the gradients, in the same way. LAMB needs all
-    updates and a root.
+    updates and a root. Muon needs up to `NEWTON_SCHULZ_COPIES` of a matrix, and AdamW's for other parameters.
 
     Args:
         stepped: number of weights that a rank's optimiser updates.
@@ -50,6 +55,8 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
     if optimizer.kind is OptimizerKind.lamb:
         return ROOT_BYTES * (stepped + 2 * largest)
     at_once = stepped if together else largest
+    if optimizer.kind is OptimizerKind.muon:
+        return ROOT_BYTES * max(NEWTON_SCHULZ_COPIES * largest, at_once * (1 if together else 2))
     if optimizer.kind is OptimizerKind.sgd:
         return ROOT_BYTES * at_once if optimizer.weight_decay else 0.0
     return ROOT_BYTES * at_once * (1 if together else 2)

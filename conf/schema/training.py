@@ -39,6 +39,7 @@ class OptimizerKind(Enum):
 
     adamw = "adamw"
     lamb = "lamb"
+    muon = "muon"
     sgd = "sgd"
 
 
@@ -47,9 +48,14 @@ class OptimizerConfig:
     """The optimiser and its learning rate."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    """Algorithm: adamw, sgd, or lamb, which scales updates by each parameter's norm for large batches."""
+    """Algorithm: adamw, sgd, lamb, which scales updates by each parameter's norm for large batches, or muon, which
+    orthogonalizes the updates of hidden matrices and uses adamw for embeddings, head and vectors."""
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate."""
+    muon_lr: Annotated[float, NATURAL] = 0.0
+    """Peak learning rate of the matrices that muon orthogonalizes; 0 uses `lr`."""
+    momentum: Annotated[float, Range(0, 1)] = 0.95
+    """Momentum of muon."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the first and second moment; sgd uses the first as its momentum."""
     eps: Annotated[float, POSITIVE] = 1e-8

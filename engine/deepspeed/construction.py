@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.config import LAMB_OPTIMIZER
+from deepspeed.runtime.config import LAMB_OPTIMIZER, MUON_OPTIMIZER
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
@@ -27,6 +27,7 @@ from weft.engine.models.seeding import seeded
 from weft.engine.precision import compute_in
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
+from weft.engine.zero.owners import tag
 from weft.pipeline.action import Action, Op
 
 
@@ -97,6 +98,12 @@ def configure_optimizer(
 
 def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, Any]]) -> Optimizer:
     """Create the configured optimiser. LAMB is ours, because DeepSpeed's supports only whole parameters on GPUs."""
+    if engine.optimizer_name() == MUON_OPTIMIZER:
+        from weft.engine.zero.muon import Muon  # its import loads torch's compiler
+
+        for stage in engine.module.stages.values():
+            tag(stage.named_global_parameters())
+        return Muon(model_parameters, engine.optimizer_params() or {})
     if engine.optimizer_name() == LAMB_OPTIMIZER:
         return Lamb(model_parameters, **(engine.optimizer_params() or {}))
     return engine._configure_basic_optimizer(model_parameters)

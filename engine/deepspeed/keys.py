@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -12,11 +13,12 @@ import hjson
 
 from weft.conf.fields import field_types
 from weft.conf.host.documents import read_text
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import OptimizerKind, WeftConfig
 from weft.conf.trees import from_tree
 from weft.engine.deepspeed.names import REMOVED, check_names
 from weft.engine.deepspeed.table import (
     DEEPSPEED_DEFAULTS,
+    MUON_PARAMETERS,
     OPTIMIZERS,
     PRECISIONS,
     REFUSED,
@@ -146,6 +148,16 @@ def _check_optimizer(tree: Mapping[str, Any], config: WeftConfig, source: str) -
             f"{source}: optimizer.type={kind!r}: it needs whole parameters, and zero_optimization.stage="
             f"{config.zero.stage} shards them; choose stage 0, or another optimizer"
         )
+    given = _get(tree, "optimizer.params")
+    if config.optimizer.kind is not OptimizerKind.muon or not isinstance(given, Mapping):
+        return
+    for name, value in given.items():  # DeepSpeed ignores misspelt ones
+        if name not in MUON_PARAMETERS:
+            near = difflib.get_close_matches(name, MUON_PARAMETERS, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(MUON_PARAMETERS))}"
+            raise ValueError(f"{source}: optimizer.params.{name}={value!r}: Muon has no such parameter; {remedy}")
+    if (method := given.get("ns_method", "gram")) not in ("gram", "standard"):
+        raise ValueError(f"{source}: optimizer.params.ns_method={method!r}: choose gram or standard")
 
 
 def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> None:

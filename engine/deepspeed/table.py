@@ -20,15 +20,19 @@ TAKEN_OVER = {
     "zero_optimization.stage3_param_persistence_threshold": "zero.param_persistence_threshold",
     "zero_optimization.stage3_model_persistence_threshold": "zero.model_persistence_threshold",
     "optimizer.params.lr": "optimizer.lr",
+    "optimizer.params.muon_lr": "optimizer.muon_lr",
     "optimizer.params.betas": "optimizer.betas",
     "optimizer.params.eps": "optimizer.eps",
     "optimizer.params.weight_decay": "optimizer.weight_decay",
 }
 # DeepSpeed's defaults that differ from the schema's, which apply if neither configuration has a value.
 DEEPSPEED_DEFAULTS = {"optimizer.clip": 0.0, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0}
-OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "sgd": "sgd"}
-WHOLE_ONLY = frozenset({"adafactor", "lbfgs", "muon"})
+OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "muon": "muon", "sgd": "sgd"}
+WHOLE_ONLY = frozenset({"adafactor", "lbfgs"})
 """Optimiser types that need whole parameters, and so do not work with ZeRO's shards."""
+MUON_PARAMETERS = frozenset(
+    ["adam_lr", "adam_w_mode", "betas", "eps", "lr", "momentum", "muon_lr", "ns_method", "torch_adam", "weight_decay"]
+)
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16"}
 
 # Keys that DeepSpeed's part of the engine reads unchanged. A section includes everything in it.

@@ -24,7 +24,7 @@ from weft.conf.features import entry, is_installed
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
-from weft.conf.schema import ClusterConfig, Partition, WeftConfig
+from weft.conf.schema import ClusterConfig, OptimizerKind, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes
@@ -35,7 +35,7 @@ from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.engine.planning.state_pieces import stepped_pieces
+from weft.engine.planning.state_pieces import muon_bytes, stepped_pieces
 from weft.engine.precision import DTYPES
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.workload import WORK_FORM, ModelWork
@@ -155,7 +155,7 @@ def _known_facts(
         "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",
         "device_bytes": f"memory of this machine's {machine.device.type}",
         "device": "this machine's",
-        "optimizer_bytes": "measured in a step of the caller's optimiser",
+        "optimizer_bytes": "counted for muon, or measured in a step of the caller's optimiser",
         "run": "named by the configuration",
         "links": "given by cluster.links",
     }
@@ -218,12 +218,13 @@ def _optimizer_bytes(
     given: Optimizer | OptimizerMaker | None,
     model: PreTrainedConfig | nn.Module,
 ) -> tuple[float, ...] | None:
-    """Return the bytes of state per weight of the caller's optimiser, or None if there is none or it fails.
+    """Return the bytes of state per weight of Muon or the caller's optimiser, or None without either or if it fails.
 
     They are by part of the model: the embedding, each layer, and what follows the layers.
     """
     if given is None:
-        return None
+        is_muon = config.optimizer.kind is OptimizerKind.muon
+        return muon_bytes(meta_model(model, config.model.lora)) if is_muon else None
     pieces = stepped_pieces(meta_model(model, config.model.lora), config.zero, facts.layout)
     try:
         each = state_bytes(given, device, {shape for _, shape in pieces})

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from weft.conf.schema import ZeroConfig
 from weft.engine.layout import RankLayout
+from weft.engine.models.hidden_matrices import is_hidden_matrix
 from weft.engine.models.sizes import divided_parameters
 from weft.engine.models.skeleton import decoder_layers, hf_model
 from weft.engine.parallel.cut import Cut
-from weft.pipeline.memory import ALIGNMENT
+from weft.pipeline.memory import ALIGNMENT, OPTIMIZER_BYTES
 
 Shape = tuple[int, ...]
 COARSE, GRAIN = 2**14, 2**12
@@ -52,6 +53,24 @@ def stepped_pieces(model: nn.Module, zero: ZeroConfig, layout: RankLayout) -> Co
                 for part, shape, count in _divided(run, holders, zero, cuts):
                     found[part, shape] += count
     return found
+
+
+def muon_bytes(model: nn.Module) -> tuple[float, ...]:
+    """Return the bytes of Muon's state per trained weight: of the embedding, of each layer, and of what follows them.
+
+    Muon stores one moment of a hidden matrix, and Adam's two of any other parameter.
+
+    Args:
+        model: the whole model on the meta device, with adapters.
+    """
+    whole = hf_model(model)
+    before, layers, behind, head = _parts(whole, decoder_layers(whole))
+    parts = [before, *layers, [*behind, *head]]
+    hidden = [sum(p.numel() for _, name, p in part if is_hidden_matrix(name, p)) for part in parts]
+    totals = [sum(p.numel() for _, _, p in part) for part in parts]
+    return tuple(
+        OPTIMIZER_BYTES * (1 - count / (2 * max(total, 1))) for count, total in zip(hidden, totals, strict=True)
+    )
 
 
 def _parts(model: PreTrainedModel, path: str) -> tuple[list[Named], list[list[Named]], list[Named], list[Named]]:

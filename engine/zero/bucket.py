@@ -17,6 +17,7 @@ from weft.engine.precision import computed_dtype
 from weft.engine.zero.collectives import Collectives
 from weft.pipeline.memory import ALIGNMENT
 
+Named = tuple[str, nn.Parameter]
 User = tuple[int, bool]
 """A virtual stage, and True for its backward. Each of these has at most one computation at a time."""
 
@@ -79,13 +80,14 @@ class Bucket:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, nn.Parameter]],
+        parameters: Sequence[Named],
         *,
         stages: frozenset[int],
         zero_stage: int,
         collectives: Collectives,
         tied: dist.ProcessGroup | None = None,
         cuts: Mapping[str, Cut] = MappingProxyType({}),
+        owners: Sequence[int] = (),
     ) -> None:
         """Move the parameters into the bucket's buffer.
 
@@ -94,6 +96,8 @@ class Bucket:
             stages: this rank's virtual stages that use them.
             tied: group of the ranks of this pipeline that also hold them.
             cuts: by name, this rank's part of each parameter that it does not hold as a whole.
+            owners: the replica in whose shard each parameter lies whole. Shards are padded to one length. Empty: shards
+                end anywhere.
         """
         first = parameters[0][1]
         self.stages = stages
@@ -108,11 +112,8 @@ class Bucket:
         """Parameters that have had a gradient in this step, on this rank."""
         self._collectives = collectives
         self._keeps_gradients = zero_stage < 2
-        self.members = tuple(_lay_out(parameters))
-        used = sum(member.parameter.numel() for member in self.members)
-        unit = collectives.num_replicas * ALIGNMENT
-        self.length = -(-used // unit) * unit or unit
-        share = self.length // collectives.num_replicas
+        share, self.members = _lay_out(parameters, collectives.num_replicas, owners)
+        self.length = share * collectives.num_replicas
         self._share = slice(collectives.replica * share, (collectives.replica + 1) * share)
         self._held = self._share if zero_stage else slice(0, self.length)
         self.sharded = zero_stage == 3 and collectives.num_replicas > 1
@@ -327,8 +328,14 @@ class Bucket:
         return self._gathering is None
 
 
-def _lay_out(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Member]:
-    offset = 0
-    for name, parameter in parameters:
-        yield Member(name, parameter, offset)
-        offset += parameter.numel()
+def _lay_out(named: Sequence[Named], replicas: int, owners: Sequence[int]) -> tuple[int, tuple[Member, ...]]:
+    """Return the length of a shard, and the parameters with their offsets: dense, or in the shards of their owners."""
+    ends, offsets = [0] * (replicas if owners else 1), []
+    for (_, parameter), owner in zip(named, owners or [0] * len(named), strict=True):
+        offsets.append(ends[owner])
+        ends[owner] += parameter.numel()
+    unit = ALIGNMENT * replicas // len(ends)
+    share = (-(-max(ends) // unit) * unit or unit) * len(ends) // replicas
+    starts = [share * owner for owner in owners] or [0] * len(named)
+    placed = zip(named, starts, offsets, strict=True)
+    return share, tuple(Member(name, parameter, start + offset) for (name, parameter), start, offset in placed)

@@ -15,10 +15,9 @@ from torch import nn
 from weft.conf.schema import ZeroConfig
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import computed_dtype
-from weft.engine.zero.bucket import Bucket
+from weft.engine.zero.bucket import Bucket, Named
 from weft.engine.zero.collectives import Collectives
-
-Named = tuple[str, nn.Parameter]
+from weft.engine.zero.owners import is_owned, place
 
 
 class ShardedStage(Protocol):
@@ -61,7 +60,8 @@ def divide(
     block, so that the bucket can be released while other blocks run. Persistent parameters are in separate buckets,
     handled as at stage 2. Weights that several virtual stages share, on one or several ranks, are separate buckets,
     so that all holders divide them in the same way. All weights of a bucket are reduced and gathered over the same
-    ranks. Frozen weights are in buckets only at stage 3, which shards them.
+    ranks. Frozen weights are in buckets only at stage 3, which shards them. From stage 1 on, matrices that an optimiser
+    steps as a whole are in buckets of their own, whose shards end between matrices.
 
     Args:
         tied: group of holders, for parameters that other pipeline ranks also hold.
@@ -76,6 +76,7 @@ def divide(
     limit = min(zero.reduce_bucket_size, zero.allgather_bucket_size)
     room = zero.model_persistence_threshold if zero.stage == 3 else 0
     buckets: list[Bucket] = []
+    loads = {kind: [0.0] * kind.num_replicas for kind in collectives.kinds}
     seen: set[nn.Parameter] = set()
     for stage in stages:
         blocks = [
@@ -94,16 +95,20 @@ def divide(
             *((g, zero.stage) for g in _groups(stage, rest, bucket_ends.get(stage.index, ()))),
         ]
         for group, zero_stage in groups:
-            for run in _runs(group, limit, stage.cuts):
-                first = run[0][1]
+            for run in _runs(group, limit, stage.cuts, apart=zero_stage > 0):
+                name, first = run[0]
+                over = collectives.of(stage.cuts.get(name))
+                # All holders of a tied weight, whose other weights differ, choose the same owner.
+                load = [0.0] * over.num_replicas if name in stage.tied else loads[over]
                 buckets.append(
                     Bucket(
                         run,
                         stages=frozenset(users[first]),
                         zero_stage=zero_stage,
-                        collectives=collectives.of(stage.cuts.get(run[0][0])),
+                        collectives=over,
                         tied=tied.get(first),
                         cuts=stage.cuts,
+                        owners=place([p.shape for _, p in run], load) if zero_stage and is_owned(first) else (),
                     )
                 )
     return buckets
@@ -134,11 +139,16 @@ def _groups(stage: ShardedStage, blocks: Sequence[Sequence[Named]], ends: Sequen
             yield [named for _, named in group]
 
 
-def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut]) -> Iterator[list[Named]]:
-    """Split a group into runs of at most ``limit`` elements, by dtype, by trained or frozen, and by kind of cut."""
-    open_runs: dict[tuple[torch.dtype, bool, str], list[Named]] = {}
+def _runs(group: Sequence[Named], limit: int, cuts: Mapping[str, Cut], *, apart: bool) -> Iterator[list[Named]]:
+    """Split a group into runs of at most ``limit`` elements, by dtype, by trained or frozen, and by kind of cut.
+
+    Args:
+        apart: also split matrices with an owner from other parameters.
+    """
+    open_runs: dict[tuple[torch.dtype, bool, str, bool], list[Named]] = {}
     for name, parameter in group:
-        kind = computed_dtype(parameter), parameter.requires_grad, cuts[name].axis if name in cuts else ""
+        axis = cuts[name].axis if name in cuts else ""
+        kind = computed_dtype(parameter), parameter.requires_grad, axis, apart and is_owned(parameter)
         run = open_runs.setdefault(kind, [])
         if run and sum(p.numel() for _, p in run) + parameter.numel() > limit:
             yield run

@@ -29,6 +29,10 @@ BAD = [
         ["parallel.tensor=2", "optimizer.kind=lamb"],
         "optimizer.kind=lamb: its step depends on the norm of a whole matrix",
     ),
+    (
+        ["parallel.expert=2", "optimizer.kind=muon"],
+        "optimizer.kind=muon: its step depends on a whole matrix, which parallel.expert=2 cuts",
+    ),
     (["train.step=1"], "did you mean train.steps?"),
     (["train.lr=1"], "did you mean optimizer.lr?"),
     (["++foo=1"], "`weft config` lists every field"),

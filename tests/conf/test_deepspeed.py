@@ -8,6 +8,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from weft.conf import load
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import WeftConfig
+from weft.engine.deepspeed.table import MUON_PARAMETERS
 
 
 class Replicas:
@@ -69,6 +70,15 @@ def test_optimizers_are_torchs_own(kind, monkeypatch):
 def test_a_world_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"pipeline\.stages=4: 6 processes"):
         deepspeed_config(load(["recipe=quickstart"]), 6)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.02])
+def test_muon_has_its_own_rate_or_the_shared_one(rate):
+    config = WeftConfig()
+    config.optimizer.kind, config.optimizer.muon_lr = type(config.optimizer.kind).muon, rate
+    emitted = deepspeed_config(config, 1)["optimizer"]
+    assert emitted["type"] == "Muon" and emitted["params"].keys() <= MUON_PARAMETERS
+    assert (emitted["params"]["lr"], emitted["params"]["muon_lr"]) == (3e-4, rate or 3e-4)
 
 
 def test_lamb_is_passed_on():

@@ -259,7 +259,30 @@ def test_unknown_keys_are_refused(monkeypatch):
 
 
 def test_optimizers_that_need_whole_matrices_go_without_shards_only():
-    muon = {"optimizer": {"type": "Muon"}}
-    with pytest.raises(ValueError, match=r"optimizer\.type='Muon': it needs whole parameters"):
-        split_deepspeed_config(USER | muon)
-    split_deepspeed_config(USER | muon | {"zero_optimization": {"stage": 0}})
+    given = {"optimizer": {"type": "Adafactor"}}
+    with pytest.raises(ValueError, match=r"optimizer\.type='Adafactor': it needs whole parameters"):
+        split_deepspeed_config(USER | given)
+    split_deepspeed_config(USER | given | {"zero_optimization": {"stage": 0}})
+
+
+def muon(**parameters):
+    return USER | {"optimizer": {"type": "Muon", "params": parameters}}
+
+
+def test_muon_has_deepspeeds_parameters():
+    config, sections = split_deepspeed_config(muon(lr=1e-4, muon_lr=0.02, adam_lr=3e-4, momentum=0.9))
+    assert (config.optimizer.kind.value, config.optimizer.lr, config.optimizer.muon_lr) == ("muon", 1e-4, 0.02)
+    assert sections["optimizer"]["params"] == {"lr": 1e-4, "muon_lr": 0.02, "adam_lr": 3e-4, "momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"moun_lr": 0.1}, r"optimizer\.params\.moun_lr=0\.1: Muon has no such parameter; did you mean muon_lr\?"),
+        ({"per_head_muon": True}, r"per_head_muon=True: Muon has no such parameter; known are adam_lr"),
+        ({"ns_method": "qr"}, r"optimizer\.params\.ns_method='qr': choose gram or standard"),
+    ],
+)
+def test_parameters_that_muon_does_not_have_are_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        split_deepspeed_config(muon(**parameters))

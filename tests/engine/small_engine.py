@@ -103,9 +103,9 @@ class SmallEngine:
         collectives = Collectives.open(
             self.layout, self.device, zero, cache_dir=data.cache_dir, timeout_s=comm.timeout_s
         )
+        self.basic_optimizer = make([p for p in part.parameters() if p.requires_grad])
         self.sharding = Sharding([part], zero, collectives, together)
         at_end(self.sharding.close)
-        self.basic_optimizer = make([p for p in part.parameters() if p.requires_grad])
         scaler = DynamicLossScaler(4.0, 2.0, 3, 1.0, 2, True, False) if dynamic_scale else LossScaler(1.0)
         self.waited = 0
         self.optimizer = ShardedOptimizer(

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW
 
 from tests.engine.cut_engine import CutEngine
 from tests.engine.small_engine import SmallEngine, assert_equal, joined
+from tests.engine.zero.replicas import small_muon
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
 from weft.engine.checkpoint import (
@@ -37,6 +38,7 @@ KINDS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.02, weight_decay=0.1),
     "momentum": lambda parameters: SGD(parameters, lr=0.02, momentum=0.9),
     "plain": lambda parameters: SGD(parameters, lr=0.02),
+    "muon": small_muon,
 }
 LAYOUTS = [(1, 1, 0), (1, 2, 1), (1, 3, 3), (2, 1, 0), (2, 2, 0), (2, 2, 2), (2, 1, 3)]
 """Stages, replicas, ZeRO's stage; a model has as many parts as stages, so those of one number go together."""

@@ -40,6 +40,8 @@ from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.stages.files.loading import load_hf_config, load_stages
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.engine.zero.collectives import CompletedHandle
+from weft.engine.zero.muon import Muon
+from weft.engine.zero.owners import tag
 
 SHAPE = {
     "vocab_size": 512,
@@ -52,7 +54,7 @@ SHAPE = {
 ADAPTERS = LoraConfig(enabled=True)
 WIDE = LoraConfig(enabled=True, rank=16, target_modules=["all-linear"])
 LATE = LoraConfig(enabled=True, target_modules=["model.layers.3.self_attn.q_proj"])
-SGD, LAMB = OptimizerKind.sgd, OptimizerKind.lamb
+SGD, LAMB, MUON = OptimizerKind.sgd, OptimizerKind.lamb, OptimizerKind.muon
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,9 @@ CASES = {
     "sgd": Case(kind=SGD, momentum=0.0),
     "sgd, bf16, adapters": Case(kind=SGD, momentum=0.0, precision=Precision.bf16, lora=WIDE),
     "lamb": Case(kind=LAMB, lora=WIDE),
+    "muon": Case(kind=MUON),
+    "muon, ZeRO": Case(kind=MUON, zero=1, replicas=2),
+    "muon, bf16, adapters, ZeRO": Case(kind=MUON, zero=2, replicas=2, precision=Precision.bf16, lora=WIDE),
     "a caller's Adafactor": Case(passed=torch.optim.Adafactor),
     "a caller's Adafactor, ZeRO": Case(passed=torch.optim.Adafactor, zero=1, replicas=2),
     "a caller's Adafactor, ZeRO, one replica": Case(passed=torch.optim.Adafactor, zero=1, stages=4),
@@ -173,7 +178,11 @@ class Unsent(Collectives):
         return CompletedHandle(target)
 
 
-def optimizer_of(case: Case, config: WeftConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def optimizer_of(case: Case, config: WeftConfig, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    groups = parameter_groups(named, 0.1)
+    if config.optimizer.kind is MUON:
+        tag(named)
+        return Muon(groups, {})
     if case.passed is not None:
         return case.passed([{"params": group["params"]} for group in groups])
     if config.optimizer.kind is SGD:
@@ -200,7 +209,7 @@ def allocated(
     if dtype is not torch.float32:
         compute_in(named, dtype, {p for stage in stages for p in exported_frozen(stage)})
     joint = Unsent(num_replicas=case.replicas * case.tensor, replica=replica * case.tensor)
-    basic = optimizer_of(case, config, parameter_groups([(name, p) for p, name in named.items()], 0.1))
+    basic = optimizer_of(case, config, [(name, p) for p, name in named.items()])
     sharding = Sharding(stages, config.zero, Unsent(num_replicas=case.replicas, replica=replica, joint=joint))
     optimizer = ShardedOptimizer(basic, sharding, loss_scaler=LossScaler(1.0), clip=lambda: 0.0, check_overflow=False)
     for bucket in sharding.trained:

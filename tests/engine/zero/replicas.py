@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from weft.comm.collectives import Primitive
 from weft.comm.sums import ReplicaSum
 from weft.engine.zero import Collectives, ShardedOptimizer
 from weft.engine.zero.collectives import CompletedHandle
+from weft.engine.zero.muon import Muon
+from weft.engine.zero.owners import tag
 
 LIMIT_S = 20
 
@@ -159,6 +161,13 @@ class SmallStage(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.hidden(ids)
         return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten(), reduction="sum")
+
+
+def small_muon(parameters: Iterable[nn.Parameter]) -> Muon:
+    """Muon of a `SmallStage`, whose embedding and head have 11 rows."""
+    held = list(parameters)
+    tag(("embed" if len(parameter) == 11 else "", parameter) for parameter in held)
+    return Muon([{"params": held}], {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1})
 
 
 def whole_step(optimizer: ShardedOptimizer, loss: Tensor | None = None) -> None:

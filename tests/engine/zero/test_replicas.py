@@ -8,7 +8,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from tests.engine.zero.replicas import MeetingOptimizer, Meetings, SmallStage, in_threads, whole_step
+from tests.engine.zero.replicas import MeetingOptimizer, Meetings, SmallStage, in_threads, small_muon, whole_step
 from weft.conf.schema import ZeroConfig
 from weft.engine.backward import SplitBackward
 from weft.engine.zero import Lamb, Sharding
@@ -121,6 +121,7 @@ CASES = {
     "split": (lambda params: AdamW(params, **SETTINGS), {"split": True}),
     "unused weights": (lambda params: AdamW(params, **SETTINGS), {"kind": Unused}),
     "unused weights, split": (lambda params: AdamW(params, **SETTINGS), {"kind": Unused, "split": True, "clip": 0.5}),
+    "unused weights, muon": (small_muon, {"kind": Unused, "scale": 8.0, "clip": 0.5}),
     "unused weights, lamb": (lambda params: Lamb(params, **SETTINGS), {"kind": Unused}),
 }
 

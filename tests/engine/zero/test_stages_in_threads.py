@@ -6,6 +6,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.engine.small_engine import MICROBATCHES, TIED, SmallEngine, SmallPart, ids
+from tests.engine.zero.replicas import small_muon
 from tests.thread_ranks import run_in_threads
 from weft.conf.schema import ZeroConfig
 from weft.engine.zero import Lamb, NonFiniteError
@@ -14,6 +15,7 @@ STEPS = 3
 MAKE = {
     "adamw": lambda params: AdamW(params, lr=0.02, weight_decay=0.1),
     "lamb": lambda params: Lamb(params, lr=0.02, weight_decay=0.1),
+    "muon": small_muon,
 }
 
 
@@ -48,7 +50,11 @@ def learn(stages, zero, kind, tied):
 
 @pytest.mark.parametrize(
     ("zero", "world", "stages", "kind"),
-    [*((zero, 4, 2, "adamw") for zero in range(4)), (1, 4, 2, "lamb"), (3, 4, 2, "lamb"), (1, 3, 3, "adamw")],
+    [
+        *((zero, 4, 2, "adamw") for zero in range(4)),
+        *((zero, 4, 2, kind) for zero, kind in ((1, "lamb"), (3, "lamb"), (2, "muon"))),
+        (1, 3, 3, "adamw"),
+    ],
 )
 def test_stages_and_replicas_learn_what_one_process_learns(zero, world, stages, kind):
     tied = stages > 1
