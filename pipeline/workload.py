@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 
-WORK_FORM = 6
+WORK_FORM = 7
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -17,6 +18,8 @@ LOSS_WORKING_BYTES = 8
 """Additional bytes per logit of the loss's backward: fp32 gradients of these and of the logits."""
 CUT_LOSS_WORKING_BYTES = {2: 6, 4: 4}
 """The same by bytes of an activation where members share the vocabulary: an fp32 gradient, and its copy in theirs."""
+CHUNK_WORKING = {2: 1.5, 4: 1.0}
+"""Bytes of a loss in chunks per byte of a chunk in fp32, by bytes of an activation, with its copy in their type."""
 GATHERED_WIDTHS = 2
 """Gathered hidden states that members of a tensor group save per layer: the inputs of attention and of the
 feed-forward part."""
@@ -76,6 +79,12 @@ class LayerWork:
     """Those of them that gradient checkpointing saves, too: all that do not belong to a decoder layer."""
     working_bytes: float = 0.0
     """Additional bytes of its backward, if large: those of the loss."""
+    logits: float = 0.0
+    """Logits whose loss can be computed in chunks; the bytes above are those of a loss from whole logits."""
+    head_flops: float = 0.0
+    """Operations of these logits. In chunks, the forward computes the input gradient, too."""
+    trained_head_flops: float = 0.0
+    """The same if the head is trained. In chunks, its weight gradient computes the logits again."""
     routed_bytes: float = 0.0
     """Hidden states that go to routed experts, once for each expert of a token."""
     routed_layers: float = 0.0
@@ -92,7 +101,9 @@ class LayerWork:
         """Operations of a forward; a backward takes twice as many."""
         return self.matmul_flops + self.attention_flops
 
-    def seconds(self, flops_per_s: float, *, recomputes: bool, exchanged_s: Any = 0.0) -> tuple[Any, Any, Any]:
+    def seconds(
+        self, flops_per_s: float, *, recomputes: bool, exchanged_s: Any = 0.0, in_chunks: bool = False
+    ) -> tuple[Any, Any, Any]:
         """Return the seconds of the forward, of input gradients and of weight gradients.
 
         Fields may be arrays, for many parts at once.
@@ -100,11 +111,16 @@ class LayerWork:
         Args:
             recomputes: True if the forward runs again before the backward.
             exchanged_s: seconds of collectives inside of layers, in one direction.
+            in_chunks: True if the loss is computed in chunks.
         """
         matmul_s, attention_s = self.matmul_flops / flops_per_s, self.attention_flops / flops_per_s
         forward_s = matmul_s + attention_s + exchanged_s
-        again_s = forward_s if recomputes else 0.0
-        return forward_s, matmul_s + 2 * attention_s + exchanged_s + again_s, self.trained_flops / flops_per_s
+        input_s = matmul_s + 2 * attention_s + exchanged_s + (forward_s if recomputes else 0.0)
+        weight_s = self.trained_flops / flops_per_s
+        if not in_chunks:
+            return forward_s, input_s, weight_s
+        head_s = self.head_flops / flops_per_s
+        return forward_s + head_s, input_s - head_s, weight_s + self.trained_head_flops / flops_per_s
 
     def __add__(self, other: LayerWork) -> LayerWork:
         return LayerWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -113,12 +129,33 @@ class LayerWork:
 NOTHING = LayerWork(parameters=0)
 
 
-def loss_work(logits: float) -> LayerWork:
-    """Return the work of a loss over ``logits`` logits."""
-    saved = logits * LOSS_BYTES
+def loss_work(logits: float, width: int, *, trained: bool) -> LayerWork:
+    """Return the work of a loss over ``logits`` logits of hidden states of ``width`` elements.
+
+    ``trained`` is whether the head is trained. Its own work is not included.
+    """
+    saved, flops = logits * LOSS_BYTES, 2.0 * logits * width
     return LayerWork(
-        parameters=0, activation_bytes=saved, unrecomputed_bytes=saved, working_bytes=logits * LOSS_WORKING_BYTES
+        parameters=0,
+        activation_bytes=saved,
+        unrecomputed_bytes=saved,
+        working_bytes=logits * LOSS_WORKING_BYTES,
+        logits=logits,
+        head_flops=flops,
+        trained_head_flops=flops if trained else 0.0,
     )
+
+
+class Working(NamedTuple):
+    """Temporary bytes of actions, besides saved activations."""
+
+    forward: float
+    input: float
+    weight: float
+
+    def during(self, op: Op) -> float:
+        """Return the bytes of an action; B is input and weight gradients one after the other."""
+        return {Op.F: self.forward, Op.I: self.input, Op.W: self.weight, Op.B: max(self.input, self.weight)}[op]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +173,7 @@ class ModelWork:
         attended_bytes: bytes of one layer's keys and values, which context parallelism gathers.
         heads: numbers that tensor parallelism has to divide: heads of keys and values, and of queries; 0 if unknown.
         experts: experts of a layer, which expert parallelism has to divide; 0 if it is not supported.
+        loss_chunk_bytes: bytes of a chunk of logits in fp32 if the loss of more logits is computed in chunks, or 0.
     """
 
     name: str
@@ -148,6 +186,7 @@ class ModelWork:
     attended_bytes: float
     heads: int = 0
     experts: int = 0
+    loss_chunk_bytes: float = 0.0
 
     @cached_property
     def whole(self) -> LayerWork:
@@ -178,17 +217,32 @@ class ModelWork:
 
     def saved_bytes(self, part: LayerWork, num_layers: int, division: Division) -> float:
         """Return the bytes that a rank keeps of a micro-batch from the forward to the backward."""
+        saved = 0.0
+        if part.logits and self.loss_in_chunks(division):
+            # Instead of logarithms: the gradient of the head's input, and the input itself if it is gathered.
+            states = (2 * division.tensor - 1) * self.message_bytes
+            saved = states + division.tensor * self.sequence_length * LOSS_BYTES - part.logits * LOSS_BYTES
         if division.recomputes:
-            return division.of_rank(num_layers * self.message_bytes + part.unrecomputed_bytes)
-        return division.of_rank(part.activation_bytes + num_layers * self._gathered_bytes(division))
+            return division.of_rank(saved + num_layers * self.message_bytes + part.unrecomputed_bytes)
+        return division.of_rank(saved + part.activation_bytes + num_layers * self._gathered_bytes(division))
 
-    def backward_bytes(self, part: LayerWork, num_layers: int, division: Division, weight_bytes: int) -> float:
-        """Return the temporary bytes of a rank's backward: those of the loss, or of a recomputed layer."""
-        of_loss = part.working_bytes
+    def loss_in_chunks(self, division: Division) -> bool:
+        """True if the loss of a micro-batch is computed in chunks, because its logits take more bytes than a chunk."""
+        return 0 < self.loss_chunk_bytes < division.of_rank(self.after.logits * LOSS_BYTES)
+
+    def working_bytes(self, part: LayerWork, num_layers: int, division: Division, weight_bytes: int) -> Working:
+        """Return the temporary bytes of a rank's actions: those of the loss, or of a recomputed layer."""
+        of_loss, chunk, of_head = part.working_bytes, 0.0, 0.0
         if division.tensor > 1:
             of_loss *= CUT_LOSS_WORKING_BYTES[weight_bytes] / LOSS_WORKING_BYTES
+        if part.logits and self.loss_in_chunks(division):
+            of_loss, chunk = 0.0, self.loss_chunk_bytes * CHUNK_WORKING[weight_bytes]
+            if part.trained_head_flops:
+                head = part.trained_head_flops / (2 * self.sequence_length)
+                of_head = chunk + head / division.tensor * weight_bytes
         again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
-        return division.of_rank(max(of_loss, again + self._gathered_bytes(division) if division.recomputes else 0.0))
+        again = again + self._gathered_bytes(division) if division.recomputes else 0.0
+        return Working(chunk, division.of_rank(max(of_loss, again)), of_head)
 
     def _gathered_bytes(self, division: Division) -> float:
         """Return the bytes per sequence of gathered tensors that a layer keeps for its backward."""

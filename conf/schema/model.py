@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from weft.conf.schema.ranges import COUNT, POSITIVE, SHARE, Range
+from weft.conf.schema.ranges import COUNT, NATURAL, POSITIVE, SHARE, Range
 
 
 class Attention(Enum):
@@ -57,6 +57,10 @@ class ModelConfig:
     """Attention kernel: eager, sdpa, or flash_attention_2 (needs flash-attn and a GPU)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass to save activation memory."""
+    loss_chunk_mb: Annotated[float, NATURAL] = 128.0
+    """Logits of a micro-batch that take more MB in fp32 are computed, with their loss, in chunks of this size, so they
+    never exist as a whole; 0 always computes them whole. Custom losses and heads other than a plain nn.Linear do,
+    too."""
     self_check: bool = True
     """Before training, compare a shrunken copy of the staged model with Hugging Face's own forward."""
     trust_remote_code: bool = False

@@ -11,10 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 
 class Product(ABC):
     """One call of a torch function that multiplies an activation by parameters."""
+
+    saved: tuple[Tensor, ...] = ()
+    """Tensors besides the activation that the forward keeps for the backward."""
 
     @property
     @abstractmethod
@@ -111,6 +116,43 @@ class Lookup(Product):
         )
 
 
+class ComputedProduct(Product):
+    """A product that has a forward, which `multiply` runs. No torch function computes it."""
+
+    @abstractmethod
+    def forward(self, activation: Tensor) -> Tensor:
+        """Compute the product without recording gradients, and set ``saved``."""
+
+
+def multiply(activation: Tensor, product: ComputedProduct) -> Tensor:
+    """Compute a product with gradients. It can be overridden as torch functions can, so a split backward defers it."""
+    if has_torch_function_variadic(activation):  # true within a mode as well
+        return handle_torch_function(multiply, (activation,), activation, product)
+    if not torch.is_grad_enabled():
+        return product.forward(activation)
+    return _Multiply.apply(activation, product, *product.parameters)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, product: ComputedProduct, *parameters: Tensor) -> Tensor:
+        result = product.forward(activation)
+        ctx.save_for_backward(activation, *product.saved)
+        ctx.product = product
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        activation, *_ = ctx.saved_tensors  # before the input gradient reuses the memory of others
+        product, needed = ctx.product, ctx.needs_input_grad
+        below = product.input_gradient(gradient) if needed[0] else None
+        own = (None,) * len(product.parameters)
+        if any(needed[2:]):
+            own = product.parameter_gradients(activation.detach(), gradient)
+        return below, None, *own
+
+
 def base_parameter(tensor: Tensor) -> nn.Parameter | None:
     """Return the trainable parameter that ``tensor`` is, or that it is a view of, or None.
 
@@ -169,6 +211,7 @@ _MATCHERS: Mapping[Callable[..., Tensor], Callable[..., Match]] = MappingProxyTy
         torch.Tensor.matmul: _matmul,
         torch.Tensor.__matmul__: _matmul,
         torch._grouped_mm: _grouped_mm,
+        multiply: lambda activation, product: (activation, product),
     }
 )
 

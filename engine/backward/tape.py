@@ -121,16 +121,16 @@ class _Deferred(torch.autograd.Function):
     def forward(
         ctx: Any, activation: Tensor, anchor: Tensor | None, compute: Callable[[], Tensor], product: Product, tape: Tape
     ) -> Tensor:
-        ctx.save_for_backward(activation)
-        ctx.product, ctx.tape = product, tape
         result = compute()
+        ctx.save_for_backward(activation, *product.saved)
+        ctx.product, ctx.tape = product, tape
         # some models change the output in place, which autograd forbids for a view that is created here
         return torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (activation,) = ctx.saved_tensors
+        activation, *_ = ctx.saved_tensors
         ctx.tape.defer(DeferredProduct(ctx.product, activation.detach(), gradient))
         below = ctx.product.input_gradient(gradient) if ctx.needs_input_grad[0] else None
         return below, None, None, None, None

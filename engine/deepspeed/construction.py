@@ -25,6 +25,7 @@ from weft.engine.execution.loss import StepLoss
 from weft.engine.models.objective import Minimised, Objective
 from weft.engine.models.seeding import seeded
 from weft.engine.precision import compute_in
+from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
 from weft.engine.zero.owners import tag
@@ -137,7 +138,10 @@ def make_loss(engine: PipelineEngine, objective: Objective | None, *, counts: bo
     placement = engine.schedule.placement
     minimised, last = None if objective is None else Minimised(objective), placement.num_stages - 1
     if engine.holds_loss:
-        engine.module.stages[last].objective = minimised
+        stage = engine.module.stages[last]
+        stage.objective = minimised
+        if minimised is None and isinstance(stage, Stage):  # tests and benchmarks have others
+            stage.compute_loss_in_chunks(engine.weft.model.loss_chunk_mb * 1e6)
     return StepLoss(
         minimised=minimised,
         holds=engine.holds_loss,

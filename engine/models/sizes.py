@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import LoraConfig
+from weft.engine.models.lazy_logits import whole_logits_reason
 from weft.engine.models.lora import add_adapters
 from weft.engine.models.skeleton import decoder_layers, hf_model, model_class, skeleton
 from weft.engine.parallel.axis import Alone
@@ -96,6 +97,8 @@ class ModelSizes:
     """Number of logits of a token."""
     key_value_size: int = 0
     """Number of elements of a token's keys and values in a layer, or 0 if unknown."""
+    chunks_loss: bool = False
+    """True if its loss can be computed in chunks of logits."""
     tied: PartSize = NOTHING
     """Weights that the embedding and the head share, which are counted in both."""
 
@@ -151,6 +154,7 @@ def model_sizes(
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         key_value_size=key_value_size(model.config),
+        chunks_loss=not whole_logits_reason(model),
     )
 
 

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from weft.conf.schema import LoraConfig
+from weft.conf.schema import LoraConfig, ModelConfig
 from weft.engine.models import batch as packed
+from weft.engine.models.lazy_logits import whole_logits_reason
 from weft.engine.models.sizes import divided_parameters, meta_model, part_size
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
 from weft.engine.parallel.experts import expert_modules
@@ -250,12 +251,18 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
             _layer_work(part, model, {id(weight) for weight in layer.parameters()}, whole, layer)
             for part, layer in zip(inner, layers, strict=True)
         ),
-        after=_layer_work(after, model, of_head, whole, recomputed=False) + loss_work(float(tokens * text.vocab_size)),
+        after=_layer_work(after, model, of_head, whole, recomputed=False)
+        + loss_work(
+            float(tokens * text.vocab_size),
+            text.hidden_size,
+            trained=head is not None and any(weight.requires_grad for weight in head.parameters()),
+        ),
         tied_parameters=head_weights if tied else 0,
         message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
         heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
         experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
+        loss_chunk_bytes=0.0 if whole_logits_reason(model) else ModelConfig.loss_chunk_mb * 1e6,
     )
 
 

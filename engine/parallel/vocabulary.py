@@ -82,7 +82,10 @@ class VocabularyLoss:
             assert labels is not None
             shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
         wanted = shift_labels.reshape(-1).to(logits.device)
-        each = _CrossEntropy.apply(logits.flatten(0, -2), wanted, self._group)
+        if hasattr(logits, "token_losses"):  # lazy logits, see `weft.engine.models.lazy_logits`
+            each = logits.token_losses(wanted, ignore_index)
+        else:
+            each = _CrossEntropy.apply(logits.flatten(0, -2), wanted, self._group)
         counts = wanted != ignore_index
         total = each.masked_fill(~counts, 0.0).sum()
         if num_items_in_batch is None:

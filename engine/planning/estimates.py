@@ -11,7 +11,7 @@ from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import CostModel, PairCosts, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES
-from weft.pipeline.workload import NOTHING, Division, LayerWork, ModelWork, loss_work
+from weft.pipeline.workload import NOTHING, Division, LayerWork, ModelWork, Working, loss_work
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
@@ -66,16 +66,16 @@ def _stage_pairs(facts: Facts, split: StageSplit, measured: Sequence[StageCost])
     return facts.strands.pairs(facts.axes, split, measured)
 
 
-def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[float]:
-    """Return the memory of each virtual stage's backward besides saved activations."""
+def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[Working]:
+    """Return the memory of each virtual stage's actions besides saved activations."""
     work, division = _work(config, facts), _division(config, facts)
     found = [
-        work.backward_bytes(part, len(layers), division, WEIGHT_BYTES[config.train.precision])
+        work.working_bytes(part, len(layers), division, WEIGHT_BYTES[config.train.precision])
         for part, layers in zip(_stage_works(work, split), split.layers, strict=True)
     ]
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
-    found[0] = max(found[0], embedding - costs.stages[0].activation_bytes)
+    found[0] = found[0]._replace(input=max(found[0].input, embedding - costs.stages[0].activation_bytes))
     return found
 
 
@@ -100,9 +100,9 @@ def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
 def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
     """Estimate costs by the operations and bytes of each layer. Ranks that share layers divide them equally."""
     work, division = _work(config, facts), _division(config, facts)
-    stages = []
+    stages, in_chunks = [], work.loss_in_chunks(division)
     for part, layers in zip(_stage_works(work, split), split.layers, strict=True):
-        seconds = part.seconds(flops_per_s / division.of_rank(1), recomputes=facts.recomputes)
+        seconds = part.seconds(flops_per_s / division.of_rank(1), recomputes=facts.recomputes, in_chunks=in_chunks)
         stages.append(work.stage_cost(part, len(layers), seconds, division))
     return tuple(stages)
 
@@ -114,9 +114,10 @@ def _work(config: WeftConfig, facts: Facts) -> ModelWork:
     """
     model, tokens = facts.model, config.data.sequence_length
     hidden_bytes = float(tokens * model.hidden_size * WEIGHT_BYTES[config.train.precision])
+    chunk_bytes = config.model.loss_chunk_mb * 1e6 if model.chunks_loss else 0.0
     if facts.work is not None:
         attended = model.key_value_size / model.hidden_size * facts.work.message_bytes
-        return replace(facts.work, attended_bytes=attended)
+        return replace(facts.work, attended_bytes=attended, loss_chunk_bytes=chunk_bytes)
 
     def part(size: PartSize, layers: int = 0) -> LayerWork:
         return LayerWork(
@@ -133,8 +134,10 @@ def _work(config: WeftConfig, facts: Facts) -> ModelWork:
         sequence_length=tokens,
         before=part(model.before),
         layers=tuple(part(size, 1) for size in model.layers),
-        after=part(model.after) + loss_work(float(tokens * model.vocab_size)),
+        after=part(model.after)
+        + loss_work(float(tokens * model.vocab_size), model.hidden_size, trained=model.after.trained > 0),
         tied_parameters=model.tied.parameters,
         message_bytes=hidden_bytes,
         attended_bytes=model.key_value_size / model.hidden_size * hidden_bytes,
+        loss_chunk_bytes=chunk_bytes,
     )

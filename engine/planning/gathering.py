@@ -170,15 +170,16 @@ def _known_facts(
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config), run)
     trained = hf_config if model is None else model
     work, sources["work"] = _traced(config, hf_config, trained)
+    sizes = model_sizes(
+        trained,
+        lora=config.model.lora,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        dtype=DTYPES[config.train.precision],
+    )
     facts = Facts(
         layout=layout,
-        model=model_sizes(
-            trained,
-            lora=config.model.lora,
-            tensor=layout.tensor,
-            expert=layout.expert,
-            dtype=DTYPES[config.train.precision],
-        ),
+        model=replace(sizes, chunks_loss=sizes.chunks_loss and own_loss),
         work=work,
         flops_per_s=flops,
         run=run,

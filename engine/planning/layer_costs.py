@@ -55,6 +55,8 @@ def measure_layers(
             config.model, split, [layer], dtype=DTYPES[config.train.precision], seed=config.train.seed
         )
         stage.to(device)
+        if stage.is_last:
+            stage.compute_loss_in_chunks(config.model.loss_chunk_mb * 1e6)
         found[layer] = _measure(stage, config, hf_config, device, seconds / len(wanted))
         del stage
     last = len(work.layers) - 1

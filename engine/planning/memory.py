@@ -15,7 +15,7 @@ from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.facts import Facts
 from weft.engine.stages.cutting.split import StageSplit
-from weft.pipeline.action import Op
+from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import CostModel
 from weft.pipeline.memory import (
@@ -31,6 +31,7 @@ from weft.pipeline.memory import (
 )
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
+from weft.pipeline.workload import Working
 
 EXACT_BYTES = 4
 """Bytes of a frozen weight in its original type."""
@@ -95,7 +96,7 @@ def rank_memory(
     costs: CostModel,
     states: Sequence[ZeroMemory],
     parameters: Sequence[int],
-    working: Sequence[float],
+    working: Sequence[Working],
     stepping: Sequence[float],
 ) -> tuple[RankMemory, ...]:
     """Return the memory of each pipeline rank of a cell's first pipeline along its row.
@@ -105,7 +106,7 @@ def rank_memory(
         costs: costs of one pipeline.
         states: memory of the states of each pipeline rank.
         parameters: number of trained weights of each virtual stage.
-        working: bytes that a backward of each virtual stage needs besides saved activations.
+        working: bytes that the actions of each virtual stage need besides saved activations.
         stepping: bytes that the optimiser of each pipeline rank needs during an update, besides its state.
     """
     single = pipeline_of(cell, 0)
@@ -114,7 +115,7 @@ def rank_memory(
         held = single.placement.rank_stages[rank]
         saved = [entry.num_bytes for entry in held_along(row, costs)]
         used = [
-            num_bytes + max((working[action.stage] for action in slot if action.op in (Op.B, Op.I)), default=0.0)
+            num_bytes + max((working[a.stage].during(a.op) for a in slot if a.op in COMPUTE), default=0.0)
             for slot, num_bytes in zip(row, saved, strict=True)
         ]
         reducing = [

@@ -49,6 +49,7 @@ def trace_strands(
     lora: LoraConfig | None = None,
     dtype: torch.dtype = torch.bfloat16,
     own_loss: bool = True,
+    loss_chunk_bytes: float = 0.0,
 ) -> StrandWork:
     """Trace the computations and collectives of one rank in a forward and a backward.
 
@@ -63,6 +64,7 @@ def trace_strands(
         lora: adapters to add, if ``trained`` is a config.
         dtype: type of weights and activations. Models with experts are traced in bf16, as torch supports no other type.
         own_loss: whether the model's own loss is minimised, not an objective, whose logits are of whole sequences.
+        loss_chunk_bytes: see `Stage.compute_loss_in_chunks`.
 
     Raises:
         ValueError: the model cannot be built or shared so, its forward does not run without data, or the gradient
@@ -86,6 +88,7 @@ def trace_strands(
     axes = AxisGroups(**{axis: TracedGroup(axis, sizes.get(axis, 1), recorder) for axis in AXES}, exchange=exchange)
     stage, kinds = _stage(model, axes)
     stage.objective = None if own_loss else _WholeLogits()
+    stage.compute_loss_in_chunks(loss_chunk_bytes)
     batch = _batch(microbatch_size, sequence_length, axes)
     recorder.watch(stage, kinds)
     try:

@@ -18,8 +18,9 @@ from weft.engine.zero.collectives import Collectives
 from weft.pipeline.memory import ALIGNMENT
 
 Named = tuple[str, nn.Parameter]
-User = tuple[int, bool]
-"""A virtual stage, and True for its backward. Each of these has at most one computation at a time."""
+User = tuple[int, bool | None]
+"""A virtual stage, and True for its backward, or None for its weight gradients. Each of these has at most one
+computation at a time."""
 
 
 @dataclass(frozen=True, eq=False)

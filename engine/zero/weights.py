@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.engine.models.lazy_logits import set_complete
 from weft.engine.zero.bucket import Bucket, User
 from weft.engine.zero.division import ShardedStage, outside_blocks
 
@@ -32,10 +34,8 @@ class StageWeights:
         blocks = list(stage.blocks())
         outside = outside_blocks(stage)
         self._rest = _buckets((p for _, p in stage.named_global_parameters() if p in outside), bucket_of)
-        self._blocks = [
-            [bucket for bucket in _buckets(block.parameters(), bucket_of) if bucket not in self._rest]
-            for block in blocks
-        ]
+        self._used = [_buckets(block.parameters(), bucket_of) for block in blocks]
+        self._blocks = [[bucket for bucket in used if bucket not in self._rest] for used in self._used]
         self._index = stage.index
         self._direction = _Direction()
         self._last_direction = False
@@ -44,6 +44,7 @@ class StageWeights:
             block.register_forward_pre_hook(partial(self._before_forward, number))
             if sharded:
                 block.register_forward_hook(partial(self._after_forward, number))
+                set_complete(block, partial(self._complete, number))
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -72,6 +73,16 @@ class StageWeights:
         """Release all weights that are only gathered on demand."""
         for bucket in self.buckets:
             bucket.release()
+
+    @contextmanager
+    def _complete(self, number: int) -> Iterator[None]:
+        """Provide a block's weights to a deferred weight gradient."""
+        user = self._index, None
+        for bucket in self._used[number]:
+            bucket.wait(user)
+        yield
+        for bucket in self._used[number]:
+            bucket.release(user)
 
     def _first(self, backward: bool) -> Iterator[Bucket]:
         yield from self._rest

@@ -33,6 +33,9 @@ FIELDS = (
     "activation_bytes",
     "unrecomputed_bytes",
     "working_bytes",
+    "logits",
+    "head_flops",
+    "trained_head_flops",
     "routed_bytes",
     "routed_layers",
 )
@@ -116,6 +119,7 @@ class Estimates:
             speed,
             recomputes=shape.checkpointing,
             exchanged_s=self.layer_collectives_s(work, num_layers, shape, site),
+            in_chunks=self.work.loss_in_chunks(_division(shape)),
         )
         return _larger(forward_s, gathered_s), _larger(input_s, gathered_s), weight_s
 
@@ -305,7 +309,7 @@ class Estimates:
             share=share,
             trained=TrainedWeights(sum(self._trained(work, shape)), stepped, largest_trained),
         )
-        working = self.work.backward_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16])
+        working = max(self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16]))
         beside = zero.buffers if shape.zero_stage == 3 else 0.0
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
         return RankMemory(zero, activations, working, beside, stepping)

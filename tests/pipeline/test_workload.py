@@ -7,13 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.pipeline.action import Op
 from weft.pipeline.workload import (
     CUT_LOSS_WORKING_BYTES,
     LOSS_BYTES,
     LOSS_WORKING_BYTES,
     NOTHING,
+    Division,
     LayerWork,
     ModelWork,
+    loss_work,
 )
 
 NAMES = [field.name for field in fields(LayerWork)]
@@ -71,3 +74,28 @@ def test_bytes_of_a_logit():
         2: fp32 + 2,  # a copy in 16 bits
         4: fp32,  # none is needed
     } == CUT_LOSS_WORKING_BYTES
+
+
+def test_a_loss_in_chunks_keeps_hidden_states_instead_of_logits_and_computes_logits_twice():
+    tokens, words, width, chunk = 16, 1000, 10, 8000.0
+    head = LayerWork(parameters=words * width, matmul_flops=2.0 * tokens * words * width)
+    whole = replace(
+        model(NOTHING, [NOTHING], head + loss_work(float(tokens * words), width, trained=True)),
+        message_bytes=4.0 * tokens * width,
+    )
+    chunked = replace(whole, loss_chunk_bytes=chunk)
+    alone = Division(microbatch_size=1, tensor=1, context=1, recomputes=False)
+    assert whole.saved_bytes(whole.after, 0, alone) == 4 * tokens * words
+    assert chunked.saved_bytes(whole.after, 0, alone) == 4 * tokens * (width + 1), "the input's gradient, normalisers"
+    before, after = (work.working_bytes(work.after, 0, alone, 4) for work in (whole, chunked))
+    assert before == (0, 8 * tokens * words, 0) and after == (chunk, 0, chunk + 4 * words * width)
+    assert after.during(Op.B) == after.during(Op.W) == after.weight
+    halved = chunked.working_bytes(whole.after, 0, replace(alone, tensor=2), 2)
+    assert halved == (1.5 * chunk, 0, 1.5 * chunk + words * width), "a copy in 16 bits, half of the gradient"
+    assert not chunked.loss_in_chunks(replace(alone, tensor=8)), "all logits of a rank are a chunk"
+    products = whole.after.seconds(1.0, recomputes=False)
+    again = whole.after.seconds(1.0, recomputes=False, in_chunks=True)
+    once = whole.after.head_flops
+    assert [time / once for time in products] == [1, 1, 1] and [time / once for time in again] == [2, 0, 2]
+    frozen = loss_work(float(tokens * words), width, trained=False)
+    assert chunked.working_bytes(frozen, 0, alone, 4) == (chunk, 0, 0) and not frozen.trained_head_flops

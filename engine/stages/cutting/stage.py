@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from weft.engine.models.batch import Batch, wanted_arguments
+from weft.engine.models.lazy_logits import LazyHead, whole_logits_reason
 from weft.engine.models.objective import Minimised
 from weft.engine.models.router import RouterLoss, wants_router_loss
 from weft.engine.models.skeleton import decoder_layers, hf_model
@@ -23,6 +26,7 @@ from weft.engine.stages.cutting.boundary import Boundary, pack, packed_size, unp
 from weft.engine.stages.cutting.context import labels_to_predict, own_positions, whole_batch, whole_sequence
 from weft.engine.stages.cutting.port import Port, StageEnded, require_as_predicted
 
+_log = logging.getLogger(__name__)
 HEAD_WEIGHT, HEAD = 1 << 29, 1 << 30
 """Numbers, above all stages, that mean the weight and the logits of the last stage's head."""
 
@@ -71,6 +75,7 @@ class Stage(nn.Module):
         self.tied = frozenset(prefix + name for name, _ in global_names(model) if name in shared)
         self.objective: Minimised | None = None
         """Objective of the last stage. None uses the model's own loss."""
+        self._lazy_head: LazyHead | None = None
         self.router = RouterLoss(self.hf_model) if wants_router_loss(self.hf_model.config) else None
         if self.router is not None:
             self.router.shared_by = self.axes.tensor
@@ -105,13 +110,27 @@ class Stage(nn.Module):
         if not self.is_last:
             return self._hidden(hidden, batch)
         if self.objective is None:
-            return self.output(hidden, batch, num_items).loss
+            with self._chunked_loss(batch):
+                return self.output(hidden, batch, num_items).loss
         if not counts:
             return 0.0 * self.logits(hidden, batch).sum()
         assert num_items is not None
         whole = whole_batch(batch)
         loss = self.objective(lambda **more: self._whole_output(hidden, batch, **more), whole, num_items)
         return loss / self.axes.context.size  # members compute the same, and losses are summed
+
+    def compute_loss_in_chunks(self, chunk_bytes: float) -> None:
+        """Compute the model's own loss in chunks of so many bytes of logits, if the model allows it. 0: whole."""
+        reason = whole_logits_reason(self.hf_model) if chunk_bytes else ""
+        if reason:
+            _log.info("%s: logits are computed whole, because %s", type(self.hf_model).__name__, reason)
+        chunks = chunk_bytes and not reason
+        self._lazy_head = LazyHead(self.hf_model, self.axes.tensor, chunk_bytes) if chunks else None
+
+    def _chunked_loss(self, batch: Batch) -> AbstractContextManager[None]:
+        """Return the context in which logits are computed together with the loss, if there are many."""
+        head = self._lazy_head
+        return head.deferred() if head is not None and head.wants(batch["input_ids"].numel()) else nullcontext()
 
     def output(self, hidden: Tensor | None, batch: Batch, num_items: Tensor | None = None) -> Any:
         """Return the output of the model's own forward on the last stage, with the loss."""

@@ -90,4 +90,4 @@ def test_both_compute_the_same(layers, size, replicas, tensor, context, zero, mi
             stepping_bytes(config.optimizer, stepped, rank.largest, together=True), rel=0.02
         )
         if stage:
-            assert memory.working == pytest.approx(working[stage])
+            assert memory.working == pytest.approx(max(working[stage]))
