@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.engine.checkpoint.engines import resume, save_and_go_on
 from tests.engine.tiny import many_losses, tiny_config
 from tests.engine.zero.deepspeed_muon import deepspeed_losses
 from tests.engine.zero.replicas import SmallStage
@@ -148,3 +149,15 @@ def test_losses_equal_those_of_deepspeeds_engine():
         assert losses == pytest.approx(expected[0], rel=1e-5)
     assert again == pytest.approx(limited, rel=1e-5)
     assert again != pytest.approx(expected[0], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_another_layout_goes_on_alike(tmp_path):
+    """Three steps of two replicas, then of two stages at another stage of ZeRO, and of one process."""
+    first = muon_config(0.5, stages=1, zero=2)
+    whole = run_ranks(2, save_and_go_on, first, str(tmp_path), 3, 5, 8)[0]["losses"]
+    for world, keywords in ((2, {"stages": 2, "zero": 1}), (1, {"stages": 1, "zero": 3})):
+        other = muon_config(0.5, microbatches=8, **keywords)
+        for found in run_ranks(world, resume, other, str(tmp_path), 5, 8):
+            assert found["losses"] == pytest.approx(whole[3:], rel=1e-5), keywords
