@@ -22,13 +22,13 @@ from weft.conf.schema import LrSchedule, OptimizerConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.loss import StepLoss
+from weft.engine.models.hidden_matrices import tag
 from weft.engine.models.objective import Minimised, Objective
 from weft.engine.models.seeding import seeded
 from weft.engine.precision import compute_in
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
-from weft.engine.zero.owners import tag
 from weft.pipeline.action import Action, Op
 
 

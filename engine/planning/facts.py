@@ -90,6 +90,7 @@ class Facts:
         run: name of what is trained in the cache of speeds, or empty if a run's slots do not show a rank's speed.
         optimizer_bytes: bytes of state for each weight in Muon or the caller's optimiser, of the embedding, of each
             layer, and of what follows the layers; or None for another configured optimiser.
+        padding: elements by which all stages' shards of a replica are padded, because Muon's matrices stay whole.
         device_bytes: smallest memory of a rank.
         device: type of the ranks' devices: cpu or cuda.
         stage_costs: known costs of the virtual stages, by their number. Without them, costs are estimated from the
@@ -112,6 +113,7 @@ class Facts:
     flops_per_s: float | None
     run: str = ""
     optimizer_bytes: tuple[float, ...] | None = None
+    padding: float = 0.0
     device_bytes: float
     device: str = "cpu"
     stage_costs: dict[int, tuple[StageCost, ...]]

@@ -35,7 +35,7 @@ from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.engine.planning.state_pieces import muon_bytes, stepped_pieces
+from weft.engine.planning.state_pieces import matrix_padding, muon_bytes, stepped_pieces
 from weft.engine.precision import DTYPES
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.workload import WORK_FORM, ModelWork
@@ -193,7 +193,11 @@ def _known_facts(
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
-    facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer, trained))
+    if optimizer is None and config.optimizer.kind is OptimizerKind.muon:
+        whole = meta_model(trained, config.model.lora)
+        facts = replace(facts, optimizer_bytes=muon_bytes(whole), padding=matrix_padding(whole, config.zero, layout))
+    else:
+        facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer, trained))
     facts = with_axes(config, facts, machine.nodes, machine.device)
     facts = with_exchange(config, hf_config, facts)
     if not is_installed("strands"):
@@ -219,13 +223,12 @@ def _optimizer_bytes(
     given: Optimizer | OptimizerMaker | None,
     model: PreTrainedConfig | nn.Module,
 ) -> tuple[float, ...] | None:
-    """Return the bytes of state per weight of Muon or the caller's optimiser, or None without either or if it fails.
+    """Return the bytes of state per weight of the caller's optimiser, or None if there is none or it fails.
 
     They are by part of the model: the embedding, each layer, and what follows the layers.
     """
     if given is None:
-        is_muon = config.optimizer.kind is OptimizerKind.muon
-        return muon_bytes(meta_model(model, config.model.lora)) if is_muon else None
+        return None
     pieces = stepped_pieces(meta_model(model, config.model.lora), config.zero, facts.layout)
     try:
         each = state_bytes(given, device, {shape for _, shape in pieces})

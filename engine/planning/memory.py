@@ -19,6 +19,7 @@ from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.cell import pipeline_of
 from weft.pipeline.costs import CostModel
 from weft.pipeline.memory import (
+    GRADIENT_BYTES,
     MASTER_BYTES,
     USABLE,
     WEIGHT_BYTES,
@@ -71,10 +72,24 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
                 _state_bytes(config, facts, split, held),
             ),
         )
+        if facts.padding:
+            state = _padded(state, facts.padding / placement.num_ranks, config, facts.layout.lines)
         if facts.keeps_frozen:
             state = replace(state, weights=state.weights + (size.held - size.held_trained) * EXACT_BYTES)
         found.append(state)
     return found
+
+
+def _padded(state: ZeroMemory, elements: float, config: WeftConfig, lines: int) -> ZeroMemory:
+    """Return the memory of a rank whose shard is padded with ``elements``."""
+    zero, precision = config.zero, config.train.precision
+    reduces_each = (zero.reduce_every or config.pipeline.microbatches) == 1
+    return replace(
+        state,
+        weights=state.weights + elements * WEIGHT_BYTES[precision] * (lines if zero.stage < 3 else 1),
+        gradients=state.gradients + elements * GRADIENT_BYTES * (1 if zero.stage >= 2 and reduces_each else lines),
+        optimizer=state.optimizer + elements * MASTER_BYTES[precision],
+    )
 
 
 def _state_bytes(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int]) -> float:

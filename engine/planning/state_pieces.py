@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from weft.conf.schema import ZeroConfig
 from weft.engine.layout import RankLayout
-from weft.engine.models.hidden_matrices import is_hidden_matrix
+from weft.engine.models.hidden_matrices import is_hidden_matrix, longest_share
 from weft.engine.models.sizes import divided_parameters
 from weft.engine.models.skeleton import decoder_layers, hf_model
 from weft.engine.parallel.cut import Cut
@@ -32,27 +32,54 @@ def stepped_pieces(model: nn.Module, zero: ZeroConfig, layout: RankLayout) -> Co
     Args:
         model: the whole model on the meta device, with adapters.
     """
-    whole = hf_model(model)
-    path = decoder_layers(whole)
-    cuts = divided_parameters(whole, path, tensor=layout.tensor, expert=layout.expert)
-    before, layers, behind, head = _parts(whole, path)
-    shared = {name for _, name, _ in before} & {name for _, name, _ in head}
     found: Counter[tuple[int, Shape]] = Counter()
+    cuts = _cuts(model, layout)
+    for group in _bucket_groups(model, zero, layout):
+        for is_cut in (False, True):
+            run = [named for named in group if (named[1] in cuts) == is_cut]
+            holders = (layout.data_ranks if is_cut else layout.lines) if zero.stage else 1
+            for part, shape, count in _divided(run, holders, zero, cuts):
+                found[part, shape] += count
+    return found
+
+
+def _cuts(model: nn.Module, layout: RankLayout) -> Mapping[str, Cut]:
+    whole = hf_model(model)
+    return divided_parameters(whole, decoder_layers(whole), tensor=layout.tensor, expert=layout.expert)
+
+
+def _bucket_groups(model: nn.Module, zero: ZeroConfig, layout: RankLayout) -> Iterator[list[Named]]:
+    """Yield the parameters that may share buckets, of all pipeline stages, if each has equally many layers."""
+    whole = hf_model(model)
+    before, layers, behind, head = _parts(whole, decoder_layers(whole))
+    shared = {name for _, name, _ in before} & {name for _, name, _ in head}
     ends = [len(layers) * stage // layout.stages for stage in range(layout.stages + 1)]
     for stage, (first, stop) in enumerate(pairwise(ends)):
         is_last = stage == layout.stages - 1
         outside = [*(before if stage == 0 else ()), *(behind if is_last else ())]
         blocks = [outside, *layers[first:stop], head if is_last and not (shared and stage == 0) else []]
         apart = shared if layout.stages > 1 else set()  # holders of shared weights divide them alike
-        joint = [[named for named in block if named[1] not in apart] for block in blocks]
-        alone = [[named] for block in blocks for named in block if named[1] in apart]
-        for group in [*_groups(joint, zero), *alone]:
-            for is_cut in (False, True):
-                run = [named for named in group if (named[1] in cuts) == is_cut]
-                holders = (layout.data_ranks if is_cut else layout.lines) if zero.stage else 1
-                for part, shape, count in _divided(run, holders, zero, cuts):
-                    found[part, shape] += count
-    return found
+        yield from _groups([[named for named in block if named[1] not in apart] for block in blocks], zero)
+        yield from ([named] for block in blocks for named in block if named[1] in apart)
+
+
+def matrix_padding(model: nn.Module, zero: ZeroConfig, layout: RankLayout) -> float:
+    """Return the number of elements by which the shards of a replica are padded, because matrices stay whole.
+
+    Args:
+        model: the whole model on the meta device, with adapters.
+    """
+    limit, padding = min(zero.reduce_bucket_size, zero.allgather_bucket_size), 0.0
+    for group in _bucket_groups(model, zero, layout) if zero.stage else ():
+        bucket: list[nn.Parameter] = []
+        for parameter in [*(p for _, name, p in group if is_hidden_matrix(name, p)), None]:
+            if bucket and (parameter is None or sum(p.numel() for p in [*bucket, parameter]) > limit):
+                padding += longest_share([p.shape for p in bucket], layout.lines)
+                padding -= sum(p.numel() for p in bucket) / layout.lines
+                bucket = []
+            if parameter is not None:
+                bucket.append(parameter)
+    return padding
 
 
 def muon_bytes(model: nn.Module) -> tuple[float, ...]:

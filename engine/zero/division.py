@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.conf.schema import ZeroConfig
+from weft.engine.models.hidden_matrices import is_owned, place
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import computed_dtype
 from weft.engine.zero.bucket import Bucket, Named
 from weft.engine.zero.collectives import Collectives
-from weft.engine.zero.owners import is_owned, place
 
 
 class ShardedStage(Protocol):

@@ -21,14 +21,14 @@ NUM_ITERATIONS = 5
 
 
 class Muon(MuonWithAuxAdam):
-    """DeepSpeed's Muon on whole matrices, which may be this replica's share of them (see `weft.engine.zero.owners`).
+    """DeepSpeed's Muon on whole matrices, of which other replicas may own and step others.
 
     Clipping scales gradients, as DeepSpeed's does at ZeRO-0. (DeepSpeed's at ZeRO-1 to 3 scales orthogonalized
     updates.) A parameter without a gradient is left alone, as by torch's optimisers.
     """
 
     def __init__(self, parameter_groups: Iterable[Any], settings: dict[str, Any]) -> None:
-        """Divide each group of parameters, which `weft.engine.zero.owners.tag` has tagged, into Muon's and Adam's.
+        """Divide each group of parameters, which `hidden_matrices.tag` has tagged, into Muon's and Adam's.
 
         Args:
             settings: the parameters of the optimizer section in a DeepSpeed configuration.

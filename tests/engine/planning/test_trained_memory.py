@@ -31,6 +31,7 @@ from weft.conf.schema import (
     ZeroConfig,
 )
 from weft.engine.deepspeed.construction import parameter_groups
+from weft.engine.models.hidden_matrices import tag
 from weft.engine.parallel.axis import Alone, AxisGroups
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
@@ -41,7 +42,6 @@ from weft.engine.stages.files.loading import load_hf_config, load_stages
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.engine.zero.collectives import CompletedHandle
 from weft.engine.zero.muon import Muon
-from weft.engine.zero.owners import tag
 
 SHAPE = {
     "vocab_size": 512,
@@ -221,7 +221,7 @@ def allocated(
         bucket.reduce()
     whole_step(optimizer)
     weights = num_bytes([*named, *map(exact_value, named)])
-    masters = [f.tensor for f in sharding.fragments() if f.tensor.dtype != f.parameter.dtype]
+    masters = [bucket._master for bucket in sharding.trained if bucket.has_masters]
     state = [x for per in basic.state.values() for x in per.values() if isinstance(x, Tensor) and x.numel() > 1]
     return weights, gradients, num_bytes(masters) + num_bytes(state)
 
@@ -237,6 +237,21 @@ def test_states_of_small_pieces_are_predicted_to_a_hundredth(replicas, zero, lor
     for rank, memory in enumerate(plan.memory):
         states = [allocated(case, config, None, plan, rank, replica)[2] for replica in range(replicas)]
         assert memory.zero.optimizer == pytest.approx(sum(states) / replicas, rel=0.01), rank
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_padding_of_shards_with_whole_matrices_is_predicted(zero, tmp_path):
+    """More replicas than a layer has matrices: some own none of it, and pad their shard of a bucket."""
+    case = Case(kind=MUON, zero=zero, replicas=10, stages=1, precision=Precision.bf16)
+    config = case.config(tmp_path)
+    plan = plan_run(config, facts_before_start(config, load_hf_config(config.model)))
+    measured = [allocated(case, config, None, plan, 0, replica) for replica in range(case.replicas)]
+    weights, gradients, states = (sum(each) / case.replicas for each in zip(*measured, strict=True))
+    (memory,) = plan.memory
+    assert memory.zero.optimizer == pytest.approx(states, rel=0.01)
+    assert memory.zero.gradients == pytest.approx(gradients, rel=0.01)
+    assert zero == 3 or memory.zero.weights == pytest.approx(weights, rel=0.01)
+    assert plan.facts.padding > 0
 
 
 @pytest.mark.parametrize("name", CASES)

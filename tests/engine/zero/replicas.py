@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from weft.comm.collectives import Primitive
 from weft.comm.sums import ReplicaSum
+from weft.engine.models.hidden_matrices import tag
 from weft.engine.zero import Collectives, ShardedOptimizer
 from weft.engine.zero.collectives import CompletedHandle
 from weft.engine.zero.muon import Muon
-from weft.engine.zero.owners import tag
 
 LIMIT_S = 20
 

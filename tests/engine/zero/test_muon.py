@@ -15,11 +15,10 @@ from tests.engine.tiny import many_losses, tiny_config
 from tests.engine.zero.deepspeed_muon import deepspeed_losses
 from tests.engine.zero.replicas import SmallStage
 from weft.conf.schema import OptimizerKind, ZeroConfig
-from weft.engine.models.hidden_matrices import is_hidden_matrix
+from weft.engine.models.hidden_matrices import is_hidden_matrix, newton_schulz_work, place, tag
 from weft.engine.zero import Collectives
 from weft.engine.zero.division import divide
 from weft.engine.zero.muon import Muon
-from weft.engine.zero.owners import newton_schulz_work, place, tag
 from weft.tools.ranks import run_ranks
 
 SETTINGS = {"lr": 0.02, "adam_lr": 0.01, "momentum": 0.9, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
