@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -22,9 +23,11 @@ from weft.conf.sources import for_each_source
 from weft.conf.trees import to_tree
 from weft.engine.attempt import Attempt, ReusedValues
 from weft.engine.data import (
+    HostLoader,
     MicrobatchLoader,
     Seen,
     Source,
+    Stream,
     build_loader,
     check_source,
     load_tokenizer,
@@ -91,6 +94,7 @@ def prepare(
         ValueError: the input is invalid. The message is the same on every rank.
     """
     kept = attempt.kept
+    host = _start_host_loader(attempt) if config.data.streaming else None
     seen = together(lambda: check_source(config.data) if dist.get_rank() == 0 else None)
     tokenizer = rank_zero_first(lambda: _tokenizer(config, kept))
     together(lambda: _name_unused(config, tokenizer, seen))
@@ -101,7 +105,7 @@ def prepare(
     if config.model.self_check:  # only a recipe knows whether sequences are packed
         together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
     attempt.set_up.done("self-check")
-    loader, evaluation = _loaders(config, tokenizer, folder, kept)
+    loader, evaluation = _loaders(config, tokenizer, folder, kept, host)
     attempt.set_up.done("data")
     config = _with_steps(config, loader)
     torch.manual_seed(config.train.seed)
@@ -182,11 +186,17 @@ def _source(
 
 
 def _loaders(
-    config: WeftConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, kept: ReusedValues
+    config: WeftConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    kept: ReusedValues,
+    host: HostLoader | None,
 ) -> tuple[MicrobatchLoader, MicrobatchLoader | None]:
     layout = RankLayout.of(config, dist.get_world_size())
     anew = config.checkpoint.resume == "never" and attempt_number() <= 1
     now = datetime.fromisoformat(from_rank_zero(lambda: start_clock(folder, anew=anew)))
+    if host is not None:
+        host.configure(Stream(data=config.data, tokenizer=tokenizer, seed=config.train.seed, now=now))
 
     def build(evaluation: bool) -> MicrobatchLoader:
         return build_loader(
@@ -198,10 +208,19 @@ def _loaders(
             num_replicas=layout.replicas,
             seed=config.train.seed,
             evaluation=evaluation,
+            host=host,
         )
 
     training = rank_zero_first(lambda: build(False))
     return training, rank_zero_first(lambda: build(True)) if config.train.eval_every else None
+
+
+def _start_host_loader(attempt: Attempt) -> HostLoader:
+    """Return this rank's access to the loader process of its host, which starts to import now. Collective call."""
+    host = HostLoader(from_rank_zero(lambda: secrets.token_hex(16)))
+    attempt.callback(host.close)
+    host.start()
+    return host
 
 
 def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:

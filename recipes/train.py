@@ -180,6 +180,7 @@ def train(
     attempt.where = None
 
     watcher.enter(Phase.finishing)
+    loader.close()
     run.end()
     if signals is not None:
         signals.close()  # what follows can be repeated from the checkpoint

@@ -2,6 +2,7 @@
 
 from weft.engine.data.chat import with_template
 from weft.engine.data.check import Seen, check_source, unused_lines
+from weft.engine.data.host_loader import HostLoader, Stream
 from weft.engine.data.loader import Batch, MicrobatchLoader, build_loader
 from weft.engine.data.open import encode_first, open_source
 from weft.engine.data.source import Source
@@ -11,9 +12,11 @@ from weft.engine.stages.checking.refusals import refuse_packing
 
 __all__ = [
     "Batch",
+    "HostLoader",
     "MicrobatchLoader",
     "Seen",
     "Source",
+    "Stream",
     "build_loader",
     "check_source",
     "count_label_tokens",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from itertools import islice
 from math import ceil
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data.documents import IGNORED, Document
+from weft.engine.data.host_loader import HostBlocks, HostLoader
 from weft.engine.data.mixture import MixedSource
 from weft.engine.data.open import open_source
 from weft.engine.data.order import Cursor, Order, Ranges, sequences
@@ -73,6 +75,8 @@ class Share:
     """One replica's share of the global order, and the conversion of its sequences into tensors."""
 
     order: Order
+    host: HostBlocks | None = None
+    """The order's blocks, made by the host's loader. None makes them in this process."""
     microbatch_size: int
     replica: int
     num_replicas: int
@@ -87,7 +91,7 @@ class Share:
         Args:
             left_out: sequences of the global order to skip.
         """
-        blocks = Prefetch(self.order.blocks(cursor), BLOCKS_AHEAD)
+        blocks = Prefetch(self.host.read(cursor) if self.host else self.order.blocks(cursor), BLOCKS_AHEAD)
         upcoming = sequences(blocks, cursor, left_out)
         first = self.replica * self.microbatch_size
         try:
@@ -216,6 +220,8 @@ class MicrobatchLoader(Iterator[Batch]):
     def close(self) -> None:
         """Stop reading in advance. A later ``next`` continues at the same position."""
         if self._ahead is not None:
+            if self._share.host is not None:
+                self._share.host.interrupt()
             self._ahead.close()
             self._ahead = None
 
@@ -234,6 +240,7 @@ def build_loader(
     seed: int,
     evaluation: bool = False,
     source: Source | None = None,
+    host: HostLoader | None = None,
 ) -> MicrobatchLoader:
     """Return a loader that starts at the first sequence. Data is tokenised unless the result is cached.
 
@@ -245,6 +252,7 @@ def build_loader(
         endless
             passes over the training data.
         source: result of `open_source` for the same data. None opens the data.
+        host: the loader of this host, for streamed data. None reads the data in this process.
 
     Raises:
         ValueError: the data cannot be read or encoded, or an argument is out of range. The message names the setting.
@@ -253,22 +261,35 @@ def build_loader(
         raise ValueError(f"replica={replica}: there are {num_replicas} replicas, numbered from 0")
     if microbatch_size < 1:
         raise ValueError(f"train.microbatch_size={microbatch_size}: give at least 1 sequence")
-    lay_out = lay_out_whole if data.kind is DataKind.chat else lay_out_contiguous
-    order = Order(
-        source=source or open_source(data, tokenizer, evaluation=evaluation),
-        lay_out=lay_out if data.packing else lay_out_single,
-        sequence_length=data.sequence_length,
-        shuffle=data.shuffle,
-        seed=seed,
-        endless=not evaluation,
-    )
     return MicrobatchLoader(
         Share(
-            order=order,
+            order=open_order(data, tokenizer, seed=seed, evaluation=evaluation, source=source),
+            host=None if host is None else HostBlocks(host, evaluation=evaluation),
             microbatch_size=microbatch_size,
             replica=replica,
             num_replicas=num_replicas,
             packing=data.packing,
             pad=padding_id(tokenizer),
         )
+    )
+
+
+def open_order(
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    evaluation: bool,
+    source: Source | None = None,
+    now: datetime | None = None,
+) -> Order:
+    """Return the global order of the data's sequences. Arguments as in `build_loader` and `open_source`."""
+    lay_out = lay_out_whole if data.kind is DataKind.chat else lay_out_contiguous
+    return Order(
+        source=source or open_source(data, tokenizer, evaluation=evaluation, now=now),
+        lay_out=lay_out if data.packing else lay_out_single,
+        sequence_length=data.sequence_length,
+        shuffle=data.shuffle,
+        seed=seed,
+        endless=not evaluation,
     )
