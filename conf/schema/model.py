@@ -99,7 +99,8 @@ class DataConfig:
     kind: DataKind = DataKind.corpus
     """corpus: the embedded standard-library text; text: plain documents; chat: conversations."""
     path: str = ""
-    """Hub name, folder, or .jsonl/.json/.parquet/.txt file; unused for the embedded corpus."""
+    """Hub name, folder, .jsonl/.json/.parquet/.txt file, WebDataset shard (.tar), or a URL or pattern of such files
+    that fsspec opens, as in s3://bucket/folder; unused for the embedded corpus."""
     sources: list[SourceConfig] = field(default_factory=list)
     """Several sources instead of `path`, mixed by their weights. The order depends only on the data and the seed."""
     name: str = ""

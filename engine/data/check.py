@@ -75,7 +75,7 @@ def check_source(data: DataConfig) -> Seen:
     if location.path is None or location.saved:
         return Seen()
     check = _Check(location.path, data)
-    if not sum([check.rows(file) for file in location.files]):
+    if not sum([check.rows(Path(file)) for file in location.files]):
         raise ValueError(f"data.path={data.path}: it holds no row; give a file with documents")
     return check.seen
 

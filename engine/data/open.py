@@ -36,8 +36,9 @@ from weft.engine.data.messages import TOOLS, chat_columns, read_columns, without
 from weft.engine.data.mixture import MixedSource, Weighted
 from weft.engine.data.rows import FileRows
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
+from weft.engine.data.storage import is_url, remote_files, suffix_of
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".tar": "webdataset"}
 """The Hugging Face `datasets` builder of each kind of file."""
 
 
@@ -47,14 +48,15 @@ class Location:
 
     Attributes:
         name: ``data.path`` as configured.
-        path: the file or folder, or None for a hub name.
-        files: sorted data files. Empty for a hub name, and for a folder that `Dataset.save_to_disk` wrote.
+        path: the file or folder, or None for a hub name and a URL.
+        files: sorted data files, which may be URLs. Empty for a hub name, and for a folder that
+            `Dataset.save_to_disk` wrote.
         saved: whether `Dataset.save_to_disk` wrote the folder.
     """
 
     name: str
     path: Path | None
-    files: tuple[Path, ...] = ()
+    files: tuple[Path | str, ...] = ()
     saved: bool = False
 
 
@@ -65,6 +67,8 @@ def locate(data: DataConfig) -> Location:
         ValueError: the path does not exist, has an unsupported suffix, or is a folder without data files or with
             several kinds of them.
     """
+    if is_url(data.path):
+        return Location(name=data.path, path=None, files=_alike(data, remote_files(data.path, tuple(BUILDERS))))
     path = Path(data.path).expanduser()
     if path.is_dir():
         return _folder(data, path)
@@ -84,12 +88,17 @@ def _folder(data: DataConfig, path: Path) -> Location:
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return Location(name=data.path, path=path, saved=True)
     files = tuple(sorted(file for file in path.rglob("*") if file.suffix in BUILDERS and _is_data(file, path)))
-    kinds = sorted({file.suffix for file in files})
+    return Location(name=data.path, path=path, files=_alike(data, files))
+
+
+def _alike(data: DataConfig, files: tuple[Path | str, ...]) -> tuple[Path | str, ...]:
+    """Return the files of a folder, which must be of one kind."""
+    kinds = sorted({suffix_of(file) for file in files})
     if not files:
         raise ValueError(f"data.path={data.path}: the folder has no file of kind {', '.join(BUILDERS)}; add one")
-    if len({BUILDERS[kind] for kind in kinds}) > 1:
+    if len({BUILDERS.get(kind) for kind in kinds}) > 1:
         raise ValueError(f"data.path={data.path}: the folder mixes {', '.join(kinds)}; give each kind its own folder")
-    return Location(name=data.path, path=path, files=files)
+    return files
 
 
 def _is_data(file: Path, folder: Path) -> bool:
@@ -249,7 +258,8 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
     try:
         if location.saved:
             return _saved(location, split, streaming=data.streaming)
-        files = hub_files(data, split, cache) if location.path is None else _files(data, location, split)
+        is_hub = location.path is None and not location.files
+        files = hub_files(data, split, cache) if is_hub else _files(data, location, split)
         if files is not None:
             columns = read_columns(data.messages_field) if data.kind is DataKind.chat else (data.text_field,)
             return FileRows(files, columns)
@@ -266,11 +276,13 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
         ) from error
 
 
-def _files(data: DataConfig, location: Location, split: str) -> tuple[Path, ...]:
-    """Return the local files of a split.
+def _files(data: DataConfig, location: Location, split: str) -> tuple[Path | str, ...]:
+    """Return the files of a split.
 
-    Names of files and folders, or a README's configuration, assign them to splits.
+    Names of local files and folders, or a README's configuration, assign them to splits. All files of a URL are of the
+    split ``train``.
     """
+    found: dict[str, tuple[Path | str, ...]]
     if location.path is None or location.path.is_file():
         found = {"train": location.files}
     else:

@@ -6,17 +6,17 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features, IterableDataset
 
 from weft.engine.data.messages import without_nulls
+from weft.engine.data.shards import SampleFault, read_samples
+from weft.engine.data.storage import is_url, open_file, suffix_of, version_of
 
 PARQUET_ROWS = 32
 """Number of rows of a Parquet file to read at once."""
@@ -55,18 +55,14 @@ class FileRows:
     @property
     def column_names(self) -> list[str]:
         """Columns of the first file if it is a table, otherwise the keys of the first row."""
-        if isinstance(first := self.files[0], Path) and first.suffix == ".parquet":
-            return list(parquet_features(first))
+        if suffix_of(self.files[0]) == ".parquet":
+            return list(parquet_features(self.files[0]))
         return list(next(iter(self), {}))
 
     @property
     def fingerprint(self) -> str:
         """Hash that changes when a file's path, size or time of modification changes."""
-        facts = [
-            (str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns) if isinstance(file, Path) else file
-            for file in self.files
-        ]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        return hashlib.sha256(repr([version_of(file) for file in self.files]).encode()).hexdigest()
 
     def streamed(self) -> IterableDataset:
         """Return the rows as a stream, whose position can be saved."""
@@ -77,7 +73,7 @@ class FileRows:
 def _rows_of(files: list[str], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for file in files:
         try:
-            yield from (row for _, row in read_rows(file if _is_url(file) else Path(file), columns))
+            yield from (row for _, row in read_rows(file if is_url(file) else Path(file), columns))
         except RowFault as error:
             raise ValueError(f"{file}: {error}") from error
 
@@ -86,15 +82,20 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
     """Yield the rows of a file, each with its line or entry.
 
     Args:
-        file: a path, or the URL of a JSON file, which may be compressed.
+        file: a path or a URL. A JSON file may be compressed.
         columns: the columns to read of a table.
 
     Raises:
         RowFault: a row cannot be read.
     """
     suffixes = PurePosixPath(str(file)).suffixes
-    if isinstance(file, Path) and file.suffix == ".parquet":
+    if suffixes[-1:] == [".parquet"]:
         yield from _parquet(file, columns)
+    elif suffixes[-1:] == [".tar"]:
+        try:
+            yield from read_samples(file)
+        except SampleFault as error:
+            raise RowFault(error.where, error.what) from error
     elif suffixes[-1:] == [".txt"]:  # one document, because single lines lose their context
         yield "", {"text": "".join(line for _, line in _lines(file)).replace("\r\n", "\n").replace("\r", "\n")}
     elif ".json" in suffixes and _is_list(file):
@@ -103,14 +104,15 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
         yield from _json_lines(file)
 
 
-def parquet_features(file: Path) -> Features:
+def parquet_features(file: Path | str) -> Features:
     """Return the columns of a Parquet file and their types.
 
     Raises:
         RowFault: the file is not a Parquet file.
     """
     try:
-        return Features.from_arrow_schema(pq.read_schema(file))
+        with open_file(file) as opened:
+            return Features.from_arrow_schema(pq.read_schema(opened))
     except (pa.ArrowException, OSError) as error:
         raise RowFault("", f"not a Parquet file ({str(error).splitlines()[0]}); write it again") from error
 
@@ -129,26 +131,13 @@ def broken_text(value: Any, path: str = "") -> str | None:
     return next((found for each, where in inside if (found := broken_text(each, where))), None)
 
 
-def _is_url(file: str) -> bool:
-    return "://" in file  # a path has no empty part
-
-
-def _opened(file: Path | str) -> AbstractContextManager[BinaryIO]:
-    """Open a file. Its suffix determines how it is decompressed."""
-    local = isinstance(file, Path)
-    opened: AbstractContextManager[BinaryIO] = (fsspec.filesystem("file").open if local else fsspec.open)(
-        str(file), "rb", compression="infer"
-    )
-    return opened
-
-
 def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
     """Yield lines with their numbers, from 1. Only line feeds separate lines.
 
     Raises:
         RowFault: a line is not UTF-8.
     """
-    with _opened(file) as opened:
+    with open_file(file) as opened:
         for number, line in enumerate(opened, start=1):
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -157,7 +146,7 @@ def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
 
 
 def _is_list(file: Path | str) -> bool:
-    with _opened(file) as opened:
+    with open_file(file) as opened:
         return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
@@ -210,12 +199,12 @@ class _Repeated(Exception):
     """Raised for an object that has a key twice."""
 
 
-def _parquet(file: Path, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _parquet(file: Path | str, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     features = parquet_features(file)
     names = [name for name in features if name in columns]
     read = Features({name: features[name] for name in names})
     number = 0
-    with pq.ParquetFile(file) as table:
+    with open_file(file) as opened, pq.ParquetFile(opened) as table:
         for batch in table.iter_batches(PARQUET_ROWS, columns=names):
             for row in batch.to_pylist():
                 number += 1

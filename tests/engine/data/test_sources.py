@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tarfile
+from io import BytesIO
 from pathlib import Path
 
 import datasets
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,6 +36,14 @@ def ids_of(config, tokenizer) -> list[str]:
     return texts
 
 
+def write_shard(path: Path, files: dict[str, str]) -> None:
+    with tarfile.open(path, "w") as shard:
+        for name, text in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            shard.addfile(member, BytesIO(text.encode()))
+
+
 def make(tmp_path: Path, form: str) -> str:
     rows = datasets.Dataset.from_dict({"text": TEXTS})
     path = tmp_path / "data"
@@ -46,6 +57,21 @@ def make(tmp_path: Path, form: str) -> str:
         case "parquet":
             rows.to_parquet(path.with_suffix(".parquet"))
             return str(path.with_suffix(".parquet"))
+        case "tar":
+            write_shard(path.with_suffix(".tar"), {f"{number:02}.txt": text for number, text in enumerate(TEXTS)})
+            return str(path.with_suffix(".tar"))
+        case "tars":
+            path.mkdir()
+            for name, few in (("a.tar", range(10)), ("b.tar", range(10, 30))):
+                write_shard(path / name, {f"x/{number}.json": json.dumps({"text": TEXTS[number]}) for number in few})
+        case "file" | "memory":
+            url = f"memory://bucket/{tmp_path.name}" if form == "memory" else f"file://{tmp_path}/bucket"
+            storage, folder = fsspec.core.url_to_fs(url)
+            storage.makedirs(folder, exist_ok=True)
+            for name, few in (("a.parquet", range(10)), ("b.parquet", range(10, 30))):
+                rows.select(few).to_parquet(tmp_path / name)
+                storage.pipe_file(f"{folder}/{name}", (tmp_path / name).read_bytes())
+            return url + ("/*.parquet" if form == "file" else "")
         case "saved":
             rows.save_to_disk(path)
         case "folder":
@@ -60,7 +86,9 @@ def make(tmp_path: Path, form: str) -> str:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "saved", "folder", "txt"])
+@pytest.mark.parametrize(
+    "form", ["jsonl", "json", "parquet", "saved", "folder", "txt", "tar", "tars", "file", "memory"]
+)
 def test_every_form_gives_the_same_documents(tmp_path, tokenizer, form, streaming):
     config = DataConfig(
         kind=DataKind.text,
@@ -247,3 +275,57 @@ def test_ranks_that_come_at_once_share_one_cache(tmp_path, tokenizer, write):
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert answers[0] == answers[1]
     assert len(list((tmp_path / "cache").glob("tokens-*.arrow"))) == 1
+
+
+@pytest.mark.parametrize("form", ["file", "tars"])
+def test_a_stream_of_files_resumes_in_the_middle(tmp_path, tokenizer, form):
+    config = DataConfig(
+        kind=DataKind.text, path=make(tmp_path, form), streaming=True, sequence_length=16, shuffle_buffer=7
+    )
+
+    def loader():
+        return build_loader(config, tokenizer, microbatch_size=1, replica=0, num_replicas=1, seed=1)
+
+    undisturbed, stopped, resumed = loader(), loader(), loader()
+    expected = [next(undisturbed)["input_ids"].tolist() for _ in range(60)]
+    for _ in range(25):
+        next(stopped)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    assert [next(resumed)["input_ids"].tolist() for _ in range(35)] == expected[25:]
+    for each in (undisturbed, stopped, resumed):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "fault"),
+    [
+        ({"a.txt": "one", "b.json": "{"}, "sample b: not JSON"),
+        ({"a.jpg": "one"}, "sample a: no field text, but jpg"),
+    ],
+)
+def test_a_fault_of_a_shard_names_the_sample(tmp_path, files, fault):
+    write_shard(tmp_path / "a.tar", files)
+    with pytest.raises(ValueError, match=fault):
+        check_source(DataConfig(kind=DataKind.text, path=str(tmp_path / "a.tar")))
+
+
+def test_a_file_that_is_no_shard_is_named(tmp_path):
+    (tmp_path / "a.tar").write_text("no archive" * 100)
+    with pytest.raises(ValueError, match=r"not a tar archive .*; write it again"):
+        check_source(DataConfig(kind=DataKind.text, path=str(tmp_path / "a.tar")))
+
+
+@pytest.mark.parametrize("url", ["memory://nothing/here", "memory://nothing/*.jsonl", "nostorage://a/b.jsonl"])
+def test_a_missing_url_is_an_error_before_the_start(url):
+    with pytest.raises(ValueError, match=r"data.path=.*check the address"):
+        check_source(DataConfig(kind=DataKind.text, path=url))
+
+
+def test_a_changed_object_is_tokenised_again(tmp_path, tokenizer):
+    storage = fsspec.filesystem("memory")
+    config = DataConfig(
+        kind=DataKind.text, path="memory://changes/a.jsonl", sequence_length=64, cache_dir=str(tmp_path)
+    )
+    for texts in (["one"], ["one", "two"]):
+        storage.pipe_file("/changes/a.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+        assert ids_of(config, tokenizer) == texts
