@@ -138,6 +138,8 @@ class LinkCounters:
         broken: connections lost or replaced.
         ready: connections in use.
         rtt_s: minimum round-trip time of the link's pings, or 0 before the first.
+        busy_s: seconds with unacknowledged payload, less one round trip for each such period, so that bytes over these
+            seconds are the link's rate.
     """
 
     sent_bytes: int
@@ -147,6 +149,7 @@ class LinkCounters:
     broken: int
     ready: int
     rtt_s: float
+    busy_s: float = 0.0
 
 
 class SiteEndpoint(Protocol):

@@ -369,11 +369,40 @@ def _url(field: str, url: str, example: str) -> Iterator[str]:
         yield f"{field}={url!r}: not an HTTP address; give it as in {example}"
 
 
+def _adapt(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each setting with which the schedule cannot be planned again while training."""
+    if not config.pipeline.adapt:
+        return
+    pipeline, parallel = config.pipeline, config.parallel
+    if pipeline.schedule is not ScheduleKind["auto"]:
+        yield (
+            f"pipeline.adapt=true: pipeline.schedule={pipeline.schedule.name} depends on no costs, so another plan "
+            "would be the same; set pipeline.schedule=auto"
+        )
+    shared = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
+    reasons = [
+        ("pipeline.stages=1", "there is no pipeline to plan; use more stages", pipeline.stages == 1),
+        (f"comm.cell={config.comm.cell}", "the links of a DP-cell are not measured; set it to 1", config.comm.cell > 1),
+        ("zero.stage=3", "a slot's duration includes waits for weights; choose 0 to 2", config.zero.stage == 3),
+        ("cluster.routes", "replicas on several routes have costs of their own; use one", bool(config.cluster.routes)),
+        *(
+            (f"parallel.{axis}={size}", "a slot's duration includes waits for other ranks; set it to 1", size > 1)
+            for axis, size in shared.items()
+        ),
+    ]
+    yield from (
+        f"pipeline.adapt=true: does not work with {name}, because {why}, or set pipeline.adapt=false"
+        for name, why, found in reasons
+        if found
+    )
+
+
 CHECKS = (
     missing_features,
     _model,
     source_problems,
     _schedule,
+    _adapt,
     _layers,
     _parallel,
     site_problems,

@@ -37,6 +37,7 @@ from weft.engine.observability.watcher import BubbleObserver, SlotObserver, Watc
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes
 from weft.engine.planning import corrections
+from weft.engine.planning.adaptation import Adaptation
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
 from weft.engine.stop_signals import StopSignals
@@ -155,10 +156,11 @@ class WeftEngine(PipelineEngine):
                 self.global_rank,
                 self.device,
                 predicted=plan.predicted(self.line).compute[self.pipe_rank],
-                longest_row=max(map(len, plan.schedule(self.line).rows)),
+                longest_row=max(map(len, plan.schedule(self.line).rows)) * (1 + weft.pipeline.adapt),  # it may split B
             )
             self.slot_observers.append(self.bubbles)
         self.watcher = Watcher()
+        self.adaptation = Adaptation(self) if weft.pipeline.adapt else None
 
     def attach_watcher(self, watcher: Watcher) -> None:
         """Publish this rank's progress through ``watcher`` from now on."""
@@ -198,6 +200,8 @@ class WeftEngine(PipelineEngine):
                 state is that before them, except for its counters.
         """
         with self.neighbours.watching(), self.watcher.step(self.global_steps + 1):
+            if self.adaptation is not None:
+                self.adaptation.between_steps()
             begin_batch(self, data_iter)
             plan = self.plan_for(self.micro_batches)
             batches = self._read(self.micro_batches)
@@ -240,6 +244,11 @@ class WeftEngine(PipelineEngine):
         if self.pairs is not None:
             self.pairs.agree(schedules.values(), self.plan.placement.num_stages)
         return plan
+
+    def run_schedules(self, schedules: Mapping[int, Schedule]) -> None:
+        """Run ``schedules`` of DP-cells, by their number of pipelines, from the next step on. Collective call."""
+        self._plans.clear()
+        self.schedule = self._plan(schedules).schedule
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
         with self.watcher.timing("data"):
@@ -391,6 +400,8 @@ class WeftEngine(PipelineEngine):
         if self.pairs is not None:
             self.pairs.close()
         close_axes(self.axes)
+        if self.adaptation is not None:
+            self.adaptation.close()
         self._long_lived.release()
         if self.bubbles is not None:
             self.bubbles.close()

@@ -47,6 +47,7 @@ class Counters(Structure):
             for name in ("sent_bytes", "received_bytes", "resent_chunks", "duplicate_chunks", "broken", "ready")
         ),
         ("rtt_s", c_double),
+        ("busy_s", c_double),
     ]
 
 

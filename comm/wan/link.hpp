@@ -150,6 +150,7 @@ public:
     // Sends queued chunks on connections that can take them. Returns whether there is more to do.
     bool pump(int64_t now) {
         now_ = now;
+        if (!busy_since_ns_ && !outbox_.empty()) busy_since_ns_ = now;
         rotation_++;
         pacer_.update(now, counters.rtt_ns);
         send_credit();
@@ -293,6 +294,7 @@ private:
     uint64_t session_ = 0;          // of the peer; 0 before the first connection
     uint32_t peer_chunk_bytes_ = 0;
     int64_t last_receive_ns_, last_ping_ns_ = 0, refused_since_ns_ = 0;
+    int64_t busy_since_ns_ = 0;     // the outbox has not been empty since then; 0 while it is
     int64_t trusted_ns_ = 0;        // connections that received nothing since then predate a silence
     size_t rotation_ = 0;
     Pacer pacer_;
@@ -357,6 +359,10 @@ private:
             counters.sent_bytes += chunk.length;
             pacer_.delivered(chunk.length, chunk.burst, chunk.sent_ns, arrived_ns, now);
             outbox_.acknowledged(chunk, completed_);
+            if (busy_since_ns_ && outbox_.empty()) {
+                counters.busy_ns += std::max<int64_t>(0, now - busy_since_ns_ - counters.rtt_ns);
+                busy_since_ns_ = 0;
+            }
         }
     }
 

@@ -12,7 +12,7 @@ struct WanOptions {
 
 struct WanCounters {
     uint64_t sent_bytes, received_bytes, resent_chunks, duplicate_chunks, broken, ready;
-    double rtt_s;
+    double rtt_s, busy_s;
 };
 
 static int64_t clamped(double seconds, double least, double most) {
@@ -122,7 +122,7 @@ void weft_wan_counters(Endpoint *endpoint, uint32_t peer, WanCounters *counters)
     endpoint->call([=] {
         const Counters &c = endpoint->link(peer).counters;
         *counters = {c.sent_bytes, c.received_bytes, c.resent_chunks, c.duplicate_chunks,
-                     c.broken,     c.ready,          c.rtt_ns * 1e-9};
+                     c.broken,     c.ready,          c.rtt_ns * 1e-9, c.busy_ns * 1e-9};
     });
 }
 

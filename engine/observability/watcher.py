@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft.engine.observability.event_timer import EventTimer
 
 from weft.pipeline.action import Slot
+from weft.pipeline.timeline import Span
 
 
 class SlotObserver(Protocol):
@@ -46,6 +47,10 @@ class BubbleObserver(SlotObserver, Protocol):
 
     def busy(self) -> None:
         """Note that the rank's wait has ended."""
+        ...
+
+    def replan(self, predicted: Sequence[Span]) -> None:
+        """Note that the next steps run another schedule, with these computations of this rank."""
         ...
 
     def close(self) -> None:

@@ -42,6 +42,10 @@ class Marks(Protocol):
         """Mark that the rank waits."""
         ...
 
+    def replan(self, plan: Sequence[tuple[float, float]]) -> None:
+        """Publish the predicted work, (start, end) in seconds, of the schedule of the next steps."""
+        ...
+
     def close(self) -> None:
         """Remove the board."""
         ...
@@ -65,6 +69,10 @@ class BubbleObserver:
     def step_begins(self, num_microbatches: int) -> None:
         """Mark the beginning of a step."""
         self._marks.begin(num_microbatches)
+
+    def replan(self, predicted: Sequence[Span]) -> None:
+        """Publish the predicted computations of the schedule that the next steps run."""
+        self._marks.replan(work_of(predicted))
 
     def slot_begins(self, slot: Slot) -> None:
         """Mark the rank as busy, if the slot computes."""
@@ -116,6 +124,10 @@ class DeviceMarks:
         """Mark that the device is idle after the work queued so far."""
         self._put(self._board.idle)
 
+    def replan(self, plan: Sequence[tuple[float, float]]) -> None:
+        """Publish the predicted work of another schedule, after the marks of the steps before."""
+        self._put(lambda _: self._board.replan(plan))
+
     def close(self) -> None:
         """Write the marks that are queued, unless the device hangs, and remove the board."""
         self._marks.put(None)
@@ -150,7 +162,12 @@ def observe_bubbles(
     board = BoardWriter(
         board_path(boards_folder(config, os.getuid()), rank),
         rank=rank,
-        plan=[(span.start_s, span.end_s) for span in predicted],
+        plan=work_of(predicted),
         max_edges=2 * longest_row + SPARE_EDGES,
     )
     return BubbleObserver(DeviceMarks(board, DeviceTimes(device)) if device.type == "cuda" else board, board.path)
+
+
+def work_of(predicted: Sequence[Span]) -> list[tuple[float, float]]:
+    """Return the beginning and end of each predicted computation."""
+    return [(span.start_s, span.end_s) for span in predicted]

@@ -69,13 +69,10 @@ class BoardWriter:
         words[Header.ROWS], words[Header.EDGES], words[Header.RANK] = ROWS, max_edges, rank
         words[Header.PID], words[Header.STARTED] = own_identity()
         words[Header.HEARTBEAT] = monotonic_ns()
-        edges = [0, *(round(time_s * 1e9) for work in plan for time_s in work)]
-        words[Header.PLANNED] = len(edges) - 1 if plan else 0  # the last work ends with the step
-        for index, edge in enumerate(edges[: words[Header.PLANNED]]):
-            words[HEADER + index] = edge
+        self._write_plan(plan)
         words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
         self._max_edges = max_edges
-        self._step = 0
+        self._step = self._replans = 0
         self._row = row_at(0, ROWS, max_edges)
         self._count = 0
         self._gaps_before: list[int] = []
@@ -102,6 +99,19 @@ class BoardWriter:
         except (OSError, ValueError) as error:  # training goes on without a board
             logger.warning("%s was removed, and cannot be made again: %s", self.path, error)
 
+    def replan(self, plan: Sequence[tuple[float, float]]) -> None:
+        """Publish the predicted work of another schedule, between two steps. Earlier steps predict nothing any more."""
+        self._write_plan(plan)
+        self._replans += 1
+
+    def _write_plan(self, plan: Sequence[tuple[float, float]]) -> None:
+        words = self._words
+        edges = [0, *(round(time_s * 1e9) for work in plan for time_s in work)]
+        planned = min(len(edges) - 1, words[Header.EDGES]) if plan else 0  # the last work ends with the step
+        for index, edge in enumerate(edges[:planned]):
+            words[HEADER + index] = edge
+        words[Header.PLANNED] = planned
+
     def begin(self, kind: int, at_ns: int | None = None) -> None:
         """Mark the beginning of a step. The rank is idle until the first `busy`.
 
@@ -120,7 +130,8 @@ class BoardWriter:
         words[row + RowHeader.GENERATION] += 1
         words[row + ROW_HEADER : row + ROW_HEADER + self._max_edges] = self._zeros
         words[row + ROW_HEADER] = now
-        words[row + RowHeader.STEP], words[row + RowHeader.KIND], words[row + RowHeader.COUNT] = self._step, kind, 1
+        words[row + RowHeader.STEP], words[row + RowHeader.COUNT] = self._step, 1
+        words[row + RowHeader.KIND] = kind + (self._replans << 32)
         words[row + RowHeader.GENERATION] += 1
         words[Header.STEP] = self._step
         self._count = 1

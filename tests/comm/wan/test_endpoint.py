@@ -198,6 +198,7 @@ def test_a_transfer_survives_every_connection_being_killed_again_and_again(stack
     for send in sends:
         send.wait()
     counters = pair.ends[0].counters(1)
+    assert 0 < counters.busy_s < 60
     assert counters.broken >= 4
     assert counters.resent_chunks > 0
 

@@ -111,6 +111,20 @@ def test_only_steps_of_one_kind_are_compared(writer, path):
     assert reader.state().bubble is None
 
 
+def test_after_another_plan_only_its_steps_predict(writer, path):
+    reader = BoardReader(path)
+    for _ in range(3):
+        one_step(writer)
+    writer.replan([(0.4, 0.5), (0.7, 0.8)])
+    writer.begin(8)
+    state = reader.state()
+    assert state.bubble is None and reader.upcoming(10.0)[0][1] - state.now_s == pytest.approx(0.4, abs=0.05)
+    for _ in range(3):
+        one_step(writer)
+    writer.begin(8)
+    assert reader.state().bubble is not None
+
+
 def test_marks_may_be_nested_and_too_many(writer, path):
     reader = BoardReader(path)
     for _ in range(3):

@@ -1,0 +1,206 @@
+"""Adaptation: the ranks share their measured costs, and change together to a schedule that is planned with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from math import ceil
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.job import current_job
+from weft.engine.distributed import from_rank_zero
+from weft.engine.observability.clock import Clock
+from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
+from weft.engine.planning.deviation import Deviation, interval_of, with_measured
+from weft.engine.planning.replanning import Proposal, Replanning, Request
+from weft.pipeline.action import COMPUTE, Op
+from weft.pipeline.costs import StageCost
+from weft.pipeline.memory import peak_bytes
+
+if TYPE_CHECKING:
+    from weft.engine.engine import WeftEngine
+
+_NOT_READY, _READY = 0.0, 1.0
+_LEAST_BYTES = 64 << 10
+"""Bytes over a link in a window from which its rate is derived."""
+
+
+class Adaptation:
+    """Changes the schedule of a run whose measured costs have changed. All calls are collective.
+
+    Every few steps the ranks exchange their measured costs in one all-reduce, whose maximum is what each stage takes on
+    its slowest replica. So all ranks decide the same. Rank 0 then plans in another process, and a later all-reduce
+    includes whether the plan is ready.
+    """
+
+    def __init__(self, engine: WeftEngine) -> None:
+        """Observe ``engine``.
+
+        Raises:
+            ValueError: the job is emulated, so that nothing is measured.
+        """
+        if not current_job().is_real:
+            raise ValueError(
+                "pipeline.adapt=true: the durations of emulated ranks are configured, so they never leave the plan; "
+                "set pipeline.adapt=false"
+            )
+        pipeline, self._engine = engine.weft.pipeline, engine
+        stages = engine.plan.placement.num_stages
+        self._interval = interval_of(pipeline.adapt_steps, RECORDS_KEPT - 1)
+        self._deviation = Deviation(num_stages=stages, steps=pipeline.adapt_steps, interval=self._interval)
+        self._first: tuple[float, ...] = ()
+        self._num_sites = len(engine.plan.placement.sites)
+        self._sent: dict[int, tuple[float, int]] = {}
+        self._is_planning = False
+        self._replanning: Replanning | None = None
+        self.proposals: list[tuple[int, Proposal]] = []
+        """The plans that were made, with the number of steps before each."""
+
+    def between_steps(self) -> None:
+        """Exchange the costs of the last steps, if they are due, and change the schedule, if a plan is ready."""
+        engine = self._engine
+        step = engine.global_steps
+        if not step or step % self._interval or len(engine.records) < min(RECORDS_KEPT, self._interval + 1):
+            return
+        vector = self._exchanged()
+        if self._is_planning:
+            if vector[-1] == _READY:
+                self._change(step)
+        elif self._deviation.observe(step, vector[:-1]):
+            self._is_planning = True
+            self._first = self._first or self._deviation.reference
+            if engine.global_rank == 0:
+                self._start()
+
+    def close(self) -> None:
+        """End the process that plans. Not collective."""
+        if self._replanning is not None:
+            self._replanning.close()
+            self._replanning = None
+
+    def _exchanged(self) -> list[float]:
+        """Return the largest value of all ranks for each number of a vector, and whether a plan is ready."""
+        engine = self._engine
+        ready = (
+            self._is_planning and engine.global_rank == 0 and (self._replanning is None or self._replanning.has_ended)
+        )
+        mine = [*self._stage_seconds(), *self._link_seconds(), _READY if ready else _NOT_READY]
+        finite = torch.tensor(mine, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0).to(engine.device)
+        with engine.watcher.waiting():
+            dist.all_reduce(finite, op=dist.ReduceOp.MAX)
+        everyones: list[float] = finite.tolist()
+        return everyones
+
+    def _stage_seconds(self) -> list[float]:
+        """Return the seconds of each stage's forward, input and weight gradient on this rank, and 0 for others'."""
+        engine = self._engine
+        # The device has finished all steps but the last.
+        kept = [engine.records[at] for at in range(-min(self._interval + 1, len(engine.records)), -1)]
+        found = slot_seconds(kept, engine.records.clock)
+        numbers = []
+        for stage in range(self._deviation.num_stages):
+            whole_s = found.get((Op.B, stage), 0.0)
+            parts = (Op.F, 0.0), (Op.I, whole_s / 2), (Op.W, whole_s / 2)
+            numbers += [found.get((op, stage), usual_s) for op, usual_s in parts]
+        return numbers
+
+    def _link_seconds(self) -> list[float]:
+        """Return the seconds per byte of each pair of sites that this rank sends between, and 0 for others."""
+        engine = self._engine
+        numbers = [0.0] * self._num_sites**2
+        endpoint = None if engine.wan is None else engine.wan.endpoint
+        position = engine.layout.position
+        here = position(engine.global_rank).site
+        for peer in () if endpoint is None else endpoint.peers:
+            there = position(peer).site
+            if endpoint is None or there == here:
+                continue
+            counters = endpoint.counters(peer)
+            before_s, before = self._sent.get(peer, (counters.busy_s, counters.sent_bytes))
+            self._sent[peer] = counters.busy_s, counters.sent_bytes
+            if counters.sent_bytes - before >= _LEAST_BYTES:
+                pair = here * self._num_sites + there
+                rate = (counters.busy_s - before_s) / (counters.sent_bytes - before)
+                numbers[pair] = max(numbers[pair], rate)
+        return numbers
+
+    def _start(self) -> None:
+        with suppress(OSError):  # without another process there is no plan, see `_result`
+            self._replanning = Replanning(self._request())
+
+    def _request(self) -> Request:
+        engine, deviation = self._engine, self._deviation
+        plan, config, costs = engine.plan, engine.weft, engine.plan.costs
+        cap = config.pipeline.memory_cap_bytes
+        if not cap:  # `auto` has set its own, of activations that count until their weight gradients
+            costs = replace(costs, stages=tuple(map(_until_weight, costs.stages)))
+            cap = ceil(peak_bytes(plan.schedules[1], costs))
+        return Request(
+            config=replace(config.pipeline, memory_cap_bytes=cap),
+            schedule=plan.schedules[1],
+            measured=with_measured(costs, deviation.measured, self._first, self._num_sites),
+            usual=with_measured(costs, deviation.reference, self._first, self._num_sites),
+            layers=plan.split.counts,
+            replicas=plan.layout.replicas,
+            zero_stage=config.zero.stage,
+        )
+
+    def _change(self, step: int) -> None:
+        """Run the proposed schedule from the next step on, and print why."""
+        engine, deviation = self._engine, self._deviation
+        proposal = from_rank_zero(self._result, Proposal)
+        self._is_planning = False
+        changes = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in deviation.changes().items())
+        deviation.planned(step)
+        if proposal is None:
+            return
+        self.proposals.append((step, proposal))
+        if engine.global_rank == 0:
+            print(f"adapt: after step {step}: {changes}\n{proposal.text()}", flush=True)
+        if proposal.chosen == "schedule":
+            self._run(proposal)
+
+    def _run(self, proposal: Proposal) -> None:
+        """Make the proposed schedule that of all later steps on this rank."""
+        engine, reference = self._engine, self._deviation.reference
+        costs = with_measured(engine.plan.costs, reference, self._first, self._num_sites)
+        schedules = {1: proposal.schedule}
+        plan = replace(engine.plan, schedules=schedules, step_s=proposal.step_s())
+        predicted = plan.predicted(engine.line, costs)
+        engine.plan = replace(plan, bubble_share=predicted.bubble_share)
+        engine.run_schedules(schedules)
+        if engine.bubbles is not None:
+            engine.bubbles.replan(predicted.compute[engine.pipe_rank])
+
+    def _result(self) -> Proposal | None:
+        """Return rank 0's plan, or None if planning has failed: training goes on as before."""
+        try:
+            if self._replanning is None:
+                raise ValueError("no process could be started")
+            return self._replanning.result()
+        except ValueError as error:
+            print(f"adapt: no other schedule was planned: {error}", flush=True)
+            return None
+        finally:
+            self._replanning = None
+
+
+def _until_weight(stage: StageCost) -> StageCost:
+    return replace(stage, weight_saved_bytes=max(stage.weight_saved_bytes, stage.activation_bytes))
+
+
+def slot_seconds(records: Iterable[StepRecord], clock: Clock) -> Mapping[tuple[Op, int], float]:
+    """Return the median seconds of each computation, by operation and stage. Strand pairs are left out."""
+    seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for record in records:
+        for mark in record.marks:
+            if len(mark.slot) == 1 and mark.slot[0].op in COMPUTE:
+                op, stage, _ = mark.slot[0]
+                seconds[op, stage].append(clock.seconds(mark.start, mark.end))
+    return {key: median(values) for key, values in seconds.items()}

@@ -1,0 +1,154 @@
+"""Deviation: decides from measured costs that the schedule must be planned again, and never from noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+
+from weft.pipeline.costs import CostModel, LinkCost
+
+TOLERANCE = 0.2
+"""Smallest relative change of a stage's or a link's cost that counts."""
+_WIDEST = 1.0
+"""Tolerance at most, however noisy the first windows were. A link at a third of its rate always counts."""
+_SPREADS = 3.0
+"""Tolerance in multiples of the spread that the first windows had."""
+LONGEST_S = 3600.0
+"""A longer duration is not a measurement."""
+_MEMORY = 64
+"""A plan makes the next one wait twice as long, until this many times ``steps`` have passed."""
+_MOST_DOUBLINGS = 6
+_PARTS = 3
+"""Numbers of a stage in a vector: seconds of a forward, an input gradient and a weight gradient."""
+
+
+def interval_of(steps: int, most: int) -> int:
+    """Return the number of steps between two exchanges of measured costs, so that ``steps`` hold five if possible."""
+    return max(1, min(most, steps // 5))
+
+
+def clean(vector: Sequence[float]) -> tuple[float, ...]:
+    """Replace numbers that are no durations by 0, which means not measured: NaN, infinite, negative or too long."""
+    return tuple(value if 0.0 < value <= LONGEST_S else 0.0 for value in vector)
+
+
+@dataclass(kw_only=True)
+class Deviation:
+    """Compares windows of measured costs with a reference, the same on all ranks.
+
+    A vector has three durations of each virtual stage, and then the seconds per byte of each pair of sites. Its
+    numbers must have been `clean`. The first windows become the reference, and their spread widens the tolerance.
+
+    Attributes:
+        num_stages: number of virtual stages.
+        steps: number of consecutive steps that must deviate.
+        interval: number of steps of a window.
+        reference: the costs that the schedule counts on, or empty while the first windows are collected.
+        measured: the smallest values of the windows that deviated, after `observe` has returned True.
+    """
+
+    num_stages: int
+    steps: int
+    interval: int
+    reference: tuple[float, ...] = ()
+    measured: tuple[float, ...] = ()
+    _windows: list[tuple[float, ...]] = field(default_factory=list)
+    _tolerances: tuple[float, ...] = ()
+    _planned_at: list[int] = field(default_factory=list)
+
+    def observe(self, step: int, vector: Sequence[float]) -> bool:
+        """Take the window that ends with ``step``. Return True if the schedule must be planned with `measured`."""
+        window = clean(vector)
+        self._windows.append(window)
+        if not self.reference:
+            if len(self._windows) > self._windows_of(self.steps):  # the first has slow first steps
+                self._settle_reference(self._windows[1:])
+            return False
+        if not self._deviates(window):
+            self._windows.clear()
+            return False
+        if len(self._windows) < self._windows_of(self.patience(step)):
+            return False
+        self.measured = _least(self._windows)
+        return self._deviates(self.measured)
+
+    def patience(self, step: int) -> int:
+        """Return the number of consecutive steps that must deviate at ``step``: twice as many for each recent plan."""
+        self._planned_at = [at for at in self._planned_at if step - at < _MEMORY * self.steps]
+        return self.steps * 2 ** min(_MOST_DOUBLINGS, len(self._planned_at))
+
+    def planned(self, step: int) -> None:
+        """Take `measured` as the reference, because the schedule has been planned with it."""
+        self.reference = tuple(new or old for new, old in zip(self.measured, self.reference, strict=True))
+        self._windows.clear()
+        self._planned_at.append(step)
+
+    def changes(self) -> dict[str, float]:
+        """Return how many times as long each stage and link takes as in the reference, if beyond its tolerance."""
+        ratios = self._ratios(self.measured)
+        links = len(self.reference) - _PARTS * self.num_stages
+        sites = round(links**0.5)
+        names = [f"stage {stage}" for stage in range(self.num_stages)]
+        names += [f"link from site {pair // sites} to {pair % sites}" for pair in range(links)]
+        return {name: ratio for name, ratio, out in zip(names, ratios, self._beyond(ratios), strict=True) if out}
+
+    def _windows_of(self, steps: int) -> int:
+        return ceil(steps / self.interval)
+
+    def _settle_reference(self, windows: Sequence[tuple[float, ...]]) -> None:
+        self.reference = _least(windows)
+        ratios = [self._ratios(window) for window in windows]
+        spreads = [max(abs(ratio - 1.0) for ratio in column) for column in zip(*ratios, strict=True)]
+        self._tolerances = tuple(min(_WIDEST, max(TOLERANCE, _SPREADS * spread)) for spread in spreads)
+        self._windows.clear()
+
+    def _deviates(self, vector: Sequence[float]) -> bool:
+        return any(self._beyond(self._ratios(vector)))
+
+    def _beyond(self, ratios: Sequence[float]) -> list[bool]:
+        return [
+            not 1.0 / (1.0 + tolerance) <= ratio <= 1.0 + tolerance
+            for ratio, tolerance in zip(ratios, self._tolerances, strict=True)
+        ]
+
+    def _ratios(self, vector: Sequence[float]) -> list[float]:
+        """Return the cost of each stage and link over the reference's, or 1 where one of them was not measured."""
+        pairs = zip(self._totals(vector), self._totals(self.reference), strict=True)
+        return [new / old if new and old else 1.0 for new, old in pairs]
+
+    def _totals(self, vector: Sequence[float]) -> list[float]:
+        stages = (vector[at : at + _PARTS] for at in range(0, _PARTS * self.num_stages, _PARTS))
+        return [*(sum(stage) if all(stage) else 0.0 for stage in stages), *vector[_PARTS * self.num_stages :]]
+
+
+def _least(windows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Return the smallest of each number over the windows that have it, because load only adds to durations."""
+    return tuple(min(filter(None, column), default=0.0) for column in zip(*windows, strict=True))
+
+
+def with_measured(costs: CostModel, vector: Sequence[float], reference: Sequence[float], num_sites: int) -> CostModel:
+    """Return the costs with a vector's durations, and with the bandwidths of links changed in the measured ratio.
+
+    Args:
+        costs: provides bytes, latencies and bandwidths, and what was not measured.
+        reference: vector that was measured while links were as in ``costs``.
+    """
+    stages = []
+    for number, stage in enumerate(costs.stages):
+        forward_s, input_s, weight_s = vector[_PARTS * number : _PARTS * (number + 1)]
+        if forward_s and input_s and weight_s:
+            stage = replace(stage, forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+        stages.append(stage)
+    first = _PARTS * len(costs.stages)
+    links = dict(costs.wan_links)
+    for pair, (new, old) in enumerate(zip(vector[first:], reference[first:], strict=True)):
+        if new and old and new != old:
+            here, there = divmod(pair, num_sites)
+            links[here, there] = _slower(costs.link(here, there), new / old)
+    return replace(costs, stages=tuple(stages), wan_links=tuple(links.items()))
+
+
+def _slower(link: LinkCost, ratio: float) -> LinkCost:
+    pair_bps = link.pair_bps if link.pair_bps == inf else link.pair_bps / ratio
+    return replace(link, bandwidth_bps=link.bandwidth_bps / ratio, pair_bps=pair_bps)

@@ -1,0 +1,118 @@
+"""A schedule that is planned again while training: all ranks change at one step, and nothing else changes."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from tests.engine.planning.adapted import CHANGED_AFTER, die_while_planning, train_three
+from tests.engine.tiny import tiny_config
+from weft.conf.schema import PipelineConfig, ScheduleKind
+from weft.engine.planning.replanning import LEAST_GAIN, Replanning, Request, divided, propose
+from weft.engine.planning.schedules import plan_schedule
+from weft.pipeline.costs import CostModel
+from weft.pipeline.memory import peak_bytes
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.tools.ranks import run_ranks
+
+
+def adaptive(**keywords):
+    config = tiny_config("auto", "fold", stages=2, microbatches=4, **keywords)
+    config.pipeline.adapt, config.pipeline.adapt_steps = True, 2
+    return config
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Results of each rank: adapted, with a killed planner, without adaptation."""
+    return run_ranks(2, train_three, adaptive(), timeout_s=100)
+
+
+@pytest.mark.slow
+def test_all_ranks_change_to_the_new_schedule_at_one_step(ranks):
+    adapted = [rank[0] for rank in ranks]
+    changes = [[a != b for a, b in pairwise(r["schedules"])].index(True) for r in adapted]
+    assert len(set(changes)) == 1 and changes[0] >= CHANGED_AFTER
+    assert adapted[0]["schedules"] == adapted[1]["schedules"]
+    assert [run["proposals"] for run in adapted] == [[(changes[0] + 1, "schedule")]] * 2
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_a_run_that_does_not_adapt(ranks):
+    adapted, killed, plain = ranks[0]
+    assert adapted["losses"] == plain["losses"] == killed["losses"]
+    assert plain["schedules"][0] != adapted["schedules"][-1]
+
+
+@pytest.mark.slow
+def test_no_rank_saves_more_than_the_fullest_rank_of_the_first_schedule(ranks):
+    adapted, _, plain = ranks[0]
+    assert adapted["peak"] <= plain["peak"]
+
+
+@pytest.mark.slow
+def test_a_killed_planner_leaves_the_schedule(ranks):
+    killed = [rank[1] for rank in ranks]
+    assert all(run["schedules"][0] == run["schedules"][-1] and not run["proposals"] for run in killed)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_during_planning_ends_the_run_and_the_planner():
+    error, left = run_ranks(2, die_while_planning, adaptive(), timeout_s=60)
+    assert left == "left" and error
+
+
+def request_of(factors, cap=2.0, placement="straight", replicas=1, **settings):
+    """Two ranks of unit stages, of which the first takes ``factors`` times as long in F, I and W."""
+    placed = Placement.named(placement, 2, (2,), 2)
+    usual = CostModel.unit(placed.num_stages)
+    config = PipelineConfig(
+        stages=2, schedule=ScheduleKind["auto"], microbatches=6, search_seconds=0.1, memory_cap_bytes=cap, **settings
+    )
+    forward_s, input_s, weight_s = factors
+    slow = replace(usual.stages[0], forward_s=forward_s, input_s=input_s, weight_s=weight_s)
+    return Request(
+        config=config,
+        schedule=plan_schedule(config, placed, costs=usual),
+        measured=replace(usual, stages=(slow, *usual.stages[1:])),
+        usual=usual,
+        layers=(4,) * placed.num_stages,
+        replicas=replicas,
+        zero_stage=0,
+    )
+
+
+@pytest.mark.parametrize("factors", [(4.0, 0.2, 0.2), (1.43, 1.43, 1.43), (0.2, 0.2, 4.0), (1.0, 1.0, 1.0)])
+def test_the_chosen_level_is_the_shortest_that_weft_carries_out(factors):
+    request = request_of(factors)
+    found = propose(request)
+    steps = {level.name: level.step_s for level in found.levels}
+    assert steps["none"] == simulate(request.schedule, request.measured).step_s
+    assert (found.chosen == "schedule") == (steps["schedule"] <= (1 - LEAST_GAIN) * steps["none"])
+    assert simulate(found.schedule, request.measured).step_s == steps[found.chosen] == found.step_s()
+    assert peak_bytes(found.schedule, request.measured) <= request.config.memory_cap_bytes
+    assert propose(request) == found
+    assert found.text().count("chosen") == 1
+
+
+def test_another_process_finds_the_same_plan():
+    request = request_of((4.0, 0.2, 0.2))
+    planning = Replanning(request)
+    assert planning.result() == propose(request)
+
+
+def test_a_plan_that_fails_is_reported_with_its_reason():
+    impossible = request_of((1.0, 1.0, 1.0))
+    impossible = replace(impossible, config=replace(impossible.config, memory_cap_bytes=0.5))
+    with pytest.raises(ValueError, match=r"pipeline\.memory_cap_bytes=0\.5: one micro-batch alone"):
+        Replanning(impossible).result()
+
+
+def test_advice_moves_layers_away_from_a_slow_rank_and_micro_batches_from_a_slow_replica():
+    request = request_of((2.0, 2.0, 2.0), replicas=3)
+    assert divided(request) == (3, 5)
+    steps = {level.name: level for level in propose(request).levels}
+    assert steps["layers"].remedy == "pipeline.layers=[3, 5] at the next checkpoint"
+    assert steps["layers"].step_s < steps["schedule"].step_s and steps["evict"].step_s < steps["none"].step_s
+    assert steps["evict"].step_s < steps["microbatches"].step_s < steps["none"].step_s
