@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from time import process_time
 from unittest.mock import patch
 
 import torch
@@ -60,12 +61,14 @@ class RankPeak:
         predicted: bytes predicted by the plan.
         measured: peak bytes of tensors, including set-up, by the profiler. It records one thread, so collectives run
             on that thread. Some MB that gloo frees in threads of its own are missed.
+        step_s: processor seconds of the last step.
     """
 
     layout: str
     rank: int
     predicted: float
     measured: float
+    step_s: float = 0.0
 
     @property
     def error(self) -> float:
@@ -81,7 +84,7 @@ def peaks(timeout_s: float, *settings: str) -> Iterator[list[RankPeak]]:
         settings: additional settings of all layouts.
     """
     for layout in LAYOUTS:
-        yield run_ranks(NUM_RANKS, _layout_peak, layout, settings, timeout_s=timeout_s)
+        yield run_ranks(NUM_RANKS, layout_peak, layout, settings, timeout_s=timeout_s)
 
 
 class _InlineExecutor:
@@ -95,8 +98,8 @@ class _InlineExecutor:
         """See `InOrderExecutor`."""
 
 
-def _layout_peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak:
-    """Return this rank's peak in a layout. A collective call."""
+def layout_peak(layout: tuple[str, ...], settings: tuple[str, ...], steps: int = _STEPS) -> RankPeak:
+    """Return this rank's peak in a layout of the quickstart. A collective call."""
     from weft.engine.initialize import initialize
 
     config = compose([*QUICKSTART, *layout, *settings])
@@ -105,18 +108,21 @@ def _layout_peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak
     with inline, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         engine, *_ = initialize(config=config)
         engine.set_dataiterator(random_batches(config))
-        for _ in range(_STEPS):
+        for _ in range(steps):
+            began = process_time()
             engine.train_batch()
+        step_s = process_time() - began
         predicted = engine.plan.memory[engine.pipe_rank].total
         engine.destroy()
         del engine
         gc.collect()
+    measured = most_allocated(profiled)
     return RankPeak(
-        layout=" ".join(layout), rank=dist.get_rank(), predicted=predicted, measured=_most_allocated(profiled)
+        layout=" ".join(layout), rank=dist.get_rank(), predicted=predicted, measured=measured, step_s=step_s
     )
 
 
-def _most_allocated(profiled: profile) -> int:
+def most_allocated(profiled: profile) -> int:
     """Return the peak bytes of tensors, from the profiler's record of each allocation and release."""
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()

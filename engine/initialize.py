@@ -21,7 +21,7 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
-from weft.conf.schema import CommConfig, ContextExchange, PairChoice, WeftConfig
+from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, PairChoice, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any
@@ -260,7 +260,8 @@ def build_engine(
     done("placement")
     if config.model.self_check and placement.num_stages > 1:
         checked = hf_config if model is None else model
-        together(lambda: self_check(checked, own_loss=objective is None) if dist.get_rank() == 0 else None)
+        tried = {"own_loss": objective is None, "chunks": config.model.chunked_loss is not ChunkedLoss.never}
+        together(lambda: self_check(checked, **tried) if dist.get_rank() == 0 else None)
     _check_axes(config, hf_config if model is None else model, facts.exchange)
     done("self-check")
     run = PreparedRun.open(config, facts, placement, device, attempt)

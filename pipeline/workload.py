@@ -150,12 +150,13 @@ class Working(NamedTuple):
     """Temporary bytes of actions, besides saved activations."""
 
     forward: float
+    whole: float
     input: float
     weight: float
 
     def during(self, op: Op) -> float:
-        """Return the bytes of an action; B is input and weight gradients one after the other."""
-        return {Op.F: self.forward, Op.I: self.input, Op.W: self.weight, Op.B: max(self.input, self.weight)}[op]
+        """Return the bytes of an action."""
+        return {Op.F: self.forward, Op.B: self.whole, Op.I: self.input, Op.W: self.weight}[op]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +243,10 @@ class ModelWork:
                 of_head = chunk + head / division.tensor * weight_bytes
         again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
         again = again + self._gathered_bytes(division) if division.recomputes else 0.0
-        return Working(chunk, division.of_rank(max(of_loss, again)), of_head)
+        # the logits' gradient is among what an input gradient keeps for the weight gradient
+        of_input = max(of_loss - LOSS_BYTES * part.logits, again) if of_loss else again
+        whole = max(division.of_rank(max(of_loss, again)), of_head)
+        return Working(chunk, whole, division.of_rank(of_input), of_head)
 
     def _gathered_bytes(self, division: Division) -> float:
         """Return the bytes per sequence of gathered tensors that a layer keeps for its backward."""

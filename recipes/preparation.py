@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.batch import num_replicas
 from weft.conf.checks import check, virtual_stages
 from weft.conf.host.private import write_private
-from weft.conf.schema import Attention, DataKind, WeftConfig
+from weft.conf.schema import Attention, ChunkedLoss, DataKind, WeftConfig
 from weft.conf.sources import for_each_source
 from weft.conf.trees import to_tree
 from weft.engine.attempt import Attempt, ReusedValues
@@ -143,7 +143,8 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
     if config.data.packing and flash and config.train.microbatch_size > 1:
         check_flash_packing(hf_config)
     if virtual_stages(config) > 1:
-        self_check(hf_config, packing=config.data.packing)
+        chunks = config.model.chunked_loss is not ChunkedLoss.never
+        self_check(hf_config, packing=config.data.packing, chunks=chunks)
     elif config.data.packing:
         check_packing(hf_config)
     write_private(passed, json.dumps(done) + "\n")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from weft.conf.schema.ranges import COUNT, NATURAL, POSITIVE, SHARE, Range
+from weft.conf.schema.ranges import COUNT, POSITIVE, SHARE, Range
 
 
 class Attention(Enum):
@@ -15,6 +15,14 @@ class Attention(Enum):
     eager = "eager"
     sdpa = "sdpa"
     flash_attention_2 = "flash_attention_2"
+
+
+class ChunkedLoss(Enum):
+    """When the loss is computed in chunks of logits."""
+
+    auto = "auto"
+    always = "always"
+    never = "never"
 
 
 class DataKind(Enum):
@@ -57,10 +65,12 @@ class ModelConfig:
     """Attention kernel: eager, sdpa, or flash_attention_2 (needs flash-attn and a GPU)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass to save activation memory."""
-    loss_chunk_mb: Annotated[float, NATURAL] = 128.0
-    """Logits of a micro-batch that take more MB in fp32 are computed, with their loss, in chunks of this size, so they
-    never exist as a whole; 0 always computes them whole. Custom losses and heads other than a plain nn.Linear do,
-    too."""
+    chunked_loss: ChunkedLoss = ChunkedLoss.auto
+    """When the loss is computed in chunks of logits, which then never exist as a whole, but are computed once more for
+    the head's weight gradient: auto (if memory does not suffice without), always, or never. Custom losses, and heads
+    other than a plain nn.Linear, always need whole logits."""
+    loss_chunk_mb: Annotated[float, POSITIVE] = 128.0
+    """Size of a chunk of logits in MB in fp32; micro-batches with fewer logits are not divided."""
     self_check: bool = True
     """Before training, compare a shrunken copy of the staged model with Hugging Face's own forward."""
     trust_remote_code: bool = False

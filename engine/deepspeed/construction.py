@@ -140,7 +140,7 @@ def make_loss(engine: PipelineEngine, objective: Objective | None, *, counts: bo
     if engine.holds_loss:
         stage = engine.module.stages[last]
         stage.objective = minimised
-        if minimised is None and isinstance(stage, Stage):  # tests and benchmarks have others
+        if engine.plan.facts.model.chunks_loss and isinstance(stage, Stage):  # tests and benchmarks have others
             stage.compute_loss_in_chunks(engine.weft.model.loss_chunk_mb * 1e6)
     return StepLoss(
         minimised=minimised,

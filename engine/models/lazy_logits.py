@@ -86,7 +86,7 @@ class LazyHead:
             self._parent._modules[self._place] = self.module
         if not self._is_used:
             raise RuntimeError(
-                f"model.loss_chunk_mb: {self.name} does not compute its loss by torch's functions; set it to 0"
+                f"model.chunked_loss: {self.name} does not compute its loss by torch's functions; set it to never"
             )
 
     def logits(self, hidden: Tensor) -> LazyLogits:

@@ -12,7 +12,7 @@ from weft.comm.collectives import CollectiveCosts, Group, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.costs import AlphaBeta
 from weft.comm.collectives.group import LinkClass
-from weft.conf.schema import ContextExchange, WeftConfig
+from weft.conf.schema import ChunkedLoss, ContextExchange, WeftConfig
 from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.estimates import planning_costs, working_bytes
@@ -83,6 +83,16 @@ def with_exchange(config: WeftConfig, hf_config: PreTrainedConfig, facts: Facts)
         fits=fits,
     )
     return replace(facts, exchange=chosen, sources=facts.sources | {"exchange": why})
+
+
+def with_chunked_loss(config: WeftConfig, facts: Facts, *, own_loss: bool) -> Facts:
+    """Decide whether the loss is computed in chunks of logits: if the model allows it, and by `model.chunked_loss`."""
+    model, choice = facts.model, config.model.chunked_loss
+    chunks = model.chunks_loss and own_loss and choice is not ChunkedLoss.never
+    whole = replace(facts, model=replace(model, chunks_loss=False))
+    if chunks and choice is ChunkedLoss.auto:
+        chunks = needed_bytes(config, whole) > USABLE * facts.device_bytes
+    return facts if chunks else whole
 
 
 def needed_bytes(config: WeftConfig, facts: Facts) -> float:

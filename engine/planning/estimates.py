@@ -74,8 +74,10 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
         for part, layers in zip(_stage_works(work, split), split.layers, strict=True)
     ]
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
-    embedding = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
-    found[0] = found[0]._replace(input=max(found[0].input, embedding - costs.stages[0].activation_bytes))
+    embedding: float = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
+    embedding -= costs.stages[0].activation_bytes
+    first = found[0]
+    found[0] = first._replace(whole=max(first.whole, embedding), input=max(first.input, embedding))
     return found
 
 

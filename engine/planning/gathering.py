@@ -30,7 +30,7 @@ from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes
 from weft.engine.models.skeleton import hf_model
 from weft.engine.models.tracing import trace_model
-from weft.engine.planning.axis_facts import with_axes, with_exchange
+from weft.engine.planning.axis_facts import with_axes, with_chunked_loss, with_exchange
 from weft.engine.planning.devices import usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
@@ -170,16 +170,15 @@ def _known_facts(
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config), run)
     trained = hf_config if model is None else model
     work, sources["work"] = _traced(config, hf_config, trained)
-    sizes = model_sizes(
-        trained,
-        lora=config.model.lora,
-        tensor=layout.tensor,
-        expert=layout.expert,
-        dtype=DTYPES[config.train.precision],
-    )
     facts = Facts(
         layout=layout,
-        model=replace(sizes, chunks_loss=sizes.chunks_loss and own_loss),
+        model=model_sizes(
+            trained,
+            lora=config.model.lora,
+            tensor=layout.tensor,
+            expert=layout.expert,
+            dtype=DTYPES[config.train.precision],
+        ),
         work=work,
         flops_per_s=flops,
         run=run,
@@ -199,7 +198,7 @@ def _known_facts(
     else:
         facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer, trained))
     facts = with_axes(config, facts, machine.nodes, machine.device)
-    facts = with_exchange(config, hf_config, facts)
+    facts = with_chunked_loss(config, with_exchange(config, hf_config, facts), own_loss=own_loss)
     if not is_installed("strands"):
         return facts
     return entry("strands").with_strands(

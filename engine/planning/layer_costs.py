@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import ChunkedLoss, WeftConfig
 from weft.engine.backward import SplitBackward
 from weft.engine.precision import DTYPES
 from weft.engine.stages.cutting.split import StageSplit
@@ -55,7 +55,7 @@ def measure_layers(
             config.model, split, [layer], dtype=DTYPES[config.train.precision], seed=config.train.seed
         )
         stage.to(device)
-        if stage.is_last:
+        if stage.is_last and config.model.chunked_loss is ChunkedLoss.always:
             stage.compute_loss_in_chunks(config.model.loss_chunk_mb * 1e6)
         found[layer] = _measure(stage, config, hf_config, device, seconds / len(wanted))
         del stage

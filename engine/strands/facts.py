@@ -125,5 +125,5 @@ def _traced(config: WeftConfig, trained: PreTrainedConfig | nn.Module, facts: Fa
         lora=config.model.lora,
         dtype=DTYPES[config.train.precision],
         own_loss=own_loss,
-        loss_chunk_bytes=config.model.loss_chunk_mb * 1e6,
+        loss_chunk_bytes=config.model.loss_chunk_mb * 1e6 if facts.model.chunks_loss else 0.0,
     )

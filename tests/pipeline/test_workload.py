@@ -88,14 +88,18 @@ def test_a_loss_in_chunks_keeps_hidden_states_instead_of_logits_and_computes_log
     assert whole.saved_bytes(whole.after, 0, alone) == 4 * tokens * words
     assert chunked.saved_bytes(whole.after, 0, alone) == 4 * tokens * (width + 1), "the input's gradient, normalisers"
     before, after = (work.working_bytes(work.after, 0, alone, 4) for work in (whole, chunked))
-    assert before == (0, 8 * tokens * words, 0) and after == (chunk, 0, chunk + 4 * words * width)
+    logits, head_bytes = tokens * words, 4 * words * width
+    assert before == (0, 8 * logits, 4 * logits, 0), "an input gradient keeps the gradient of the logits"
+    assert after == (chunk, chunk + head_bytes, 0, chunk + head_bytes)
     assert after.during(Op.B) == after.during(Op.W) == after.weight
     halved = chunked.working_bytes(whole.after, 0, replace(alone, tensor=2), 2)
-    assert halved == (1.5 * chunk, 0, 1.5 * chunk + words * width), "a copy in 16 bits, half of the gradient"
+    assert halved == (1.5 * chunk, 1.5 * chunk + words * width, 0, 1.5 * chunk + words * width), (
+        "a copy in 16 bits, half of the gradient"
+    )
     assert not chunked.loss_in_chunks(replace(alone, tensor=8)), "all logits of a rank are a chunk"
     products = whole.after.seconds(1.0, recomputes=False)
     again = whole.after.seconds(1.0, recomputes=False, in_chunks=True)
     once = whole.after.head_flops
     assert [time / once for time in products] == [1, 1, 1] and [time / once for time in again] == [2, 0, 2]
     frozen = loss_work(float(tokens * words), width, trained=False)
-    assert chunked.working_bytes(frozen, 0, alone, 4) == (chunk, 0, 0) and not frozen.trained_head_flops
+    assert chunked.working_bytes(frozen, 0, alone, 4) == (chunk, 0, 0, 0) and not frozen.trained_head_flops

@@ -21,12 +21,14 @@ from weft.engine.stages.checking.comparison import (
     all_parameters,
     difference,
     distance,
+    gradients,
     run_stages,
     staged_outcome,
     whole_outcome,
 )
 from weft.engine.stages.checking.refusals import refuse_partitioning
 from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.port import Port
 from weft.engine.stages.cutting.split import StageSplit, split_layers
 from weft.engine.stages.cutting.stage import Stage, accepted_arguments
 from weft.engine.stages.files.loading import load_hf_config, new_stages
@@ -36,6 +38,8 @@ TOLERANCE = 1e-5
 REMEDY = "choose another architecture, or run it whole with pipeline.stages=1"
 LENGTH = 12
 """Sequence length of the check."""
+CHUNK_BYTES = 1000
+"""Bytes of logits for which the small copy's loss is also computed in chunks: of a few tokens."""
 
 
 def self_check(
@@ -44,6 +48,7 @@ def self_check(
     num_stages: int = 0,
     packing: bool = False,
     own_loss: bool = True,
+    chunks: bool = True,
 ) -> None:
     """On a small copy, compare logits, loss and gradients of the stages with Hugging Face's own run.
 
@@ -54,6 +59,7 @@ def self_check(
         num_stages: stages of the small copy. 0 puts each of its layers on a separate stage.
         packing: also check that packed documents are computed as they are alone.
         own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
+        chunks: also compare the model's own loss in chunks of logits.
 
     Raises:
         ValueError: the results differ. The message has the architecture, the difference and the remedy.
@@ -64,7 +70,10 @@ def self_check(
     small = small_copy(cls, config, min_layers=max(2, num_stages))
     require_causal(small)
     count = num_stages or num_layers(small.config)
-    check_stages(small, count, [tried_batch(small)], given=isinstance(model, nn.Module), own_loss=own_loss)
+    given = isinstance(model, nn.Module)
+    _, want = check_stages(small, count, [tried_batch(small)], given=given, own_loss=own_loss)
+    if own_loss and chunks:
+        _require_same_in_chunks(small, tried_batch(small), want)
     if packing:
         _require_apart(small)
 
@@ -134,6 +143,25 @@ def check_stages(
         )
     _require_same_evaluation(small, stages, batches[0])
     return got, want
+
+
+def _require_same_in_chunks(small: PreTrainedModel, batch: Batch, want: Outcome) -> None:
+    """Compare the loss in chunks of logits, and its gradients, with the outcome of the whole model."""
+    name, remedy = type(small).__name__, "set model.chunked_loss=never"
+    stage = Stage(small, index=0, num_stages=1, port=Port())
+    stage.compute_loss_in_chunks(CHUNK_BYTES)
+    small.zero_grad()
+    try:
+        loss = stage(None, batch, torch.tensor(count_label_tokens(batch)))
+        loss.backward()
+    except Exception as error:  # any, because this runs Hugging Face's or the model's own code
+        raise ValueError(f"model: the loss of {name} in chunks fails ({error}); {remedy}") from error
+    off = difference(Outcome(want.logits, loss.detach(), gradients([stage])), want)
+    if not off.worst <= TOLERANCE:
+        raise ValueError(
+            f"model: the loss of {name} in chunks of logits differs from Hugging Face's by {off.loss:.2g}, its "
+            f"gradient of {off.gradient} by {off.gradients:.2g}; {remedy}"
+        )
 
 
 def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], batch: Batch) -> None:

@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMode
 from tests.engine.stages.tiny import ARCHITECTURES, batch, run, stages_of, tiny, whole
 from weft.conf.schema import ModelConfig, WeftConfig
 from weft.engine.initialize import initialize
+from weft.engine.models.head_loss import HeadLoss
 from weft.engine.models.shrink import shrunken_model
 from weft.engine.models.skeleton import model_class
 from weft.engine.stages.checking.self_check import self_check
@@ -206,3 +207,11 @@ class TestWhatIsGiven:
             self_check(tiny("llama"))
         del given
         self_check(tiny("llama"))
+
+
+def test_a_wrong_loss_in_chunks_is_refused_with_the_remedy(monkeypatch):
+    compute = HeadLoss.forward
+    monkeypatch.setattr(HeadLoss, "forward", lambda self, hidden: compute(self, hidden) * 1.01)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM in chunks .* differs .*; set model\.chunked_loss=never"):
+        self_check(load_hf_config(tiny("llama")))
+    self_check(load_hf_config(tiny("llama")), chunks=False)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.tiny import tiny_config
 from tests.engine.zero.matrix import TOLERANCE, cases, worst
-from weft.conf.schema import OptimizerKind, Precision
+from weft.conf.schema import ChunkedLoss, OptimizerKind, Precision
 
 
 def special(
@@ -14,14 +14,15 @@ def special(
     checkpointed: bool = False,
     travel: str = "fp32",
     whole: int = 0,
-    loss_chunk_mb: float = 128.0,
+    chunked: bool = False,
     **keywords,
 ):
     """Small buckets, so that stages hold many buckets."""
     config = tiny_config(zero=zero, layers=4, **keywords)
     config.zero.reduce_bucket_size = 3000
     config.model.gradient_checkpointing = checkpointed
-    config.model.loss_chunk_mb = loss_chunk_mb
+    if chunked:
+        config.model.chunked_loss, config.model.loss_chunk_mb = ChunkedLoss.always, 1e-3
     config.zero.reduce_every = reduce_every
     config.zero.param_persistence_threshold = config.zero.model_persistence_threshold = whole
     config.zero.communication_data_type = Precision[travel]
@@ -38,7 +39,7 @@ SPECIAL = {
     "all reduced in bf16": special(0, travel="bf16", stages=1),
     "lamb, shards": special(2, "lamb", stages=1),
     "lamb, whole": special(0, "lamb", stages=2),
-    "loss in chunks": special(3, loss_chunk_mb=1e-3, stages=2, schedule="w", placement="fold"),
+    "loss in chunks": special(3, chunked=True, stages=2, schedule="w", placement="fold"),
     "tied on a rank, checkpointed": special(
         3, checkpointed=True, stages=2, schedule="auto", placement="fold", tied=True
     ),
