@@ -77,6 +77,7 @@ class HeadLoss(ComputedProduct):
                 scores.mul_(torch.exp(largest - normaliser).unsqueeze(-1))
                 scores.scatter_add_(-1, labels, -own.float().unsqueeze(-1))
                 torch.mm(pull(scores), weight, out=below[part])
+            del scores, pull  # before the next chunk is allocated
         below = None if below is None else below.view(activation.shape)
         self._below, self._normalisers = below, normalisers
         self.saved = (normalisers,) if below is None else (normalisers, below)
@@ -104,6 +105,7 @@ class HeadLoss(ComputedProduct):
                 torch.mm(of_logits.t(), rows, out=found[0][part])
                 if bias is not None:
                     torch.sum(of_logits, 0, out=found[1][part])
+                del scores, pull, of_logits  # before the next chunk is allocated
         return tuple(found)
 
     def _chunks(self, count: int, width: int) -> Iterator[slice]:
@@ -116,7 +118,8 @@ class HeadLoss(ComputedProduct):
         """Return logits in fp32, which may be overwritten, and a function from their gradient to the head's."""
         raw = nn.functional.linear(rows, weight, bias)
         if not self.steps:
-            return raw.float(), lambda gradient: gradient.to(raw.dtype)
+            dtype = raw.dtype  # the result itself is freed
+            return raw.float(), lambda gradient: gradient.to(dtype)
         kept = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with torch.enable_grad(), kept:  # hidden from hooks that count what a stage saves
             scores = raw.requires_grad_()

@@ -90,9 +90,10 @@ class LazyHead:
             )
 
     def logits(self, hidden: Tensor) -> LazyLogits:
-        """Return the logits of hidden states [B, S, H], lazily."""
+        """Return the logits of hidden states [B, S, ..., H], lazily."""
         self._is_used = False
-        shape = (hidden.shape[0], hidden.shape[1] * self.group.size, len(self.linear.weight))
+        shape = [*hidden.shape[:-1], len(self.linear.weight)]
+        shape[1] *= self.group.size  # whose members have slices of the sequence
         return LazyLogits(self, hidden, torch.Size(shape), hidden.dtype)
 
     def whole(self, hidden: Tensor, what: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether a run computes its loss in chunks: by the setting, the model's head, and memory."""
+"""The choice to compute a loss in chunks: by the setting, the model's head, and memory."""
 
 from dataclasses import replace
 
