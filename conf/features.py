@@ -54,8 +54,9 @@ FEATURES = {
                 "weft.recipes.serving.controller",
                 "run the controller: one address in front of all prefill workers",
             ),
+            "evaluate": ("weft.recipes.serving.evaluate", "score held-out data with each checkpoint, by workers"),
         },
-        settings={"inference.enabled": (False,)},
+        settings={"inference.enabled": (False,), "inference.evaluate.enabled": (False,)},
     ),
     "strands": Feature(entry="weft.engine.strands", settings={"pipeline.pairs": (PairChoice.never,)}),
     "supervision": Feature(

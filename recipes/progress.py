@@ -18,6 +18,7 @@ from weft.engine.engine import WeftEngine
 from weft.engine.observability.usage import model_flops_per_token
 from weft.engine.observability.watcher import Phase
 from weft.engine.planning.devices import peak_flops
+from weft.recipes.evaluated import KIND, Results
 from weft.recipes.logs import LogWriter, open_logs
 from weft.recipes.shown import Shown
 
@@ -67,6 +68,8 @@ class Progress:
         self._rate = engine.get_lr()[0]
         logs = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
         self._logs = LogWriter(logs, lambda: engine.watcher.within(Phase.checkpoint))
+        evaluates = self._is_writer and config.inference.evaluate.enabled
+        self._evaluated = Results(folder) if evaluates else None
 
     def __enter__(self) -> Progress:
         """Start the display."""
@@ -93,6 +96,9 @@ class Progress:
         text = self._record() if step % self._config.logging.every == 0 else None
         self._rate = self._engine.get_lr()[0]
         self._shown.step(step, text)
+        for of, metrics in self._evaluated.take() if self._evaluated is not None else ():
+            self.note(f"step {of}: checkpoint's loss {metrics['loss']:.4f}, perplexity {metrics['perplexity']:.3f}")
+            self._logs.write(KIND, of, metrics)
 
     def end(self) -> None:
         """Write the record of the last steps of a run, if they have none. Collective call."""

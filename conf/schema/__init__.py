@@ -20,6 +20,7 @@ from weft.conf.schema.cluster import SiteConfig as SiteConfig
 from weft.conf.schema.cluster import SlurmConfig as SlurmConfig
 from weft.conf.schema.inference import ControllerConfig as ControllerConfig
 from weft.conf.schema.inference import DecodeConfig as DecodeConfig
+from weft.conf.schema.inference import EvaluateConfig as EvaluateConfig
 from weft.conf.schema.inference import InferenceConfig as InferenceConfig
 from weft.conf.schema.inference import KvConnector as KvConnector
 from weft.conf.schema.inference import OtherModelConfig as OtherModelConfig

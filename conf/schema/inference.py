@@ -168,6 +168,23 @@ class DecodeConfig:
 
 
 @dataclass(kw_only=True)
+class EvaluateConfig:
+    """Evaluation of a run's checkpoints by its prefill workers, in bubbles of the steps that follow."""
+
+    enabled: bool = False
+    """Let the workers of `weft serve` have the run's own model, with the newest checkpoint's weights, and score
+    held-out data with the weights of each checkpoint. `inference.prefill.model` stays empty."""
+    documents: Annotated[int, COUNT] = 64
+    """Number of held-out documents to score. Each is cut to `data.sequence_length`."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness to score with each checkpoint as well; only those that need log-likelihoods."""
+    task_folder: str = ""
+    """Folder with YAML files of further tasks of the harness."""
+    task_limit: Annotated[int, NATURAL] = 0
+    """Number of examples of each task; 0 uses all."""
+
+
+@dataclass(kw_only=True)
 class InferenceConfig:
     """Prefill serving in bubbles."""
 
@@ -182,3 +199,5 @@ class InferenceConfig:
     """HTTP service in front of the workers."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     """Decode server for whole answers."""
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """Evaluation of checkpoints by the workers."""

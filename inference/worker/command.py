@@ -9,14 +9,15 @@ import platform
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.conf.host.private import private_folder, shared_key
-from weft.conf.hosts import working_hosts
-from weft.conf.schema import DecodeConfig, KvConnector, PrefillConfig, PrefillWorkerConfig, WeftConfig
+from weft.conf.hosts import run_folder, working_hosts
+from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.worker.settings import WorkerSettings
+from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the engine's process. vLLM's default on a CPU is a separate process, which polls
@@ -27,6 +28,9 @@ _EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:\s*true\s*(?=,|$)", re
 
 KEY_FILE = "serving.key"
 """File in the folder of boards with a key that `weft serve` and `weft controller` share."""
+
+VLLM_DTYPES = {Precision.fp32: "float32", Precision.bf16: "bfloat16", Precision.fp16: "float16"}
+"""vLLM's name for each precision of training, in which workers evaluate."""
 
 LEASE_S = 120
 """Seconds that a prompt's KV cache is kept until a decode instance has fetched it; vLLM's default of 30 is too
@@ -121,6 +125,7 @@ def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> 
         stages=prefill.stages,
         status_file=str(worker.status),
         allow_decode=prefill.allow_decode,
+        outlives_training=config.inference.evaluate.enabled,
         trace_file=trace_file,
     )
 
@@ -154,6 +159,26 @@ def interpreter(prefill: PrefillConfig) -> str:
     return str(Path(prefill.python).expanduser().absolute()) if prefill.python else sys.executable
 
 
+def weights_folder(config: WeftConfig) -> Path:
+    """Return the folder with the weights of a run's checkpoints that its workers load."""
+    return run_folder(config) / "evaluation"
+
+
+def newest_weights(config: WeftConfig) -> Path | None:
+    """Return the newest weights in `weights_folder`, or None if there are none yet."""
+    folder = weights_folder(config)
+    names = [path.name for path in folder.iterdir() if path.name[0] != "."] if folder.is_dir() else []
+    return folder / max(names) if names else None
+
+
+def with_newest_weights(config: WeftConfig) -> WeftConfig:
+    """Return the configuration with the newest weights of the run as the workers' model, if workers evaluate."""
+    if not config.inference.evaluate.enabled:
+        return config
+    prefill = replace(config.inference.prefill, model=str(newest_weights(config) or ""))
+    return replace(config, inference=replace(config.inference, prefill=prefill))
+
+
 def model_options(prefill: PrefillConfig) -> dict[str, object]:
     """Return a server's options that name the model: a folder by its absolute path, under the name in the settings."""
     folder = Path(prefill.model).expanduser()
@@ -182,6 +207,8 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
         "--additional-config": json.dumps(settings.to_additional_config()),
         "--middleware": f"weft.inference.worker.vllm_middleware.{middleware}",
     }
+    if config.inference.evaluate.enabled:
+        options |= {"--served-model-name": config.train.name, "--dtype": VLLM_DTYPES[config.train.precision]}
     if num_gpus:
         options["--gpu-memory-utilization"] = prefill.memory_share
         options["--tensor-parallel-size"] = prefill.ranks_per_worker
@@ -269,6 +296,8 @@ def environment(
     # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
     env.setdefault("TORCH_COMPILE_DISABLE", "1")
     env["WEFT_WORKER_STATUS"] = str(worker.status)
+    if config.inference.evaluate.enabled:
+        env[FOLDER_VARIABLE] = config.inference.prefill.model
     if config.inference.prefill.stages > 1:
         env.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(STAGE_TIMEOUT_S))
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise each stage needs cores of its own

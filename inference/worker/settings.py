@@ -25,6 +25,8 @@ class WorkerSettings:
     """Number of pipeline stages."""
     allow_decode: bool = False
     """True if it also decodes."""
+    outlives_training: bool = False
+    """True if it computes what is left as fast as it can once training has ended."""
     status_file: str = ""
     """Path of the engine's `WorkerStatus`, for the process that answers `/health`, or empty for none."""
     trace_file: str = ""

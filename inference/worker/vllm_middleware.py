@@ -13,12 +13,13 @@ import hmac
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse
 from weft.inference.worker.status import is_leaving, problem_of
+from weft.inference.worker.vllm_weights import FOLDER_VARIABLE, ROUTE, Weights
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,6 +28,8 @@ Send = Callable[[Message], Awaitable[None]]
 HEALTH = ("GET", "/health")
 GENERATING = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"))
 ALLOWED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), *GENERATING)
+REPLACING = (("GET", ROUTE), ("POST", ROUTE))
+"""Routes of workers whose weights can be replaced."""
 KEY_VARIABLE = "VLLM_API_KEY"
 STATUS_VARIABLE = "WEFT_WORKER_STATUS"
 """Environment variable with the path of the engine's `WorkerStatus`."""
@@ -56,15 +59,22 @@ class KeyMiddleware:
             return
         try:
             self._authorize(scope, (scope["method"], scope["path"]))
+            if (own := await self._answer(scope, receive)) is not None:
+                await _send(send, 200, own)
+                return
             receive, send = await self._exchange(scope, receive, send)
         except Refusal as refusal:
-            await _answer(send, refusal)
+            await _refuse(send, refusal)
             return
         await self._app(scope, receive, send)
 
     def _authorize(self, scope: Message, asked: tuple[str, str]) -> None:
         if asked != HEALTH and self._key and not self._has_key(scope):
             raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
+
+    async def _answer(self, scope: Message, receive: Receive) -> Mapping[str, Any] | None:
+        """Return the answer to a request that is not forwarded, or None."""
+        return None
 
     async def _exchange(self, scope: Message, receive: Receive, send: Send) -> tuple[Receive, Send]:
         return receive, send
@@ -83,6 +93,8 @@ class ApiMiddleware(KeyMiddleware):
         super().__init__(app)
         status = os.environ.get(STATUS_VARIABLE, "")
         self._status = Path(status) if status else None
+        weights = os.environ.get(FOLDER_VARIABLE, "")
+        self._weights = Weights(weights) if weights else None
 
     def validate(self, body: bytes) -> bytes:
         """Return the body to forward. See `as_prefill`.
@@ -103,21 +115,26 @@ class ApiMiddleware(KeyMiddleware):
         """
 
     def _authorize(self, scope: Message, asked: tuple[str, str]) -> None:
-        if asked not in ALLOWED:
+        if asked not in ALLOWED and not (self._weights and asked in REPLACING):
             allowed = ", ".join(f"{method} {path}" for method, path in ALLOWED)
             raise Refusal(404, f"{asked[0]} {asked[1]}: not served by a prefill worker; available: {allowed}")
         if asked == HEALTH and self._status is not None and (problem := problem_of(self._status, time.monotonic_ns())):
             raise Refusal(503, problem)
         super()._authorize(scope, asked)
 
+    async def _answer(self, scope: Message, receive: Receive) -> Mapping[str, Any] | None:
+        asked = scope["method"], scope["path"]
+        if self._weights is None or asked not in REPLACING:
+            return None
+        if asked[0] == "POST":
+            value = parse(await _read_in_time(receive), max_depth=MOST_DEPTH)
+            await self._weights.load(scope["app"].state.engine_client, value.get("name"))
+        return {"name": self._weights.name}
+
     async def _exchange(self, scope: Message, receive: Receive, send: Send) -> tuple[Receive, Send]:
         if (scope["method"], scope["path"]) not in GENERATING:
             return receive, send
-        try:
-            async with asyncio.timeout(RECEIVE_S):
-                body = await _read(receive)
-        except TimeoutError:
-            raise Refusal(408, f"the request took longer than {RECEIVE_S:g} s to arrive") from None
+        body = await _read_in_time(receive)
         return _replay(self.validate(body), receive), _Completed(send, self._status)
 
 
@@ -154,7 +171,7 @@ class _Completed:
             self._ended = True
             refusal = Refusal(503, "the worker shuts down; send the prompt to another one, or again", retry_after_s=1)
             if start is not None:
-                await _answer(self._send, refusal)
+                await _refuse(self._send, refusal)
             else:  # a stream that has begun
                 event = b"data: " + json.dumps(refusal.answer).encode() + b"\n\ndata: [DONE]\n\n"
                 await self._send({"type": "http.response.body", "body": event})
@@ -178,6 +195,14 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
+async def _read_in_time(receive: Receive) -> bytes:
+    try:
+        async with asyncio.timeout(RECEIVE_S):
+            return await _read(receive)
+    except TimeoutError:
+        raise Refusal(408, f"the request took longer than {RECEIVE_S:g} s to arrive") from None
+
+
 async def _read(receive: Receive) -> bytes:
     body, is_too_large = bytearray(), False
     while True:
@@ -194,12 +219,15 @@ async def _read(receive: Receive) -> bytes:
     return bytes(body)
 
 
-async def _answer(send: Send, refusal: Refusal) -> None:
-    body = json.dumps(refusal.answer).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refusal.status in (408, 413):
-        headers.append((b"connection", b"close"))
+async def _refuse(send: Send, refusal: Refusal) -> None:
+    headers = [(b"connection", b"close")] if refusal.status in (408, 413) else []
     if refusal.retry_after_s:
         headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await _send(send, refusal.status, refusal.answer, headers)
+
+
+async def _send(send: Send, status: int, value: Mapping[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    body = json.dumps(value).encode()
+    described = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": described})
     await send({"type": "http.response.body", "body": body})

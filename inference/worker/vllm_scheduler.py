@@ -67,7 +67,7 @@ class _Step:
 
     Attributes:
         opening: the bubble in which it began, or None outside of bubbles.
-        is_gated: False in the warm-up.
+        is_gated: False in the warm-up, and after the end of training.
         learns: True if the gates learn from it.
     """
 
@@ -108,7 +108,7 @@ class BubbleScheduler(Scheduler):
             )
         self._cost_files = [stage_file(Path(settings.cost_file), stage) for stage in range(stages)]
         costs = [PrefillCost.load_or_set_aside(file, quantile=settings.quantile) for file in self._cost_files]
-        boards = [BoardReader(board) for board in settings.boards]
+        self._boards = boards = [BoardReader(board) for board in settings.boards]
         each = len(boards) // stages
         self._gate = ChainGate(
             [
@@ -126,7 +126,7 @@ class BubbleScheduler(Scheduler):
                     draft.symlink_to(file)
         self._waker: Waker | None = None
         self._granted: tuple[int, Opening | None] = (0, None)
-        self._ungated, self._learns = 0, True
+        self._ungated, self._learns, self._is_free = 0, True, False
         self._order = FairOrder()
         self._in_process = False
         self._last_chores_s = self._saved_s = self._warned_s = 0.0
@@ -169,8 +169,9 @@ class BubbleScheduler(Scheduler):
     def has_requests(self) -> bool:
         """True if a step must run now: for tokens that fit into the bubble, or for chores."""
         pending = super().has_requests()
-        if self._ungated:
-            self._granted = self._ungated, None
+        self._is_free = self._settings.outlives_training and all(board.ended for board in self._boards)
+        if ungated := self._ungated or (self._is_free and self._most_tokens):
+            self._granted = ungated, None
             return pending
         self._status.looped()
         if not pending or len(self._steps) >= self._most_in_flight:  # then the loop waits for the oldest step
@@ -255,7 +256,13 @@ class BubbleScheduler(Scheduler):
             computed = self.requests[request_id].num_computed_tokens - count
             pairs += count * computed + count * count / 2
         context = max(0.0, pairs / tokens - tokens / 2)
-        step = _Step(started_s, started_cpu_s, self._granted[1], is_gated=not self._ungated, learns=self._learns)
+        step = _Step(
+            started_s,
+            started_cpu_s,
+            self._granted[1],
+            is_gated=not (self._ungated or self._is_free),
+            learns=self._learns and not self._is_free,
+        )
         self._steps.append(step)
         if step.learns:
             self._gate.began(tokens, context, step.opening.closes_s if step.opening is not None else inf)

@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
-from weft.conf.schema import KvConnector, WeftConfig
+from weft.conf.schema import DataKind, KvConnector, WeftConfig
 from weft.inference.worker.command import devices_of, interpreter, workers_of
 
 FIXED_BYTES = 1 << 30
@@ -71,8 +71,10 @@ def check_serving(config: WeftConfig) -> None:
     Raises:
         ValueError: a setting is wrong. The message has the field, its value and the remedy.
     """
-    prefill = config.inference.prefill
-    if not prefill.model:
+    prefill, evaluate = config.inference.prefill, config.inference.evaluate
+    if evaluate.enabled:
+        check_evaluate(config)
+    elif not prefill.model:
         raise ValueError("inference.prefill.model='': no model is given; set a model's folder or hub name")
     if not is_loopback(prefill.host) and not os.environ.get(config.inference.controller.api_key_env):
         raise ValueError(
@@ -83,6 +85,42 @@ def check_serving(config: WeftConfig) -> None:
         raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
     for problem in problems_of(prefill.arguments):
         raise ValueError(f"inference.prefill.arguments: {problem}")
+
+
+def check_evaluate(config: WeftConfig) -> None:
+    """Check the settings of evaluation by workers.
+
+    Raises:
+        ValueError: a setting is wrong. The message has the field, its value and the remedy.
+    """
+    inference, data = config.inference, config.data
+    is_split = bool(data.eval_split) and data.kind is not DataKind.corpus
+    wrong = {
+        f"inference.evaluate.enabled={inference.evaluate.enabled}: set it to true": not inference.evaluate.enabled,
+        "inference.enabled=false: ranks publish no bubbles; add inference=bubbles": not inference.enabled,
+        f"inference.prefill.model={inference.prefill.model}: workers that evaluate have the run's own model; leave it "
+        "out": bool(inference.prefill.model),
+        f"inference.prefill.stages={inference.prefill.stages}: workers that evaluate have one stage; set it to 1": (
+            inference.prefill.stages > 1
+        ),
+        "inference.decode.enabled=true: the decode server's weights would not follow training; start `weft serve` "
+        "without --with-decode": inference.decode.enabled,
+        "model.lora.enabled=true: adapters are not merged for workers; set inference.evaluate.enabled=false and "
+        "train.eval_every": config.model.lora.enabled,
+        "checkpoint.every=0: only the last checkpoint would be evaluated; set it": not config.checkpoint.every,
+        f"data.eval_fraction={data.eval_fraction:g}: nothing is held out; set it (0.02 is common)": (
+            not is_split and data.eval_fraction <= 0
+        ),
+    }
+    for problem, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(problem)
+    if tasks := inference.evaluate.tasks:
+        if find_spec("lm_eval") is None:
+            raise ValueError(f"inference.evaluate.tasks={tasks}: not installed; pip install 'weft[evaluate]'")
+        from weft.recipes.serving.harness import check_tasks  # takes seconds to import
+
+        check_tasks(inference.evaluate)
 
 
 def check_certificate(config: WeftConfig) -> None:
@@ -174,7 +212,11 @@ def check_engine(config: WeftConfig) -> None:
         raise ValueError(
             f"inference.prefill.stages={prefill.stages}: {prefill.model} has {layers} layers; use at most {layers}"
         )
-    if model.is_dir() and not any((model / name).is_file() for name in ("config.json", "params.json")):
+    if (
+        prefill.model
+        and model.is_dir()
+        and not any((model / name).is_file() for name in ("config.json", "params.json"))
+    ):
         raise ValueError(f"inference.prefill.model={prefill.model}: the folder has no config.json; name a model's")
     # Hub names have one slash, and no dot or slash at their beginning.
     is_path = prefill.model.startswith(("/", ".", "~")) or prefill.model.count("/") > 1

@@ -65,7 +65,7 @@ class ServerProcess:
 
         Args:
             name: its name in messages.
-            url: URL at which it listens.
+            url: URL at which it listens. Empty for a process that serves nothing.
             launch: returns how to start it. Called at each start.
             note: what messages say about it besides.
             max_starts: see `MAX_STARTS`.
@@ -99,7 +99,7 @@ class ServerProcess:
         code = self._process.poll()
         if code is not None:
             self.restart(f"ended with code {code}", now_s)
-        elif now_s - self._probed_s >= PROBE_S:
+        elif self._url and now_s - self._probed_s >= PROBE_S:
             self._probed_s = now_s
             self._probe(now_s)
 
@@ -136,7 +136,8 @@ class ServerProcess:
         self._begun_s = self._probed_s = now_s
         self._starts += 1
         self._answered, self._missed = False, 0
-        print(f"{self.name}{self._note}: starting on port {self._url.rpartition(':')[2]}, log {log.name}", flush=True)
+        where = f" on port {self._url.rpartition(':')[2]}" if self._url else ""
+        print(f"{self.name}{self._note}: starting{where}, log {log.name}", flush=True)
 
     def _probe(self, now_s: float) -> None:
         try:

@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +35,9 @@ from weft.inference.worker.command import (
     devices_of,
     environment,
     interpreter,
+    newest_weights,
     server_key,
+    with_newest_weights,
     workers_of,
 )
 from weft.recipes.serving.checks import (
@@ -104,6 +106,9 @@ def main(argv: Sequence[str]) -> int:
     most = {"max_starts": 1} if is_whole else {}
     servers = [worker_server(config, worker, known.trace, **most) for worker in workers_of(config)]
     front = [_controller_server(config, overrides)] if is_whole else []
+    evaluates = config.inference.evaluate.enabled
+    if evaluates:
+        front.append(_evaluation(config, overrides))
     if is_whole and not config.inference.decode.url:
         servers.append(_decode_server(config))
     readiness = _Readiness(config)
@@ -112,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, lambda number, _: stopped.append(number))
     try:
         while not stopped:
-            for server in servers + front:
+            # Workers that evaluate start with the weights of a checkpoint.
+            for server in front if evaluates and newest_weights(config) is None else servers + front:
                 server.check()
             failures = [server.failure for server in servers + front if server.failure]
             if failures and (is_whole or len(failures) == len(servers)):
@@ -208,6 +214,7 @@ def worker_server(config: WeftConfig, worker: Worker, trace: str | None, **optio
 
 
 def _worker_launch(config: WeftConfig, worker: Worker, trace: str | None) -> Launch:
+    config = with_newest_weights(config)
     folder = private_folder(boards_folder(config, os.getuid()))
     devices, python = visible_gpus(), interpreter(config.inference.prefill)
     trace_file = str(Path(trace, f"worker{worker.index}.jsonl").absolute()) if trace else ""
@@ -223,8 +230,13 @@ def _worker_launch(config: WeftConfig, worker: Worker, trace: str | None) -> Lau
         ),
         folder=folder,
         log=folder / f"worker{worker.index}.log",
-        become=run_below_ranks if devices or not config.inference.prefill.yield_cores else run_on_idle_cores,
+        become=_yielding(config) if not devices else run_below_ranks,
     )
+
+
+def _yielding(config: WeftConfig) -> Callable[[], None]:
+    """Return what a process that competes with ranks for cores does at its start."""
+    return run_on_idle_cores if config.inference.prefill.yield_cores else run_below_ranks
 
 
 def _decode_server(config: WeftConfig) -> ServerProcess:
@@ -257,6 +269,22 @@ def _controller_server(config: WeftConfig, overrides: Sequence[str]) -> ServerPr
         )
 
     return ServerProcess("controller", controller_url(config), launch, max_starts=1)
+
+
+def _evaluation(config: WeftConfig, overrides: Sequence[str]) -> ServerProcess:
+    """Return the process of `weft evaluate` with the same settings, not started."""
+
+    def launch() -> Launch:
+        folder = private_folder(boards_folder(config, os.getuid()))
+        return Launch(
+            words=[sys.executable, "-m", "weft.tools.cli", "evaluate", *overrides],
+            env=os.environ,
+            folder=None,
+            log=folder / "evaluation.log",
+            become=_yielding(config),
+        )
+
+    return ServerProcess("evaluation", "", launch)
 
 
 def _package(folder: Path) -> Path:

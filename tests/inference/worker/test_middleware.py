@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from weft.inference.worker.vllm_middleware import (
     KeyMiddleware,
     PrefillOnlyMiddleware,
 )
+from weft.inference.worker.vllm_weights import FOLDER_VARIABLE, ROUTE
 
 PREFILL = {"prompt": "hello", "max_tokens": 1}
 REMOTE = {"kv_transfer_params": {"do_remote_decode": True}}
@@ -38,6 +40,7 @@ ELSEWHERE = [
     "/collective_rpc",
     "/v1/load_lora_adapter",
     "/abort_requests",
+    "/weft/weights",
     "/v1/completions/",
     "//v1/completions",
     "/V1/completions",
@@ -153,6 +156,53 @@ def test_every_route_of_the_decode_server_but_health_needs_the_key(path, method)
             headers = [(b"authorization", key)]
             assert bool(call([b"{}"], path, method, headers, KeyMiddleware)[0]) is is_served
         assert call([b"{}"], "/health", "GET", (), KeyMiddleware)[0]
+
+
+class Engine:
+    """An engine that loads any weights but those named `bad`."""
+
+    def __init__(self):
+        self.loaded = []
+
+    async def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights"
+        if kwargs["weights_path"].endswith("bad"):
+            raise RuntimeError("shapes differ")
+        self.loaded.append(kwargs["weights_path"])
+
+    async def reset_prefix_cache(self):
+        self.loaded.append("reset")
+
+
+def test_weights_are_replaced_by_those_beside_them_and_by_no_others(tmp_path, monkeypatch):
+    for name in ("1", "2", "bad"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "weights" / "1"))
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    engine, middleware, sent = Engine(), PrefillOnlyMiddleware(None), []
+    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+
+    def ask(method, name=None, key=b"Bearer secret"):
+        async def receive():
+            return {"type": "http.request", "body": json.dumps({"name": name}).encode()}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": method, "path": ROUTE, "headers": [(b"authorization", key)], "app": app}
+        asyncio.run(middleware(scope, receive, send))
+        return sent[-2]["status"], json.loads(sent[-1]["body"])
+
+    assert ask("POST", "2", key=b"Bearer other")[0] == 401
+    assert ask("GET") == (200, {"name": "1"})
+    for name in ("3", "../other", "", ".", "..", None, 7, str(tmp_path / "other")):
+        assert ask("POST", name)[0] == 400, name
+    assert ask("POST", "2") == (200, {"name": "2"}) and ask("GET") == (200, {"name": "2"})
+    assert engine.loaded == [str(tmp_path / "weights" / "2"), "reset"]
+    status, answer = ask("POST", "bad")
+    assert status == 500 and "bad: not loaded (shapes differ)" in answer["error"]["message"]
+    assert ask("GET") == (200, {"name": ""}), "parts of both may be there"
 
 
 def test_websockets_are_closed():

@@ -1,0 +1,40 @@
+"""The route of a worker that replaces its model's weights while it serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weft.inference.requests import Refusal
+
+ROUTE = "/weft/weights"
+FOLDER_VARIABLE = "WEFT_WEIGHTS"
+"""Environment variable with the folder of the weights that a worker starts with. Others lie next to it. Without the
+variable a worker's weights cannot be replaced."""
+
+
+class Weights:
+    """The weights of a worker's engine."""
+
+    def __init__(self, first: str) -> None:
+        """Begin with the weights in folder ``first``."""
+        self._folder = Path(first).parent
+        self.name = Path(first).name
+        """Name of the folder that the weights are from, or an empty string after an attempt that has failed."""
+
+    async def load(self, engine: Any, name: object) -> None:
+        """Load the weights in the folder ``name`` next to the first.
+
+        Raises:
+            Refusal: there is no such folder, or the engine could not load the weights.
+        """
+        is_name = isinstance(name, str) and name not in ("", "..") and Path(name).name == name
+        if not is_name or not (self._folder / str(name)).is_dir():
+            raise Refusal(400, f"name={name!r:.80}: no folder of weights in {self._folder}; name one", field="name")
+        self.name = ""
+        try:
+            await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder / str(name))})
+            await engine.reset_prefix_cache()
+        except Exception as error:  # of the engine's: the weights may be partly loaded
+            raise Refusal(500, f"{name}: not loaded ({error}); load again, or restart the worker") from error
+        self.name = str(name)
