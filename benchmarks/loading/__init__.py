@@ -1,0 +1,1 @@
+"""A rank that only reads its batches, for `benchmarks data`."""
