@@ -21,7 +21,7 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
-from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, PairChoice, WeftConfig
+from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, Kernels, PairChoice, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any
@@ -39,8 +39,9 @@ from weft.engine.engine import WeftEngine
 from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import open_wan
 from weft.engine.models.batch import Batch
+from weft.engine.models.kernels import fuse, require_kernels
 from weft.engine.models.objective import Objective
-from weft.engine.models.skeleton import hf_model
+from weft.engine.models.skeleton import config_skeleton, hf_model
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.facts import Facts, fact_kinds
@@ -250,6 +251,8 @@ def build_engine(
     together(lambda: check_supported(config.train.precision))
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
+    if config.model.kernels is Kernels.fused:
+        together(lambda: require_kernels(config_skeleton(hf_config) if model is None else hf_model(model)))
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
     done("fingerprint")
     facts = facts_of_ranks(
@@ -266,7 +269,7 @@ def build_engine(
     done("self-check")
     run = PreparedRun.open(config, facts, placement, device, attempt)
     done("plan")
-    stages = together(lambda: _make_stages(config, model, run.plan, run.stage_axes))
+    stages = together(lambda: _make_stages(config, model, run.plan, run.stage_axes, device))
     module = WeftModule(stages, placement, run.plan.layout)
     done("stages")
     if not given.get("model_parameters"):
@@ -307,12 +310,19 @@ def _open_pairs(config: WeftConfig, plan: RunPlan, axes: AxisGroups, device: tor
     return entry("strands").StrandPairs.open(axes, device, plan.costs.pairs, strict=config.pipeline.debug)
 
 
-def _make_stages(config: WeftConfig, model: nn.Module | None, plan: RunPlan, axes: AxisGroups) -> list[Stage]:
+def _make_stages(
+    config: WeftConfig, model: nn.Module | None, plan: RunPlan, axes: AxisGroups, device: torch.device
+) -> list[Stage]:
     held = plan.placement.rank_stages[plan.layout.position(dist.get_rank()).stage]
     if model is not None:
-        return stages_from_model(model, plan.split, held, axes)
-    dtype, seed = DTYPES[config.train.precision], config.train.seed
-    return load_stages(config.model, plan.split, held, dtype=dtype, seed=seed, axes=axes, exact=True)
+        stages = stages_from_model(model, plan.split, held, axes)
+    else:
+        dtype, seed = DTYPES[config.train.precision], config.train.seed
+        stages = load_stages(config.model, plan.split, held, dtype=dtype, seed=seed, axes=axes, exact=True)
+    if config.model.kernels is Kernels.fused:
+        for stage in stages:
+            fuse(stage.hf_model, device)
+    return stages
 
 
 def init_distributed(

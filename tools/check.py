@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 from weft.conf import load
 from weft.conf.fields import choices
 from weft.conf.schema import ModelConfig, WeftConfig
-from weft.engine.models.skeleton import model_class
+from weft.engine.models.kernels import kernel_kinds
+from weft.engine.models.skeleton import config_skeleton, model_class
 from weft.engine.stages.checking.axis_check import check_axes
 from weft.engine.stages.checking.self_check import check_packing, self_check
 from weft.engine.stages.cutting.outline import Outline, outline_of
@@ -46,6 +47,7 @@ def report(config: ModelConfig) -> str:
     self_check(hf_config)
     cls = model_class(hf_config)
     outline = outline_of(cls, hf_config)
+    kinds = kernel_kinds(config_skeleton(hf_config))
     lines = [
         f"{cls.__name__} (model_type={hf_config.model_type}, {outline.num_layers} layers): "
         "logits, loss and gradients of its stages equal Hugging Face's own run",
@@ -53,6 +55,7 @@ def report(config: ModelConfig) -> str:
         f"  first stage: {', '.join(outline.before)}",
         f"  last stage:  {', '.join(outline.after)}{_tied(hf_config.get_text_config(), outline)}",
         f"  packing:     {_packing(hf_config)}",
+        f"  kernels:     {', '.join(sorted(kinds)) or 'none'} can be fused (model.kernels=fused)",
     ]
     return "\n".join(lines)
 

@@ -18,8 +18,9 @@ from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
 from weft.conf.host.owners import own_folder
 from weft.conf.host.private import make_run_folder, make_shared_folder
+from weft.conf.host.triton import kernel_obstacle
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
-from weft.conf.schema import Attention, ClusterManager, Precision, WeftConfig
+from weft.conf.schema import Attention, ClusterManager, Kernels, Precision, WeftConfig
 from weft.conf.sources import sources_of
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.launch_arguments import num_gpus
@@ -97,6 +98,9 @@ def check_device(config: WeftConfig) -> None:
             "model.attn_implementation=flash_attention_2: flash-attn is not installed; "
             "pip install flash-attn, or choose sdpa"
         )
+    on_gpus = bool(gpus or config.cluster.hostfile) and os.environ.get("DS_ACCELERATOR") != "cpu"
+    if config.model.kernels is Kernels.fused and (obstacle := kernel_obstacle(on_gpus)):
+        raise ValueError(f"model.kernels=fused: {obstacle}")
     if gpus or config.cluster.hostfile:
         return
     if config.train.precision is Precision.fp16:
@@ -108,12 +112,17 @@ def check_model(config: WeftConfig) -> None:
     path = config.model.path
     if not path or is_here(path) or (_is_hub_name(path) and _runs_here(config)):
         # these import torch, which the other checks do not need
+        from weft.engine.models.kernels import require_kernels
+        from weft.engine.models.skeleton import config_skeleton
         from weft.engine.stages.checking.refusals import refuse_packing
         from weft.engine.stages.files.loading import check_model_fits, load_hf_config
 
         check_model_fits(config.model, virtual_stages(config), config.data.sequence_length)
+        hf_config = load_hf_config(config.model)
         if config.data.packing:
-            refuse_packing(load_hf_config(config.model).model_type)
+            refuse_packing(hf_config.model_type)
+        if config.model.kernels is Kernels.fused:
+            require_kernels(config_skeleton(hf_config))
     elif not _is_hub_name(path):
         raise ValueError(f"model.path={path}: there is no such folder; give a Hugging Face model's folder or hub name")
 

@@ -25,6 +25,13 @@ class ChunkedLoss(Enum):
     never = "never"
 
 
+class Kernels(Enum):
+    """Kernels of norms, rotary embeddings and gated MLPs."""
+
+    none = "none"
+    fused = "fused"
+
+
 class DataKind(Enum):
     """Kind of training data."""
 
@@ -63,6 +70,8 @@ class ModelConfig:
     """Tokenizer folder or hub name; empty uses `path`, or trains a tokenizer on the embedded corpus."""
     attn_implementation: Attention = Attention.sdpa
     """Attention kernel: eager, sdpa, or flash_attention_2 (needs flash-attn and a GPU)."""
+    kernels: Kernels = Kernels.none
+    """fused: norms, rotary embeddings and gated MLPs as kernels of Liger-Kernel (needs it, Triton and a GPU)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass to save activation memory."""
     chunked_loss: ChunkedLoss = ChunkedLoss.auto

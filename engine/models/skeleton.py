@@ -78,6 +78,11 @@ def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrained
         ) from error
 
 
+def config_skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the whole causal language model of a config on the meta device. See `skeleton`."""
+    return skeleton(model_class(config), config)
+
+
 LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_layers", "num_hidden_layers")
 """Fields of Hugging Face configs with the number of decoder layers.
 
