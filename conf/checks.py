@@ -12,7 +12,6 @@ from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
 from weft.conf.schema import (
-    Attention,
     DataKind,
     KvConnector,
     LoraConfig,
@@ -94,9 +93,9 @@ def chunks_of(placement: PlacementKind, pipeline: PipelineConfig) -> int:
 
 def _model(config: WeftConfig) -> Iterator[str]:
     model = config.model
-    if model.attn_implementation is Attention.flash_attention_2 and config.train.precision is Precision.fp32:
+    if model.attn_implementation.is_flash and config.train.precision is Precision.fp32:
         yield (
-            "model.attn_implementation=flash_attention_2: the kernel takes no fp32; "
+            f"model.attn_implementation={model.attn_implementation.value}: the kernel takes no fp32; "
             "set train.precision=bf16, or model.attn_implementation=sdpa"
         )
     if not model.lora.enabled:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.batch import num_replicas
 from weft.conf.checks import check, virtual_stages
 from weft.conf.host.private import write_private
-from weft.conf.schema import Attention, ChunkedLoss, DataKind, WeftConfig
+from weft.conf.schema import ChunkedLoss, DataKind, WeftConfig
 from weft.conf.sources import for_each_source
 from weft.conf.trees import to_tree
 from weft.engine.attempt import Attempt, ReusedValues
@@ -139,7 +139,7 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
         if attempt_number() > 1 and json.loads(passed.read_text()) == done:
             return
     hf_config = load_hf_config(config.model)
-    flash = config.model.attn_implementation is Attention.flash_attention_2
+    flash = config.model.attn_implementation.is_flash
     if config.data.packing and flash and config.train.microbatch_size > 1:
         check_flash_packing(hf_config)
     if virtual_stages(config) > 1:

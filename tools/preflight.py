@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weft.comm.native import cache_folder
@@ -93,18 +93,40 @@ def check_device(config: WeftConfig) -> None:
         raise ValueError(
             f"cluster.ranks={ranks}: this machine has {gpus} GPUs; lower it, or set DS_ACCELERATOR=cpu to train on CPUs"
         )
-    if config.model.attn_implementation is Attention.flash_attention_2 and find_spec("flash_attn") is None:
-        raise ValueError(
-            "model.attn_implementation=flash_attention_2: flash-attn is not installed; "
-            "pip install flash-attn, or choose sdpa"
-        )
     on_gpus = bool(gpus or config.cluster.hostfile) and os.environ.get("DS_ACCELERATOR") != "cpu"
+    check_attention(config, on_gpus)
     if config.model.kernels is Kernels.fused and (obstacle := kernel_obstacle(on_gpus)):
         raise ValueError(f"model.kernels=fused: {obstacle}")
     if gpus or config.cluster.hostfile:
         return
     if config.train.precision is Precision.fp16:
         raise ValueError("train.precision=fp16: this machine has no GPU; choose bf16 or fp32")
+
+
+FLASH_PACKAGES = {
+    Attention.flash_attention_2: "flash-attn",
+    Attention.flash_attention_3: "flash-attn-3",
+    Attention.flash_attention_4: "flash-attn-4",
+}
+"""Distributions with the kernels that transformers calls."""
+
+
+def check_attention(config: WeftConfig, on_gpus: bool) -> None:
+    """Check that this machine has the attention kernel."""
+    kind, name = config.model.attn_implementation, f"model.attn_implementation={config.model.attn_implementation.value}"
+    package = FLASH_PACKAGES.get(kind)
+    if package and not _is_installed(package):
+        raise ValueError(f"{name}: {package} is not installed; pip install {package}, or choose varlen or sdpa")
+    if (kind.is_flash or kind is Attention.flex_attention) and not on_gpus:
+        raise ValueError(f"{name}: its kernels train on GPUs only; choose sdpa")
+    if kind is Attention.varlen and on_gpus and config.train.precision is Precision.fp32:
+        raise ValueError(f"{name}: on GPUs the kernel takes no fp32; set train.precision=bf16, or choose sdpa")
+
+
+def _is_installed(package: str) -> bool:
+    with suppress(PackageNotFoundError):
+        return bool(version(package))
+    return False
 
 
 def check_model(config: WeftConfig) -> None:

@@ -10,11 +10,20 @@ from weft.conf.schema.ranges import COUNT, POSITIVE, SHARE, Range
 
 
 class Attention(Enum):
-    """Attention kernel, by Hugging Face's name."""
+    """Attention kernel, by Hugging Face's name, and torch's varlen_attn."""
 
     eager = "eager"
     sdpa = "sdpa"
+    flex_attention = "flex_attention"
+    varlen = "varlen"
     flash_attention_2 = "flash_attention_2"
+    flash_attention_3 = "flash_attention_3"
+    flash_attention_4 = "flash_attention_4"
+
+    @property
+    def is_flash(self) -> bool:
+        """True for flash attention of a package that transformers calls."""
+        return self.value.startswith("flash_attention")
 
 
 class ChunkedLoss(Enum):
@@ -69,7 +78,8 @@ class ModelConfig:
     tokenizer: str = ""
     """Tokenizer folder or hub name; empty uses `path`, or trains a tokenizer on the embedded corpus."""
     attn_implementation: Attention = Attention.sdpa
-    """Attention kernel: eager, sdpa, or flash_attention_2 (needs flash-attn and a GPU)."""
+    """Attention kernel: eager, sdpa, and on GPUs also varlen (torch's flash attention over documents, bf16 or fp16),
+    flex_attention, and flash_attention_2, _3 and _4 (packages of their own)."""
     kernels: Kernels = Kernels.none
     """fused: norms, rotary embeddings and gated MLPs as kernels of Liger-Kernel (needs it, Triton and a GPU)."""
     gradient_checkpointing: bool = False

@@ -31,7 +31,7 @@ class Kernel(NamedTuple):
 
     Attributes:
         kind: its name, for messages.
-        forward: replaces the module's forward; a function of the module and its arguments.
+        forward: function of the module and its arguments that replaces the module's forward.
     """
 
     kind: str
@@ -206,7 +206,7 @@ def _rotary(module: nn.Module) -> Kernel | None:
 @cache
 def _fused_rotation(plain: Callable[..., Any]) -> Callable[..., Any]:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Rotate queries and keys [B, heads, S, D] in place; no operation before the rotation has saved them."""
+        """Rotate queries and keys [B, heads, S, D] in place. No operation before the rotation has saved them."""
         from liger_kernel.ops.rope import LigerRopeFunction
 
         usual = not more and named in ({}, {"unsqueeze_dim": 1})

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from weft.engine.models.seeding import new_model
 from weft.engine.models.sizes import EXPERT_COUNTS, chosen_experts
 from weft.engine.models.skeleton import LAYER_COUNTS, decoder_layers, num_layers, skeleton
+from weft.engine.models.varlen import VARLEN
 
 VOCABULARY = 96
 WIDTHS = re.compile("intermediate_size|n_inner|ffn_dim|ffn_hidden_size|d_ff")
@@ -112,7 +113,7 @@ def _first_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     for name, value in list(vars(text).items()):
         if isinstance(value, float) and re.search("drop|jitter", name):
             setattr(text, name, 0.0)
-    if text._attn_implementation not in (None, "eager", "sdpa"):
+    if text._attn_implementation not in (None, "eager", "sdpa", VARLEN):
         small._attn_implementation = "sdpa"
     return small
 

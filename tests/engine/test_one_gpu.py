@@ -19,6 +19,7 @@ CASES = {
     "two chunks, a hop on the device": ({"schedule": "interleaved"}, "sdpa", 1e-4),
     "split backward": ({"schedule": "auto"}, "sdpa", 1e-4),
     "LoRA, bf16": ({"precision": "bf16", "lora": True}, "sdpa", 1e-2),
+    "varlen_attn": ({"precision": "bf16"}, "varlen", 1e-2),
     "FlashAttention": ({"precision": "bf16"}, "flash_attention_2", 1e-2),
 }
 

@@ -158,7 +158,7 @@ BAD = [
 @pytest.mark.parametrize(("settings", "part"), BAD, ids=str)
 def test_what_this_machine_cannot_do_is_refused(settings, part, tmp_path, monkeypatch):
     monkeypatch.setattr("weft.tools.preflight.num_gpus", lambda: 0)
-    monkeypatch.setattr("weft.tools.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("weft.tools.preflight._is_installed", lambda package: False)
     given = {"train.output_dir": str(tmp_path)} | settings
     config = load(["recipe=quickstart", *(f"{name}={value}" for name, value in given.items())])
     with pytest.raises(ValueError) as error:

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import ModelConfig, SplitKind
-from weft.engine.models.batch import ON_CPU, Batch, attach_rows_of, count_label_tokens, wanted_arguments
+from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.models.seeding import seeded
 from weft.engine.models.shrink import shrunken_model
 from weft.engine.models.skeleton import causal_config, cuttable_layers, hf_model, model_class, num_layers, skeleton
+from weft.engine.models.varlen import ON_CPU, VARLEN, wanted_arguments
 from weft.engine.stages.checking.comparison import (
     Outcome,
     all_parameters,
@@ -69,6 +70,7 @@ def self_check(
     cuttable_layers(skeleton(cls, config))
     small = small_copy(cls, config, min_layers=max(2, num_stages))
     require_causal(small)
+    _require_same_attention(small)
     count = num_stages or num_layers(small.config)
     given = isinstance(model, nn.Module)
     _, want = check_stages(small, count, [tried_batch(small)], given=given, own_loss=own_loss)
@@ -194,7 +196,9 @@ def check_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
         ValueError: they are not.
     """
     cls, config = architecture(model)
-    _require_apart(small_copy(cls, config, min_layers=2))
+    small = small_copy(cls, config, min_layers=2)
+    _require_same_attention(small)
+    _require_apart(small)
 
 
 def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> None:
@@ -210,7 +214,7 @@ def check_flash_packing(model: PreTrainedConfig | ModelConfig | nn.Module) -> No
     small = small_copy(cls, config, min_layers=2)
     try:
         small.set_attn_implementation(ON_CPU)
-        _require_apart(small, attached=True)
+        _require_apart(small)
     except ValueError as error:
         raise ValueError(
             f"data.packing=true with flash attention and more than one sequence in a micro-batch: {cls.__name__} does "
@@ -281,18 +285,35 @@ def _require_same_weights(small: PreTrainedModel, stages: Sequence[Stage]) -> No
         raise _refusal(f"{type(small).__name__} in stages has other weights than the whole: {odd}")
 
 
+def _require_same_attention(model: PreTrainedModel) -> None:
+    """Check that a model computes with `VARLEN` attention, if it is configured, what it computes with eager attention.
+
+    Raises:
+        ValueError: the logits differ, because the architecture has masks that are not causal in each document.
+    """
+    if model.config.get_text_config()._attn_implementation != VARLEN:
+        return
+    batch, name = tried_batch(model), type(model).__name__
+    got = _logits(model, batch["input_ids"], batch["position_ids"])
+    model.set_attn_implementation("eager")
+    want = _logits(model, batch["input_ids"], batch["position_ids"])
+    model.set_attn_implementation(VARLEN)
+    if not (off := distance(got, want)) <= 1e-4:  # sums in another order
+        raise ValueError(
+            f"model.attn_implementation={VARLEN}: {name} has attention that is not plain causal (logits differ by "
+            f"{off:.2g}); set it to sdpa"
+        )
+
+
 DOCUMENTS = ((5, 7), (2, 4, 6))
 """Lengths of the packed documents in the two rows of the check, different so that no row's bounds fit the other."""
 
 
-def _require_apart(model: PreTrainedModel, *, attached: bool = False) -> None:
+def _require_apart(model: PreTrainedModel) -> None:
     """Check that every packed document has the logits that it has alone in a row.
 
     They differ if a document depends on the one before it, or on its place in the row. A micro-batch has one row or
     two.
-
-    Args:
-        attached: attach the documents' bounds to the positions by `weft.engine.models.batch.attach_rows_of`.
 
     Raises:
         ValueError: the logits differ.
@@ -302,8 +323,7 @@ def _require_apart(model: PreTrainedModel, *, attached: bool = False) -> None:
     alone = torch.stack([_alone(model, row, lengths) for row, lengths in zip(ids, DOCUMENTS, strict=True)])
     for rows in (1, 2):
         packed = positions[:rows].clone()
-        if attached:
-            attach_rows_of(packed, packed)
+        attach_rows_of(packed, packed)
         got = _logits(model, ids[:rows], packed)
         assert got is not None
         off = float((got - alone[:rows]).abs().max())

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from weft.engine.models.batch import Batch, wanted_arguments
+from weft.engine.models.batch import Batch
 from weft.engine.models.lazy_logits import LazyHead, whole_logits_reason
 from weft.engine.models.objective import Minimised
 from weft.engine.models.router import RouterLoss, wants_router_loss
 from weft.engine.models.skeleton import decoder_layers, hf_model
+from weft.engine.models.varlen import wanted_arguments
 from weft.engine.parallel.attention import attend_over
 from weft.engine.parallel.axis import AxisGroups, UnshareableError
 from weft.engine.parallel.cut import Cut

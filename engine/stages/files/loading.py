@@ -51,10 +51,12 @@ def _set_attention(hf_config: PreTrainedConfig, attention: Attention) -> None:
     cls = model_class(hf_config)
     supported = {
         Attention.sdpa: getattr(cls, "_supports_sdpa", False),
-        Attention.flash_attention_2: getattr(cls, "_supports_flash_attn", False),
+        Attention.flex_attention: getattr(cls, "_supports_flex_attn", False),
+        Attention.varlen: getattr(cls, "_supports_attention_backend", False),
+        **{kind: getattr(cls, "_supports_flash_attn", False) for kind in Attention if kind.is_flash},
     }
     if not supported.get(attention, True):
-        others = [kind.value for kind, works in supported.items() if works] + ["eager"]
+        others = [kind.value for kind in (Attention.sdpa, Attention.flash_attention_2) if supported[kind]] + ["eager"]
         raise ValueError(
             f"model.attn_implementation={attention.value}: {cls.__name__} does not support it; "
             f"set it to {' or '.join(others)}"

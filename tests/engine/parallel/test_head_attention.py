@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
 from weft.conf.schema import ContextExchange
-from weft.engine.models.batch import ON_CPU
+from weft.engine.models.varlen import ON_CPU
 from weft.engine.parallel import zigzag
 from weft.engine.parallel.attention import ContextAttention, HeadAttention
 from weft.engine.parallel.axis import Alone, UnshareableError

@@ -2,15 +2,22 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from tests.engine.stages.tiny import batch, run, stages_of, tiny, whole
+from weft.conf import load
+from weft.conf.schema import Attention, ModelConfig
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.models.batch import ON_CPU, PackedRows, attach_packed_rows, flash_arguments
-from weft.engine.stages.checking.self_check import check_flash_packing
+from weft.engine.models.batch import PackedRows, attach_packed_rows, flash_arguments, sequence_indices
+from weft.engine.models.varlen import ON_CPU, VARLEN, attend_documents
+from weft.engine.stages.checking.self_check import check_flash_packing, self_check
 from weft.engine.stages.files.loading import load_hf_config
+from weft.tools import preflight
+from weft.tools.preflight import check_device
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -58,14 +65,77 @@ def test_an_architecture_that_tells_its_attention_nothing_is_refused(monkeypatch
         check_flash_packing(config)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_varlen_attention_on_a_cpu_is_hugging_faces_masked_attention(window):
+    """With windows, grouped heads and several documents in each row; without documents, rows are apart."""
+    query, key, value = (torch.randn(2, heads, 8, 4) for heads in (4, 2, 2))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+    for rows in (positions, torch.arange(8).repeat(2, 1)):
+        attach_packed_rows(rows, PackedRows.of(rows))
+        got, _ = attend_documents(None, query, key, value, None, sliding_window=window, **flash_arguments(rows))
+        seen = sequence_indices(rows)
+        seen = (seen[:, :, None] == seen[:, None]).tril().triu(1 - (window or 8))
+        want = F.scaled_dot_product_attention(query, key, value, attn_mask=seen[:, None], enable_gqa=True)
+        torch.testing.assert_close(got, want.transpose(1, 2))
+
+
+def test_varlen_calls_the_kernel_with_the_bounds_of_documents(monkeypatch):
+    """The kernel needs a GPU, so its arguments are checked on the meta device."""
+    calls = []
+    monkeypatch.setattr(varlen, "varlen_attn", lambda *args, **named: calls.append((args, named)) or args[0])
+    query, key = torch.empty(2, 4, 8, 16, device="meta"), torch.empty(2, 2, 8, 16, device="meta")
+    bounds = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+    more = {"cu_seq_lens_q": bounds, "max_length_q": 8, "sliding_window": 3, "scaling": 0.5}
+    output, _ = attend_documents(None, query, key, key, None, **more)
+    ((args, named),) = calls
+    assert [arg.shape for arg in args[:3]] == [(16, 4, 16), (16, 2, 16), (16, 2, 16)] and output.shape == (2, 8, 4, 16)
+    assert args[3] is args[4] is bounds and args[5:] == (8, 8)
+    assert named == {"scale": 0.5, "window_size": (2, 0), "enable_gqa": True}
+
+
+def test_architectures_that_varlen_does_not_compute_are_refused():
+    def settings(arch, **more):
+        config = tiny(arch, **more)
+        config.attn_implementation = Attention.varlen
+        return load_hf_config(config)
+
+    self_check(settings("llama"), packing=True)
+    with pytest.raises(ValueError, match=r"attn_implementation=varlen: Gemma2Attention has softcap, .*sdpa or eager"):
+        self_check(settings("gemma2"))
+    with pytest.raises(ValueError, match=r"attn_implementation=varlen: BloomForCausalLM does not support it"):
+        load_hf_config(ModelConfig(arch="bloom", attn_implementation=Attention.varlen))
+
+
+class TestRefusalsBeforeTheStart:
+    def refused(self, text, *settings):
+        with pytest.raises(ValueError, match=text):
+            check_device(load([f"model.attn_implementation={settings[0]}", *settings[1:]]))
+
+    @pytest.mark.parametrize(("version", "package"), [(2, "flash-attn"), (3, "flash-attn-3"), (4, "flash-attn-4")])
+    def test_flash_attention_without_its_package(self, version, package):
+        text = rf"^model\.attn_implementation=flash_attention_{version}: {package} is not installed; pip install"
+        self.refused(text, f"flash_attention_{version}", "train.precision=bf16")
+
+    def test_kernels_for_gpus(self, monkeypatch):
+        self.refused("flex_attention: its kernels train on GPUs only; choose sdpa", "flex_attention")
+        monkeypatch.setattr(preflight, "_is_installed", lambda package: True)
+        self.refused("flash_attention_2: its kernels train on GPUs", "flash_attention_2", "train.precision=bf16")
+        check_device(load(["model.attn_implementation=varlen"]))
+        monkeypatch.setattr(preflight, "num_gpus", lambda: 4)
+        monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+        self.refused("varlen: on GPUs the kernel takes no fp32; set", "varlen", "train.precision=fp32")
+
+
 @pytest.mark.gpu(shows="flash attention keeps the documents of several packed rows apart, as sdpa's masks do")
-def test_the_kernel_keeps_documents_apart_in_every_row():
-    pytest.importorskip("flash_attn")
+@pytest.mark.parametrize("attention", [VARLEN, "flash_attention_2"])
+def test_the_kernel_keeps_documents_apart_in_every_row(attention):
+    if attention != VARLEN:
+        pytest.importorskip("flash_attn")
     device = torch.device("cuda", 0)
     data = prepare_batch(batch(packed=True), device)
     with torch.no_grad():
         expected = whole(tiny("llama"), dtype=torch.bfloat16).to(device)(**data, use_cache=False).loss
         stages = [stage.to(device) for stage in stages_of(tiny("llama"), 2, dtype=torch.bfloat16)]
         for stage in stages:
-            stage.hf_model.set_attn_implementation("flash_attention_2")
+            stage.hf_model.set_attn_implementation(attention)
         torch.testing.assert_close(run(stages, data), expected, rtol=1e-2, atol=0.0)
