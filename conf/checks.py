@@ -10,17 +10,17 @@ from pathlib import Path
 
 from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
+from weft.conf.optimizer_checks import optimizer_problems
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
 from weft.conf.schema import (
     DataKind,
     KvConnector,
     LoraConfig,
-    OptimizerKind,
     PipelineConfig,
     Precision,
     WeftConfig,
 )
-from weft.conf.schema.ranges import SHARE, out_of_range
+from weft.conf.schema.ranges import out_of_range
 from weft.conf.sites import site_problems
 from weft.conf.sources import source_problems
 
@@ -210,13 +210,6 @@ def _parallel(config: WeftConfig) -> Iterator[str]:
             f"comm.cell={config.comm.cell}: the pipelines of a DP-cell take turns, and ranks of {named} work at the "
             "same time; set comm.cell=1"
         )
-    kind, needs = config.optimizer.kind, {OptimizerKind.lamb: "the norm of ", OptimizerKind.muon: ""}
-    if kind in needs and (parallel.tensor > 1 or parallel.expert > 1):
-        axis = "tensor" if parallel.tensor > 1 else "expert"
-        yield (
-            f"optimizer.kind={kind.value}: its step depends on {needs[kind]}a whole matrix, which "
-            f"parallel.{axis}={sizes[axis]} cuts; set optimizer.kind=adamw, or the axis to 1"
-        )
     yield from _tensor_across_hosts(config)
 
 
@@ -251,12 +244,6 @@ def _cluster(config: WeftConfig) -> Iterator[str]:
         yield "cluster.master_port=0: several machines cannot agree on a free port; set one, such as 29500"
     if not cluster.master_addr:
         yield "cluster.master_addr='': the ranks have nowhere to meet; set the first host's address"
-
-
-def _optimizer(config: WeftConfig) -> Iterator[str]:
-    optimizer = config.optimizer
-    if len(optimizer.betas) != 2 or any(beta not in SHARE for beta in optimizer.betas):
-        yield f"optimizer.betas={optimizer.betas}: not two numbers {SHARE}; give two, such as [0.9, 0.95]"
 
 
 def _train(config: WeftConfig) -> Iterator[str]:
@@ -407,7 +394,7 @@ CHECKS = (
     site_problems,
     _comm,
     _cluster,
-    _optimizer,
+    optimizer_problems,
     _train,
     _checkpoint,
     _supervision,

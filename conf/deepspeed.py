@@ -46,7 +46,7 @@ def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
     """Return the optimizer section. It uses torch's Adam, because DeepSpeed's compiles C++ at its first use."""
     shared = {"lr": config.lr, "weight_decay": config.weight_decay}
     moments = {"betas": list(config.betas), "eps": config.eps}
-    muon = {"muon_lr": config.muon_lr or config.lr, "momentum": config.momentum}
+    muon = {"muon_lr": config.muon_lr or config.lr, "momentum": config.muon_momentum}
     table: dict[OptimizerKind, dict[str, Any]] = {
         OptimizerKind.adamw: {"type": "AdamW", "params": shared | moments | {"torch_adam": True}},
         OptimizerKind.lamb: {"type": "Lamb", "params": shared | moments},

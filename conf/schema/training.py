@@ -54,7 +54,7 @@ class OptimizerConfig:
     """Peak learning rate."""
     muon_lr: Annotated[float, NATURAL] = 0.0
     """Peak learning rate of the matrices that muon orthogonalizes; 0 uses `lr`."""
-    momentum: Annotated[float, Range(0, 1)] = 0.95
+    muon_momentum: Annotated[float, Range(0, 1)] = 0.95
     """Momentum of muon."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     """Decay rates of the first and second moment; sgd uses the first as its momentum."""
