@@ -101,10 +101,11 @@ def _model(config: WeftConfig) -> Iterator[str]:
     if not model.lora.enabled:
         plain = LoraConfig()
         for name, value in vars(model.lora).items():
-            if value != getattr(plain, name):
+            given, usual = (getattr(each, "name", each) for each in (value, getattr(plain, name)))
+            if given != usual:
                 yield (
-                    f"model.lora.{name}={value}: adapters are off; set model.lora.enabled=true, "
-                    f"or leave {name} at {getattr(plain, name)}"
+                    f"model.lora.{name}={given}: adapters are off; set model.lora.enabled=true, "
+                    f"or leave {name} at {usual}"
                 )
 
 

@@ -134,12 +134,12 @@ class RankMemory:
 
 
 def zero_memory(
-    parameters: int,
+    parameters: float,
     zero: ZeroConfig,
     precision: Precision,
     replicas: int,
     *,
-    largest_block: int,
+    largest_block: float,
     microbatches: int,
     share: float | None = None,
     trained: TrainedWeights | None = None,

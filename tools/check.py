@@ -15,7 +15,7 @@ from weft.engine.models.skeleton import config_skeleton, model_class
 from weft.engine.stages.checking.axis_check import check_axes
 from weft.engine.stages.checking.self_check import check_packing, self_check
 from weft.engine.stages.cutting.outline import Outline, outline_of
-from weft.engine.stages.files.loading import load_hf_config
+from weft.engine.stages.files.loading import load_hf_config, quantization_of
 from weft.tools import parsers
 
 
@@ -71,6 +71,8 @@ def shared_lines(config: WeftConfig) -> list[str]:
     if not used:
         return []
     hf_config = load_hf_config(config.model)
+    if (quantized := quantization_of(config.model)) is not None:
+        quantized.require_whole_layers(tensor=sizes["tensor"], expert=sizes["expert"])
     check_axes(hf_config, **used, exchange=config.parallel.context_exchange, packing=config.data.packing)
     named = ", ".join(f"parallel.{axis}={size}" for axis, size in used.items())
     return [f"  shared:      {named}: logits, loss and gradients of two members each equal one process"]

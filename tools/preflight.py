@@ -139,7 +139,9 @@ def check_model(config: WeftConfig) -> None:
         from weft.engine.stages.checking.refusals import refuse_packing
         from weft.engine.stages.files.loading import check_model_fits, load_hf_config
 
-        check_model_fits(config.model, virtual_stages(config), config.data.sequence_length)
+        tensor, expert = config.parallel.tensor, config.parallel.expert
+        stages, tokens = virtual_stages(config), config.data.sequence_length
+        check_model_fits(config.model, stages, tokens, tensor=tensor, expert=expert)
         hf_config = load_hf_config(config.model)
         if config.data.packing:
             refuse_packing(hf_config.model_type)

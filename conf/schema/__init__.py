@@ -33,6 +33,7 @@ from weft.conf.schema.model import DataKind as DataKind
 from weft.conf.schema.model import Kernels as Kernels
 from weft.conf.schema.model import LoraConfig as LoraConfig
 from weft.conf.schema.model import ModelConfig as ModelConfig
+from weft.conf.schema.model import Quantization as Quantization
 from weft.conf.schema.model import SourceConfig as SourceConfig
 from weft.conf.schema.parallel import ContextExchange as ContextExchange
 from weft.conf.schema.parallel import PairChoice as PairChoice

@@ -49,6 +49,14 @@ class DataKind(Enum):
     chat = "chat"
 
 
+class Quantization(Enum):
+    """4-bit type of bitsandbytes."""
+
+    none = "none"
+    nf4 = "nf4"
+    fp4 = "fp4"
+
+
 @dataclass(kw_only=True)
 class LoraConfig:
     """Low-rank adapters through peft."""
@@ -63,6 +71,11 @@ class LoraConfig:
     """Dropout on the adapter's input."""
     target_modules: list[str] = field(default_factory=list)
     """Modules that get an adapter; [all-linear] is each nn.Linear but the output's; empty lets peft choose."""
+    quantize: Quantization = Quantization.none
+    """Type of the base model's linear layers, except the output's: none, or nf4 or fp4 with 4 bits (QLoRA; needs
+    bitsandbytes). A folder whose weights have 4 bits already needs none."""
+    double_quantize: bool = True
+    """Quantise the scales of 4-bit weights, too, to 8 bits."""
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from weft.conf.schema import LoraConfig
 from weft.engine.models.lazy_logits import whole_logits_reason
 from weft.engine.models.lora import add_adapters
+from weft.engine.models.quantization import BaseQuantization, scale_bytes
 from weft.engine.models.skeleton import decoder_layers, hf_model, model_class, skeleton
 from weft.engine.parallel.axis import Alone
 from weft.engine.parallel.context_exchange import key_value_size
@@ -21,6 +22,9 @@ from weft.engine.parallel.experts import expert_cuts, require_experts, require_g
 from weft.engine.parallel.tensor import require_shareable
 from weft.engine.parallel.tensor_cuts import tensor_cuts
 from weft.engine.parallel.tensor_styles import TensorPlan
+
+FOUR_BIT_BYTES = 0.5
+"""Bytes of a weight with 4 bits, without its scale."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,12 @@ class PartSize:
     """Number of trained weights among `held`. All by default."""
     active_trained: int = -1
     """Number of trained weights among `active`. All by default."""
+    four_bit: int = 0
+    """Number of weights with 4 bits among `held`. Ranks do not share layers with such weights."""
+    scale_bytes: float = 0.0
+    """Bytes of the scales of weights with 4 bits."""
+    largest_four_bit: int = 0
+    """Number of elements of the largest parameter with 4 bits, which a computation expands."""
 
     def __post_init__(self) -> None:
         """Set defaults: a rank has all weights, and all are trained."""
@@ -66,6 +76,9 @@ class PartSize:
             self.trained + other.trained,
             self.held_trained + other.held_trained,
             self.active_trained + other.active_trained,
+            self.four_bit + other.four_bit,
+            self.scale_bytes + other.scale_bytes,
+            max(self.largest_four_bit, other.largest_four_bit),
         )
 
     def without(self, other: PartSize) -> PartSize:
@@ -78,7 +91,14 @@ class PartSize:
             self.trained - other.trained,
             self.held_trained - other.held_trained,
             self.active_trained,
+            self.four_bit - other.four_bit,
+            self.scale_bytes - other.scale_bytes,
+            self.largest_four_bit,
         )
+
+    def stored(self, weight_bytes: int) -> float:
+        """Return the number of weights of ``weight_bytes`` that fill the memory of `held` without scales."""
+        return self.held - self.four_bit * (1 - FOUR_BIT_BYTES / weight_bytes)
 
 
 NOTHING = PartSize(0, 0)
@@ -102,10 +122,9 @@ class ModelSizes:
     tied: PartSize = NOTHING
     """Weights that the embedding and the head share, which are counted in both."""
 
-    @property
-    def largest_layer(self) -> int:
-        """Largest number of weights that a rank has of a decoder layer."""
-        return max(layer.held for layer in self.layers)
+    def largest_layer(self, weight_bytes: int) -> float:
+        """Return the largest `PartSize.stored` of a decoder layer."""
+        return max(layer.stored(weight_bytes) for layer in self.layers)
 
     @property
     def largest_trained_layer(self) -> int:
@@ -117,6 +136,7 @@ def model_sizes(
     given: PreTrainedConfig | nn.Module,
     *,
     lora: LoraConfig | None = None,
+    quantized: BaseQuantization | None = None,
     tensor: int = 1,
     expert: int = 1,
     dtype: torch.dtype | None = None,
@@ -126,13 +146,16 @@ def model_sizes(
     Args:
         given: config of a model that will be made, or a model, which may have peft's wrapper.
         lora: adapters of a model that will be made.
+        quantized: 4-bit weights of a model that will be made.
         tensor, expert: sizes of the groups that share matrices and experts.
         dtype: type of the computations. If given, check that a rank's parts of experts support it.
 
     Raises:
         UnshareableError: the groups cannot divide the model.
     """
-    model = hf_model(meta_model(given, lora))
+    if quantized is not None:
+        quantized.require_whole_layers(tensor=tensor, expert=expert)
+    model = hf_model(meta_model(given, lora, quantized))
     path = decoder_layers(model)
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
@@ -178,6 +201,7 @@ def part_size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int])
     """Return the size of the parameters whose ``id`` is in ``wanted``."""
     chosen, experts = chosen_experts(model.config.get_text_config())
     total = active = held = largest = trained = held_trained = active_trained = 0
+    four_bit, in_scales, expanded = 0, 0.0, 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in wanted:
             continue
@@ -187,10 +211,12 @@ def part_size(model: PreTrainedModel, cuts: Mapping[str, Cut], wanted: set[int])
         held += here
         met = count * chosen // experts if experts and ".experts." in name else count
         active += met
+        if each := scale_bytes(parameter):
+            four_bit, in_scales, expanded = four_bit + here, in_scales + each * here, max(expanded, here)
         if parameter.requires_grad:
             trained, held_trained, largest = trained + count, held_trained + here, max(largest, here)
             active_trained += met
-    return PartSize(total, active, held, largest, trained, held_trained, active_trained)
+    return PartSize(total, active, held, largest, trained, held_trained, active_trained, four_bit, in_scales, expanded)
 
 
 def chosen_experts(config: PreTrainedConfig) -> tuple[int, int]:
@@ -206,12 +232,17 @@ CHOSEN_COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_t
 """Fields of Hugging Face configs with the number of experts per token."""
 
 
-def meta_model(trained: PreTrainedConfig | nn.Module, lora: LoraConfig | None = None) -> nn.Module:
+def meta_model(
+    trained: PreTrainedConfig | nn.Module,
+    lora: LoraConfig | None = None,
+    quantized: BaseQuantization | None = None,
+) -> nn.Module:
     """Return the whole model on the meta device as it will be trained, with adapters.
 
     Args:
         trained: config of a model that will be made, or a model, which may have peft's wrapper and is not changed.
         lora: adapters of a model that will be made.
+        quantized: 4-bit weights of a model that will be made, which are marked and not cast.
 
     Raises:
         ValueError: transformers cannot build the model, or its adapters have no targets.
@@ -219,6 +250,8 @@ def meta_model(trained: PreTrainedConfig | nn.Module, lora: LoraConfig | None = 
     if isinstance(trained, nn.Module):
         return _copy(trained)
     model = skeleton(model_class(trained), trained)
+    if quantized is not None:
+        quantized.mark(model)
     return model if lora is None or not lora.enabled else add_adapters(model, lora, seed=0)
 
 

@@ -73,6 +73,11 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
         work.working_bytes(part, len(layers), division, WEIGHT_BYTES[config.train.precision])
         for part, layers in zip(_stage_works(work, split), split.layers, strict=True)
     ]
+    for stage, size in enumerate(stage_sizes(facts.model, split)):
+        expanded = size.largest_four_bit * WEIGHT_BYTES[config.train.precision]
+        used = found[stage]
+        again = used.input + expanded if facts.recomputes else max(used.input, expanded)
+        found[stage] = used._replace(forward=max(used.forward, expanded), input=again)
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding: float = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     embedding -= costs.stages[0].activation_bytes

@@ -37,6 +37,7 @@ from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.engine.planning.state_pieces import matrix_padding, muon_bytes, stepped_pieces
 from weft.engine.precision import DTYPES
+from weft.engine.stages.files.loading import quantization_of
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.workload import WORK_FORM, ModelWork
 
@@ -175,6 +176,7 @@ def _known_facts(
         model=model_sizes(
             trained,
             lora=config.model.lora,
+            quantized=quantization_of(config.model) if model is None else None,
             tensor=layout.tensor,
             expert=layout.expert,
             dtype=DTYPES[config.train.precision],
@@ -212,6 +214,7 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
     shape = f"{config.train.microbatch_size} x {config.data.sequence_length} tokens"
     again = ", recomputed" if config.model.gradient_checkpointing else ""
     lora = ", lora" if config.model.lora.enabled else ""
+    lora += ", 4 bits" if quantization_of(config.model) else ""
     return f"{hf_config.model_type} {model}, {shape}, {config.train.precision.name}{lora}{again}"
 
 

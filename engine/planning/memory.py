@@ -49,7 +49,9 @@ def memory_checkpoint_bytes(size: PartSize, config: WeftConfig, ranks: int) -> f
         ranks: number of ranks of a stage.
     """
     stepped = size.trained * (MASTER_BYTES[Precision.bf16] + optimizer_bytes(config.optimizer))
-    return (stepped + (size.parameters - size.trained) * WEIGHT_BYTES[config.train.precision]) / ranks
+    weight = WEIGHT_BYTES[config.train.precision]
+    frozen = size.parameters - size.trained - (size.held - size.stored(weight))
+    return (stepped + frozen * weight) / ranks
 
 
 def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: StageSplit) -> list[ZeroMemory]:
@@ -57,14 +59,16 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
     found = []
     for held in placement.rank_stages:
         size, lines = rank_size(facts.model, split, held), facts.layout.lines
+        weight = WEIGHT_BYTES[config.train.precision]
+        stored = size.stored(weight)
         state = zero_memory(
-            size.held,
+            stored,
             config.zero,
             config.train.precision,
             facts.layout.data_ranks,
-            largest_block=facts.model.largest_layer,
+            largest_block=facts.model.largest_layer(weight),
             microbatches=config.pipeline.microbatches,
-            share=size.parameters / lines,
+            share=(size.parameters - size.held + stored) / lines,
             trained=TrainedWeights(
                 size.held_trained,
                 size.trained / lines,
@@ -76,6 +80,7 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             state = _padded(state, facts.padding / placement.num_ranks, config, facts.layout.lines)
         if facts.keeps_frozen:
             state = replace(state, weights=state.weights + (size.held - size.held_trained) * EXACT_BYTES)
+        state = replace(state, weights=state.weights + size.scale_bytes)
         found.append(state)
     return found
 

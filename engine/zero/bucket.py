@@ -131,7 +131,7 @@ class Bucket:
 
     @torch.no_grad()
     def _adopt_weights(self, like: nn.Parameter) -> None:
-        self._weights = like.new_zeros(self.length, dtype=computed_dtype(like))
+        self._weights = torch.zeros(self.length, dtype=computed_dtype(like), device=like.device)
         low = self.trained and self._weights.itemsize == 2
         master = self._weights.new_zeros(self._held.stop - self._held.start, dtype=torch.float32) if low else None
         for member in self.members:

@@ -172,7 +172,10 @@ FILES = [
     ("train: {stpes: 7}", "there is no field train.stpes; did you mean train.steps?"),
     ("trian: {steps: 7}", "did you mean train?"),
     ("train: {steps: x}", "train.steps='x': expected an integer"),
-    ("defaults: [quick, _self_]", "there is no quick in recipe; one of lora, pretrain, quickstart, serving, sft"),
+    (
+        "defaults: [quick, _self_]",
+        "there is no quick in recipe; one of lora, pretrain, qlora, quickstart, serving, sft",
+    ),
     ("- a", "holds no fields"),
     ("a: [", "not YAML"),
 ]

@@ -14,6 +14,7 @@ RECIPES = {
     "quickstart": [],
     "sft": ["model.path=a/b", "data.path=c/d"],
     "lora": ["model.path=a/b", "data.path=c/d"],
+    "qlora": ["model.path=a/b", "data.path=c/d"],
     "pretrain": ["model.tokenizer=a/b", "data.path=c/d"],
     "serving": ["inference.prefill.model=a/b"],
 }

@@ -106,8 +106,8 @@ def is_local(path: str) -> bool:
 
 
 def source_of(path: str) -> str:
-    """Return the name or folder from which transformers loads ``model.path``."""
-    return str(Path(path).expanduser()) if is_local(path) else path
+    """Return the name or folder from which transformers loads ``model.path``; empty for a new model."""
+    return str(Path(path).expanduser()) if path and is_local(path) else path
 
 
 def weights_folder(path: str) -> Path:

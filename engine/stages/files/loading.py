@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import Attention, ModelConfig
 from weft.engine.models.lora import PREFIX, add_adapters, require_adapters, require_targets
+from weft.engine.models.quantization import BaseQuantization, base_quantization, settle_quantized
 from weft.engine.models.seeding import load, new_model
 from weft.engine.models.skeleton import causal_config, model_class, num_layers
 from weft.engine.parallel.axis import AxisGroups
@@ -42,6 +43,7 @@ def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
             setattr(hf_config, name, value)
     else:
         hf_config = _new_config(config.arch, overrides)
+    quantization_of(config)  # raises
     hf_config = causal_config(hf_config)
     _set_attention(hf_config, config.attn_implementation)
     return hf_config
@@ -64,6 +66,15 @@ def _set_attention(hf_config: PreTrainedConfig, attention: Attention) -> None:
     hf_config._attn_implementation = attention.value
 
 
+def quantization_of(config: ModelConfig) -> BaseQuantization | None:
+    """Return how the linear layers of the base model are quantised, or None if they are not.
+
+    Raises:
+        ValueError: see `base_quantization`.
+    """
+    return base_quantization(config.lora, source_of(config.path))
+
+
 def _read_config(config: ModelConfig) -> PreTrainedConfig:
     if is_local(config.path):
         require_whole_folder(Path(config.path).expanduser())
@@ -74,11 +85,8 @@ def _read_config(config: ModelConfig) -> PreTrainedConfig:
         if not is_local(config.path):
             reason = f"no such folder, and no such model on the hub or in its cache ({reason})"
         raise ValueError(f"model.path={config.path}: {reason}; give the folder of a saved model") from error
-    if getattr(hf_config, "quantization_config", None):
-        raise ValueError(
-            f"model.path={config.path}: its weights are quantised, which stages cannot train; "
-            "give a model that is not, or save this one dequantised"
-        )
+    if hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config  # the stages' own: see `BaseQuantization.loading`
     return hf_config
 
 
@@ -116,12 +124,13 @@ def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
         raise ValueError(f"model.overrides.{name}: {type(hf_config).__name__} has no such field{hint}")
 
 
-def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
+def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: int = 1, expert: int = 1) -> None:
     """Check without weights that a model can be read and supports the run's settings, such as target modules.
 
     Args:
         stages: number of virtual stages, each with at least one layer.
         tokens: sequence length. The model needs as many positions.
+        tensor, expert: sizes of the groups that share layers.
 
     Raises:
         ValueError: it cannot be read or does not support them.
@@ -141,6 +150,11 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int) -> None:
         )
     if config.lora.enabled:
         require_adapters(config.lora, model_class(hf_config), hf_config)
+    quantized = quantization_of(config)
+    if quantized is not None:
+        quantized.require_whole_layers(tensor=tensor, expert=expert)
+        if quantized.is_stored:
+            return  # packed weights have other names and shapes than the model's
     if config.path and is_local(config.path) and weight_types(weights_folder(config.path)):
         cls = model_class(hf_config)
         _, report = load(
@@ -299,6 +313,9 @@ def _load_part(
 ) -> PreTrainedModel:
     if not config.path:
         return new_model(cls, hf_config, dtype=dtype, seed=seed, prune=prune)
+    quantized, options = quantization_of(config), dict[str, Any]()
+    if quantized is not None:
+        hf_config, options = quantized.loading(cls, hf_config, dtype)
     try:
         model, report = load(
             cls,
@@ -310,6 +327,7 @@ def _load_part(
             axes=axes,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **options,
         )
     except Exception as error:  # any, because readers of several file formats raise different errors
         reason = _one_line(error)
@@ -318,6 +336,8 @@ def _load_part(
             "copy or download the folder again"
         ) from error
     _require_fitting(config, cls, report)
+    if quantized is not None:
+        settle_quantized(model)
     return model.train()
 
 

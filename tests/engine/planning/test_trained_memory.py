@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from weft.conf.schema import (
     PipelineConfig,
     PlacementKind,
     Precision,
+    Quantization,
     ScheduleKind,
     TrainConfig,
     WeftConfig,
@@ -38,7 +39,7 @@ from weft.engine.planning.run_plan import plan_run
 from weft.engine.precision import DTYPES, compute_in, exact_value
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.files.adapter import exported_frozen
-from weft.engine.stages.files.loading import load_hf_config, load_stages
+from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
 from weft.engine.zero.collectives import CompletedHandle
 from weft.engine.zero.muon import Muon
@@ -53,6 +54,8 @@ SHAPE = {
 }
 ADAPTERS = LoraConfig(enabled=True)
 WIDE = LoraConfig(enabled=True, rank=16, target_modules=["all-linear"])
+FOUR_BITS = LoraConfig(enabled=True, target_modules=["all-linear"], quantize=Quantization.nf4)
+PLAIN_SCALES = LoraConfig(enabled=True, target_modules=["q_proj"], quantize=Quantization.fp4, double_quantize=False)
 LATE = LoraConfig(enabled=True, target_modules=["model.layers.3.self_attn.q_proj"])
 SGD, LAMB, MUON = OptimizerKind.sgd, OptimizerKind.lamb, OptimizerKind.muon
 
@@ -88,6 +91,10 @@ class Case:
             optimizer=OptimizerConfig(kind=self.kind, betas=[self.momentum, 0.95]),
             train=TrainConfig(precision=self.precision),
         )
+        if config.model.lora.quantize is not Quantization.none:
+            pytest.importorskip("bitsandbytes")
+            build_model(ModelConfig(overrides=shape), dtype=torch.float32, seed=0).save_pretrained(folder / "base")
+            config.model.path, config.model.overrides = str(folder / "base"), {}
         config.data.sequence_length = 16
         config.data.cache_dir = str(folder)
         return config
@@ -133,6 +140,9 @@ CASES = {
     "adapters, bf16": Case(lora=WIDE, precision=Precision.bf16),
     "adapters, bf16, ZeRO": Case(lora=WIDE, precision=Precision.bf16, zero=2, replicas=2),
     "adapters of one stage": Case(lora=LATE, stages=4),
+    "adapters, 4 bits": Case(lora=FOUR_BITS),
+    "adapters, 4 bits, bf16": Case(lora=PLAIN_SCALES, precision=Precision.bf16, tied=True),
+    "adapters, 4 bits, ZeRO": Case(lora=FOUR_BITS, zero=2, replicas=2),
     "adapters, tensor group": Case(lora=WIDE, tensor=2),
     "adapters, tied weights of a fold": Case(lora=ADAPTERS, tied=True, fold=True),
     "frozen layers": Case(given="frozen"),
@@ -195,6 +205,14 @@ def num_bytes(tensors: Iterable[Tensor | None]) -> int:
     return sum(storages.values())
 
 
+def scales(parameter: nn.Parameter) -> Iterator[Tensor]:
+    """Yield the tensors with which bitsandbytes scales a 4-bit weight."""
+    state = getattr(parameter, "quant_state", None)
+    while state is not None:
+        yield from (state.absmax, state.code)
+        state = state.state2
+
+
 def allocated(
     case: Case, config: WeftConfig, model: nn.Module | None, plan, rank: int, replica: int = 0
 ) -> tuple[int, int, int]:
@@ -220,7 +238,7 @@ def allocated(
     for bucket in sharding.trained:
         bucket.reduce()
     whole_step(optimizer)
-    weights = num_bytes([*named, *map(exact_value, named)])
+    weights = num_bytes([*named, *map(exact_value, named), *(part for p in named for part in scales(p))])
     masters = [bucket._master for bucket in sharding.trained if bucket.has_masters]
     state = [x for per in basic.state.values() for x in per.values() if isinstance(x, Tensor) and x.numel() > 1]
     return weights, gradients, num_bytes(masters) + num_bytes(state)
