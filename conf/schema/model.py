@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from weft.conf.schema.ranges import COUNT, POSITIVE, SHARE, Range
+from weft.conf.schema.ranges import COUNT, NATURAL, POSITIVE, SHARE, Range
 
 
 class Attention(Enum):
@@ -88,6 +88,12 @@ class ModelConfig:
     """`model_type` of a new model, as in a Hugging Face config.json."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Hugging Face config fields to override, for new and loaded models."""
+    parallel_block: bool = False
+    """Compute attention and MLP of each layer from the same input (MegaScale 3.1); a new model of an `arch` that does
+    so, such as cohere2 or gpt_neox. false leaves it to the `arch`."""
+    sliding_window: Annotated[int, NATURAL] = 0
+    """Tokens to which a token attends, itself included, in layers with a window; a new model of an `arch` with such
+    layers, such as cohere2, mistral or qwen3. 0 leaves it to the `arch`."""
     tokenizer: str = ""
     """Tokenizer folder or hub name; empty uses `path`, or trains a tokenizer on the embedded corpus."""
     attn_implementation: Attention = Attention.sdpa

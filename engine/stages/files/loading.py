@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import Attention, ModelConfig
+from weft.engine.models.block_variants import variant_fields
 from weft.engine.models.lora import PREFIX, add_adapters, require_adapters, require_targets
 from weft.engine.models.quantization import BaseQuantization, base_quantization, settle_quantized
 from weft.engine.models.seeding import load, new_model
@@ -35,7 +36,7 @@ def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
     Raises:
         ValueError: the folder cannot be read, or the architecture or an override is unknown.
     """
-    overrides = dict(config.overrides)
+    overrides = {**variant_fields(config), **config.overrides}
     if config.path:
         hf_config = _read_config(config)
         for name, value in overrides.items():
