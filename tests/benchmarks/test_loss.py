@@ -12,7 +12,7 @@ def test_chunks_take_less_memory_than_whole_logits(tmp_path, monkeypatch):
         monkeypatch.setattr(loss, name, value)
     file = tmp_path / "loss.json"
     assert loss.main(["--parts", "head", "--dtypes", "fp32", "--rounds", "1", "--json", str(file)]) == 0
-    (table,) = json.loads(file.read_text())["tables"]
+    *_, table = json.loads(file.read_text())["tables"]  # behind those of other tests of this process
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
     peaks = {row["loss"]: float(row["peak MB"]) for row in rows}
     assert peaks["Weft"] < peaks["whole logits"] / 2

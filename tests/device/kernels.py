@@ -61,7 +61,49 @@ def _efficient_backward(
     return *found, None
 
 
+def _of_documents(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, causal: bool, left: Any, right: Any
+) -> Any:
+    """Return [1, heads, T, D] of concatenated documents' tensors [T, heads, D], and which tokens see each other."""
+    at = torch.arange(len(query), device=query.device)
+    document = torch.bucketize(at, bounds.long(), right=True)
+    distance = at[:, None] - at
+    seen = document[:, None] == document
+    if causal or right == 0:
+        seen &= distance >= 0
+    if left is not None and left >= 0:
+        seen &= distance <= left
+    groups = query.shape[1] // key.shape[1]
+    wide = (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+    mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, -torch.inf)
+    return [tensor.transpose(0, 1)[None] for tensor in wide], mask
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, _: Any, *args: Any, **named: Any) -> Any:
+    causal, window = args[3], (named.get("window_size_left"), named.get("window_size_right"))
+    tensors, mask = _of_documents(query, key, value, bounds, causal, *window)
+    output, sums, *_, seed, unused, debug = _flash(*tensors, attn_mask=mask, scale=named.get("scale"))
+    return output[0].transpose(0, 1).contiguous(), sums[0], seed, unused, debug
+
+
+def _varlen_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **named: Any) -> Any:
+    output, sums, bounds, *_, causal, _, _ = args
+    window = named.get("window_size_left"), named.get("window_size_right")
+    tensors, mask = _of_documents(query, key, value, bounds, causal, *window)
+    whole = (gradient.transpose(0, 1)[None], *tensors, output.transpose(0, 1)[None], sums[None])
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *whole, 0.0, False, attn_mask=mask, scale=named.get("scale")
+    )
+    # Query heads that share a key's head add up.
+    return tuple(
+        of[0].transpose(0, 1).unflatten(1, (like.shape[1], -1)).sum(2)
+        for of, like in zip(found, (query, key, value), strict=True)
+    )
+
+
 for name, kernel in {
+    "_flash_attention_forward": _varlen,
+    "_flash_attention_backward": _varlen_backward,
     "native_dropout": _dropout,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,

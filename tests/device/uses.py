@@ -51,6 +51,7 @@ def _bubbles(folder: Path, device: torch.device) -> tuple[float, float, float]:
     observer.slot_begins(_slot(Op.F))
     torch.cuda._sleep(int(SLEEP_MS * cuda.CYCLES_PER_MS))
     observer.slot_ends(_slot(Op.F))
+    observer.replan([])
     observer.step_begins(4)
     launched_ms = 1e3 * (monotonic() - begun)
     with tied:
