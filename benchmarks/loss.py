@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import Tensor, nn
-from torch.nn import LinearCrossEntropyOptions
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.memory import RankPeak, layout_peak, most_allocated
@@ -75,15 +74,17 @@ def _deepspeed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _torch(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", options=LinearCrossEntropyOptions())
+    # torch 2.13 has both, and 2.11 neither.
+    compute, options = getattr(F, "linear_cross_entropy"), getattr(torch.nn, "LinearCrossEntropyOptions")  # noqa: B009
+    loss: Tensor = compute(hidden, weight, labels, reduction="sum", options=options())
+    return loss
 
 
 HEADS: dict[str, Head] = {
     "whole logits": _whole,
     "Weft": _weft,
     "DeepSpeed chunked_cross_entropy": _deepspeed,
-    "torch linear_cross_entropy": _torch,
-}
+} | ({"torch linear_cross_entropy": _torch} if hasattr(F, "linear_cross_entropy") else {})
 
 
 def head_rows(dtype: str, rounds: int) -> Iterator[dict[str, object]]:

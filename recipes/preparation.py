@@ -197,7 +197,7 @@ def _loaders(
     anew = config.checkpoint.resume == "never" and attempt_number() <= 1
     now = datetime.fromisoformat(from_rank_zero(lambda: start_clock(folder, anew=anew)))
     if host is not None:
-        host.configure(Stream(data=config.data, tokenizer=tokenizer, seed=config.train.seed, now=now))
+        host.configure(Stream(model=config.model, data=config.data, seed=config.train.seed, now=now.isoformat()))
 
     def build(evaluation: bool) -> MicrobatchLoader:
         return build_loader(

@@ -69,7 +69,7 @@ def run_rank(folder: Path, rank: int, steps: int, name: str, barrier: Barrier, p
         barrier: begins a step on all ranks, as the collectives of training do.
     """
     settings = settings_of(folder)
-    host = HostLoader(name, Stream(**settings)) if name else None
+    host = HostLoader(name, Stream(model=ModelConfig(), data=settings["data"], seed=SEED)) if name else None
     loader = build_loader(**settings, microbatch_size=1, replica=rank, num_replicas=barrier.parties, host=host)
     digest = hashlib.sha256()
     for step in range(1 + steps):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import socket
 import struct
 import subprocess
@@ -17,13 +16,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from time import sleep
 
-from transformers import PreTrainedTokenizerBase
-
+from weft.comm.values import encode
 from weft.conf.host.processes import peer_process
-from weft.conf.schema import DataConfig
+from weft.conf.schema import DataConfig, ModelConfig
 from weft.engine.data.order import Cursor, Placed
 from weft.engine.data.shared_block import read_block
 
@@ -41,13 +38,14 @@ class Stream:
     """Everything from which the process opens the data, equal on all ranks.
 
     Attributes:
-        now: the time that a chat template may show.
+        model: names the tokenizer.
+        now: the time that a chat template may show, in ISO format, or empty for the current time.
     """
 
+    model: ModelConfig
     data: DataConfig
-    tokenizer: PreTrainedTokenizerBase
     seed: int
-    now: datetime | None = None
+    now: str = ""
 
 
 class HostLoader:
@@ -110,7 +108,7 @@ class HostLoader:
         if self._control is None or self.stream is None:
             return
         with os.fdopen(os.memfd_create("weft-data-settings"), "w+b") as settings, suppress(BrokenPipeError):
-            pickle.dump(self.stream, settings)
+            settings.write(encode(self.stream))
             settings.seek(0)
             socket.send_fds(self._control, [b"s"], [settings.fileno()])
 

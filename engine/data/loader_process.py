@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import selectors
 import signal
 import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any
 
+from weft.comm.values import decode
 from weft.conf.host.processes import peer_process
 from weft.conf.host.threads import Thread
 from weft.engine.data.host_loader import ANSWER, BLOCK, END, FAILED, INVALID, Stream
 from weft.engine.data.loader import open_order
 from weft.engine.data.order import Cursor, Order, Placed
 from weft.engine.data.shared_block import write_block
+from weft.engine.data.tokenizer import load_tokenizer
 
 RECENT = 4
 """Blocks that stay in memory for ranks that have not requested them yet. Ranks that step together are closer."""
@@ -138,7 +140,9 @@ class Server:
 
     def _open(self, evaluation: bool) -> Order:
         stream = self._stream
-        return open_order(stream.data, stream.tokenizer, seed=stream.seed, evaluation=evaluation, now=stream.now)
+        tokenizer = load_tokenizer(stream.model, stream.data)
+        now = datetime.fromisoformat(stream.now) if stream.now else None
+        return open_order(stream.data, tokenizer, seed=stream.seed, evaluation=evaluation, now=now)
 
 
 def _end_with_rank(rank: socket.socket) -> None:
@@ -156,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
         return
     Thread(_end_with_rank, rank, name="weft-rank").start()
     with open(files[0], "rb") as file:
-        stream = pickle.load(file)
+        stream = decode(file.read(), (Stream,))
     Server(stream).serve(socket.socket(fileno=int(argv[0])))
 
 

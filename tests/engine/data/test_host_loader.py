@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from weft.conf.host.threads import Thread
-from weft.conf.schema import DataConfig, DataKind, SourceConfig
+from weft.conf.schema import DataConfig, DataKind, ModelConfig, SourceConfig
 from weft.engine.data import HostLoader, Stream, build_loader
 from weft.engine.data import host_loader as module
 from weft.engine.data.host_loader import HostBlocks
@@ -47,7 +47,11 @@ def data(tmp_path_factory) -> DataConfig:
 
 
 def open_host(data, tokenizer) -> HostLoader:
-    return HostLoader(f"test-{os.urandom(8).hex()}", Stream(data=data, tokenizer=tokenizer, seed=3))
+    folder = Path(data.cache_dir) / "tokenizer"
+    tokenizer.save_pretrained(folder)
+    return HostLoader(
+        f"test-{os.urandom(8).hex()}", Stream(model=ModelConfig(tokenizer=str(folder)), data=data, seed=3)
+    )
 
 
 def serve(host) -> HostLoader:
@@ -195,8 +199,9 @@ def test_a_process_that_always_ends_is_an_error(data, tokenizer, monkeypatch):
 @pytest.mark.timeout(60)
 def test_the_process_ends_with_its_rank(tmp_path):
     program = (
-        "import os, time; from weft.engine.data import HostLoader, Stream; from weft.conf.schema import DataConfig\n"
-        "host = HostLoader(os.urandom(8).hex(), Stream(data=DataConfig(), tokenizer=None, seed=0)); host.start()\n"
+        "import os, time; from weft.engine.data import HostLoader, Stream\n"
+        "from weft.conf.schema import DataConfig, ModelConfig\n"
+        "host = HostLoader(os.urandom(8).hex(), Stream(model=ModelConfig(), data=DataConfig(), seed=0)); host.start()\n"
         "print(host.process.pid, flush=True); time.sleep(60)"
     )
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -17,7 +17,7 @@ from weft.engine.checkpoint import Piece, save
 from weft.engine.data.tokenizer import train_bpe
 from weft.inference.worker.command import newest_weights, weights_folder
 from weft.recipes.evaluated import RESULTS, Results
-from weft.recipes.serving import checks, evaluate, scoring
+from weft.recipes.serving import checks, evaluator, scoring
 from weft.recipes.serving.checks import check_evaluate
 
 LENGTH = 24
@@ -87,7 +87,7 @@ def run(tmp_path, monkeypatch):
     """A run's configuration, and a function that writes one of its checkpoints and returns the model."""
     monkeypatch.setenv("WEFT_API_KEY", "secret")
     monkeypatch.setattr(scoring, "PAUSE_S", 0.0)
-    monkeypatch.setattr(evaluate, "POLL_S", 0.0)
+    monkeypatch.setattr(evaluator, "POLL_S", 0.0)
     base, data = tmp_path / "base", tmp_path / "data.jsonl"
     tokenizer = train_bpe([f"what is {n} and {n}? it is {2 * n}." for n in range(200)], 300)
     tokenizer.save_pretrained(base)
@@ -154,14 +154,14 @@ def test_each_checkpoint_is_evaluated_with_its_weights_though_workers_fail(run, 
     workers.failing = failures
     with workers.serving(2) as urls:
         config.inference.controller.workers = urls_of(urls)
-        evaluator = evaluate.Evaluator(config)
+        evaluating = evaluator.Evaluator(config)
         models = {step: write(step)[1] for step in (2, 4)}
         for _ in range(4):
-            evaluator.check()
+            evaluating.check()
         models[6] = write(6)[1]
-        evaluator.check()
+        evaluating.check()
         found = results(config)
-        documents = evaluator._held_out()
+        documents = evaluating._held_out()
     assert list(found) == [2, 4, 6] and 1 < len(documents) < 40
     for step, model in models.items():
         expected = loss_of(model, documents)
@@ -176,11 +176,11 @@ def test_each_checkpoint_is_evaluated_with_its_weights_though_workers_fail(run, 
 
 def test_while_the_run_trains_its_own_process_logs(run, monkeypatch):
     config, write = run
-    monkeypatch.setattr(evaluate.RunLock, "check", held)  # a process's own lock never stops it
+    monkeypatch.setattr(evaluator.RunLock, "check", held)  # a process's own lock never stops it
     with Workers(weights_folder(config)).serving(1) as urls:
         config.inference.controller.workers = urls_of(urls)
         write(2)
-        evaluate.Evaluator(config).check()
+        evaluator.Evaluator(config).check()
     assert not (run_folder(config) / "metrics.jsonl").exists() and list(results(config)) == [2]
 
 
@@ -193,11 +193,11 @@ def test_a_checkpoint_that_is_damaged_or_gone_is_left_out_by_name(run, capsys, m
         data[-1] ^= 1  # a weight's
         damaged.write_bytes(data)
         write(4)
-        evaluator = evaluate.Evaluator(config)
-        for _ in range(evaluate.TRIES + 2):
-            evaluator.check()
+        evaluating = evaluator.Evaluator(config)
+        for _ in range(evaluator.TRIES + 2):
+            evaluating.check()
     assert list(results(config)) == [4]
-    assert capsys.readouterr().out.count("step 2: not evaluated: ") == evaluate.TRIES
+    assert capsys.readouterr().out.count("step 2: not evaluated: ") == evaluator.TRIES
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_tasks_of_the_harness_get_the_likelihoods_of_plain_transformers(run, tmp
     config.inference.evaluate.tasks, config.inference.evaluate.task_folder = ["sums"], str(tmp_path / "tasks")
     with Workers(weights_folder(config)).serving(1) as urls:
         config.inference.controller.workers = urls_of(urls)
-        evaluate.Evaluator(config).check()
+        evaluator.Evaluator(config).check()
     found = results(config)[2]
     folder = newest_weights(config)
     tokenizer = AutoTokenizer.from_pretrained(folder)

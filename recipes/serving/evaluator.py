@@ -1,0 +1,127 @@
+"""The evaluator: has a run's prefill workers score held-out data with the weights of each checkpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from itertools import islice
+from math import exp, isfinite
+from pathlib import Path
+
+from weft.conf.host.private import private_folder
+from weft.conf.host.run_lock import RunLock
+from weft.conf.hosts import run_folder
+from weft.conf.schema import WeftConfig
+from weft.engine.checkpoint import CheckpointError, open_checkpoint
+from weft.engine.checkpoint.folder import candidates, complete
+from weft.engine.data import load_tokenizer, open_source, with_template
+from weft.engine.data.documents import Document
+from weft.inference.worker.command import addresses, server_key, weights_folder
+from weft.recipes.evaluated import KIND, Results, add_result, known_serials
+from weft.recipes.logs import JsonLines
+from weft.recipes.preparation import read_clock
+from weft.recipes.serving.own_weights import remove_older, write_weights
+from weft.recipes.serving.scoring import Scorer, ScoringError, score_all
+
+POLL_S = 1.0
+"""Seconds between looks for workers that have started."""
+MOST_LOSS = 700.0
+"""Loss above which the perplexity is no double."""
+TRIES = 3
+"""Number of attempts to evaluate a checkpoint."""
+
+
+class Evaluator:
+    """Evaluates the checkpoints of a run in the order in which they were written."""
+
+    def __init__(self, config: WeftConfig) -> None:
+        self._config = config
+        self._run = run_folder(config)
+        self._folder = weights_folder(config)
+        key = server_key(config, os.environ)
+        self._workers = [Scorer(each.url, key, config.train.name) for each in addresses(config)]
+        self._tries: dict[int, int] = {}
+        self._seen: set[str] = set()
+        self._documents: list[Document] | None = None
+
+    def check(self) -> None:
+        """Evaluate the checkpoints that have no result."""
+        names = {path.name for path in candidates(self._run / "checkpoints")}
+        if names == self._seen:
+            return
+        done = known_serials(self._run) | {serial for serial, tries in self._tries.items() if tries >= TRIES}
+        found = [(manifest.serial, manifest.step, path) for path, manifest in complete(self._run / "checkpoints")]
+        waiting = sorted(each for each in found if each[0] not in done)
+        if not waiting:
+            self._seen = names
+            return
+        serial, step, path = waiting[0]
+        self._tries[serial] = self._tries.get(serial, 0) + 1
+        try:
+            self._evaluate(serial, step, path)
+        except (CheckpointError, ScoringError, OSError) as error:
+            gone = "" if path.exists() else "; it was removed meanwhile: raise checkpoint.keep"
+            print(f"step {step}: not evaluated: {error}{gone}", flush=True)
+            if gone:
+                self._tries[serial] = TRIES
+
+    def _evaluate(self, serial: int, step: int, path: Path) -> None:
+        documents = self._held_out()
+        weights = f"{serial:08d}-step-{step}"
+        if not (self._folder / weights).exists():
+            write_weights(open_checkpoint(path), self._config.model, self._tokenizer_folder(), self._folder / weights)
+        begun_s = time.monotonic()
+        while not (ready := [worker for worker in self._workers if worker.load(weights)]):
+            time.sleep(POLL_S)  # `weft serve` starts them once there are weights
+        loss, count = score_all(ready, documents)
+        of_tasks = self._score_tasks(ready)
+        if changed := [worker.url for worker in ready if worker.weights() != weights]:
+            raise ScoringError(f"{', '.join(changed)}: restarted meanwhile, with other weights")
+        mean = loss / max(count, 1)
+        if not isfinite(mean):
+            raise ScoringError("the loss is not finite")
+        size = {"tokens": count, "documents": len(documents)}
+        metrics: dict[str, float] = {"loss": mean, "perplexity": exp(min(mean, MOST_LOSS)), **size, **of_tasks}
+        add_result(self._run, step=step, serial=serial, metrics=metrics)
+        seconds = time.monotonic() - begun_s
+        print(f"step {step}: loss {mean:.4f}, perplexity {metrics['perplexity']:.4f}, {seconds:.1f} s", flush=True)
+        remove_older(self._folder)
+        self._log_after_the_end()
+
+    def _score_tasks(self, ready: Sequence[Scorer]) -> dict[str, float]:
+        evaluate = self._config.inference.evaluate
+        if not evaluate.tasks:
+            return {}
+        from weft.recipes.serving.harness import score_tasks  # takes seconds to import
+
+        tokenizer = load_tokenizer(self._config.model, self._config.data)
+        return score_tasks(evaluate, ready, tokenizer, self._config.inference.prefill.max_tokens - 1)
+
+    def _log_after_the_end(self) -> None:
+        """Write results into the run's metrics if no process trains that would."""
+        try:
+            RunLock.check(self._run)
+        except ValueError:
+            return
+        if self._config.logging.jsonl:
+            log = JsonLines(self._run / "metrics.jsonl")
+            for step, metrics in Results(self._run).take():
+                log.write(KIND, step, metrics)
+
+    def _held_out(self) -> list[Document]:
+        """Return the documents to score."""
+        if self._documents is None:
+            config = self._config
+            tokenizer = load_tokenizer(config.model, config.data)
+            source = open_source(config.data, tokenizer, evaluation=True, now=read_clock(self._run))
+            most = min(config.data.sequence_length, config.inference.prefill.max_tokens - 1)
+            blocks = (block.documents for block in source.blocks({}, 0))
+            found = (documents[index] for documents in blocks for index in range(len(documents.lengths)))
+            chosen = islice(found, config.inference.evaluate.documents)
+            self._documents = [Document(each.ids[:most], each.labels[:most]) for each in chosen]
+            with_template(tokenizer, config.data.chat_template).save_pretrained(self._tokenizer_folder())
+        return self._documents
+
+    def _tokenizer_folder(self) -> Path:
+        return private_folder(self._folder / ".tokenizer")
