@@ -32,6 +32,8 @@ CHECKS = {"net": ("--bind", "127.0.0.1")}
 """Options of each feature's check of `weft doctor`."""
 THIRD_PARTY = ("torch", "deepspeed", "transformers", "peft", "datasets", "hydra", "hypothesis", "pytest")
 """Modules that are imported once for all features."""
+NOT_INSTALLED = (".worker.vllm", ".serving.harness")
+"""Modules that import vLLM or lm_eval, which tests do without."""
 NO_EDITABLE = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
@@ -102,7 +104,7 @@ def examine(arguments: Sequence[str]) -> int:
 
     assert Path(weft.__file__).parent.parent == Path(root)
     for found in pkgutil.walk_packages(weft.__path__, "weft."):
-        if ".worker.vllm" not in found.name and not found.name.endswith("__main__"):
+        if not any(part in found.name for part in NOT_INSTALLED) and not found.name.endswith("__main__"):
             importlib.import_module(found.name)
     ends = []
     for words in json.loads(Path(file).read_text()):
