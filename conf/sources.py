@@ -36,6 +36,11 @@ def for_each_source(data: DataConfig, function: Callable[[DataConfig], T]) -> li
     return results
 
 
+def holds_out(data: DataConfig) -> bool:
+    """True if there is data for evaluation."""
+    return data.eval_fraction > 0 or all(each.eval_split for each in sources_of(data))
+
+
 def source_problems(config: WeftConfig) -> Iterator[str]:
     """Yield a line for each problem of the data's settings."""
     data, kind = config.data, config.data.kind.name
@@ -43,8 +48,7 @@ def source_problems(config: WeftConfig) -> Iterator[str]:
         yield f"data.path={data.path}: unused by data.kind=corpus; set data.kind to text or chat"
     if data.chat_template and data.kind is not DataKind.chat:
         yield f"data.chat_template={data.chat_template!r}: unused by data.kind={kind}; set data.kind=chat"
-    evaluated = data.eval_fraction or all(each.eval_split for each in sources_of(data))
-    if config.train.eval_every and not evaluated:
+    if config.train.eval_every and not holds_out(data):
         yield (
             f"train.eval_every={config.train.eval_every}: there is no evaluation data; "
             "set data.eval_fraction=0.01 or data.eval_split, or set train.eval_every=0"

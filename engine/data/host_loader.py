@@ -65,8 +65,8 @@ class HostLoader:
 
         Args:
             stream: the data, or None if it is not known yet. See `configure`.
-            name: a secret name that all ranks of the job share, for a socket in the abstract namespace. It leaves no
-                file, and both ends check that the other one belongs to this user.
+            name: name of an abstract socket, secret and the same on all ranks of the job. Such a socket leaves no file.
+                Both ends check that the other one belongs to this user.
         """
         self.stream = stream
         self._control: socket.socket | None = None

@@ -181,7 +181,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0]
-        raise NotImplementedError(f"{func} without values")
+        raise NotImplementedError(f"{func}: logits of a loss in chunks have no values; set model.chunked_loss=never")
 
     def _whole(self, what: str) -> Tensor:
         whole = self._head.whole(self._hidden, what)

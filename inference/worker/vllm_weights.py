@@ -28,13 +28,13 @@ class Weights:
         Raises:
             Refusal: there is no such folder, or the engine could not load the weights.
         """
-        is_name = isinstance(name, str) and name not in ("", "..") and Path(name).name == name
-        if not is_name or not (self._folder / str(name)).is_dir():
+        known = {path.name for path in self._folder.iterdir() if path.is_dir()}
+        if not isinstance(name, str) or name not in known:
             raise Refusal(400, f"name={name!r:.80}: no folder of weights in {self._folder}; name one", field="name")
         self.name = ""
         try:
-            await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder / str(name))})
+            await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self._folder / name)})
             await engine.reset_prefix_cache()
         except Exception as error:  # of the engine's: the weights may be partly loaded
             raise Refusal(500, f"{name}: not loaded ({error}); load again, or restart the worker") from error
-        self.name = str(name)
+        self.name = name

@@ -15,7 +15,8 @@ from typing import Any
 
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
-from weft.conf.schema import DataKind, KvConnector, WeftConfig
+from weft.conf.schema import KvConnector, WeftConfig
+from weft.conf.sources import holds_out
 from weft.inference.worker.command import devices_of, interpreter, workers_of
 
 FIXED_BYTES = 1 << 30
@@ -93,8 +94,7 @@ def check_evaluate(config: WeftConfig) -> None:
     Raises:
         ValueError: a setting is wrong. The message has the field, its value and the remedy.
     """
-    inference, data = config.inference, config.data
-    is_split = bool(data.eval_split) and data.kind is not DataKind.corpus
+    inference = config.inference
     wrong = {
         f"inference.evaluate.enabled={inference.evaluate.enabled}: set it to true": not inference.evaluate.enabled,
         "inference.enabled=false: ranks publish no bubbles; add inference=bubbles": not inference.enabled,
@@ -108,9 +108,7 @@ def check_evaluate(config: WeftConfig) -> None:
         "model.lora.enabled=true: adapters are not merged for workers; set inference.evaluate.enabled=false and "
         "train.eval_every": config.model.lora.enabled,
         "checkpoint.every=0: only the last checkpoint would be evaluated; set it": not config.checkpoint.every,
-        f"data.eval_fraction={data.eval_fraction:g}: nothing is held out; set it (0.02 is common)": (
-            not is_split and data.eval_fraction <= 0
-        ),
+        "data.eval_fraction=0: nothing is held out; set it (0.02 is common)": not holds_out(config.data),
     }
     for problem, is_wrong in wrong.items():
         if is_wrong:
@@ -212,11 +210,8 @@ def check_engine(config: WeftConfig) -> None:
         raise ValueError(
             f"inference.prefill.stages={prefill.stages}: {prefill.model} has {layers} layers; use at most {layers}"
         )
-    if (
-        prefill.model
-        and model.is_dir()
-        and not any((model / name).is_file() for name in ("config.json", "params.json"))
-    ):
+    has_config = any((model / name).is_file() for name in ("config.json", "params.json"))
+    if prefill.model and model.is_dir() and not has_config:
         raise ValueError(f"inference.prefill.model={prefill.model}: the folder has no config.json; name a model's")
     # Hub names have one slash, and no dot or slash at their beginning.
     is_path = prefill.model.startswith(("/", ".", "~")) or prefill.model.count("/") > 1

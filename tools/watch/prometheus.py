@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from weft.tools.watch.metrics import MetricsFile
+from weft.conf.host.json_records import JsonRecords
 
 
 class Exporter:
@@ -22,7 +22,7 @@ class Exporter:
         self._registry, self._gauge = CollectorRegistry(), Gauge
         self._gauges: dict[str, Gauge] = {}
         self._step_s = Gauge("weft_rank_step_seconds", "last step of a rank", ["rank"], registry=self._registry)
-        self._metrics = MetricsFile(run_folder)
+        self._metrics = JsonRecords(run_folder / "metrics.jsonl")
         start_http_server(port, addr="127.0.0.1", registry=self._registry)
 
     def update(self, last_steps: Mapping[int, tuple[int, float]]) -> None:

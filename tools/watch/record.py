@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pandas as pd
 import yaml
 
+from weft.conf.host.json_records import JsonRecords
 from weft.pipeline.action import Action, Op, parse_slot
 from weft.pipeline.cell import pipeline_of, predict
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -20,7 +21,6 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import MEASURED_LANES, Span, Timeline
 from weft.tools.watch import FOLDER
-from weft.tools.watch.metrics import MetricsFile
 
 T = TypeVar("T")
 COLUMNS = ("step", "rank", "section", "stage")
@@ -64,7 +64,7 @@ class RunRecord:
             ) from error
         except (KeyError, TypeError, AttributeError, yaml.YAMLError, json.JSONDecodeError) as error:
             raise ValueError(f"{folder}: its config.yaml or plan.json is not of this Weft ({error!r})") from error
-        self._metrics = MetricsFile(self.folder)
+        self._metrics = JsonRecords(self.folder / "metrics.jsonl")
         self.metrics: list[dict[str, Any]] = []
         self._parts: dict[Path, tuple[tuple[int, int], pd.DataFrame]] = {}
         self.steps = pd.DataFrame(columns=[*COLUMNS, "count", "mean_s", "max_s"])

@@ -67,7 +67,7 @@ def test_an_architecture_that_tells_its_attention_nothing_is_refused(monkeypatch
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_varlen_attention_on_a_cpu_is_hugging_faces_masked_attention(window):
-    """With windows, grouped heads and several documents in each row; without documents, rows are apart."""
+    """Rows have several documents, or one each. Heads are grouped."""
     query, key, value = (torch.randn(2, heads, 8, 4) for heads in (4, 2, 2))
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
     for rows in (positions, torch.arange(8).repeat(2, 1)):

@@ -31,7 +31,7 @@ def documents():
 
 
 def losses(stages, rows, *, packing):
-    """The summed loss of each document, in order, for a micro-batch of ``rows``."""
+    """Return the summed loss of each document of a micro-batch, in order."""
     batch = prepare_batch(collate(rows, LENGTH, 0, packing=packing), torch.device("cpu"))
     with torch.no_grad():
         got = logits(stages, batch)[:, :-1].transpose(1, 2)

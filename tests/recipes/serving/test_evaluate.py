@@ -24,7 +24,7 @@ LENGTH = 24
 
 
 class Workers:
-    """Workers that compute likelihoods with plain transformers, from the weights that they were asked to load."""
+    """Workers that load weights on request, and compute likelihoods with plain transformers."""
 
     def __init__(self, folder):
         self.folder, self.loaded, self.asked, self.failing = folder, {}, [], lambda number: None

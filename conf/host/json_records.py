@@ -1,4 +1,4 @@
-"""The metrics that a run logs, read as its file grows."""
+"""Files with one JSON object per line, read as they grow."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 
-class MetricsFile:
-    """Reads ``metrics.jsonl``. A resumed run truncates it, so it is read again if it has become shorter."""
+class JsonRecords:
+    """Reads a file of records. It may be truncated, so it is read again if it has become shorter."""
 
-    def __init__(self, run_folder: Path) -> None:
-        self._path = run_folder / "metrics.jsonl"
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._position, self._inode, self._records = 0, 0, list[dict[str, Any]]()
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all complete records of training and evaluation, in order."""
+        """Return all complete records, in order. Lines that are not JSON objects are left out."""
         try:
             with open(self._path, "rb") as file:
                 found = self._path.stat()
