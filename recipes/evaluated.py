@@ -30,8 +30,9 @@ class Results:
         new, self._taken = records[self._taken :], len(records)
         for record in new:
             step, metrics = record.get("step"), record.get("metrics")
-            if isinstance(step, int) and isinstance(metrics, dict) and step not in self._logged:
-                self._logged.add(step)
+            if step in self._logged:
+                self._logged.remove(step)  # a later result of this step is of a run that went back
+            elif isinstance(step, int) and isinstance(metrics, dict):
                 yield step, {str(name): float(value) for name, value in metrics.items()}
 
 

@@ -27,7 +27,7 @@ class Exporter:
 
     def update(self, last_steps: Mapping[int, tuple[int, float]]) -> None:
         """Set the gauges from the run's metrics, and from the number and seconds of each rank's last step."""
-        for record in self._metrics.read()[-1:]:
+        for record in [each for each in self._metrics.read() if each.get("kind") == "train"][-1:]:
             for name, value in record.items():
                 if isinstance(value, int | float):
                     if name not in self._gauges:

@@ -16,7 +16,7 @@ from weft.conf.schema import PrefillWorkerConfig
 from weft.engine.checkpoint import Piece, save
 from weft.engine.data.tokenizer import train_bpe
 from weft.inference.worker.command import newest_weights, weights_folder
-from weft.recipes.evaluated import RESULTS, Results
+from weft.recipes.evaluated import RESULTS, Results, add_result
 from weft.recipes.serving import checks, evaluator, scoring
 from weft.recipes.serving.checks import check_evaluate
 
@@ -171,7 +171,10 @@ def test_each_checkpoint_is_evaluated_with_its_weights_though_workers_fail(run, 
     assert newest_weights(config).name.endswith("step-6") and len(list(weights_folder(config).glob("0*"))) == 2
     logged = [json.loads(line) for line in (run_folder(config) / "metrics.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["step"]) for line in logged] == [("checkpoint", step) for step in (2, 4, 6)]
-    assert not list(Results(run_folder(config)).take()), "all are in the log"
+    results_file = Results(run_folder(config))
+    assert not list(results_file.take()), "all are in the log"
+    add_result(run_folder(config), step=4, serial=9, metrics={"loss": 1.0})
+    assert list(results_file.take()) == [(4, {"loss": 1.0})], "the run went back, and saved step 4 again"
 
 
 def test_while_the_run_trains_its_own_process_logs(run, monkeypatch):
