@@ -40,6 +40,8 @@ from weft.engine.data.storage import is_url, remote_files, suffix_of
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".tar": "webdataset"}
 """The Hugging Face `datasets` builder of each kind of file."""
+UNREAD = (".arrow", ".bz2", ".csv", ".feather", ".gz", ".jsonlines", ".ndjson", ".tsv", ".xz", ".zip", ".zst")
+"""Kinds of files that hold rows but are not read. Other files of a folder, such as a README, are no data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ def locate(data: DataConfig) -> Location:
             several kinds of them.
     """
     if is_url(data.path):
-        return Location(name=data.path, path=None, files=_alike(data, remote_files(data.path, tuple(BUILDERS))))
+        return Location(name=data.path, path=None, files=_alike(data, remote_files(data.path, (*BUILDERS, *UNREAD))))
     path = Path(data.path).expanduser()
     if path.is_dir():
         return _folder(data, path)
@@ -87,13 +89,19 @@ def locate(data: DataConfig) -> Location:
 def _folder(data: DataConfig, path: Path) -> Location:
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return Location(name=data.path, path=path, saved=True)
-    files = tuple(sorted(file for file in path.rglob("*") if file.suffix in BUILDERS and _is_data(file, path)))
-    return Location(name=data.path, path=path, files=_alike(data, files))
+    present = (file for file in path.rglob("*") if file.suffix in (*BUILDERS, *UNREAD) and _is_data(file, path))
+    return Location(name=data.path, path=path, files=_alike(data, tuple(sorted(present))))
 
 
-def _alike(data: DataConfig, files: tuple[Path | str, ...]) -> tuple[Path | str, ...]:
-    """Return the files of a folder, which must be of one kind."""
+def _alike(data: DataConfig, present: tuple[Path | str, ...]) -> tuple[Path | str, ...]:
+    """Return the files of a folder or pattern, which must be of one kind that is read."""
+    files = tuple(file for file in present if suffix_of(file) in BUILDERS)
     kinds = sorted({suffix_of(file) for file in files})
+    if unread := [file for file in present if file not in files]:
+        raise ValueError(
+            f"data.path={data.path}: {unread[0]} ({len(unread)} such) would not be read, because only files of kind "
+            f"{', '.join(BUILDERS)} are; convert it, or move it elsewhere"
+        )
     if not files:
         raise ValueError(f"data.path={data.path}: the folder has no file of kind {', '.join(BUILDERS)}; add one")
     if len({BUILDERS.get(kind) for kind in kinds}) > 1:

@@ -122,6 +122,12 @@ def test_folders(tmp_path):
     with pytest.raises(ValueError, match=r"part/b\.jsonl, line 2: not JSON"):
         check_source(config)
     (tmp_path / "part/b.jsonl").unlink()
+    for name in ("b.jsonl.gz", "b.csv", "b.ndjson"):
+        (tmp_path / "part" / name).write_text("half of the rows")
+        for address in (str(tmp_path), f"file://{tmp_path}", f"file://{tmp_path}/part/*"):
+            with pytest.raises(ValueError, match=rf"part/{name} \(1 such\) would not be read.*; convert it"):
+                check_source(DataConfig(kind=DataKind.text, path=address))
+        (tmp_path / "part" / name).unlink()
     (tmp_path / "c.txt").write_text("mixed")
     with pytest.raises(ValueError, match=r"the folder mixes \.jsonl, \.txt"):
         check_source(config)
