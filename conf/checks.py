@@ -10,11 +10,11 @@ from pathlib import Path
 
 from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
+from weft.conf.inference_checks import inference_problems
 from weft.conf.optimizer_checks import optimizer_problems
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
 from weft.conf.schema import (
     DataKind,
-    KvConnector,
     LoraConfig,
     PipelineConfig,
     Precision,
@@ -292,70 +292,6 @@ def _supervision(config: WeftConfig) -> Iterator[str]:
         yield f"supervise.spike={supervise.spike:g}: supervise.max_skips=0 skips no step; set it to 3 or so"
 
 
-def _prefill(config: WeftConfig) -> Iterator[str]:
-    prefill, count = config.inference.prefill, config.cluster.ranks
-    ranks = prefill.ranks or list(range(count))
-    if len(set(ranks)) < len(ranks) or min(ranks) < 0:
-        yield f"inference.prefill.ranks={ranks}: not a list of distinct ranks; name those of this host"
-    elif not config.cluster.hostfile and max(ranks) >= count:
-        yield f"inference.prefill.ranks={ranks}: there are {count} ranks, from 0; correct it, or cluster.ranks"
-    if prefill.model and len(ranks) % prefill.ranks_per_worker:
-        yield (
-            f"inference.prefill.ranks_per_worker={prefill.ranks_per_worker}: {len(ranks)} ranks are not a multiple of "
-            "it; change it, or name the ranks in inference.prefill.ranks"
-        )
-    if prefill.model and len(ranks) % prefill.stages:
-        yield (
-            f"inference.prefill.stages={prefill.stages}: {len(ranks)} ranks are not a multiple of it; change it, or "
-            "name the ranks in inference.prefill.ranks"
-        )
-    if prefill.stages > 1 < prefill.ranks_per_worker:
-        yield (
-            f"inference.prefill.stages={prefill.stages}: with ranks_per_worker={prefill.ranks_per_worker} the ranks of "
-            "a stage would have to begin together; set inference.prefill.ranks_per_worker=1"
-        )
-    if prefill.stages > 1 and prefill.connector is KvConnector.nixl:
-        yield (
-            f"inference.prefill.stages={prefill.stages}: vLLM 0.32's NixlConnector fetches the cache of one stage "
-            "only; set inference.prefill.stages=1, or inference.prefill.connector=none without a decode server"
-        )
-
-
-def _controller(config: WeftConfig) -> Iterator[str]:
-    for worker in config.inference.controller.workers:
-        yield from _url("inference.controller.workers.url", worker.url, "http://127.0.0.1:8001")
-        if not worker.boards:
-            yield (
-                "inference.controller.workers.boards=[]: the worker has no boards that tell when it may run; "
-                "give the bubble board of each rank whose device it uses"
-            )
-        if len(worker.boards) % worker.stages:
-            yield (
-                f"inference.controller.workers.stages={worker.stages}: {len(worker.boards)} boards are not a multiple "
-                "of it; give those of each stage's ranks, stage after stage"
-            )
-
-    names = [config.inference.prefill.model]
-    for model in config.inference.controller.models:
-        yield from _url("inference.controller.models.url", model.url, "http://127.0.0.1:8500")
-        if not model.name or model.name in names:
-            yield f"inference.controller.models.name={model.name!r}: empty, or another model's; give each its own"
-        names.append(model.name)
-
-
-def _decode(config: WeftConfig) -> Iterator[str]:
-    decode = config.inference.decode
-    if decode.enabled and config.inference.prefill.connector is KvConnector.none:
-        yield "inference.prefill.connector=none: a decode server could not fetch what workers compute; set it to nixl"
-    if decode.url:
-        yield from _url("inference.decode.url", decode.url, "http://10.0.0.2:8400")
-
-
-def _url(field: str, url: str, example: str) -> Iterator[str]:
-    if not url.startswith(("http://", "https://")):
-        yield f"{field}={url!r}: not an HTTP address; give it as in {example}"
-
-
 def _adapt(config: WeftConfig) -> Iterator[str]:
     """Yield a line for each setting with which the schedule cannot be planned again while training."""
     if not config.pipeline.adapt:
@@ -399,7 +335,5 @@ CHECKS = (
     _train,
     _checkpoint,
     _supervision,
-    _prefill,
-    _controller,
-    _decode,
+    inference_problems,
 )

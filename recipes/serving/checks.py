@@ -16,7 +16,6 @@ from typing import Any
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
-from weft.conf.sources import holds_out
 from weft.inference.worker.command import devices_of, interpreter, workers_of
 
 FIXED_BYTES = 1 << 30
@@ -94,31 +93,15 @@ def check_evaluate(config: WeftConfig) -> None:
     Raises:
         ValueError: a setting is wrong. The message has the field, its value and the remedy.
     """
-    inference = config.inference
-    wrong = {
-        f"inference.evaluate.enabled={inference.evaluate.enabled}: set it to true": not inference.evaluate.enabled,
-        "inference.enabled=false: ranks publish no bubbles; add inference=bubbles": not inference.enabled,
-        f"inference.prefill.model={inference.prefill.model}: workers that evaluate have the run's own model; leave it "
-        "out": bool(inference.prefill.model),
-        f"inference.prefill.stages={inference.prefill.stages}: workers that evaluate have one stage; set it to 1": (
-            inference.prefill.stages > 1
-        ),
-        "inference.decode.enabled=true: the decode server's weights would not follow training; start `weft serve` "
-        "without --with-decode": inference.decode.enabled,
-        "model.lora.enabled=true: adapters are not merged for workers; set inference.evaluate.enabled=false and "
-        "train.eval_every": config.model.lora.enabled,
-        "checkpoint.every=0: only the last checkpoint would be evaluated; set it": not config.checkpoint.every,
-        "data.eval_fraction=0: nothing is held out; set it (0.02 is common)": not holds_out(config.data),
-    }
-    for problem, is_wrong in wrong.items():
-        if is_wrong:
-            raise ValueError(problem)
-    if tasks := inference.evaluate.tasks:
+    evaluate = config.inference.evaluate
+    if not evaluate.enabled:
+        raise ValueError(f"inference.evaluate.enabled={evaluate.enabled}: set it to true")
+    if tasks := evaluate.tasks:
         if find_spec("lm_eval") is None:
             raise ValueError(f"inference.evaluate.tasks={tasks}: not installed; pip install 'weft[evaluate]'")
         from weft.recipes.serving.harness import check_tasks  # takes seconds to import
 
-        check_tasks(inference.evaluate)
+        check_tasks(evaluate)
 
 
 def check_certificate(config: WeftConfig) -> None:

@@ -1,0 +1,102 @@
+"""Checks of the settings of prefill workers, their controller and what they evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.conf.schema import KvConnector, WeftConfig
+from weft.conf.sources import holds_out
+
+
+def inference_problems(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each setting of inference that is wrong or in conflict with another."""
+    yield from _prefill(config)
+    yield from _controller(config)
+    yield from _decode(config)
+    yield from _evaluate(config)
+
+
+def _prefill(config: WeftConfig) -> Iterator[str]:
+    prefill, count = config.inference.prefill, config.cluster.ranks
+    ranks = prefill.ranks or list(range(count))
+    if len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        yield f"inference.prefill.ranks={ranks}: not a list of distinct ranks; name those of this host"
+    elif not config.cluster.hostfile and max(ranks) >= count:
+        yield f"inference.prefill.ranks={ranks}: there are {count} ranks, from 0; correct it, or cluster.ranks"
+    if prefill.model and len(ranks) % prefill.ranks_per_worker:
+        yield (
+            f"inference.prefill.ranks_per_worker={prefill.ranks_per_worker}: {len(ranks)} ranks are not a multiple of "
+            "it; change it, or name the ranks in inference.prefill.ranks"
+        )
+    if prefill.model and len(ranks) % prefill.stages:
+        yield (
+            f"inference.prefill.stages={prefill.stages}: {len(ranks)} ranks are not a multiple of it; change it, or "
+            "name the ranks in inference.prefill.ranks"
+        )
+    if prefill.stages > 1 < prefill.ranks_per_worker:
+        yield (
+            f"inference.prefill.stages={prefill.stages}: with ranks_per_worker={prefill.ranks_per_worker} the ranks of "
+            "a stage would have to begin together; set inference.prefill.ranks_per_worker=1"
+        )
+    if prefill.stages > 1 and prefill.connector is KvConnector.nixl:
+        yield (
+            f"inference.prefill.stages={prefill.stages}: vLLM 0.32's NixlConnector fetches the cache of one stage "
+            "only; set inference.prefill.stages=1, or inference.prefill.connector=none without a decode server"
+        )
+
+
+def _controller(config: WeftConfig) -> Iterator[str]:
+    for worker in config.inference.controller.workers:
+        yield from _url("inference.controller.workers.url", worker.url, "http://127.0.0.1:8001")
+        if not worker.boards:
+            yield (
+                "inference.controller.workers.boards=[]: the worker has no boards that tell when it may run; "
+                "give the bubble board of each rank whose device it uses"
+            )
+        if len(worker.boards) % worker.stages:
+            yield (
+                f"inference.controller.workers.stages={worker.stages}: {len(worker.boards)} boards are not a multiple "
+                "of it; give those of each stage's ranks, stage after stage"
+            )
+
+    names = [config.inference.prefill.model]
+    for model in config.inference.controller.models:
+        yield from _url("inference.controller.models.url", model.url, "http://127.0.0.1:8500")
+        if not model.name or model.name in names:
+            yield f"inference.controller.models.name={model.name!r}: empty, or another model's; give each its own"
+        names.append(model.name)
+
+
+def _decode(config: WeftConfig) -> Iterator[str]:
+    decode = config.inference.decode
+    if decode.enabled and config.inference.prefill.connector is KvConnector.none:
+        yield "inference.prefill.connector=none: a decode server could not fetch what workers compute; set it to nixl"
+    if decode.url:
+        yield from _url("inference.decode.url", decode.url, "http://10.0.0.2:8400")
+
+
+def _url(field: str, url: str, example: str) -> Iterator[str]:
+    if not url.startswith(("http://", "https://")):
+        yield f"{field}={url!r}: not an HTTP address; give it as in {example}"
+
+
+def _evaluate(config: WeftConfig) -> Iterator[str]:
+    inference, prefill = config.inference, config.inference.prefill
+    if not inference.evaluate.enabled:
+        return
+    wrong = {
+        "inference.enabled=false: ranks publish no bubbles; add inference=bubbles": not inference.enabled,
+        f"inference.prefill.model={prefill.model}: workers that evaluate have the run's own model; leave it out": (
+            bool(prefill.model)
+        ),
+        f"inference.prefill.stages={prefill.stages}: workers that evaluate have one stage; set it to 1": (
+            prefill.stages > 1
+        ),
+        "inference.decode.enabled=true: the decode server's weights would not follow training; start `weft serve` "
+        "without --with-decode": inference.decode.enabled,
+        "model.lora.enabled=true: adapters are not merged for workers; set inference.evaluate.enabled=false and "
+        "train.eval_every": config.model.lora.enabled,
+        "checkpoint.every=0: only the last checkpoint would be evaluated; set it": not config.checkpoint.every,
+        "data.eval_fraction=0: nothing is held out; set it (0.02 is common)": not holds_out(config.data),
+    }
+    yield from (f"inference.evaluate.enabled=true: {problem}" for problem, is_wrong in wrong.items() if is_wrong)
