@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.results import parse, write_json
-from benchmarks.serving.faults import FAULTS, LAST, Target
 from benchmarks.serving.figures import steps_within
-from benchmarks.serving.report import Findings, prefills_of, report_faults, report_serving
+from benchmarks.serving.report import Findings, prefills_of, report_serving
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
 from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
@@ -58,9 +57,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--real", action="store_true", help="real compute on shared cores, instead of emulated on one")
     parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
-    parser.add_argument("--faults", nargs="*", metavar="NAME", help="then break things; without names in every way")
     parser.add_argument("--stalls", type=int, metavar="ROUNDS", help="instead stop a worker under bursts")
-    args = parse(parser, argv, faults=FAULTS)
+    args = parse(parser, argv)
     if args.trace is None and args.stalls is None:
         raise ValueError("--trace: no trace is given; name the CSV of an Azure LLM inference trace")
     if args.stalls is not None and args.stalls < 1:
@@ -79,11 +77,7 @@ class _Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self.args, self.folder = args, folder
         self.config = settings(
-            f"bubbles-{os.getpid()}",
-            ranks=NUM_RANKS,
-            microbatches=MICROBATCHES,
-            schedule=args.schedule,
-            wan=args.wan,
+            f"bubbles-{os.getpid()}", ranks=NUM_RANKS, microbatches=MICROBATCHES, schedule=args.schedule, wan=args.wan
         )
         prefill = self.config.inference.prefill
         prefill.model, prefill.python = str(folder / "model"), args.python
@@ -93,7 +87,6 @@ class _Bench:
         self.workers = workers_of(self.config)
         self.urls = [f"http://127.0.0.1:{worker.port}" for worker in self.workers]
         self.key = secrets.token_hex(8)
-        self.faults = list(FAULTS) if args.faults == [] else [name for name in FAULTS if name in (args.faults or ())]
         cores = sorted(os.sched_getaffinity(0))
         apart = not args.real and len(cores) > 1
         self.training_cores = (cores[0],) if apart else ()
@@ -103,7 +96,6 @@ class _Bench:
         self.answers: list[Answer] = []
         self.asked: list[tuple[list[Request], int]] = []
         self.memory: dict[str, dict[str, float]] = {}
-        self.said: dict[str, str] = {}
 
     def run(self, trace: Sequence[Request]) -> int:
         write_model(self.folder / "model")
@@ -117,14 +109,10 @@ class _Bench:
                 try:
                     self.memory = self._memory()
                     self._alternate(trace, ranks, watch)
-                    self._break()
                 finally:
                     self.training.stop.touch()
                     watch.end()
-                if LAST in self.said:
-                    ranks.exception()
-                else:
-                    ranks.result()
+                ranks.result()
             same = self._compare() if self.args.stages > 1 else {}
             self._report(watch, same)
         return 0
@@ -186,17 +174,6 @@ class _Bench:
                 self.asked.append((shifted, 1000 * part))
                 self.answers += replay(shifted, self.urls, key=self.key, seed=1000 * part)
 
-    def _break(self) -> None:
-        target = Target(self.urls, self.workers, self.folder, self.key)
-        for name in self.faults:
-            with self._window("calm"):
-                time.sleep(self.args.window)
-            with self._window(name):
-                self.said[name] = FAULTS[name](target)
-        if self.faults and LAST not in self.faults:
-            with self._window("calm"):
-                time.sleep(self.args.window)
-
     @contextlib.contextmanager
     def _window(self, name: str) -> Iterator[None]:
         """Record a window, and print a line about its steps when it ends."""
@@ -222,9 +199,5 @@ class _Bench:
             prefills=prefills_of(self.folder, self.workers),
             costs=costs,
             answers=self.answers,
-            said=self.said,
         )
-        figures = report_serving(found) | more
-        if self.said:
-            figures |= report_faults(found)
-        write_json(self.args, "bubbles", figures)
+        write_json(self.args, "bubbles", report_serving(found) | more)

@@ -80,11 +80,9 @@ def _torch(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-HEADS: dict[str, Head] = {
-    "whole logits": _whole,
-    "Weft": _weft,
-    "DeepSpeed chunked_cross_entropy": _deepspeed,
-} | ({"torch linear_cross_entropy": _torch} if hasattr(F, "linear_cross_entropy") else {})
+HEADS: dict[str, Head] = {"whole logits": _whole, "Weft": _weft, "DeepSpeed chunked_cross_entropy": _deepspeed} | (
+    {"torch linear_cross_entropy": _torch} if hasattr(F, "linear_cross_entropy") else {}
+)
 
 
 def head_rows(dtype: str, rounds: int) -> Iterator[dict[str, object]]:

@@ -23,6 +23,7 @@ from weft.conf.host.files import write_atomic
 from weft.tools import tables
 
 ROOT = Path(__file__).resolve().parents[1]
+WIDTH = 120
 _SHOWN: list[Table] = []
 
 
@@ -65,7 +66,28 @@ def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool 
     given = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
     asked = {"bench": bench, "command": args.command, "arguments": given, "met": met}
     found = {**asked, **_measured_on(), "figures": _plain(figures), "tables": list(map(_printed, _SHOWN))}
-    write_atomic(args.json, json.dumps(found, indent=1, default=str) + "\n")
+    write_atomic(args.json, as_text(json.loads(json.dumps(found, default=str))) + "\n")
+
+
+def as_text(value: Any, indent: str = "") -> str:
+    """Return JSON text in which scalars fill lines, and each list or object that does not fit has lines of its own."""
+    flat = json.dumps(value, ensure_ascii=False)
+    if not isinstance(value, dict | list) or len(indent + flat) <= WIDTH:
+        return flat
+    inner = f"{indent} "
+    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(value)
+    items = list(value.values()) if isinstance(value, dict) else value
+    lines: list[str] = []
+    for name, item in zip(names, items, strict=True):
+        text = name + as_text(item, inner)
+        if lines and not isinstance(item, dict | list) and lines[-1][-1] not in "}]":
+            joined = f"{lines[-1]}, {text}"
+            if len(inner + joined) < WIDTH:
+                lines[-1] = joined
+                continue
+        lines.append(text)
+    between = ",\n" + inner
+    return f"{flat[0]}\n{inner}{between.join(lines)}\n{indent}{flat[-1]}"
 
 
 def show(*parts: Table | str) -> None:

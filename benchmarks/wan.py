@@ -103,11 +103,7 @@ def _case(bed: NetBed, latency_ms: float, connections: int, spinning: bool, args
         peers.append(_iperf3(bed, connections, args.seconds, spinning))
         ours.append(_weft(bed, connections, spinning, args))
     return Row(
-        latency_ms=latency_ms,
-        connections=connections,
-        spinning=spinning,
-        iperf3=_median(peers),
-        weft=_median(ours),
+        latency_ms=latency_ms, connections=connections, spinning=spinning, iperf3=_median(peers), weft=_median(ours)
     )
 
 

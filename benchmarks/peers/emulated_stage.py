@@ -202,12 +202,7 @@ class EmulatedStage(nn.Module):
     """A virtual stage of emulated layers, with the interface of `weft.engine.stages.cutting.stage.Stage`."""
 
     def __init__(
-        self,
-        work: EmulatedWork,
-        *,
-        index: int,
-        layers: Sequence[range],
-        make: Callable[[], nn.Module] | None = None,
+        self, work: EmulatedWork, *, index: int, layers: Sequence[range], make: Callable[[], nn.Module] | None = None
     ) -> None:
         """Create stage ``index`` from the layers of every stage.
 

@@ -132,10 +132,7 @@ class Layout:
 
 
 def wan_topology(
-    nodes: Sequence[int],
-    rate_mbps: float = UPLINK_MBPS,
-    latency_ms: float = LATENCY_MS,
-    window_kb: float = WINDOW_KB,
+    nodes: Sequence[int], rate_mbps: float = UPLINK_MBPS, latency_ms: float = LATENCY_MS, window_kb: float = WINDOW_KB
 ) -> Topology:
     """Return a netbed with these numbers of nodes per site; its queues hold the windows of many connections."""
     return Topology.even(

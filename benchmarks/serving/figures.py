@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import nan
 from statistics import median
 
 from weft.inference.board.common_bubbles import Spans, intersection
@@ -66,33 +65,3 @@ def histogram(late_s: Sequence[float]) -> list[tuple[str, int]]:
 def slowdown(on_s: Sequence[float], off_s: Sequence[float]) -> float:
     """Return the median step with prefill divided by the one without, minus 1."""
     return median(on_s) / median(off_s) - 1.0
-
-
-@dataclass(frozen=True)
-class FaultFigures:
-    """The median step around a fault, in seconds; NaN without a complete step."""
-
-    before_s: float
-    hit_s: float
-    after_s: float
-    num_steps: int
-    """Number of steps during the fault."""
-
-    @property
-    def change(self) -> float:
-        """The change of the step, against the mean of before and after."""
-        return 2 * self.hit_s / (self.before_s + self.after_s) - 1.0
-
-
-def fault_figures(steps: Spans, windows: Mapping[str, Spans], faults: Sequence[str]) -> list[FaultFigures]:
-    """Return the steps around each fault.
-
-    A fault lies between two windows named ``calm``; the last fault may have none after it.
-    """
-    calm = [_median(steps_within(steps, [span])) for span in windows["calm"]] + [nan]
-    hits = [steps_within(steps, windows[name]) for name in faults]
-    return [FaultFigures(calm[n], _median(hit), calm[n + 1], len(hit)) for n, hit in enumerate(hits)]
-
-
-def _median(values: Sequence[float]) -> float:
-    return median(values) if values else nan

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.serving.figures import fault_figures, histogram, slowdown, steps_within, use_of
+from benchmarks.serving.figures import histogram, slowdown, steps_within, use_of
 from benchmarks.serving.requests import Answer
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.common_bubbles import Spans
@@ -29,7 +29,6 @@ class Findings:
         prefills: records of each worker's steps, by worker.
         costs: cost model of each rank's part of a worker.
         answers: responses to the requests of the trace.
-        said: outcome of each fault.
     """
 
     folder: Path
@@ -40,7 +39,6 @@ class Findings:
     prefills: Mapping[int, Sequence[dict]]
     costs: Mapping[int, PrefillCost]
     answers: Sequence[Answer]
-    said: Mapping[str, str]
 
 
 def prefills_of(folder: Path, workers: Sequence[Worker]) -> dict[int, list[dict]]:
@@ -88,25 +86,6 @@ def report_serving(found: Findings) -> dict[str, object]:
         f"p90 {_at(good, 0.9):.2f} s; bubbles per prompt: median {median(split):g}, most {max(split)}"
     )
     return figures | {"late_s": late, "ttft_s": good, "bubbles_per_prompt": split}
-
-
-def report_faults(found: Findings) -> dict[str, object]:
-    """Print the median step before, during and after each fault and return the figures."""
-    calm = [steps_within(found.steps, [span]) for span in found.windows.spans["calm"]]
-    middles = [median(steps) for steps in calm if steps]
-    apart = (max(middles) - min(middles)) / median(middles)
-    every = _spread([step for steps in calm for step in steps])
-    print(f"\ncalm windows: medians {_listed(middles)} ms, {apart:.2%} apart; their steps {every}")
-    figures = fault_figures(found.steps, found.windows.spans, list(found.said))
-    for figure, (name, said) in zip(figures, found.said.items(), strict=True):
-        before, hit, after = (f"{1e3 * step_s:.1f}" for step_s in (figure.before_s, figure.hit_s, figure.after_s))
-        print(
-            f"{name:<18} {before} ms before, {hit} ({figure.num_steps} steps), {after} after: "
-            f"{figure.change:+.2%}; {said}"
-        )
-    return {
-        name: {**asdict(figure), "said": found.said[name]} for name, figure in zip(found.said, figures, strict=True)
-    }
 
 
 def _within(record: dict, spans: Spans) -> bool:

@@ -15,13 +15,12 @@ from pathlib import Path
 import psutil
 
 from benchmarks.results import show, write_json
-from benchmarks.serving.faults import Target
 from benchmarks.serving.requests import Answer, send
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
 from benchmarks.serving.training import Training, train
 from benchmarks.serving.watch import Watch
 from weft.conf.schema import WeftConfig
-from weft.inference.worker.command import workers_of
+from weft.inference.worker.command import Worker, workers_of
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 
@@ -38,11 +37,7 @@ def measure_stalls(args: argparse.Namespace, config: WeftConfig, folder: Path) -
     prefill, front = config.inference.prefill, config.inference.controller
     prefill.yield_cores = False
     front.port, front.deadline_s, front.max_queue = prefill.first_port + 8, DEADLINE_S, 2 * PROMPTS
-    workers, here, stock = (
-        workers_of(config),
-        f"http://127.0.0.1:{front.port}",
-        f"http://127.0.0.1:{front.port + 1}",
-    )
+    workers, here, stock = (workers_of(config), f"http://127.0.0.1:{front.port}", f"http://127.0.0.1:{front.port + 1}")
     training = Training(config, True, folder, (), bed="")
     with (
         weft_server(config, "serve") as serve,
@@ -56,9 +51,9 @@ def measure_stalls(args: argparse.Namespace, config: WeftConfig, folder: Path) -
         try:
             with weft_server(config, "controller") as controller:
                 until_ready([here], controller, "/ready")
-                target, process = Target([here], workers, folder, ""), psutil.Process(other.pid)
+                process = psutil.Process(other.pid)
                 sides = {
-                    "bubbles": (here, lambda: target.processes(0)),
+                    "bubbles": (here, lambda: _processes(workers[0])),
                     "stock": (stock, lambda: [*process.children(recursive=True), process]),
                 }
                 for url, _ in sides.values():
@@ -76,6 +71,15 @@ def measure_stalls(args: argparse.Namespace, config: WeftConfig, folder: Path) -
     show(table_of(rows, f"{PROMPTS} prompts at once, one server stopped for {STALL_S:g} s; seconds", left=2))
     write_json(args, "bubbles", rows)
     return 0
+
+
+def _processes(worker: Worker) -> list[psutil.Process]:
+    """Return the processes of a worker, including its engine."""
+    for process in psutil.process_iter(["cmdline"]):
+        line = process.info["cmdline"] or []
+        if "weft.inference.worker.vllm_scheduler.BubbleScheduler" in line and str(worker.port) in line:
+            return [*process.children(recursive=True), process]
+    raise RuntimeError(f"worker {worker.index} does not run")
 
 
 def _stalled(url: str, processes: Callable[[], Sequence[psutil.Process]], *, seed: int) -> list[Answer]:

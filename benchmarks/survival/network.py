@@ -95,7 +95,6 @@ AWAY = (
 )
 WAITS = (
     Fault(
-        "a whole site switched off; it does not fit, until it is back",
-        lambda run: _switch_off_for_a_while(run, *WEST),
+        "a whole site switched off; it does not fit, until it is back", lambda run: _switch_off_for_a_while(run, *WEST)
     ),
 )

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -154,7 +153,6 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._widening = widening
         self._work = Work()
-        self._products: list[_Product] = []
         self._at: tuple[int, bool] = (0, True)
         self._segments: dict[tuple[int, bool], list[SegmentWork]] = {}
         self._deferred: list[tuple[int, int, DeferredProduct]] = []
@@ -219,16 +217,14 @@ class _Recorder(TorchDispatchMode):
         flops = 2 * query.shape[0] * query.shape[1] * pairs * (query.shape[-1] + value.shape[-1])
         moved = sum(map(self.bytes_of, (query, key, value, query)))
         self._work += Work(0.0, times * flops, times * moved)
-        self._products.append(_Product(0.0, object(), ()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         if packet is torch.ops.aten._grouped_mm:
-            self._multiplied(_grouped_flops(*args[:2]), args[0], out)
+            self._work += Work(_grouped_flops(*args[:2]))
         elif packet in flop_registry:
-            flops = float(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
-            self._multiplied(flops, args[1] if packet is torch.ops.aten.addmm else args[0], out)
+            self._work += Work(float(flop_registry[packet](*args, **(kwargs or {}), out_val=out)))
         elif not _is_free(func):
             tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
             self._work += Work(moved_bytes=sum(map(self.bytes_of, tensors)))
@@ -237,18 +233,9 @@ class _Recorder(TorchDispatchMode):
     def _append(self, segment: SegmentWork) -> None:
         self._segments.setdefault(self._at, []).append(segment)
 
-    def _multiplied(self, flops: float, source: Tensor, out: Tensor) -> None:
-        self._work += Work(flops)
-        self._products.append(_Product(flops, source.untyped_storage()._cdata, tuple(out.shape)))
-
     def _segment(self, traffic: Traffic | None) -> SegmentWork:
-        """Return the operations since the last segment. Products of one operand lead in, those of one shape lead
-        out."""
-        products, self._products = self._products, []
-        leading = takewhile(lambda product: product.source == products[0].source, products)
-        trailing = takewhile(lambda product: product.shape == products[-1].shape, reversed(products))
-        ends = [sum(product.flops for product in some) for some in (leading, trailing)]
-        return SegmentWork(self._taken(), traffic, *ends)
+        """Return the operations since the last segment."""
+        return SegmentWork(self._taken(), traffic)
 
     def _taken(self) -> Work:
         taken, self._work = self._work, Work()
@@ -282,18 +269,6 @@ class _Recorder(TorchDispatchMode):
         causal = is_causal or attn_mask is not None
         pairs = float(rows * columns - rows * (rows - 1) / 2 if causal else rows * columns)
         return _Attention.apply(query, key, value, pairs, self)
-
-
-class _Product(NamedTuple):
-    """A matrix product, or attention, which has no FLOPs here.
-
-    Attributes:
-        source: identity of the first operand.
-    """
-
-    flops: float
-    source: object
-    shape: tuple[int, ...]
 
 
 class _Attention(torch.autograd.Function):

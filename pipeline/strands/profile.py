@@ -110,6 +110,7 @@ def _list(data: Any, name: str, way: str) -> list[Any]:
 
 
 def _segment(data: Any, name: str) -> Segment:
+    # Profiles that earlier versions wrote also have leading_ms and trailing_ms, which nothing reads.
     fields = known_fields(data, name, ("compute_ms", "kind", "link", "comm_ms", "leading_ms", "trailing_ms"))
     link = fields.get("link")
     return Segment(
@@ -117,8 +118,6 @@ def _segment(data: Any, name: str) -> Segment:
         link=None if link is None else _member(LinkScope, link, f"{name}.link"),
         comm_s=number(fields.get("comm_ms", 0.0), f"{name}.comm_ms") / 1e3,
         kind=_member(Kind, fields.get("kind", Kind.gemm.value), f"{name}.kind"),
-        leading_s=number(fields.get("leading_ms", 0.0), f"{name}.leading_ms") / 1e3,
-        trailing_s=number(fields.get("trailing_ms", 0.0), f"{name}.trailing_ms") / 1e3,
     )
 
 
@@ -164,6 +163,4 @@ def _layer_table(layer: StrandPair) -> dict[str, Any]:
 
 def _segment_table(segment: Segment) -> dict[str, Any]:
     comm = {} if segment.link is None else {"link": segment.link.value, "comm_ms": segment.comm_s * 1e3}
-    ends = {"leading_ms": segment.leading_s * 1e3, "trailing_ms": segment.trailing_s * 1e3}
-    products = {name: value for name, value in ends.items() if value}
-    return {"compute_ms": segment.compute_s * 1e3, "kind": segment.kind.value, **comm, **products}
+    return {"compute_ms": segment.compute_s * 1e3, "kind": segment.kind.value, **comm}

@@ -37,20 +37,16 @@ class Segment:
         compute_s: seconds of compute alone.
         link: links of the collective, or None if the strand ends without one.
         comm_s: seconds of the collective alone.
-        leading_s: the part of the compute that consumes the result of the previous collective.
-        trailing_s: the part of the compute that produces the collective's input.
     """
 
     compute_s: float
     link: LinkScope | None = None
     comm_s: float = 0.0
     kind: Kind = Kind.gemm
-    leading_s: float = 0.0
-    trailing_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse negative or non-finite times."""
-        for name in ("compute_s", "comm_s", "leading_s", "trailing_s"):
+        for name in ("compute_s", "comm_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"segment.{name}={getattr(self, name)}: must be 0 or more, and finite")
         if self.link is None and self.comm_s:
@@ -93,7 +89,7 @@ class Strand:
             return Strand(self.segments + other.segments)
         (*before, last), (first, *after) = self.segments, other.segments
         kind = max(last, first, key=lambda segment: segment.compute_s).kind
-        joined = replace(first, compute_s=last.compute_s + first.compute_s, kind=kind, leading_s=last.leading_s)
+        joined = replace(first, compute_s=last.compute_s + first.compute_s, kind=kind)
         return Strand((*before, joined, *after))
 
     @property

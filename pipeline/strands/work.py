@@ -67,17 +67,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """The compute of a segment and the collective that ends it.
-
-    Attributes:
-        leading_flops: operations of products that consume the result of the previous collective.
-        trailing_flops: operations of products that produce this collective's input.
-    """
+    """The compute of a segment and the collective that ends it."""
 
     work: Work
     traffic: Traffic | None = None
-    leading_flops: float = 0.0
-    trailing_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,11 +100,10 @@ class PartWork:
         def segment(given: SegmentWork) -> Segment:
             seconds = given.work.by_kind(speed)
             kind, compute_s = max(seconds, key=lambda kind: seconds[kind]), sum(seconds.values())
-            leading_s, trailing_s = given.leading_flops / speed.flops_per_s, given.trailing_flops / speed.flops_per_s
             if given.traffic is None:
-                return Segment(compute_s, kind=kind, leading_s=leading_s, trailing_s=trailing_s)
+                return Segment(compute_s, kind=kind)
             link, comm_s = links(given.traffic.axis), traffic_s(given.traffic)
-            return Segment(compute_s, link, comm_s, kind, leading_s, trailing_s)
+            return Segment(compute_s, link, comm_s, kind)
 
         def weight(after: int, work: Work) -> WeightGradient:
             return WeightGradient(after, sum(work.by_kind(speed).values()))

@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.serving.figures import histogram, idle_between, use_of
-from benchmarks.serving.report import fault_figures
 from benchmarks.serving.requests import read_trace
 
 
@@ -32,12 +31,3 @@ def test_a_trace_is_scaled_and_a_wrong_one_is_named(tmp_path):
         read_trace(path, 10, most_tokens=400, over_s=5.0)
     with pytest.raises(ValueError, match="trace"):
         read_trace(tmp_path / "none.csv", 10, most_tokens=400, over_s=5.0)
-
-
-def test_a_fault_is_held_against_the_calm_before_and_after_it():
-    steps = [(0.0, 1.0), (1.0, 2.0), (2.0, 3.2), (3.2, 4.4), (4.4, 5.4), (5.4, 6.4), (6.4, 8.4)]
-    windows = {"calm": [(0.0, 2.1), (4.3, 6.5)], "flood": [(2.0, 4.4)], "trainer killed": [(6.6, 9.0)]}
-    flood, killed = fault_figures(steps, windows, ["flood", "trainer killed"])
-    assert (flood.before_s, flood.hit_s, flood.after_s) == pytest.approx((1.0, 1.2, 1.0))
-    assert flood.num_steps == 2 and flood.change == pytest.approx(0.2)
-    assert killed.num_steps == 0 and killed.change != killed.change

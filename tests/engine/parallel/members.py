@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.verification.tiny_models import VOCABULARY
+from tests.engine.stages.tiny_models import VOCABULARY
 from weft.conf.schema import ContextExchange, ModelConfig
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.models.batch import Batch, count_label_tokens

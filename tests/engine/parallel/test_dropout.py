@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import micro_batches, whole_model
+from tests.engine.stages.tiny_models import tiny_model
 from weft.conf.schema import Attention, LoraConfig
 from weft.engine.models.skeleton import decoder_layers, hf_model
 from weft.engine.parallel import tensor

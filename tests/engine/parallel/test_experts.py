@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.verification.small_configs import small_config
-from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.stages.tiny_models import tiny_model
 from weft.engine.models.sizes import model_sizes
 from weft.engine.parallel.axis import UnshareableError
 from weft.engine.stages.checking.axis_check import check_axes

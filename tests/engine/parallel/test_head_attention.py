@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.stages.tiny_models import tiny_model
 from weft.conf.schema import ContextExchange
 from weft.engine.models.varlen import ON_CPU
 from weft.engine.parallel import zigzag

@@ -14,10 +14,10 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
 from tests.engine.parallel.test_experts import deepseek
 from tests.engine.parallel.test_head_attention import Grouped, saved_bytes, with_heads
+from tests.engine.stages.tiny_models import tiny_model
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import blocks, ring, zigzag
 from weft.engine.parallel.attention import RingAttention, only_earlier

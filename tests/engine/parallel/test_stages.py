@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from benchmarks.verification.tiny_models import tiny_model
 from tests.engine.parallel.members import CPU, items_of, micro_batches, require_same, whole_model
+from tests.engine.stages.tiny_models import tiny_model
 from weft.conf.schema import LoraConfig, SplitKind
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.parallel.in_process import run_in_threads

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.verification.tiny_models import VOCABULARY
 from tests.engine.stages.tiny import batch, gradients, run, stages_of, tiny, whole
+from tests.engine.stages.tiny_models import VOCABULARY
 from weft.conf.schema import SplitKind
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.cutting.split import split_layers

@@ -11,7 +11,7 @@ import re, sys, torch
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
 from weft.engine.stages.cutting.split import split_layers
-from benchmarks.verification.tiny_models import tiny_model
+from tests.engine.stages.tiny_models import tiny_model
 
 torch.set_num_threads(1)
 # Converting reads every weight; in the file's own dtype, pages would be mapped and not read.

@@ -1,76 +1,57 @@
-"""The parity table, and that it would show a difference."""
+"""Stages in one process and on ranks give the logits, losses and gradients of Hugging Face's own run."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 
-from benchmarks import parity
+from tests.engine.stages.parity_cases import VARIANTS, cases
+from tests.engine.stages.parity_ranks import through_engine
+from weft.engine.stages.checking.comparison import Difference, difference, staged_outcome, whole_outcome
 
 
+def hugging_face(case):
+    return whole_outcome(case.whole(), case.microbatches, case.num_items)
+
+
+def in_process(case):
+    return staged_outcome(case.stages(range(case.num_stages)), case.microbatches, case.num_items)
+
+
+def off(case, got):
+    """Return the largest difference from Hugging Face's own run."""
+    want = hugging_face(case)
+    assert got.gradients.keys() == want.gradients.keys(), got.gradients.keys() ^ want.gradients.keys()
+    return difference(got, want).worst
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("arch", ["gemma3_text", "mixtral"])
-def test_all_variants_are_equal(arch, capsys):
-    assert parity.main([arch, "--stages", "3", "--backends", "in-process", "--tolerance", "0"]) == 0
-    out = capsys.readouterr().out
-    assert out.count(arch) == len(parity.VARIANTS) and "largest difference 0, tolerance 0" in out
+def test_all_variants_are_equal(arch, variant):
+    (case,) = cases([arch], [variant], [3])
+    assert off(case, in_process(case)) == 0
 
 
 @pytest.mark.slow
-def test_schedules_on_ranks(capsys):
-    options = [
-        "qwen3",
-        "gpt2",
-        "gemma4_text",
-        "--variants",
-        "tied",
-        "lora",
-        "--stages",
-        "2",
-        "4",
-        "--backends",
-        "gpipe",
-        "1f1b",
-    ]
-    assert parity.main([*options, "--tolerance", "1e-6"]) == 0
-    assert capsys.readouterr().out.count("1f1b") == 12
-
-
-def test_json(tmp_path):
-    file = str(tmp_path / "rows.json")
-    options = ["llama", "--variants", "lora", "--stages", "2", "--backends", "in-process"]
-    assert parity.main([*options, "--json", file]) == 0
-    (row,) = json.loads((tmp_path / "rows.json").read_text())["figures"]
-    assert (row["arch"], row["variant"], row["stages"], row["gradients"]) == ("llama", "lora", 2, 0.0)
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_schedules_on_ranks(kind):
+    chosen = list(cases(["qwen3", "gpt2", "gemma4_text"], ["tied", "lora"], [2, 4]))
+    assert max(off(*pair) for pair in zip(chosen, through_engine(kind, chosen), strict=True)) <= 1e-6
 
 
 @pytest.mark.parametrize("part", ["logits", "loss", "gradients"])
-def test_a_difference_shows(part, capsys, monkeypatch):
-    def wrong(cases):
-        (outcome,) = in_process(cases)
-        value = getattr(outcome, part)
-        off = {n: g + 1e-3 for n, g in value.items()} if part == "gradients" else value + 1e-3
-        yield dataclasses.replace(outcome, **{part: off})
-
-    in_process = parity.in_process
-    monkeypatch.setitem(parity.BACKENDS, "in-process", wrong)
-    options = ["llama", "--variants", "tied", "--stages", "2", "--backends", "in-process"]
-    assert parity.main(options) == 1
-    assert parity.main([*options, "--tolerance", "0.01"]) == 0
+def test_a_difference_shows(part):
+    (case,) = cases(["llama"], ["tied"], [2])
+    outcome = in_process(case)
+    value = getattr(outcome, part)
+    wrong = {n: g + 1e-3 for n, g in value.items()} if part == "gradients" else value + 1e-3
+    assert 1e-4 < off(case, dataclasses.replace(outcome, **{part: wrong})) < 0.01
 
 
 def test_not_a_number_shows():
-    row = parity.Row(float("nan"), 0.0, 0.0, "", arch="llama", variant="tied", stages=2, backend="in-process")
-    assert row.worst == float("inf")
+    assert Difference(float("nan"), 0.0, 0.0, "").worst == float("inf")
 
 
 def test_adapters_are_awake():
-    (case,) = parity.cases(["llama"], ["lora"], [2])
-    (plain,) = parity.cases(["llama"], ["untied"], [2])
-    assert not torch.equal(parity.hugging_face(case).logits, parity.hugging_face(plain).logits)
-
-
-@pytest.mark.parametrize(("options", "message"), [(["lama"], "no such architecture"), (["--variants", "x"], "variant")])
-def test_unknown_names(options, message):
-    with pytest.raises(ValueError, match=message):
-        parity.main(options)
+    (case,), (plain,) = cases(["llama"], ["lora"], [2]), cases(["llama"], ["untied"], [2])
+    assert not torch.equal(hugging_face(case).logits, hugging_face(plain).logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.verification.tiny_models import TINY, VOCABULARY, tiny_model
+from tests.engine.stages.tiny_models import TINY, VOCABULARY, tiny_model
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.models.batch import Batch
 from weft.engine.stages.checking.comparison import run_stages as run

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from benchmarks.verification.tiny_models import tiny_model
+from tests.engine.stages.tiny_models import tiny_model
 from tests.engine.strands.strand_ranks import SPLIT, Case, any_plan, outcomes, require_equal
 from weft.conf.schema import ContextExchange
 from weft.pipeline.strands.plan import SegmentPlan

@@ -5,9 +5,7 @@ import json
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.claims.algorithm1 import algorithm1
-from benchmarks.claims.atlas import apart_throughput, atlas_throughput
-from benchmarks.claims.claim import judged
+from benchmarks.atlas import algorithm1, apart_throughput, atlas_throughput, judged
 
 STAGES = 12
 

@@ -130,14 +130,14 @@ def test_schedules_keep_the_pairs_that_gain():
 
 
 def test_strands_are_joined_where_nothing_is_sent_between_them():
-    sent, bare, short = Segment(1.0, INSIDE, 2.0), Segment(3.0, leading_s=0.5), Segment(2.0, kind=Kind.memory)
+    sent, bare, short = Segment(1.0, INSIDE, 2.0), Segment(3.0), Segment(2.0, kind=Kind.memory)
     some, empty = Strand((sent, bare)), Strand(())
     assert some.then(empty) == empty.then(some) == some and empty.then(empty) == empty
     assert Strand((sent,)).then(Strand((sent,))) == Strand((sent, sent))
-    assert some.then(Strand((sent,))) == Strand((sent, replace(sent, compute_s=4.0, leading_s=0.5)))
-    assert some.then(Strand((short,))) == Strand((sent, replace(short, compute_s=5.0, kind=Kind.gemm, leading_s=0.5)))
+    assert some.then(Strand((sent,))) == Strand((sent, replace(sent, compute_s=4.0)))
+    assert some.then(Strand((short,))) == Strand((sent, replace(short, compute_s=5.0, kind=Kind.gemm)))
     longer = replace(short, compute_s=7.0)
-    assert some.then(Strand((longer,))) == Strand((sent, replace(longer, compute_s=10.0, leading_s=0.5)))
+    assert some.then(Strand((longer,))) == Strand((sent, replace(longer, compute_s=10.0)))
     assert some.continues and not Strand((sent,)).continues and not empty.continues
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from benchmarks.overlap.orders import backward_then_forward, round_robin
+from tests.pipeline.strands.orders import backward_then_forward, round_robin
 from tests.pipeline.strands.pairs import BETWEEN, INSIDE, llama_layer, pairs, tables
 from weft.pipeline.strands.overlap import OverlapTable, overlap_effectiveness
 from weft.pipeline.strands.plan import SegmentPlan, Step

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytest import approx
 
-from benchmarks.overlap.orders import backward_then_forward, round_robin
-from benchmarks.overlap.recurrence import pair_operators
+from tests.pipeline.strands.orders import backward_then_forward, round_robin
 from tests.pipeline.strands.pairs import BETWEEN, INSIDE, llama_layer, num_switches, over, pairs, shortest, tables
+from tests.pipeline.strands.recurrence import pair_operators
 from weft.pipeline.strands.overlap import OverlapTable
 from weft.pipeline.strands.plan import SegmentPlan, Step
 from weft.pipeline.strands.search import _as_good, _keep, _Label, _period, _steps, search, search_stages

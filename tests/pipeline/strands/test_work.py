@@ -24,18 +24,18 @@ def test_work_takes_seconds_of_each_kind():
 
 
 def test_a_segment_is_of_the_kind_that_takes_longest():
-    gathered = SegmentWork(Work(20.0, 5.0, 12.0), Traffic("tensor", "all_gather", 6.0), leading_flops=4.0)
-    sent = SegmentWork(Work(30.0, 5.0), Traffic("expert", "all_to_all", 6.0), trailing_flops=8.0)
-    last = SegmentWork(Work(attention_flops=5.0), leading_flops=2.0, trailing_flops=1.0)
+    gathered = SegmentWork(Work(20.0, 5.0, 12.0), Traffic("tensor", "all_gather", 6.0))
+    sent = SegmentWork(Work(30.0, 5.0), Traffic("expert", "all_to_all", 6.0))
+    last = SegmentWork(Work(attention_flops=5.0))
     part = timed(PartWork((gathered, last), (sent,), ((0, Work(10.0, 0.0, 4.0)),)))
     assert part == StrandPair(
         Strand(
             (
-                Segment(5.5, LinkScope.inside_host, 3.0, Kind.memory, leading_s=0.4),
-                Segment(0.5, kind=Kind.attention, leading_s=0.2, trailing_s=0.1),
+                Segment(5.5, LinkScope.inside_host, 3.0, Kind.memory),
+                Segment(0.5, kind=Kind.attention),
             )
         ),
-        Strand((Segment(3.5, LinkScope.between_hosts, 6.0, Kind.gemm, trailing_s=0.8),)),
+        Strand((Segment(3.5, LinkScope.between_hosts, 6.0, Kind.gemm),)),
         (WeightGradient(0, 2.0),),
     )
 

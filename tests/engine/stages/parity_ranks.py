@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from benchmarks.verification.parity_cases import ParityCase
-from benchmarks.verification.parity_cases import cases as make_cases
+from tests.engine.stages.parity_cases import ParityCase
+from tests.engine.stages.parity_cases import cases as make_cases
 from weft.comm.torch_channel import TorchChannel, between_hosts, connect
 from weft.engine.distributed import init_distributed
 from weft.engine.execution.compute import Compute

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one for every architecture of the parity benchmark."""
+"""Tiny models with random weights, one for each of several architectures."""
 
 from __future__ import annotations
 

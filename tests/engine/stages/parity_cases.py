@@ -1,4 +1,4 @@
-"""Cases of `benchmarks parity`: small models of every supported architecture, in variants, on a batch."""
+"""Cases of the parity tests: small models of every supported architecture, in variants, on a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.verification.tiny_models import VOCABULARY, tiny_model
+from tests.engine.stages.tiny_models import VOCABULARY, tiny_model
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.models.batch import Batch
 from weft.engine.stages.cutting.split import split_layers

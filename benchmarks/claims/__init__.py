@@ -1,1 +1,0 @@
-"""Claims of papers, compared with Weft's models."""
