@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import sleep
-from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.netbed.ranks import run_ranks_in
-from benchmarks.peers.case import EngineCase
+from benchmarks.peers.case import EngineCase, time_steps
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout, Links, measured_links, wan_topology
-from benchmarks.peers.stepping import time_steps
 from benchmarks.peers.weft_engine import LayersJob, emulated_engine
-from benchmarks.results import parse, show, write_json
+from benchmarks.results import finish, parse, show, write_json
 from weft.conf.schema import WeftConfig
 from weft.recipes.emulation.session import Setting
 from weft.recipes.emulation.turns import Emulation, emulated
@@ -31,21 +27,16 @@ from weft.tools.netbed import NetBed
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 
-GOAL, MOST = 0.005, 0.015
+GOALS = GOAL, MOST = 0.005, 0.015
 """Error of the median that most jobs keep to, and that all do.
 
 Each is besides the real job's own difference between runs. Where real runs differ by more than the second, the machine
 was too busy to tell, and nothing is shown.
 """
 PARTS = ("jobs", "what-ifs")
-Figures = dict[str, list[dict[str, Any]]]
-"""Rows of each part."""
-
-
 LAYER_MS = 60.0
 """Milliseconds of a layer's forward and of each gradient. The host takes about 0.3 ms of a slot, and twice that where
-eight real
-ranks share two processors, which emulated ones do not: of slots of 30 ms that alone is more than the goal."""
+eight real ranks share two processors, which emulated ones do not. Of slots of 30 ms that exceeds the goal."""
 TIMEOUT_S = 280.0
 
 
@@ -71,7 +62,7 @@ LAYOUTS = (
     Layout("two stages", stages=2),
     Layout("auto", schedule="auto", placement="fold"),
 )
-_LARGEST = Layout("4 x 4", stages=4, replicas=4)
+_LARGEST = LAYOUTS[10]
 _LARGEST_AT_SITES = Layout("4 x 2 at two sites", replicas=2, sites=(2, 2))
 CHANGES = {
     "slow rank": (_LARGEST, replace(_LARGEST, name="4 x 4, a rank at 80 %", slow=(5, 0.8))),
@@ -198,33 +189,31 @@ def main(argv: Sequence[str]) -> int:
     Real and emulated steps of a job alternate.
 
     Raises:
-        ValueError: there is no such job, or the results to add to cannot be read.
+        ValueError: there is no such job.
     """
     args = parse(_parser(), argv, parts=PARTS, jobs=[layout.name for layout in LAYOUTS], what_ifs=list(CHANGES))
     if not 0 < args.layer_ms <= 1000:
         raise ValueError(f"--layer-ms {args.layer_ms}: give milliseconds above 0 and at most 1000")
-    figures = _earlier(args)
-    changes = {name: CHANGES[name] for name in args.what_ifs or CHANGES if "what-ifs" in args.parts}
+    changes = [CHANGES[name] for name in args.what_ifs or CHANGES if "what-ifs" in args.parts]
     jobs = [each for each in LAYOUTS if "jobs" in args.parts and each.name in (args.jobs or [each.name])]
-    wanted = [*jobs, *(layout for pair in changes.values() for layout in pair)]
+    changed = list(dict.fromkeys(layout for pair in changes for layout in pair))
     work = work_of_layers(args.layer_ms)
-    run = _runner(args, _links(wanted, work), work) if wanted else None
-
-    def keep(part: str, rows: Iterable[Any]) -> None:
-        found = [{"name": row.name, **asdict(row)} for row in rows]
-        names = [row["name"] for row in found]
-        figures[part] = [row for row in figures[part] if row["name"] not in names] + found
-        write_json(args, "emulation", figures, met=_met(figures))  # at once: a run of many jobs may be cut short
-
-    if run is not None:
-        for layout in jobs:
-            beside = run(layout)
-            print(", ".join(f"{name} {value}" for name, value in _row(beside).items()), flush=True)
-            keep("jobs", [beside])
-        for layout in dict.fromkeys(layout for pair in changes.values() for layout in pair):
-            keep("what-ifs", [run(layout)])
-    _show(figures)
-    return 0 if _met(figures) else 1
+    links = _links([*jobs, *changed], work)
+    found: dict[str, Beside] = {}
+    for layout in (*jobs, *changed):
+        if layout.name not in found:
+            found[layout.name] = compare(layout, links, work, args.rounds, args.steps, args.at_once)
+            print(*_row(found[layout.name]).values(), sep=", ", flush=True)
+            write_json(args, "emulation", list(found.values()))  # at once: a run of many jobs may be cut short
+    besides = [found[layout.name] for layout in jobs]
+    if jobs:
+        show(table_of(map(_row, besides), "A step emulated and real"))
+        print(*(f"within {goal:.1%}: {sum(_within(each, goal) for each in besides)} of {len(jobs)}" for goal in GOALS))
+    if changes:
+        pairs = [(found[before.name], found[after.name]) for before, after in changes]
+        show(table_of((_change_row(*pair) for pair in pairs), "What a change does to the step"))
+    usual, most = ([_within(each, goal) for each in besides] for goal in GOALS)
+    return finish(args, "emulation", list(found.values()), met=all(most) and 4 * sum(usual) >= 3 * len(jobs))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,70 +226,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
     parser.add_argument("--layer-ms", type=float, default=LAYER_MS, help="of a layer's forward and of each gradient")
     parser.add_argument("--at-once", type=int, default=2, help="an emulation's real ranks that run side by side")
-    parser.add_argument("--add", action="store_true", help="to what --json FILE has of other jobs")
     return parser
 
 
-def _earlier(args: argparse.Namespace) -> Figures:
-    """Return the rows that the result file already has."""
-    none: Figures = {part: [] for part in PARTS}
-    if not args.add:
-        return none
-    if args.json is None:
-        raise ValueError("--add: to which file? give --json FILE")
-    if not args.json.exists():
-        return none
-    try:
-        found = json.loads(args.json.read_text())["figures"]
-        return {part: list(found[part]) for part in PARTS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--json {args.json}: is none of this bench, and cannot be added to: {error!r}") from error
-
-
-def _runner(args: argparse.Namespace, links: Links, work: EmulatedWork) -> Callable[[Layout], Beside]:
-    return partial(compare, links=links, work=work, rounds=args.rounds, steps=args.steps, at_once=args.at_once)
-
-
 def _links(layouts: Sequence[Layout], work: EmulatedWork) -> Links:
-    """Return the links of these jobs, measured between pauses as long as a layer.
-
-    Links between sites are measured on a netbed of their own.
-    """
+    """Return the links of these jobs, measured between pauses as long as a layer, and on a netbed between sites."""
     local = measure_link(work.hidden_bytes, Way.shared, idle_s=work.forward_s)
     apart = any(layout.sites for layout in layouts)
     return replace(measured_links(wan_topology((2, 1)), work) if apart else Links(), local=local)
-
-
-def _show(figures: Figures) -> None:
-    steps = {name: _beside(row) for name, row in _named(figures["what-ifs"]).items()}
-    jobs = list(map(_beside, figures["jobs"]))
-    if jobs:
-        show(table_of(map(_row, jobs), "A step emulated and real"))
-        print(
-            f"within {GOAL:.1%}: {sum(_within(each, GOAL) for each in jobs)} of {len(jobs)}; "
-            f"within {MOST:.1%}: {sum(_within(each, MOST) for each in jobs)}"
-        )
-    changes = [
-        _change_row(steps[before.name], steps[after.name])
-        for before, after in CHANGES.values()
-        if {before.name, after.name} <= steps.keys()
-    ]
-    if changes:
-        show(table_of(changes, "What a change does to the step"))
-
-
-def _met(figures: Figures) -> bool:
-    jobs = list(map(_beside, figures["jobs"]))
-    met = all(_within(beside, MOST) for beside in jobs)
-    return met and 4 * sum(_within(beside, GOAL) for beside in jobs) >= 3 * len(jobs)
-
-
-def _named(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {row["name"]: row for row in rows}
-
-
-def _beside(row: Mapping[str, Any]) -> Beside:
-    return Beside(**row)
 
 
 def _row(beside: Beside) -> dict[str, object]:

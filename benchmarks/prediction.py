@@ -13,10 +13,9 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.netbed.ranks import run_ranks_in
-from benchmarks.peers.case import EngineCase, StageProfile, middle_and_spread
+from benchmarks.peers.case import EngineCase, StageProfile, middle_and_spread, time_steps
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import NUM_LAYERS, Layout, Links, measured_links, wan_topology
-from benchmarks.peers.stepping import time_steps
 from benchmarks.peers.weft_engine import emulated_engine
 from benchmarks.results import parse, show, write_json
 from weft.comm.wan.library import load

@@ -15,10 +15,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from benchmarks.peers.case import EngineCase, RankRun
+from benchmarks.peers.case import EngineCase, RankRun, ZeroCase, ZeroRun, time_computes, time_steps
 from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedWork, emulated_hidden, emulated_loss
-from benchmarks.peers.stepping import time_steps
-from benchmarks.peers.zero_case import ZeroCase, ZeroRun, time_computes
 from weft.engine.distributed import init_distributed
 
 

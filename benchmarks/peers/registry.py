@@ -129,12 +129,12 @@ def _deepspeed_zero(stage: int) -> Engine:
 
 
 def _weft_zero(stage: int) -> Engine:
-    return Engine(f"Weft ZeRO-{stage}", "zero_weft", arguments={"stage": stage}, moves=_moves(stage))
+    return Engine(f"Weft ZeRO-{stage}", "weft_engine", "run_sharded", {"stage": stage}, moves=_moves(stage))
 
 
 SHARDED: Mapping[str, Engine] = {
-    "torch-ddp": Engine("torch DDP", "zero_torch", "run_ddp", moves=("all_reduce",)),
-    "torch-fsdp2": Engine("torch FSDP2", "zero_torch", "run_fsdp2", moves=_ON_DEMAND),
+    "torch-ddp": Engine("torch DDP", "torch_engines", "run_ddp", moves=("all_reduce",)),
+    "torch-fsdp2": Engine("torch FSDP2", "torch_engines", "run_fsdp2", moves=_ON_DEMAND),
     "deepspeed-1": _deepspeed_zero(1),
     "deepspeed-2": _deepspeed_zero(2),
     "deepspeed-3": _deepspeed_zero(3),
@@ -150,7 +150,12 @@ SHARDED: Mapping[str, Engine] = {
     "weft-2": _weft_zero(2),
     "weft-3": _weft_zero(3),
     "weft-pipeline": Engine(
-        "Weft ZeRO-1, 2 stages", "zero_weft", arguments={"stage": 1, "num_stages": 2}, moves=_SHARDED, across=True
+        "Weft ZeRO-1, 2 stages",
+        "weft_engine",
+        "run_sharded",
+        {"stage": 1, "num_stages": 2},
+        moves=_SHARDED,
+        across=True,
     ),
 }
 """Data-parallel engines; a pipeline's step without overlap leaves out its bubbles."""
@@ -158,4 +163,4 @@ OVER: Mapping[str, tuple[str, ...]] = {
     name: (name.replace("weft", "deepspeed"),) for name in ("weft-1", "weft-2", "weft-3", "weft-pipeline")
 }
 """DeepSpeed's engines that each of Weft's is compared with."""
-PLAIN = Engine("plain collectives", "zero_torch", "run_plain")
+PLAIN = Engine("plain collectives", "torch_engines", "run_plain")

@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.netbed.ranks import run_ranks_in
+from benchmarks.peers.case import ZeroCase, ZeroRun
 from benchmarks.peers.comparison import Measured, show_steps
 from benchmarks.peers.registry import OVER, PLAIN, SHARDED
-from benchmarks.peers.zero_case import ZeroCase, ZeroRun
 from benchmarks.results import finish, parse, show
 from weft.tools.netbed import NetBed, Topology
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -11,11 +12,19 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers.case import EngineCase, RankRun
-from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
-from benchmarks.peers.stepping import time_steps
+from benchmarks.peers.case import EngineCase, RankRun, ZeroCase, ZeroRun, time_computes, time_steps
+from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedStage, EmulatedWork
 from weft.conf.deepspeed import deepspeed_config
-from weft.conf.schema import CommConfig, PipelineConfig, PlacementKind, ScheduleKind, WeftConfig
+from weft.conf.schema import (
+    CommConfig,
+    DataConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PlacementKind,
+    ScheduleKind,
+    WeftConfig,
+    ZeroConfig,
+)
 from weft.engine.deepspeed.module import WeftModule
 from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
@@ -63,6 +72,42 @@ def run(
     ]
     engine.destroy()
     return RankRun(step_s, cells, ended_s, median(steps), profile)
+
+
+def run_sharded(case: ZeroCase, stage: int, num_stages: int = 1) -> list[ZeroRun]:
+    """Run one rank of ZeRO-``stage`` in ``num_stages`` pipeline stages, with a new plan for each amount of compute.
+
+    A pipeline is interleaved: micro-batches are launched together, as the model tier determines.
+    """
+    return [_run_sharded(replace(case, compute_s=(compute_s,)), stage, num_stages) for compute_s in case.compute_s]
+
+
+def _run_sharded(case: ZeroCase, stage: int, num_stages: int) -> ZeroRun:
+    bucket, microbatches = case.layer_elements, case.num_microbatches * num_stages
+    config = WeftConfig(
+        pipeline=PipelineConfig(stages=num_stages, microbatches=microbatches),
+        zero=ZeroConfig(stage=stage, reduce_bucket_size=bucket, allgather_bucket_size=bucket),
+        optimizer=OptimizerConfig(clip=0.0),
+        data=DataConfig(cache_dir=case.cache_dir),
+    )
+    config.comm.timeout_s = case.timeout_s
+    if num_stages > 1:
+        config.pipeline.schedule = ScheduleKind["interleaved"]
+        config.pipeline.chunks_per_rank = min(8, case.num_layers // num_stages)
+    engine = emulated_engine(
+        EngineCase(
+            num_ranks=num_stages,
+            num_replicas=int(os.environ["WORLD_SIZE"]) // num_stages,
+            num_layers=case.num_layers,
+            num_microbatches=microbatches,
+            work=case.work(case.compute_s[0]),
+        ),
+        config,
+    )
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, EmulatedLayer)]
+    (found,) = time_computes(case, layers, engine.train_batch)
+    engine.destroy()
+    return found
 
 
 def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:

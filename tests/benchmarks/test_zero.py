@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.peers import sharded as bench_zero
+from benchmarks.peers.case import ZeroCase, ZeroRun
 from benchmarks.peers.registry import OVER
 from benchmarks.peers.registry import SHARDED as ENGINES
 from benchmarks.peers.sharded import PIPELINE_MICROBATCHES, of_bound, row_of, run_engine, speedup
-from benchmarks.peers.zero_case import ZeroCase, ZeroRun
 from weft.tools.netbed import NetBed, Topology, missing
 
 SMALL = ZeroCase(

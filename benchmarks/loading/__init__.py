@@ -1,1 +1,0 @@
-"""A rank that only reads its batches, for `benchmarks data`."""
