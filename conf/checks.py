@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import lcm, prod
 from pathlib import Path
 
+from weft.conf.distill_checks import distill_problems
 from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.inference_checks import inference_problems
@@ -47,6 +48,8 @@ def missing(config: WeftConfig) -> Iterator[str]:
     model, data, kind = config.model, config.data, config.data.kind.name
     if not model.path and not model.arch:
         yield "model.arch='': no model is given; set model.path, or model.arch to a model_type"
+    if config.distill.enabled and not config.distill.teacher:
+        yield "distill.teacher='': no teacher is given; set distill.teacher to a folder or a hub name"
     if data.kind is not DataKind.corpus and not (data.path or data.sources):
         yield f"data.path='': data.kind={kind} needs a source; set data.path to a file, a folder or a hub name"
     if data.kind is not DataKind.corpus and not (model.tokenizer or model.path):
@@ -332,6 +335,7 @@ CHECKS = (
     _comm,
     _cluster,
     optimizer_problems,
+    distill_problems,
     _train,
     _checkpoint,
     _supervision,

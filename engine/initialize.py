@@ -56,6 +56,7 @@ from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.fingerprint import folder_fingerprint, model_fingerprint
 from weft.engine.stages.files.loading import load_hf_config, load_stages
+from weft.engine.stages.teacher import Teacher
 from weft.engine.zero import Collectives
 from weft.pipeline.placement import Placement
 
@@ -251,6 +252,8 @@ def build_engine(
     together(lambda: check_supported(config.train.precision))
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
+    teacher = together(lambda: _open_teacher(config, hf_config, objective)) if config.distill.enabled else None
+    objective = objective if teacher is None else teacher.objective
     if config.model.kernels is Kernels.fused:
         together(lambda: require_kernels(config_skeleton(hf_config) if model is None else hf_model(model)))
     base = from_rank_zero(lambda: folder_fingerprint(config.model) if model is None else model_fingerprint(model))
@@ -277,10 +280,18 @@ def build_engine(
     if given.get("lr_scheduler") is None and given.get("optimizer") is None and "scheduler" not in settings:
         given["lr_scheduler"] = learning_rate(config.optimizer, config.train.steps)
     engine = run.engine(config, settings, module, objective=objective, set_up=attempt.set_up, args=args, **given)
+    if teacher is not None:
+        together(lambda: teacher.load(device) if engine.holds_loss else None)
     path = hf_config.name_or_path or ""
     engine.origin = Origin(base, path, flat(to_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
+
+
+def _open_teacher(config: WeftConfig, hf_config: PreTrainedConfig, objective: Objective | None) -> Teacher:
+    if objective is not None:
+        raise ValueError("distill.enabled=true: a loss is given, too; leave one of them out")
+    return Teacher(config, hf_config.get_text_config().vocab_size)
 
 
 def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchange: ContextExchange) -> None:

@@ -37,13 +37,15 @@ from weft.engine.data import (
     with_template,
 )
 from weft.engine.data.open import locate
+from weft.engine.data.teacher_tokens import require_teacher_tokens
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
 from weft.engine.layout import RankLayout
 from weft.engine.stages.checking.refusals import refuse_packing
 from weft.engine.stages.checking.self_check import check_flash_packing, check_packing, self_check
-from weft.engine.stages.files.fingerprint import files_fingerprint
+from weft.engine.stages.files.fingerprint import files_fingerprint, folder_fingerprint
 from weft.engine.stages.files.loading import load_hf_config
+from weft.engine.stages.teacher import teacher_model
 from weft.recipes.finish import print_once
 
 
@@ -99,6 +101,8 @@ def prepare(
     tokenizer = rank_zero_first(lambda: _tokenizer(config, kept))
     together(lambda: _name_unused(config, tokenizer, seen))
     _fit_vocabulary(config, tokenizer)
+    if config.distill.enabled:
+        together(lambda: require_teacher_tokens(tokenizer, config) if dist.get_rank() == 0 else None)
     attempt.set_up.done("tokenizer")
     if config.data.packing:
         together(lambda: refuse_packing(load_hf_config(config.model).model_type))
@@ -119,6 +123,8 @@ def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
         "the tokenizer": tokenizer_sha256(tokenizer),
         "the chat template": hashlib.sha256(template.encode()).hexdigest(),
     }
+    if config.distill.enabled:
+        found["the teacher"] = folder_fingerprint(teacher_model(config))
     sources = [] if config.data.kind is DataKind.corpus else for_each_source(config.data, locate)
     for number, path in enumerate(source.path for source in sources):
         if path is not None:
@@ -144,7 +150,7 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
         check_flash_packing(hf_config)
     if virtual_stages(config) > 1:
         chunks = config.model.chunked_loss is not ChunkedLoss.never
-        self_check(hf_config, packing=config.data.packing, chunks=chunks)
+        self_check(hf_config, packing=config.data.packing, chunks=chunks, own_loss=not config.distill.enabled)
     elif config.data.packing:
         check_packing(hf_config)
     write_private(passed, json.dumps(done) + "\n")

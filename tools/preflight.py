@@ -195,6 +195,24 @@ def check_data(config: WeftConfig) -> None:
         encode_first(config.data, tokenizer)
 
 
+def check_teacher(config: WeftConfig) -> None:
+    """Check that a teacher on this machine can be read, and has the student's tokens."""
+    teacher, words = config.distill.teacher, config.model.tokenizer or config.model.path
+    if not config.distill.enabled:
+        return
+    if not is_here(teacher):
+        if not _is_hub_name(teacher):
+            raise ValueError(f"distill.teacher={teacher}: there is no such folder; give a model's folder or hub name")
+        return  # left to the ranks
+    from weft.engine.data import load_tokenizer  # torch, which other checks do not need
+    from weft.engine.data.teacher_tokens import require_teacher_tokens
+    from weft.engine.stages.teacher import load_teacher_config
+
+    load_teacher_config(config, config.data.sequence_length)
+    if not words or is_here(words):
+        require_teacher_tokens(load_tokenizer(config.model, config.data), config)
+
+
 def check_hub(config: WeftConfig) -> None:
     """Check that the export can be pushed to the hub: the client is online and has a token."""
     if not config.train.hub_model_id:
@@ -285,6 +303,7 @@ MACHINE: dict[str, Callable[[WeftConfig], None]] = {
 INPUTS: dict[str, Callable[[WeftConfig], None]] = {
     "model": check_model,
     "data": check_data,
+    "teacher": check_teacher,
     "hub": check_hub,
     "resume": check_resume,
 }

@@ -18,6 +18,7 @@ from weft.conf.schema.cluster import KubernetesConfig as KubernetesConfig
 from weft.conf.schema.cluster import LinkConfig as LinkConfig
 from weft.conf.schema.cluster import SiteConfig as SiteConfig
 from weft.conf.schema.cluster import SlurmConfig as SlurmConfig
+from weft.conf.schema.distillation import DistillConfig as DistillConfig
 from weft.conf.schema.inference import ControllerConfig as ControllerConfig
 from weft.conf.schema.inference import DecodeConfig as DecodeConfig
 from weft.conf.schema.inference import EvaluateConfig as EvaluateConfig
@@ -59,6 +60,7 @@ class WeftConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -102,6 +102,12 @@ class LazyHead:
         _log.info("%s: logits are computed whole, because the model's forward calls %s", self.name, what)
         return self.module(hidden)
 
+    def chunks(self, hidden: Tensor) -> Iterator[Tensor]:
+        """Yield the head's result in chunks of tokens."""
+        self._is_used = True
+        tokens = max(1, int(self.chunk_bytes // (torch.float32.itemsize * len(self.linear.weight))))
+        yield from map(self.module, hidden.flatten(0, -2).split(tokens))
+
     def losses(self, hidden: Tensor, steps: tuple[Step, ...], labels: Tensor, ignore_index: int) -> Tensor:
         """Return the loss of each token, [tokens], within the head's own call, whose hooks gather weight and input."""
         self._is_used = True
@@ -162,6 +168,13 @@ class LazyLogits(Tensor):
         if steps and steps[-1] == _Convert(torch.float32):  # a loss is computed in fp32 in any case
             steps = steps[:-1]
         return self._head.losses(self._hidden, steps, labels, ignore_index)
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Yield the logits in chunks [tokens, V], in the order of the tokens, for computations without gradients."""
+        for chunk in self._head.chunks(self._hidden):
+            for step in self._steps:
+                chunk = step(chunk)
+            yield chunk
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -81,6 +81,8 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding: float = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     embedding -= costs.stages[0].activation_bytes
+    if facts.teacher is not None:
+        found[-1] = found[-1]._replace(forward=max(found[-1].forward, facts.teacher.working_bytes))
     first = found[0]
     found[0] = first._replace(whole=max(first.whole, embedding), input=max(first.input, embedding))
     return found
@@ -111,6 +113,10 @@ def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops
     for part, layers in zip(_stage_works(work, split), split.layers, strict=True):
         seconds = part.seconds(flops_per_s / division.of_rank(1), recomputes=facts.recomputes, in_chunks=in_chunks)
         stages.append(work.stage_cost(part, len(layers), seconds, division))
+    if facts.teacher is not None:
+        last, teacher = stages[-1], facts.teacher
+        saved, forward_s = last.activation_bytes + teacher.saved_bytes, last.forward_s + teacher.flops / flops_per_s
+        stages[-1] = replace(last, forward_s=forward_s, activation_bytes=saved)
     return tuple(stages)
 
 

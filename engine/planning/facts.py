@@ -13,6 +13,7 @@ from weft.conf.features import entry, is_installed
 from weft.conf.schema import ContextExchange
 from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import ModelSizes
+from weft.engine.planning.teacher_facts import TeacherFacts
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import LinkCost, PairCosts, StageCost
 from weft.pipeline.workload import ModelWork
@@ -105,6 +106,7 @@ class Facts:
         links: links between ranks.
         replica_nodes: the node of each rank of a data group, or its site if replicas are at several sites.
         collectives: costs of collectives over these replicas, or None if unknown.
+        teacher: a teacher on each rank that computes the loss, or None without distillation.
         sources: source of each fact, by its name.
     """
 
@@ -127,6 +129,7 @@ class Facts:
     replica_nodes: tuple[int, ...]
     collectives: CollectiveCosts | None = None
     work: ModelWork | None = None
+    teacher: TeacherFacts | None = None
     sources: dict[str, str]
 
     @property

@@ -36,8 +36,10 @@ from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.engine.planning.state_pieces import matrix_padding, muon_bytes, stepped_pieces
+from weft.engine.planning.teacher_facts import teacher_facts
 from weft.engine.precision import DTYPES
 from weft.engine.stages.files.loading import quantization_of
+from weft.engine.stages.teacher import teacher_model
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.workload import WORK_FORM, ModelWork
 
@@ -157,6 +159,7 @@ def _known_facts(
         "device_bytes": f"memory of this machine's {machine.device.type}",
         "device": "this machine's",
         "optimizer_bytes": "counted for muon, or measured in a step of the caller's optimiser",
+        "teacher": "counted from distill.teacher",
         "run": "named by the configuration",
         "links": "given by cluster.links",
     }
@@ -200,6 +203,9 @@ def _known_facts(
     else:
         facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer, trained))
     facts = with_axes(config, facts, machine.nodes, machine.device)
+    if config.distill.enabled:
+        own_loss, teacher = False, teacher_facts(config, facts.model.vocab_size, _teacher_work)
+        facts = replace(facts, teacher=teacher)
     facts = with_chunked_loss(config, with_exchange(config, hf_config, facts), own_loss=own_loss)
     if not is_installed("strands"):
         return facts
@@ -215,7 +221,8 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
     again = ", recomputed" if config.model.gradient_checkpointing else ""
     lora = ", lora" if config.model.lora.enabled else ""
     lora += ", 4 bits" if quantization_of(config.model) else ""
-    return f"{hf_config.model_type} {model}, {shape}, {config.train.precision.name}{lora}{again}"
+    teacher = f", taught by {config.distill.teacher}" if config.distill.enabled else ""
+    return f"{hf_config.model_type} {model}, {shape}, {config.train.precision.name}{lora}{again}{teacher}"
 
 
 def _optimizer_bytes(
@@ -291,6 +298,10 @@ def _traced(
     with contextlib.suppress(OSError):  # it is traced again the next time
         cache.add({key: work.to_dict()})
     return work, "the model's forward, traced on the meta device"
+
+
+def _teacher_work(config: WeftConfig, teacher: PreTrainedConfig) -> ModelWork | None:
+    return _traced(replace(config, model=teacher_model(config)), teacher, teacher)[0]
 
 
 def _given_costs(config: WeftConfig, layout: RankLayout) -> dict[int, CostModel]:

@@ -148,6 +148,11 @@ BAD = [
     (["checkpoint.resume=/nowhere"], "there is no such folder"),
     (["supervise.spike=1"], "choose a value above 1, or 0"),
     (["supervise.spike=20", "supervise.max_skips=0"], "skips no step; set it to 3"),
+    (["distill.teacher=a/b"], "set that, or leave teacher out"),
+    (["distill.enabled=true"], "set distill.teacher to a folder or a hub name"),
+    (["recipe=distill", "model.chunked_loss=always"], "needs whole logits; set model.chunked_loss=auto"),
+    (["recipe=distill", "distill.top_k=0", "distill.tail=false"], "compares the whole vocabulary; set distill.top_k"),
+    (["recipe=distill", "model.overrides.output_router_logits=true"], "no part for routers; set it to false"),
     # serving
     (["inference.controller.workers=[{url: localhost, boards: [x]}]"], "give it as in http://127.0.0.1:8001"),
     (["inference.controller.models=[{name: a, url: localhost}]"], "give it as in http://127.0.0.1:8500"),
@@ -174,7 +179,7 @@ FILES = [
     ("train: {steps: x}", "train.steps='x': expected an integer"),
     (
         "defaults: [quick, _self_]",
-        "there is no quick in recipe; one of lora, pretrain, qlora, quickstart, serving, sft",
+        "there is no quick in recipe; one of distill, lora, pretrain, qlora, quickstart, serving, sft",
     ),
     ("- a", "holds no fields"),
     ("a: [", "not YAML"),

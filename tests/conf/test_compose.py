@@ -15,6 +15,7 @@ RECIPES = {
     "sft": ["model.path=a/b", "data.path=c/d"],
     "lora": ["model.path=a/b", "data.path=c/d"],
     "qlora": ["model.path=a/b", "data.path=c/d"],
+    "distill": ["model.path=a/b", "distill.teacher=c/d", "data.path=e/f"],
     "pretrain": ["model.tokenizer=a/b", "data.path=c/d"],
     "serving": ["inference.prefill.model=a/b"],
 }

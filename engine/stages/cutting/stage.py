@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from weft.engine.models.batch import Batch
-from weft.engine.models.lazy_logits import LazyHead, whole_logits_reason
+from weft.engine.models.lazy_logits import LazyHead, LazyLogits, whole_logits_reason
 from weft.engine.models.objective import Minimised
 from weft.engine.models.router import RouterLoss, wants_router_loss
 from weft.engine.models.skeleton import decoder_layers, hf_model
@@ -143,6 +143,15 @@ class Stage(nn.Module):
         """Return the last stage's logits [B, S, V] for evaluation, for whole sequences on each context member."""
         assert self.is_last
         return self.whole_logits(self._output(hidden, batch).logits)
+
+    def logits_in_chunks(self, batch: Batch) -> Iterator[Tensor]:
+        """Yield logits [tokens, V] of all tokens of a model that is not divided, in order, each freed before the next.
+
+        They are chunks if `compute_loss_in_chunks` has set them.
+        """
+        with self._chunked_loss(batch):
+            logits = self._output(None, batch).logits.flatten(0, -2)
+            yield from logits.chunks() if isinstance(logits, LazyLogits) else (logits,)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
         """Gather the logits of whole sequences over the whole vocabulary from all members' parts."""

@@ -1,0 +1,91 @@
+"""Distillation: a loss of the student's logits against a teacher's most likely tokens (Hinton et al. 2015)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax, pad
+
+from weft.conf.schema import DistillConfig
+from weft.engine.models.batch import Batch
+from weft.engine.models.objective import Forward, Objective
+
+IGNORED = -100
+"""Label of a token that does not count."""
+LEAST = -1e4
+"""Logarithm of a probability of 0, so that its product with the probability is 0, not NaN."""
+
+
+class TopTokens(NamedTuple):
+    """A teacher's most likely next tokens at each position.
+
+    Attributes:
+        log_probabilities: [tokens, k] in fp32, at temperature 1, normalised over the whole vocabulary.
+        ids: [tokens, k], or None if they are all tokens, in order.
+    """
+
+    log_probabilities: Tensor
+    ids: Tensor | None
+
+
+def top_tokens(logits: Tensor, k: int) -> TopTokens:
+    """Return the ``k`` most likely tokens by logits [tokens, V], or all of them if ``k`` is 0 or V or more."""
+    logits = logits.float()
+    if not 0 < k < logits.shape[-1]:
+        return TopTokens(log_softmax(logits, -1), None)
+    best, ids = logits.topk(k, -1)
+    return TopTokens(best - logits.logsumexp(-1, keepdim=True), ids)
+
+
+def distillation_losses(logits: Tensor, labels: Tensor, teacher: TopTokens, settings: DistillConfig) -> Tensor:
+    """Return the loss of each token, [tokens], for logits [tokens, V]. It is 0 for ignored labels.
+
+    It is ``(1 - weight) * cross-entropy + weight * temperature ** 2 * KL(teacher || student)``. The divergence is over
+    the teacher's k tokens and, with ``settings.tail``, one more outcome with the probability of all others. Both
+    distributions over these outcomes are tempered and normalised again, so a teacher's log-probabilities at
+    temperature 1 suffice for any temperature.
+    """
+    counts, wanted = labels != IGNORED, teacher.log_probabilities
+    own = labels.clamp(min=0).unsqueeze(-1)
+    logits = logits.float()
+    if teacher.ids is None:
+        outcomes, student = (logits, logits)
+        label = logits.gather(-1, own)
+        wanted = pad(wanted, (0, logits.shape[-1] - wanted.shape[-1]), value=LEAST)  # rows without a token
+    else:
+        picked = logits.gather(-1, torch.cat([teacher.ids, own], -1))
+        student, label = picked[:, :-1], picked[:, -1:]
+        others = logits.scatter(-1, teacher.ids, -torch.inf).logsumexp(-1, keepdim=True)
+        outcomes = torch.cat([student, others], -1)
+        if settings.tail:
+            student, wanted = outcomes, torch.cat([wanted, _log_rest(wanted)], -1)
+    losses = (1 - settings.weight) * (outcomes.logsumexp(-1, keepdim=True) - label).squeeze(-1)
+    wanted = wanted.clamp(min=LEAST).masked_fill(~counts.unsqueeze(-1), 0.0)
+    found, wanted = (log_softmax(each / settings.temperature, -1) for each in (student, wanted))
+    divergence = kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
+    return (losses + settings.weight * settings.temperature**2 * divergence).masked_fill(~counts, 0.0)
+
+
+def _log_rest(log_probabilities: Tensor) -> Tensor:
+    """Return the logarithm [tokens, 1] of the probability that is left of 1."""
+    mass = log_probabilities.exp().sum(-1, keepdim=True)
+    return torch.log1p(-mass.clamp(max=1 - torch.finfo(mass.dtype).eps))
+
+
+def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig) -> Objective:
+    """Return the objective of distillation.
+
+    Args:
+        score: returns the teacher's most likely tokens after each token of a micro-batch, [B x S, k].
+    """
+
+    def loss(forward: Forward, batch: Batch, num_items: Tensor) -> Tensor:
+        teacher = score(batch)  # first, because its logits are freed before the student's exist
+        logits = forward().logits
+        labels = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        return distillation_losses(logits.flatten(0, -2), labels.flatten(), teacher, settings).sum() / num_items
+
+    return Objective(loss)

@@ -1,0 +1,96 @@
+"""A teacher: a frozen model that each rank with the last stage holds, to score micro-batches for distillation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedConfig
+
+from weft.conf.schema import LoraConfig, ModelConfig, WeftConfig
+from weft.engine.models.batch import Batch
+from weft.engine.models.distillation import TopTokens, distillation, top_tokens
+from weft.engine.models.objective import Objective
+from weft.engine.models.skeleton import num_layers
+from weft.engine.precision import DTYPES
+from weft.engine.stages.cutting.split import StageSplit
+from weft.engine.stages.cutting.stage import Stage
+from weft.engine.stages.files.loading import check_model_fits, load_hf_config, load_stages
+
+
+def teacher_model(config: WeftConfig) -> ModelConfig:
+    """Return the settings of the teacher's model: the student's, with other weights, and nothing trained."""
+    return replace(
+        config.model,
+        path=config.distill.teacher,
+        tokenizer="",
+        overrides={},
+        parallel_block=False,
+        sliding_window=0,
+        gradient_checkpointing=False,
+        lora=LoraConfig(),
+    )
+
+
+def load_teacher_config(config: WeftConfig, tokens: int | None = None) -> PreTrainedConfig:
+    """Return the teacher's Hugging Face config.
+
+    Args:
+        tokens: length of sequences. If given, the positions and weights of the teacher are checked, too.
+
+    Raises:
+        ValueError: the teacher cannot be read, or does not fit.
+    """
+    model = teacher_model(config)
+    try:
+        if tokens is not None:
+            check_model_fits(model, 1, tokens)
+        return load_hf_config(model)
+    except ValueError as error:
+        reason = str(error).partition(", or set model.overrides")[0]
+        raise ValueError(reason.replace("model.path=", "distill.teacher=")) from error
+
+
+class Teacher:
+    """The teacher of a run. Only ranks that compute the loss load its weights."""
+
+    def __init__(self, config: WeftConfig, words: int) -> None:
+        """Check that the teacher can be read.
+
+        Args:
+            words: number of the student's logits of a token.
+
+        Raises:
+            ValueError: see `load_teacher_config`.
+        """
+        self._config, self._words = config, words
+        self._layers = num_layers(load_teacher_config(config))
+        self._stage: Stage | None = None
+
+    def load(self, device: torch.device) -> None:
+        """Load the weights onto ``device``."""
+        (stage,) = load_stages(
+            teacher_model(self._config),
+            StageSplit((self._layers,)),
+            [0],
+            dtype=DTYPES[self._config.train.precision],
+            seed=0,
+        )
+        stage.compute_loss_in_chunks(self._config.model.loss_chunk_mb * 1e6)
+        self._stage = stage.to(device).eval().requires_grad_(False)
+
+    @property
+    def objective(self) -> Objective:
+        """The loss of the student. `load` must have been called before a rank computes it."""
+        return distillation(self.scores, self._config.distill)
+
+    @torch.no_grad()
+    def scores(self, batch: Batch) -> TopTokens:
+        """Return the most likely tokens after each token of a whole micro-batch."""
+        assert self._stage is not None
+        found = [
+            top_tokens(logits[..., : self._words], self._config.distill.top_k)
+            for logits in self._stage.logits_in_chunks(batch)
+        ]
+        ids = [part.ids for part in found if part.ids is not None]
+        return TopTokens(torch.cat([part.log_probabilities for part in found]), torch.cat(ids) if ids else None)
