@@ -46,8 +46,10 @@ def source_problems(config: WeftConfig) -> Iterator[str]:
     data, kind = config.data, config.data.kind.name
     if data.kind is DataKind.corpus and data.path:
         yield f"data.path={data.path}: unused by data.kind=corpus; set data.kind to text or chat"
-    if data.chat_template and data.kind is not DataKind.chat:
+    if data.chat_template and data.kind not in (DataKind.chat, DataKind.preference):
         yield f"data.chat_template={data.chat_template!r}: unused by data.kind={kind}; set data.kind=chat"
+    if data.kind is DataKind.preference:
+        yield from _pair_problems(config)
     if config.train.eval_every and not holds_out(data):
         yield (
             f"train.eval_every={config.train.eval_every}: there is no evaluation data; "
@@ -60,6 +62,18 @@ def source_problems(config: WeftConfig) -> Iterator[str]:
         yield f"train.epochs={epochs:g}: a mixture has no end; set data.sources[].epochs for all, or train.steps"
     if data.sources:
         yield from _mixture_problems(data)
+
+
+def _pair_problems(config: WeftConfig) -> Iterator[str]:
+    if config.data.packing:
+        yield "data.packing=true: the two answers of a pair are sequences of their own; set data.packing=false"
+    for name in ("microbatch_size", "batch_size"):
+        if (size := getattr(config.train, name)) % 2:
+            yield f"train.{name}={size}: it counts sequences, of which a pair has two; choose an even number"
+    if config.distill.enabled:
+        yield "distill.enabled=true: pairs have a loss of their own; set data.kind=text or chat"
+    if not config.model.path:
+        yield "model.path='': the reference is the model before training; set it to a trained model"
 
 
 def _mixture_problems(data: DataConfig) -> Iterator[str]:

@@ -40,6 +40,7 @@ from weft.engine.planning import corrections
 from weft.engine.planning.adaptation import Adaptation
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
+from weft.engine.scores.step_scores import StepScores
 from weft.engine.stop_signals import StopSignals
 from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
 from weft.pipeline.schedule import Schedule
@@ -159,6 +160,8 @@ class WeftEngine(PipelineEngine):
                 longest_row=max(map(len, plan.schedule(self.line).rows)) * (1 + weft.pipeline.adapt),  # it may split B
             )
             self.slot_observers.append(self.bubbles)
+        self.scores: StepScores | None = None
+        """Attaches a frozen model's scores to the micro-batches of each step."""
         self.watcher = Watcher()
         self.adaptation = Adaptation(self) if weft.pipeline.adapt else None
 
@@ -205,13 +208,15 @@ class WeftEngine(PipelineEngine):
             begin_batch(self, data_iter)
             plan = self.plan_for(self.micro_batches)
             batches = self._read(self.micro_batches)
+            if self.scores is not None:
+                self.scores.attach(batches)
             state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
             trace = self._begin_step(plan, state)
 
             self.executor.run(plan.schedule, state)  # forwards, backwards, transfers, and reductions of full buckets
             with self.executor.stepping(plan.schedule, state):
                 self._comparison.before_update(self.global_steps + 1)
-                self._finish_memory_copy()
+                self.finish_memory_copy()
                 loss_sum = self.step_loss.sum(state)
                 self.optimizer.reduce(self.step_loss.local_sum(state), state.hidden)
                 self.optimizer.clip()
@@ -271,7 +276,8 @@ class WeftEngine(PipelineEngine):
         state.observers = [*self.slot_observers, trace]
         return trace
 
-    def _finish_memory_copy(self) -> None:
+    def finish_memory_copy(self) -> None:
+        """Wait until a memory checkpoint has copied the weights that are about to change."""
         if self.memory is not None:
             self.memory.before_step()
 
@@ -405,6 +411,8 @@ class WeftEngine(PipelineEngine):
         self._long_lived.release()
         if self.bubbles is not None:
             self.bubbles.close()
+        if self.scores is not None:
+            self.scores.close()
 
     def __del__(self) -> None:
         """Do nothing. DeepSpeed's engine destroys itself here, but ranks collect garbage at different times."""

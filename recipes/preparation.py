@@ -150,7 +150,8 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
         check_flash_packing(hf_config)
     if virtual_stages(config) > 1:
         chunks = config.model.chunked_loss is not ChunkedLoss.never
-        self_check(hf_config, packing=config.data.packing, chunks=chunks, own_loss=not config.distill.enabled)
+        own_loss = not config.distill.enabled and config.data.kind is not DataKind.preference
+        self_check(hf_config, packing=config.data.packing, chunks=chunks, own_loss=own_loss)
     elif config.data.packing:
         check_packing(hf_config)
     write_private(passed, json.dumps(done) + "\n")
@@ -239,6 +240,7 @@ def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
         return config
     sequences = together(lambda: loader.sequences(config.train.epochs))
     replicas = num_replicas(config, dist.get_world_size())
+    sequences *= config.data.kind.sequences
     steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
     print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
     config = replace(config, train=replace(config.train, steps=steps))

@@ -252,6 +252,8 @@ class TrainingRun:
 
     def _set_state(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state["loader"])
+        if self.engine.scores is not None:
+            self.engine.scores.forget()
         self.evaluations = Evaluations(**{"last_step": self.engine.global_steps} | state.get("evaluations", {}))
 
     def resume(self) -> int:

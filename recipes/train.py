@@ -48,6 +48,7 @@ from weft.engine.stop_signals import Stopped, StopSignals
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.finish import check_finish, finish, print_once
 from weft.recipes.history import Evaluations
+from weft.recipes.objectives import objective_of, open_scores
 from weft.recipes.preparation import inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
@@ -154,7 +155,8 @@ def train(
     config, tokenizer, loader, evaluation = prepare(config, folder, attempt)
     for each in (loader, evaluation):
         attempt.callback(each.close) if each is not None else None
-    engine = build_engine(replace(config, model=replace(config.model, self_check=False)), device, attempt=attempt)
+    unchecked = replace(config, model=replace(config.model, self_check=False))
+    engine = build_engine(unchecked, device, objective=objective_of(config), attempt=attempt)
     attempt.callback(engine.abandon)
     attempt.interrupt = engine.interrupt
     engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
@@ -163,6 +165,7 @@ def train(
     engine.stop_signals = signals
     _check_outputs(config, engine, tokenizer, folder)
     engine.set_dataloader(loader)
+    open_scores(config, engine, loader)
     if config.checkpoint.memory_every and (problem := entry("supervision").open_memory(config.checkpoint, engine)):
         print_once(problem)
 

@@ -47,6 +47,12 @@ class DataKind(Enum):
     corpus = "corpus"
     text = "text"
     chat = "chat"
+    preference = "preference"
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences that one document makes."""
+        return 2 if self is DataKind.preference else 1
 
 
 class Quantization(Enum):
@@ -145,7 +151,9 @@ class DataConfig:
     """Where batches come from."""
 
     kind: DataKind = DataKind.corpus
-    """corpus: the embedded standard-library text; text: plain documents; chat: conversations."""
+    """corpus: the embedded standard-library text; text: plain documents; chat: conversations; preference: prompts
+    (`prompt`) with a `chosen` and a `rejected` answer, as texts or lists of messages, for direct preference
+    optimisation. Without `prompt` it is what both answers begin with."""
     path: str = ""
     """Hub name, folder, .jsonl/.json/.parquet/.txt file, WebDataset shard (.tar), or a URL or pattern of such files
     that fsspec opens, as in s3://bucket/folder; unused for the embedded corpus."""

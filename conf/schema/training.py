@@ -75,6 +75,16 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True)
+class PreferenceConfig:
+    """Direct preference optimisation (Rafailov et al. 2023), with the model before training as its reference."""
+
+    beta: Annotated[float, POSITIVE] = 0.1
+    """Factor of the log-ratios; larger keeps the model closer to its reference."""
+    label_smoothing: Annotated[float, Range(0, 0.5, high_open=True)] = 0.0
+    """Probability with which a pair's answers are taken to be swapped."""
+
+
+@dataclass(kw_only=True)
 class TrainConfig:
     """The training run."""
 
@@ -93,7 +103,7 @@ class TrainConfig:
     max_seconds: Annotated[float, NATURAL] = 0.0
     """Stop after this many seconds of training; 0 means no limit."""
     microbatch_size: Annotated[int, NATURAL] = 1
-    """Sequences per micro-batch; 0 derives it from `batch_size`."""
+    """Sequences per micro-batch; 0 derives it from `batch_size`. A preference pair is two sequences."""
     batch_size: Annotated[int, NATURAL] = 0
     """Sequences per step over all replicas; 0 means microbatch_size x microbatches x replicas."""
     precision: Precision = Precision.fp32
@@ -108,6 +118,8 @@ class TrainConfig:
     """Stop after this many evaluations in a row without a lower loss; 0 disables early stopping."""
     early_stopping_threshold: Annotated[float, NATURAL] = 0.0
     """Minimum improvement of the evaluation loss that resets the count of evaluations without one."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """Loss of data.kind=preference."""
     export: bool = True
     """Export a Hugging Face folder at the end."""
     export_dtype: ExportDtype = ExportDtype.base

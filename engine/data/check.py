@@ -18,6 +18,7 @@ from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.messages import FORMS, TOOLS, Conversation, chat_columns, conversation_fault
 from weft.engine.data.open import locate, open_rows
+from weft.engine.data.pairs import PAIR_COLUMNS, Pair, pair_columns, pair_fault
 from weft.engine.data.rows import RowFault, parquet_features, read_rows
 
 _LEAST = {"sequence_length": 2, "shuffle_buffer": 1}
@@ -104,6 +105,10 @@ class _Check:
         return self.data.kind is DataKind.chat
 
     @property
+    def is_pairs(self) -> bool:
+        return self.data.kind is DataKind.preference
+
+    @property
     def option(self) -> str:
         """Name of the setting that names the column to read."""
         return "messages_field" if self.is_chat else "text_field"
@@ -124,8 +129,9 @@ class _Check:
             raise ValueError(f"data.path={self.data.path}: {place}{': ' if place else ''}{fault.what}") from None
 
     def _checked(self, row: Any, where: str, *, is_text: bool) -> bool:
-        if is_text and self.is_chat:
-            what = "plain text holds no conversations; give .jsonl, .json or .parquet, or set data.kind=text"
+        if is_text and (self.is_chat or self.is_pairs):
+            held = "pairs" if self.is_pairs else "conversations"
+            what = f"plain text holds no {held}; give .jsonl, .json or .parquet, or set data.kind=text"
             raise RowFault(where, what)
         if is_text and self.field != "text":
             raise RowFault(where, f"the only field of plain text is text; leave out data.text_field={self.field}")
@@ -133,7 +139,10 @@ class _Check:
             example = f"{{{json.dumps(self.field)}: ...}}"
             raise RowFault(where, f"not an object but a {type(row).__name__}; write rows such as {example}")
         fields = self._fields("field", list(row), where)
-        if self.is_chat:
+        if self.is_pairs:
+            if fault := pair_fault(Pair.of(row)):
+                raise RowFault(where, fault)
+        elif self.is_chat:
             talk = Conversation.of(row, fields)
             if fault := conversation_fault(talk):
                 raise RowFault(where, fault)
@@ -149,6 +158,11 @@ class _Check:
         Raises:
             RowFault: there are none, or earlier rows have their conversation in other columns.
         """
+        if self.is_pairs:
+            if not (fields := pair_columns(found)):
+                raise RowFault(where, f"no {part}s chosen and rejected, but {', '.join(found) or 'nothing'}; add them")
+            self.seen.unread.update(dict.fromkeys(name for name in found if name not in PAIR_COLUMNS))
+            return fields
         fields = chat_columns(found, self.field) if self.is_chat else (self.field,) if self.field in found else ()
         if not fields:
             names, known = ", ".join(found) or "nothing", f" ({FORMS})" if self.is_chat else ""
@@ -165,6 +179,8 @@ class _Check:
     def _table(self, file: Path) -> int:
         features = parquet_features(file)
         fields = self._fields("column", list(features))
+        if self.is_pairs:
+            return pq.read_metadata(file).num_rows
         kind = pq.read_schema(file).field(fields[0]).type
         if self.is_chat and len(fields) == 1 and not _is_messages(features[fields[0]]):
             raise RowFault("", f"column {fields[0]} is {kind}; give a list of structs of role and content")

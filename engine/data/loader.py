@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -21,6 +22,7 @@ from weft.engine.data.mixture import MixedSource
 from weft.engine.data.open import open_source
 from weft.engine.data.order import Cursor, Order, Ranges, sequences
 from weft.engine.data.packing import lay_out_contiguous, lay_out_single, lay_out_whole
+from weft.engine.data.pairs import lay_out_pairs, rows_of
 from weft.engine.data.prefetch import Prefetch
 from weft.engine.data.source import Source, StreamedSource
 from weft.engine.data.tokenizer import padding_id
@@ -78,9 +80,11 @@ class Share:
     host: HostBlocks | None = None
     """The order's blocks, made by the host's loader. None makes them in this process."""
     microbatch_size: int
+    """Documents or packed sequences of a micro-batch; of preference pairs, half of its sequences."""
     replica: int
     num_replicas: int
     packing: bool
+    pairs: bool = False
     pad: int
 
     def microbatches(self, cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Batch, Cursor, int]]:
@@ -98,6 +102,7 @@ class Share:
             while drawn := list(islice(upcoming, self.microbatch_size * self.num_replicas)):
                 rows = [placed.documents(at) for placed, at in drawn[first : first + self.microbatch_size]]
                 rows += [[] for _ in range(self.microbatch_size - len(rows))]
+                rows = rows_of(rows) if self.pairs else rows
                 batch = collate(rows, self.order.sequence_length, self.pad, packing=self.packing)
                 placed, at = drawn[-1]
                 yield batch, placed.at(at + 1), sum(len(piece.ids) for pieces in rows for piece in pieces)
@@ -121,6 +126,7 @@ class MicrobatchLoader(Iterator[Batch]):
         self._left_out: list[tuple[int, int]] = []
         self._lengths: dict[int, int] = {}
         self._ahead: Prefetch[tuple[Batch, Cursor, int]] | None = None
+        self._peeked: deque[tuple[Batch, Cursor, int]] = deque()
         self.tokens = 0
         """Number of tokens that this replica has read, without padding."""
 
@@ -177,11 +183,19 @@ class MicrobatchLoader(Iterator[Batch]):
             StopIteration: the pass has ended (evaluation only).
             ValueError: the source has a row that cannot be encoded, or no document.
         """
-        if self._ahead is None:
-            self._ahead = Prefetch(self._share.microbatches(self._cursor, self.left_out), BATCHES_AHEAD)
-        batch, self._cursor, tokens = next(self._ahead)
+        self.peek(1)
+        if not self._peeked:
+            raise StopIteration
+        batch, self._cursor, tokens = self._peeked.popleft()
         self.tokens += tokens
         return batch
+
+    def peek(self, count: int) -> list[Batch]:
+        """Return the next ``count`` micro-batches, or fewer at the end of a pass, without reading past them."""
+        if self._ahead is None:
+            self._ahead = Prefetch(self._share.microbatches(self._cursor, self.left_out), BATCHES_AHEAD)
+        self._peeked.extend(islice(self._ahead, max(0, count - len(self._peeked))))
+        return [batch for batch, _, _ in islice(self._peeked, count)]
 
     @property
     def left_out(self) -> Ranges:
@@ -224,6 +238,7 @@ class MicrobatchLoader(Iterator[Batch]):
                 self._share.host.interrupt()
             self._ahead.close()
             self._ahead = None
+            self._peeked.clear()
 
     def _seek(self, cursor: Cursor) -> None:
         self.close()
@@ -265,10 +280,11 @@ def build_loader(
         Share(
             order=open_order(data, tokenizer, seed=seed, evaluation=evaluation, source=source),
             host=None if host is None else HostBlocks(host, evaluation=evaluation),
-            microbatch_size=microbatch_size,
+            microbatch_size=microbatch_size // data.kind.sequences,
             replica=replica,
             num_replicas=num_replicas,
             packing=data.packing,
+            pairs=data.kind is DataKind.preference,
             pad=padding_id(tokenizer),
         )
     )
@@ -285,9 +301,10 @@ def open_order(
 ) -> Order:
     """Return the global order of the data's sequences. Arguments as in `build_loader` and `open_source`."""
     lay_out = lay_out_whole if data.kind is DataKind.chat else lay_out_contiguous
+    alone = lay_out_pairs if data.kind is DataKind.preference else lay_out_single
     return Order(
         source=source or open_source(data, tokenizer, evaluation=evaluation, now=now),
-        lay_out=lay_out if data.packing else lay_out_single,
+        lay_out=lay_out if data.packing else alone,
         sequence_length=data.sequence_length,
         shuffle=data.shuffle,
         seed=seed,

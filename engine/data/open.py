@@ -34,6 +34,7 @@ from weft.engine.data.documents import IGNORED, Document, Part
 from weft.engine.data.encode import Encoder, TextEncoder
 from weft.engine.data.messages import TOOLS, chat_columns, read_columns, without_nulls
 from weft.engine.data.mixture import MixedSource, Weighted
+from weft.engine.data.pairs import COLUMNS, PAIR_COLUMNS, PairEncoder, pair_columns
 from weft.engine.data.rows import FileRows
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
 from weft.engine.data.storage import is_url, remote_files, suffix_of
@@ -240,6 +241,11 @@ def _fields(data: DataConfig, rows: Rows) -> tuple[str, ...]:
     Raises:
         ValueError: ``rows`` do not have the configured column.
     """
+    if data.kind is DataKind.preference:
+        names = rows.column_names or list(next(iter(rows), dict.fromkeys(COLUMNS)))
+        if found := pair_columns(names):
+            return found
+        raise ValueError(f"data.path={data.path}: no columns chosen and rejected, but {', '.join(names)}; add them")
     chat = data.kind is DataKind.chat
     option = "messages_field" if chat else "text_field"
     field = getattr(data, option)
@@ -256,6 +262,8 @@ def _encoder(
 ) -> Encoder:
     if data.kind is DataKind.chat:
         return ChatEncoder(tokenizer, fields, template=data.chat_template, limit=data.sequence_length, now=now)
+    if data.kind is DataKind.preference:
+        return PairEncoder(tokenizer, template=data.chat_template, limit=data.sequence_length, now=now)
     return TextEncoder(tokenizer, fields[0], limit=None if data.packing else data.sequence_length)
 
 
@@ -269,8 +277,7 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
         is_hub = location.path is None and not location.files
         files = hub_files(data, split, cache) if is_hub else _files(data, location, split)
         if files is not None:
-            columns = read_columns(data.messages_field) if data.kind is DataKind.chat else (data.text_field,)
-            return FileRows(files, columns)
+            return FileRows(files, _columns(data))
         name = data.name or None
         return load_dataset(
             data.path, name=name, split=split, streaming=data.streaming, cache_dir=str(cache / "datasets")
@@ -282,6 +289,13 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
             f"data.path={data.path}: split {split!r} cannot be read ({reason}); check data.path, data.name and "
             f"data.{option}"
         ) from error
+
+
+def _columns(data: DataConfig) -> tuple[str, ...]:
+    """Return all columns from which a row may be read."""
+    if data.kind is DataKind.preference:
+        return PAIR_COLUMNS
+    return read_columns(data.messages_field) if data.kind is DataKind.chat else (data.text_field,)
 
 
 def _files(data: DataConfig, location: Location, split: str) -> tuple[Path | str, ...]:

@@ -199,7 +199,7 @@ def tokenised(rows: Iterable[Mapping[str, Any]], encoder: Encoder, *, name: str,
 def _write(rows: Iterable[Mapping[str, Any]], encoder: Encoder, file: Path) -> None:
     tokens = List(Value("int32"))
     features = {"input_ids": tokens, "length": Value("int64"), "key": Value("int64"), "truncated": Value("bool")}
-    if encoder.unit == "conversations":
+    if encoder.unit != "documents":
         features["labels"] = tokens
     number = 0
     remaining = iter(rows)

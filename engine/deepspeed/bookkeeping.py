@@ -106,10 +106,12 @@ def eval_batch(
     state = StepState(
         batches=batches,
         training=False,
-        keep_logits=return_logits,
+        of_logits=(lambda logits, _: logits) if return_logits else None,
         **(engine.step_loss.count(batches) if compute_loss else {"num_items": None}),
     )
     with engine.neighbours.watching():
+        if compute_loss and engine.scores is not None:
+            engine.scores.compute(batches)
         engine.executor.run(schedule, state)
         engine.step_loss.check(state.num_items)
         loss = engine.step_loss.share(engine.step_loss.sum(state)) if compute_loss else None
@@ -117,5 +119,5 @@ def eval_batch(
     if loss is not None and engine.global_rank == 0 and engine.monitor.enabled:
         engine.monitor.write_events([("Train/Samples/eval_loss", loss.item(), engine.global_samples)])
     if return_logits:
-        return loss, [state.logits[m] for m in sorted(state.logits)]
+        return loss, [state.of_each[m] for m in sorted(state.of_each)]
     return loss

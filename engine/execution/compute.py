@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.engine.backward import SplitBackward
 from weft.engine.execution.step_state import StepState, key
+from weft.engine.stages.cutting.context import whole_batch
 from weft.engine.stages.cutting.stage import HEAD, HEAD_WEIGHT, Stage
 from weft.pipeline.action import Action, Op
 from weft.pipeline.placement import Placement
@@ -79,8 +80,9 @@ class Compute:
         if module.index < self._last:
             self._pass_on(state, module.index, microbatch, module(hidden, batch))
             return
-        if state.keep_logits:
-            state.logits[microbatch] = module.logits(hidden, batch)
+        if state.of_logits is not None:
+            logits = module.logits(hidden, batch)
+            state.of_each[microbatch] = state.of_logits(logits, whole_batch(batch))
         if state.num_items is not None:
             state.losses[microbatch] = module(hidden, batch, **self._counting_of(state, microbatch))
 

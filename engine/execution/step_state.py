@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -135,8 +135,8 @@ class StepState:
     """Forwards whose backward has two parts."""
     observers: Sequence[SlotObserver] = ()
     """Observers that are notified of the step's beginning and of every slot."""
-    keep_logits: bool = False
-    """True if the last stage keeps its logits (evaluation only)."""
+    of_logits: Callable[[Tensor, Batch], Tensor] | None = None
+    """Computes the values to keep from logits and the whole micro-batch on the last stage (evaluation only)."""
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     """Activations by the stage that will consume them."""
     gradients: dict[Key, Tensor] = field(default_factory=dict)
@@ -149,8 +149,8 @@ class StepState:
     """Saved forwards, for their backwards."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     """Loss of each micro-batch, on the rank of the last stage."""
-    logits: dict[int, Tensor] = field(default_factory=dict)
-    """Logits of each micro-batch, if ``keep_logits``."""
+    of_each: dict[int, Tensor] = field(default_factory=dict)
+    """Result of ``of_logits`` for each micro-batch."""
     sends: deque[SendHandle] = field(default_factory=deque)
     """Sends in progress, oldest first."""
     receives: dict[int, ReceiveQueue] = field(default_factory=dict)

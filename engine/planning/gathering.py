@@ -24,7 +24,7 @@ from weft.conf.features import entry, is_installed
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
-from weft.conf.schema import ClusterConfig, OptimizerKind, Partition, WeftConfig
+from weft.conf.schema import ClusterConfig, DataKind, OptimizerKind, Partition, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes
@@ -153,6 +153,7 @@ def _known_facts(
 ) -> Facts:
     """Return the facts of one process. See `Facts`."""
     layout = RankLayout.of(config, machine.num_ranks)
+    own_loss = own_loss and config.data.kind is not DataKind.preference
     sources = {
         "layout": "given by cluster and pipeline.stages",
         "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",

@@ -18,6 +18,8 @@ from weft.engine.zero.collectives import Collectives
 from weft.pipeline.memory import ALIGNMENT
 
 Named = tuple[str, nn.Parameter]
+EXCHANGED_AT_ONCE = 1 << 24
+"""Number of weights that `Bucket.exchange` moves at once, which takes as much memory on the device."""
 User = tuple[int, bool | None]
 """A virtual stage, and True for its backward, or None for its weight gradients. Each of these has at most one
 computation at a time."""
@@ -262,6 +264,11 @@ class Bucket:
         return (self._shard, self._master) if self.has_masters else (self._shard,)
 
     @property
+    def stored(self) -> Tensor:
+        """Return the weights of computations that this rank stores between steps, flat: its shard at ZeRO stage 3."""
+        return self._shard if self.sharded else self._weights
+
+    @property
     def has_masters(self) -> bool:
         """True if the optimiser updates separate fp32 master weights."""
         return self._master is not self._shard
@@ -319,9 +326,23 @@ class Bucket:
         """End the use by ``user``. At ZeRO stage 3 the full weights are freed when no user is left."""
         self.users.discard(user)
         if self.sharded and not self.users:
-            self.settle_weights()
-            self._weights.untyped_storage().resize_(0)
-            self._whole = False
+            self._free()
+
+    def _free(self) -> None:
+        self.settle_weights()
+        self._weights.untyped_storage().resize_(0)
+        self._whole = False
+
+    @torch.no_grad()
+    def exchange(self, other: Tensor) -> None:
+        """Exchange `stored` with the elements of ``other``, in host memory. No computation may use the weights."""
+        self.settle_weights()
+        if self.sharded:
+            self._free()  # a gather ahead of the next computation has the weights before the exchange
+        for weights, others in zip(self.stored.split(EXCHANGED_AT_ONCE), other.split(EXCHANGED_AT_ONCE), strict=True):
+            moved = weights.clone()
+            weights.copy_(others)
+            others.copy_(moved)
 
     @property
     def is_settled(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 from weft.comm.emulated.operation_log import EmulationError
 from weft.conf.batch import check_world
 from weft.conf.hosts import asks_for_nodes, working_hosts, world_size
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import DataKind, WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.attempt import Attempt
 from weft.engine.engine import WeftEngine
@@ -84,6 +84,8 @@ def recipe_job(config: WeftConfig, folder: Path, replicas: int = 0) -> RecipeJob
     if replicas:
         each = config.pipeline.stages * config.parallel.context * config.parallel.tensor
         cluster = replace(cluster, hostfile="", ranks=replicas * each)
+    if config.data.kind is DataKind.preference:
+        raise EmulationError("data.kind=preference: the reference's passes are not emulated; emulate data.kind=chat")
     if asks_for_nodes(cluster):
         raise EmulationError(
             f"cluster.manager={cluster.manager.name}: the hosts are not known yet; give cluster.hostfile, or "

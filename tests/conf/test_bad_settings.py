@@ -179,7 +179,7 @@ FILES = [
     ("train: {steps: x}", "train.steps='x': expected an integer"),
     (
         "defaults: [quick, _self_]",
-        "there is no quick in recipe; one of distill, lora, pretrain, qlora, quickstart, serving, sft",
+        "there is no quick in recipe; one of distill, dpo, lora, pretrain, qlora, quickstart, serving, sft",
     ),
     ("- a", "holds no fields"),
     ("a: [", "not YAML"),

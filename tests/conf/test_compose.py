@@ -16,6 +16,7 @@ RECIPES = {
     "lora": ["model.path=a/b", "data.path=c/d"],
     "qlora": ["model.path=a/b", "data.path=c/d"],
     "distill": ["model.path=a/b", "distill.teacher=c/d", "data.path=e/f"],
+    "dpo": ["model.path=a/b", "data.path=c/d"],
     "pretrain": ["model.tokenizer=a/b", "data.path=c/d"],
     "serving": ["inference.prefill.model=a/b"],
 }

@@ -152,7 +152,7 @@ def test_a_recipe_is_printed_with_what_it_still_needs(capsys, recipe, form):
         == expected
         == [line.partition("before a run: ")[2] for line in needs]
     )
-    assert len(expected) == {"sft": 3, "lora": 3, "qlora": 3, "distill": 4, "pretrain": 2}.get(recipe, 0)
+    assert len(expected) == {"sft": 3, "lora": 3, "qlora": 3, "distill": 4, "dpo": 3, "pretrain": 2}.get(recipe, 0)
 
 
 def test_a_wrong_configuration_is_printed_and_refused(capsys):

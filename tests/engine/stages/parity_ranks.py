@@ -69,9 +69,9 @@ def _run_case(case: ParityCase, kind: str, channels: dict[tuple[int, int], Torch
     executor.run(add_transfers(generate(kind, placement, len(rows))), state)
     # As arrays: a tensor sent to another process must outlive its sender.
     gradients = {name: p.grad.float().numpy() for name, p in stage.named_global_parameters() if p.grad is not None}
-    evaluated = StepState(batches=rows, num_items=None, training=False, keep_logits=True)
+    evaluated = StepState(batches=rows, num_items=None, training=False, of_logits=lambda logits, _: logits)
     executor.run(plan_evaluation(placement, len(rows)), evaluated)
     if not stage.is_last:
         return None, None, gradients
-    logits = torch.cat([evaluated.logits[m] for m in range(len(rows))]).float().numpy()
+    logits = torch.cat([evaluated.of_each[m] for m in range(len(rows))]).float().numpy()
     return logits, sum(state.losses[m].item() for m in range(len(rows))), gradients

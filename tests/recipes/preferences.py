@@ -1,0 +1,110 @@
+"""A tiny model and pairs for the recipe `dpo`, and the losses of TRL's DPOTrainer on them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+STEPS, LENGTH, RATE = 20, 48, 1e-3
+WORDS = ["what", "is", "the", "sum", "of", "two", "and", "three", "it", "was", "not", "here", "yes", "no", "blue"]
+
+
+def prepare(folder: Path) -> list[str]:
+    """Write a model and pairs of uneven length, and return the settings of a run on them."""
+    from weft.engine.data.tokenizer import train_bpe
+
+    source = random.Random(0)
+    tokenizer = train_bpe([" ".join(source.choices(WORDS, k=12)) for _ in range(99)], 300)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():  # so that answers differ in likelihood
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    model.save_pretrained(folder / "model")
+
+    def text(most: int) -> str:
+        return " ".join(source.choices(WORDS, k=source.randint(1, most)))
+
+    rows = [{"prompt": text(8), "chosen": f" {text(10)}", "rejected": f" {text(10)}"} for _ in range(4 * STEPS)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        "recipe=dpo",
+        f"model.path={folder / 'model'}",
+        "model.self_check=false",
+        f"data.path={folder / 'pairs.jsonl'}",
+        f"data.cache_dir={folder / 'cache'}",
+        f"data.sequence_length={LENGTH}",
+        "data.shuffle=false",
+        f"optimizer.lr={RATE}",
+        "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
+        "optimizer.clip=0",
+        "optimizer.betas=[0.9,0.999]",
+        "train.precision=fp32",
+        f"train.steps={STEPS}",
+        f"train.output_dir={folder / 'runs'}",
+        "train.export=false",
+        "logging.progress=false",
+    ]
+
+
+def train(settings: list[str]) -> list[str]:
+    """Train on the ranks of this job, and return where the last step's scores came from."""
+    from weft.conf import load
+    from weft.recipes.train import train as run
+
+    engine = run(load(settings))
+    scores = engine.scores
+    assert scores is not None
+    return [f"{scores.num_ahead} ahead", f"{scores.num_in_line} in line"]
+
+
+def losses(run: Path) -> list[float]:
+    """Return the losses of a run's steps, the last of each step."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found = {record["step"]: record["loss"] for record in records if record.get("kind") == "train"}
+    return [found[step] for step in sorted(found)]
+
+
+def losses_of_trl(folder: Path) -> list[float]:
+    """Return the losses of TRL's DPOTrainer in one process, on micro-batches of one pair, 4 a step."""
+    from trl import DPOConfig, DPOTrainer
+
+    arguments = DPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        max_steps=STEPS,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_length=LENGTH,
+        logging_steps=1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        train_sampling_strategy="sequential",
+    )
+    models = [AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32) for _ in range(2)]
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    trainer = DPOTrainer(*models, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.train()
+    return [float(record["loss"]) for record in trainer.state.log_history if "loss" in record]
