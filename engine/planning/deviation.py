@@ -54,6 +54,8 @@ class Deviation:
     reference: tuple[float, ...] = ()
     measured: tuple[float, ...] = ()
     _windows: list[tuple[float, ...]] = field(default_factory=list)
+    _runs: list[int] = field(default_factory=list)
+    """For each stage and link, the number of consecutive windows that deviate, until now."""
     _tolerances: tuple[float, ...] = ()
     _planned_at: list[int] = field(default_factory=list)
 
@@ -65,13 +67,17 @@ class Deviation:
             if len(self._windows) > self._windows_of(self.steps):  # the first has slow first steps
                 self._settle_reference(self._windows[1:])
             return False
-        if not self._deviates(window):
-            self._windows.clear()
-            return False
-        if len(self._windows) < self._windows_of(self.patience(step)):
+        ratios = self._ratios(window)
+        self._runs = [
+            run + 1 if out else 0
+            for run, out in zip(self._runs or [0] * len(ratios), self._beyond(ratios), strict=True)
+        ]
+        longest = max(self._runs)
+        self._windows = self._windows[len(self._windows) - longest :]
+        if longest < self._windows_of(self.patience(step)):
             return False
         self.measured = _least(self._windows)
-        return self._deviates(self.measured)
+        return any(self._beyond(self._ratios(self.measured)))
 
     def patience(self, step: int) -> int:
         """Return the number of consecutive steps that must deviate at ``step``: twice as many for each recent plan."""
@@ -82,6 +88,7 @@ class Deviation:
         """Take `measured` as the reference, because the schedule has been planned with it."""
         self.reference = tuple(new or old for new, old in zip(self.measured, self.reference, strict=True))
         self._windows.clear()
+        self._runs.clear()
         self._planned_at.append(step)
 
     def changes(self) -> dict[str, float]:
@@ -102,9 +109,6 @@ class Deviation:
         spreads = [max(abs(ratio - 1.0) for ratio in column) for column in zip(*ratios, strict=True)]
         self._tolerances = tuple(min(_WIDEST, max(TOLERANCE, _SPREADS * spread)) for spread in spreads)
         self._windows.clear()
-
-    def _deviates(self, vector: Sequence[float]) -> bool:
-        return any(self._beyond(self._ratios(vector)))
 
     def _beyond(self, ratios: Sequence[float]) -> list[bool]:
         return [

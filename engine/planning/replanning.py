@@ -24,7 +24,7 @@ LEAST_GAIN = 0.03
 """Share of the step that another schedule must save, by the simulator."""
 MOST_S = 600.0
 """Seconds after which planning is given up."""
-_NICENESS = 19
+_NICENESS = 10  # with 19, beside programs that keep all cores busy, a plan took minutes
 _SECONDS = ("forward_s", "input_s", "weight_s", "step_s")
 
 
@@ -190,7 +190,7 @@ def _scaled(stage: StageCost, ratio: float) -> StageCost:
 
 
 class Replanning:
-    """A plan that another process makes, at the lowest priority, while this one trains."""
+    """A plan that another process makes, at a low priority, while this one trains."""
 
     def __init__(self, request: Request) -> None:
         """Start the process."""
@@ -236,6 +236,7 @@ class Replanning:
 def main(_: Sequence[str] = ()) -> int:
     """Read a request from standard input, and write the proposal."""
     end_with_parent()
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # also if the trainer runs in real time
     os.nice(_NICENESS)
     request = decode(sys.stdin.buffer.read(), (Request,))
     sys.stdout.buffer.write(encode(propose(request)))

@@ -68,6 +68,11 @@ def test_plans_become_rare_whatever_alternates(period, factor):
     assert len(plans(medians(lambda step: factor if step // period % 2 else 1.0, 64 * STEPS))) <= 7
 
 
+def test_stages_that_are_slow_in_turn_cause_no_plan():
+    slow = [vector([2.0 if stage == window % STAGES else 1.0 for stage in range(STAGES)]) for window in range(100)]
+    assert not plans([vector()] * 20 + slow)
+
+
 @settings(max_examples=60, deadline=None)
 @given(factor=st.floats(1.25, 10.0) | st.floats(0.1, 0.75), stage=st.integers(0, STAGES - 1))
 def test_a_lasting_change_causes_one_plan_with_the_measured_costs(factor, stage):
