@@ -170,7 +170,8 @@ class Engine:
             raise RuntimeError("shapes differ")
         self.loaded.append(kwargs["weights_path"])
 
-    async def reset_prefix_cache(self):
+    async def reset_prefix_cache(self, reset_running_requests=False):
+        assert reset_running_requests, "otherwise vLLM keeps the cache while it computes a prompt"
         self.loaded.append("reset")
 
 
