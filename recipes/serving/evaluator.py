@@ -22,7 +22,7 @@ from weft.recipes.evaluated import KIND, Results, add_result, known_serials
 from weft.recipes.logs import JsonLines
 from weft.recipes.preparation import read_clock
 from weft.recipes.serving.own_weights import remove_older, write_weights
-from weft.recipes.serving.scoring import Scorer, ScoringError, score_all
+from weft.recipes.serving.scoring import Scorer, ScoringError, score_all, with_weights
 
 POLL_S = 1.0
 """Seconds between looks for workers that have started."""
@@ -72,7 +72,7 @@ class Evaluator:
         if not (self._folder / weights).exists():
             write_weights(open_checkpoint(path), self._config.model, self._tokenizer_folder(), self._folder / weights)
         begun_s = time.monotonic()
-        while not (ready := [worker for worker in self._workers if worker.load(weights)]):
+        while not (ready := with_weights(self._workers, weights)):
             time.sleep(POLL_S)  # `weft serve` starts them once there are weights
         loss, count = score_all(ready, documents)
         of_tasks = self._score_tasks(ready)

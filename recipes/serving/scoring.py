@@ -25,6 +25,8 @@ PAUSE_S = 1.0
 """Pause before a request is sent again, in seconds."""
 ANSWER_S = 600.0
 """Longest time for an answer, in seconds. A worker answers when bubbles have had room for the document."""
+STATUS_S = 10.0
+"""Longest time for a worker to name its weights, in seconds. It does so while it computes."""
 LOAD_S = 600.0
 """Longest time for a worker to load weights, in seconds."""
 
@@ -62,7 +64,7 @@ class Scorer:
     def weights(self) -> str | None:
         """Return the name of the weights that it has, or None if it does not answer."""
         try:
-            return str(self._ask(ROUTE, timeout_s=ANSWER_S)["name"])
+            return str(self._ask(ROUTE, timeout_s=STATUS_S)["name"])
         except (OSError, HTTPException, ValueError, KeyError):
             return None
 
@@ -99,19 +101,33 @@ class Scorer:
         return value if isinstance(value, dict) else {}
 
 
+def with_weights(scorers: Sequence[Scorer], weights: str) -> list[Scorer]:
+    """Let all workers load weights at the same time, and return those that have them."""
+    with ThreadPoolExecutor(max(1, len(scorers))) as pool:
+        loaded = list(pool.map(lambda scorer: scorer.load(weights), scorers))
+    return [scorer for scorer, has in zip(scorers, loaded, strict=True) if has]
+
+
 def likelihoods_of(scorers: Sequence[Scorer], prompts: Iterable[Sequence[int]]) -> list[list[Likelihood]]:
-    """Return `Scorer.likelihoods` of each prompt. A worker that fails is replaced by another, or asked again.
+    """Return `Scorer.likelihoods` of each prompt. A worker that fails is replaced by another, or asked
+    again. One that has not answered in time gets no further prompt, if there are others.
 
     Raises:
         ScoringError: no worker has scored a prompt.
     """
 
+    hanging: set[Scorer] = set()
+
     def ask(first: int, ids: Sequence[int]) -> list[Likelihood]:
         why = ""
         for number in range(TRIES):
-            scorer = scorers[(first + number) % len(scorers)]
+            usable = [scorer for scorer in scorers if scorer not in hanging] or scorers
+            scorer = usable[(first + number) % len(usable)]
             try:
                 return scorer.likelihoods(ids)
+            except TimeoutError:
+                hanging.add(scorer)
+                why = f"{scorer.url}: no answer in {ANSWER_S:g} s"
             except urllib.error.HTTPError as error:
                 why = f"{scorer.url}: {error.code} {error.read(500).decode(errors='replace')}"
                 if error.code < 500 and error.code != 429:

@@ -29,6 +29,7 @@ class Workers:
     def __init__(self, folder):
         self.folder, self.loaded, self.asked, self.failing = folder, {}, [], lambda number: None
         self.lock = threading.Lock()
+        self.hanging, self.released = 0, threading.Event()
 
     @contextmanager
     def serving(self, count):
@@ -48,6 +49,8 @@ class Workers:
                     self.answer(200, {"name": body["name"]})
                     return
                 outer.asked.append(port)
+                if port == outer.hanging:
+                    outer.released.wait()
                 if failure := outer.failing(len(outer.asked)):
                     self.answer(*failure)
                     return
@@ -67,6 +70,7 @@ class Workers:
         for server in servers:
             threading.Thread(target=server.serve_forever, daemon=True).start()
         yield [f"http://127.0.0.1:{server.server_port}" for server in servers]
+        self.released.set()
         for server in servers:
             server.shutdown()
             server.server_close()
@@ -175,6 +179,21 @@ def test_each_checkpoint_is_evaluated_with_its_weights_though_workers_fail(run, 
     assert not list(results_file.take()), "all are in the log"
     add_result(run_folder(config), step=4, serial=9, metrics={"loss": 1.0})
     assert list(results_file.take()) == [(4, {"loss": 1.0})], "the run went back, and saved step 4 again"
+
+
+def test_a_worker_that_hangs_loses_its_documents_to_others_and_gets_no_more(run, monkeypatch):
+    config, write = run
+    monkeypatch.setattr(scoring, "ANSWER_S", 3.0)
+    workers = Workers(weights_folder(config))
+    with workers.serving(2) as urls:
+        config.inference.controller.workers = urls_of(urls)
+        workers.hanging = int(urls[0].rpartition(":")[2])
+        _, model = write(2)
+        evaluating = evaluator.Evaluator(config)
+        evaluating.check()
+        documents = evaluating._held_out()
+    assert results(config)[2]["loss"] == pytest.approx(loss_of(model, documents), rel=1e-6)
+    assert 1 <= workers.asked.count(workers.hanging) <= 2 * scoring.AT_ONCE < len(workers.asked)
 
 
 def test_while_the_run_trains_its_own_process_logs(run, monkeypatch):
