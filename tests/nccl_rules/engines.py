@@ -93,6 +93,14 @@ def divided_under_rules(
     return found, dict(waits)
 
 
+def adapted_under_rules(configs: list[WeftConfig]) -> list[dict[str, Any]]:
+    """Return the losses and schedules of runs, of which the adaptive ones change their schedule."""
+    from tests.engine.planning.adapted import train
+
+    rule_collectives(join(LIMIT_S, bound=True))
+    return [train(config, 0) for config in configs]
+
+
 def rule_strands(device: Device) -> None:
     """Put the threads of strands under the host's rules, too: what torch intercepts it does thread by thread."""
     from weft.engine.strands.pair import StrandThread

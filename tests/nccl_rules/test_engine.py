@@ -9,7 +9,13 @@ import pytest
 from tests.engine.parallel.axis_training import pair_config
 from tests.engine.stages.tiny import tiny
 from tests.engine.tiny import reference_losses, tiny_config
-from tests.nccl_rules.engines import a_run, divided_under_rules, losses_under_rules, without_eager_connection
+from tests.nccl_rules.engines import (
+    a_run,
+    adapted_under_rules,
+    divided_under_rules,
+    losses_under_rules,
+    without_eager_connection,
+)
 from tests.quickstart import TINY_QUICKSTART
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
@@ -232,6 +238,17 @@ def test_strand_pairs(tmp_path):
         for losses, _ in results:
             assert losses[number] == pytest.approx(expected, rel=1e-5), name
     _refuse_waits(waits for _, waits in results)
+
+
+def test_sharded_replicas_change_their_schedule_and_keep_their_losses():
+    configs = [tiny_config("auto", "fold", stages=2, zero=zero) for zero in (1, 2) for _ in range(2)]
+    for config in configs[::2]:
+        config.pipeline.adapt, config.pipeline.adapt_steps = True, 2
+    ranks = run_ranks(4, adapted_under_rules, configs, timeout_s=400)
+    for runs in ranks:
+        for adapted, plain in zip(runs[::2], runs[1::2], strict=True):
+            assert adapted["losses"] == plain["losses"]
+            assert adapted["proposals"] and adapted["schedules"][-1] != plain["schedules"][-1]
 
 
 def test_without_eager_connection_the_first_send_deadlocks():
