@@ -20,7 +20,7 @@ from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
 from weft.engine.planning.deviation import Deviation, interval_of, with_measured
 from weft.engine.planning.replanning import Proposal, Replanning, Request
 from weft.pipeline.action import COMPUTE, Op
-from weft.pipeline.costs import StageCost
+from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.memory import peak_bytes
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ class Adaptation:
             self._first = self._first or self._deviation.reference
             if engine.global_rank == 0:
                 self._start()
+
+    def costs(self) -> CostModel:
+        """Return the measured costs that the schedule was planned with, after the first plan."""
+        return with_measured(self._engine.plan.costs, self._deviation.reference, self._first, self._num_sites)
 
     def close(self) -> None:
         """End the process that plans. Not collective."""
@@ -168,8 +172,7 @@ class Adaptation:
 
     def _run(self, proposal: Proposal) -> None:
         """Make the proposed schedule that of all later steps on this rank."""
-        engine, reference = self._engine, self._deviation.reference
-        costs = with_measured(engine.plan.costs, reference, self._first, self._num_sites)
+        engine, costs = self._engine, self.costs()
         schedules = {1: proposal.schedule}
         plan = replace(engine.plan, schedules=schedules, step_s=proposal.step_s())
         predicted = plan.predicted(engine.line, costs)
