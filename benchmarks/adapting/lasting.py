@@ -59,7 +59,7 @@ class Lasting:
 
 CASES = {
     "rank": Lasting(microbatches=12, chunks=2, transfer=0.5),
-    "link": Lasting(microbatches=12, chunks=6, transfer=1.0),
+    "link": Lasting(microbatches=12, chunks=4, transfer=1.5),
 }
 
 

@@ -55,7 +55,7 @@ class Deviation:
     measured: tuple[float, ...] = ()
     _windows: list[tuple[float, ...]] = field(default_factory=list)
     _runs: list[int] = field(default_factory=list)
-    """For each stage and link, the number of consecutive windows that deviate, until now."""
+    """Number of consecutive windows, until now, in which each stage and link deviates."""
     _tolerances: tuple[float, ...] = ()
     _planned_at: list[int] = field(default_factory=list)
 
