@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from time import perf_counter
 
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
@@ -248,36 +247,6 @@ def _testbed(
     return simulate(generate(kind, placement, count, costs=costs), costs).step_s
 
 
-def run_time(stages: int) -> Iterator[Claim]:
-    """Yield the time of Algorithm 1 on five data centres of 600 GPUs."""
-    atlas_step_s.cache_clear()
-    started = perf_counter()
-    atlas_throughput({f"dc{number}": 600 for number in range(5)}, 4, stages)
-    took = perf_counter() - started
-    yield Claim(
-        "6.4",
-        "Algorithm 1, 5 data centres of 600 GPUs, C = 4",
-        "55 s",
-        f"{took:.1f} s",
-        "reproduced" if took <= 55 else "not",
-    )
-
-
-def savings(stages: int) -> Iterator[Claim]:
-    """Yield the value of the throughput gained over Varuna."""
-    gpus = {f"dc{number}": 600 for number in range(5)}
-    found, _ = atlas_throughput(gpus, 4, stages)
-    gain = found / apart_throughput(gpus, 4, stages, "1f1b")
-    saved = 3000 * 24 * 365 * 2.0 * (1 - 1 / gain)
-    yield Claim(
-        "6.3",
-        "a year of 3,000 GPUs at 2 an hour, by throughput over 1F1B",
-        "tens of millions",
-        f"{saved / 1e6:.0f} million",
-        "reproduced" if saved >= 1e7 else "partly",
-    )
-
-
 _ATLAS = (
     "a node is a GPU; F 1, recomputation 1, I 1, W 1 s; a transfer C s; no delay, no all-reduce; all activations fit; "
     "pipelines apart are cells of 1, as many as there are GPUs for: what Varuna does with an uplink each is not public"
@@ -289,7 +258,5 @@ ATLAS: dict[str, tuple[Callable[[int], Iterator[Claim]], str]] = {
         figure_9_10,
         "A100 at 40 %, a layer a stage, one sequence, stages 2 + 1 + 1, a connection as in table 1, 5 Gbit/s with many",
     ),
-    "atlas-run-time": (run_time, "all numbers of cells are bounded; those that can still win are scheduled"),
-    "atlas-savings": (savings, "the paper names no price"),
 }
 """By name: the function that yields the claims, and the assumption that the paper leaves open."""

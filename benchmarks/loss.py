@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import product
 from statistics import median
 from time import process_time
 
@@ -119,12 +120,12 @@ def _train(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor) -> float:
     return float(loss.detach()) * TOKENS
 
 
-def stage_rows(dtype: str, tensor: int) -> Iterator[dict[str, object]]:
-    """Yield a row for the rank of the last stage, with whole logits and with chunks."""
+def stage_rows(dtype: str, _: int) -> Iterator[dict[str, object]]:
+    """Yield rows for the rank of the last stage, with whole logits and with chunks, on 1 and 2 tensor ranks."""
     base = 0.0
-    for chunks in (False, True):
+    for tensor, chunks in product((1, 2), (False, True)):
         found = _last_stage(dtype, tensor, "always" if chunks else "never")
-        base = base or found.step_s
+        base = base if chunks else found.step_s
         yield {
             "dtype": dtype,
             "tensor": tensor,
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     tables = {}
     for part in args.parts:
         title, rows = PARTS[part]
-        tables[part] = table_of(_printed(row for dtype in args.dtypes for row in rows(dtype, args)), title)
+        tables[part] = table_of(_printed(row for dtype in args.dtypes for row in rows(dtype, args.rounds)), title)
         show(tables[part])
     return finish(args, "loss", tables)
 
@@ -163,16 +164,7 @@ def _printed(rows: Iterator[dict[str, object]]) -> Iterator[dict[str, object]]:
         yield row
 
 
-def _head_rows(dtype: str, args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    return head_rows(dtype, args.rounds)
-
-
-def _stage_rows(dtype: str, args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    for tensor in (1, 2):
-        yield from stage_rows(dtype, tensor)
-
-
-PARTS = {
-    "head": (f"forward and backward of a head, {WORDS:,} words, {TOKENS} tokens, width {WIDTH}", _head_rows),
-    "stage": ("rank of the last stage under ZB-V, a Llama of 4 layers, 2 pipeline ranks", _stage_rows),
+PARTS: dict[str, tuple[str, Callable[[str, int], Iterator[dict[str, object]]]]] = {
+    "head": (f"forward and backward of a head, {WORDS:,} words, {TOKENS} tokens, width {WIDTH}", head_rows),
+    "stage": ("rank of the last stage under ZB-V, a Llama of 4 layers, 2 pipeline ranks", stage_rows),
 }

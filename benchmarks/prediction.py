@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from statistics import mean, median
+from statistics import mean
 from time import perf_counter
 from typing import Any
 
@@ -20,10 +20,8 @@ from benchmarks.peers.weft_engine import emulated_engine
 from benchmarks.results import parse, show, write_json
 from weft.comm.wan.library import load
 from weft.conf.schema import WeftConfig
-from weft.pipeline.cell import cell_step_s
 from weft.pipeline.costs import StageCost
 from weft.pipeline.profile import fit_costs
-from weft.pipeline.timeline import Timeline
 from weft.tools.netbed import NetBed
 from weft.tools.tables import table_of
 
@@ -79,23 +77,6 @@ PROFILED = _at(4, layers=(1, 3, 3, 1))
 """Measured before the others. They give the time of stages of few and of many layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankSteps:
-    """The measurements of a rank.
-
-    Attributes:
-        step_s: seconds of each measured step, between the ends of consecutive steps.
-        pipeline_s: seconds of each step from the first action to the last on any rank of the replica.
-        predicted_s: step time predicted by the plan before the first step.
-        told_s: step time predicted by the same plan with the measured seconds of the stages.
-    """
-
-    step_s: tuple[float, ...]
-    pipeline_s: tuple[float, ...]
-    predicted_s: float
-    told_s: float
-
-
 def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...]:
     """Train a few steps, and fit the costs of each virtual stage. A collective call."""
     engine = emulated_engine(case, config)
@@ -107,32 +88,13 @@ def profile_stages(case: EngineCase, config: WeftConfig) -> tuple[StageCost, ...
         engine.destroy()
 
 
-def measure(case: EngineCase, config: WeftConfig) -> RankSteps:
-    """Train a few steps in a row. A collective call."""
+def measure(case: EngineCase, config: WeftConfig) -> tuple[float, tuple[float, ...]]:
+    """Return the predicted step, and the seconds of steps that are trained in a row. A collective call."""
     engine = emulated_engine(case, config)
     try:
-        time_steps(replace(case, num_warmup=0, num_steps=case.num_warmup), engine.train_batch)
-        step_s = time_steps(replace(case, num_warmup=0), engine.train_batch)
-        timelines = engine.measured_timelines()[-case.num_steps :]
-        fitted = fit_costs(timelines, engine.plan.step_costs)
-        return RankSteps(
-            step_s=step_s,
-            pipeline_s=tuple(map(_between, timelines)),
-            predicted_s=engine.plan.step_s,
-            told_s=cell_step_s(engine.plan.schedule(), fitted),
-        )
+        return engine.plan.step_s, time_steps(case, engine.train_batch)
     finally:
         engine.destroy()
-
-
-def _between(timeline: Timeline) -> float:
-    """Return the seconds from the first action to the last."""
-    return max(span.end_s for span in timeline.spans) - min(span.start_s for span in timeline.spans)
-
-
-def slowest(ranks: list[RankSteps]) -> RankSteps:
-    """Return the rank with the longest median step."""
-    return max(ranks, key=lambda rank: median(rank.step_s))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +104,12 @@ class Predicted:
     Attributes:
         measured_s: median of the measured steps.
         spread: range of the middle half of the steps over the median.
-        told_s: step predicted with the measured seconds of stages and collectives. The difference from ``predicted_s``
-            is due to the machine, or to an estimate.
     """
 
     name: str
     sites: int
     predicted_s: float
-    told_s: float
     measured_s: float
-    pipeline_s: float
     spread: float
 
     @property
@@ -184,7 +142,6 @@ def main(argv: Sequence[str]) -> int:
         f"{wan.bandwidth_bps / 1e6:.1f} Mbit/s; inside a site {near.occupancy_s(work.hidden_bytes) * 1e3:.1f} ms"
     )
     stages = _profile(work, links, args)
-    print("; ".join(f"{count} layers {_milliseconds(stages.cost(count))}" for count in (1, 2)))
     found: list[Predicted] = []
     for layout in layouts:
         started = perf_counter()
@@ -251,22 +208,14 @@ def _run(layout: Layout, of_rank: Callable[..., Any], case: EngineCase, args: ar
 
 def _measure(layout: Layout, case: EngineCase, stages: StageProfile, args: argparse.Namespace) -> Predicted:
     ranks = _run(layout, measure, replace(case, profile=stages), args)
-    rank = slowest(ranks)
-    measured_s, spread = middle_and_spread(rank.step_s)
+    measured_s, spread = max(middle_and_spread(step_s) for _, step_s in ranks)
     return Predicted(
         name=layout.name,
         sites=len(layout.sites),
-        predicted_s=ranks[0].predicted_s,
-        told_s=max(one.told_s for one in ranks),
+        predicted_s=ranks[0][0],
         measured_s=measured_s,
-        pipeline_s=max(middle_and_spread(one.pipeline_s)[0] for one in ranks),
         spread=spread,
     )
-
-
-def _milliseconds(cost: StageCost) -> str:
-    seconds = {"forward": cost.forward_s, "input": cost.input_s, "weight": cost.weight_s, "step": cost.step_s}
-    return ", ".join(f"{name} {1e3 * value:.1f}" for name, value in seconds.items()) + " ms"
 
 
 def _cells(one: Predicted) -> dict[str, str]:
@@ -276,8 +225,6 @@ def _cells(one: Predicted) -> dict[str, str]:
         "predicted s": seconds(one.predicted_s),
         "measured s": seconds(one.measured_s),
         "error": f"{one.error:+.1%}",
-        "with measured stages s": seconds(one.told_s),
-        "pipeline s": seconds(one.pipeline_s),
         "spread": f"{one.spread:.1%}",
     }
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
-from benchmarks.results import parse, show, write_json
+from benchmarks.results import finish, parse, show, write_json
 from benchmarks.survival.hosts import BedHosts
 from benchmarks.survival.outcome import NAMED_WITHIN_S, NEXT_STEP_WITHIN_S, ROUNDING, Survival
 from benchmarks.survival.session import SESSIONS, Outcomes
@@ -67,7 +67,7 @@ def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> 
 
     def tell(outcome: Survival) -> None:
         found.append(outcome)
-        _print(outcome)
+        print(*outcome.row.values(), sep=" | ", file=sys.stderr, flush=True)
         write_json(args, "survive", _figures(found))
 
     try:
@@ -77,9 +77,8 @@ def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> 
     show(table_of((each.row for each in found), "8 ranks on 4 hosts of 2 sites", left=2))
     met = bool(found) and all(each.met for each in found)
     goals = f"named within {NAMED_WITHIN_S:g} s, next step within {NEXT_STEP_WITHIN_S:g} s, losses equal"
-    print(f"{goals} (to {ROUNDING:g} where replicas became fewer): {_word(met)}")
-    write_json(args, "survive", _figures(found), met=met)
-    return 0 if met else 1
+    print(f"{goals} (to {ROUNDING:g} where replicas became fewer): {'met' if met else 'MISSED'}")
+    return finish(args, "survive", _figures(found), met=met)
 
 
 def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
@@ -97,16 +96,8 @@ def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
                 outcomes.run(session, chosen)
 
 
-def _print(outcome: Survival) -> None:
-    print(*outcome.row.values(), sep=" | ", file=sys.stderr, flush=True)
-
-
 def _figures(found: Sequence[Survival]) -> list[dict[str, object]]:
     return [asdict(each) | {"met": each.met} for each in found]
-
-
-def _word(met: bool) -> str:
-    return "met" if met else "MISSED"
 
 
 @contextmanager
@@ -121,7 +112,3 @@ def _terminated_like_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

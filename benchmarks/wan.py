@@ -9,8 +9,7 @@ import shutil
 import statistics
 import subprocess
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -117,40 +116,26 @@ def _median(rates: list[Rate]) -> Rate:
 def _iperf3(bed: NetBed, connections: int, seconds: float, spinning: bool) -> Rate:
     """Return iperf3's goodput at the receiver; two other processes spin if Weft's main threads spin."""
     spinners = [_FORK.Process(target=_spin, args=(3600.0,), daemon=True) for _ in range(2 if spinning else 0)]
+    server = bed.popen("n1", ["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
+    command = ["iperf3", "-J", "-c", bed.address("n1"), "-P", f"{connections}", "-t", f"{seconds:g}"]
     try:
-        with _iperf3_server(bed):
-            for spinner in spinners:
-                spinner.start()
-            end = _iperf3_end(bed, connections, seconds)
+        sleep(0.3)
+        for spinner in spinners:
+            spinner.start()
+        command += ["-O", f"{_SETTLE_S:g}"]  # the settling time is left out
+        done = bed.run("n0", command, capture_output=True, text=True, timeout=seconds + 60)
     finally:
+        server.kill()
+        server.wait()
         for spinner in spinners:
             spinner.kill()
             spinner.join()
+    end = json.loads(done.stdout)["end"]
     received, cpu = end["sum_received"], end["cpu_utilization_percent"]
     # Its CPU share covers the whole run, its bytes the run without the settling time.
     carried = received["bytes"] * (received["seconds"] + _SETTLE_S) / received["seconds"]
     cpu_s = (cpu["host_total"] + cpu["remote_total"]) / 100 * (received["seconds"] + _SETTLE_S)
     return Rate(goodput_mbps=received["bits_per_second"] / 1e6, cpu_s_per_gb=cpu_s / carried * 1e9)
-
-
-@contextmanager
-def _iperf3_server(bed: NetBed) -> Iterator[None]:
-    """Let iperf3 listen in node n1 for one client."""
-    server = bed.popen("n1", ["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
-    try:
-        sleep(0.3)
-        yield
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _iperf3_end(bed: NetBed, connections: int, seconds: float) -> dict[str, Any]:
-    """Return the final report of iperf3 from node n0 to the server in n1, without the settling time."""
-    command = ["iperf3", "-J", "-c", bed.address("n1"), "-P", f"{connections}", "-t", f"{seconds:g}"]
-    command += ["-O", f"{_SETTLE_S:g}"]
-    done = bed.run("n0", command, capture_output=True, text=True, timeout=seconds + 60)
-    return json.loads(done.stdout)["end"]
 
 
 def _weft(bed: NetBed, connections: int, spinning: bool, args: argparse.Namespace) -> Rate:

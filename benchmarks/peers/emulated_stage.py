@@ -7,7 +7,7 @@ the real ones (NeuronaBox section 3 emulates the rest of a job in the same spiri
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter, sleep
@@ -201,14 +201,8 @@ def emulated_hidden(work: EmulatedWork) -> Tensor:
 class EmulatedStage(nn.Module):
     """A virtual stage of emulated layers, with the interface of `weft.engine.stages.cutting.stage.Stage`."""
 
-    def __init__(
-        self, work: EmulatedWork, *, index: int, layers: Sequence[range], make: Callable[[], nn.Module] | None = None
-    ) -> None:
-        """Create stage ``index`` from the layers of every stage.
-
-        Args:
-            make: creates a layer; None creates an `EmulatedLayer`.
-        """
+    def __init__(self, work: EmulatedWork, *, index: int, layers: Sequence[range]) -> None:
+        """Create stage ``index`` from the layers of every stage."""
         super().__init__()
         self.index = index
         self.is_last = index == len(layers) - 1
@@ -216,8 +210,7 @@ class EmulatedStage(nn.Module):
         self.cuts: dict[str, Cut] = {}
         self.work = work
         self.first_layer = layers[index].start
-        make = make or (lambda: EmulatedLayer(work))
-        self.layers = nn.ModuleList(make() for _ in layers[index])
+        self.layers = nn.ModuleList(EmulatedLayer(work) for _ in layers[index])
 
     def forward(self, hidden: Tensor | None, batch: Mapping[str, Tensor], num_items: Tensor | None = None) -> Tensor:
         """Return the next stage's hidden state, or on the last stage a loss over ``num_items``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from benchmarks.peers.case import EngineCase, RankRun
 from benchmarks.peers.comparison import Measured, show_steps
@@ -37,24 +37,6 @@ _LEGEND = (
     "best peer, holds two chunks for each rank, and so does Weft auto with ZBV's memory; Weft auto by itself takes\n"
     "what it needs, up to four times what 1F1B holds."
 )
-
-
-@dataclass(frozen=True)
-class HostRun:
-    """A run of an engine on a case: measured steps, and the simulation of its schedule.
-
-    Attributes:
-        ideal_s: simulated step with free communication.
-        simulated_s: simulated step with the measured link.
-        profiled_s: simulated step with the computations of the warm-up, too; None if the engine does not report them.
-        live_layers: per rank, maximum number of live layer activations in that schedule.
-    """
-
-    step_s: tuple[float, ...]
-    ideal_s: float
-    simulated_s: float
-    profiled_s: float | None
-    live_layers: tuple[int, ...]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -98,29 +80,20 @@ def race(engines: Sequence[str], cases: Sequence[EngineCase], *, rounds: int) ->
     """
     for case in cases:
         links = {way is Way.shared: measure_link(case.work.hidden_bytes, way) for way in (Way.gloo, Way.shared)}
-        runs: dict[str, list[HostRun]] = {name: [] for name in engines}
+        runs: dict[str, list[Measured]] = {name: [] for name in engines}
         for turn in range(rounds):
             for name in engines:
                 print(f"{case.name}: round {turn + 1} of {rounds}, {HOST[name].title}", file=sys.stderr)
                 runs[name].append(measure(name, replace(case, link=links[HOST[name].is_weft])))
-        yield from (_measured(name, case, runs[name]) for name in engines)
+        for first, *others in runs.values():
+            yield replace(first, step_s=sum((other.step_s for other in others), first.step_s))
 
 
-def _measured(name: str, case: EngineCase, runs: Sequence[HostRun]) -> Measured:
-    first = runs[0]
-    return Measured(
-        engine=name,
-        title=HOST[name].title,
-        case=case.name,
-        step_s=tuple(seconds for run in runs for seconds in run.step_s),
-        references={"ideal": first.ideal_s, "simulated": first.simulated_s, "profiled": first.profiled_s},
-        ratios=("simulated", "profiled"),
-        notes={"live layers": " ".join(map(str, first.live_layers))},
-    )
+def measure(name: str, case: EngineCase) -> Measured:
+    """Run an engine once, in fresh processes, and return its steps and those of its schedule by simulation.
 
-
-def measure(name: str, case: EngineCase) -> HostRun:
-    """Run an engine once, in fresh processes.
+    Its references are simulated steps: with free communication, with the measured link, and with the computations of
+    the warm-up, too, if the engine reports them. The notes have each rank's maximum number of live layer activations.
 
     Raises:
         RuntimeError: a rank failed, or the run took too long.
@@ -129,15 +102,21 @@ def measure(name: str, case: EngineCase) -> HostRun:
     serial_s = case.num_layers * case.num_microbatches * (work.forward_s + work.input_s + work.weight_s)
     timeout_s = START_S + SLOWNESS * (case.num_warmup + case.num_steps) * serial_s / case.num_ranks
     ranks = run_ranks(case.num_ranks, HOST[name].run, case, timeout_s, timeout_s=timeout_s)
-    schedule = _schedule(name, ranks)
+    schedule, profile = _schedule(name, ranks), ranks[0].profile
     num_stages = schedule.placement.num_stages
     ideal = simulate(schedule, work.costs(case.num_layers, num_stages))
     linked = simulate(schedule, work.costs(case.num_layers, num_stages, local=case.link))
-    profile = ranks[0].profile
     profiled_s = None if profile is None else _end_s(simulate(schedule, profile))
     each = layers_per_stage(case.num_layers, num_stages)
-    live_layers = tuple(each * chunks for chunks in ideal.live_microbatches)
-    return HostRun(ranks[0].step_s, _end_s(ideal), _end_s(linked), profiled_s, live_layers)
+    return Measured(
+        engine=name,
+        title=HOST[name].title,
+        case=case.name,
+        step_s=ranks[0].step_s,
+        references={"ideal": _end_s(ideal), "simulated": _end_s(linked), "profiled": profiled_s},
+        ratios=("simulated", "profiled"),
+        notes={"live layers": " ".join(str(each * chunks) for chunks in ideal.live_microbatches)},
+    )
 
 
 def _end_s(timeline: Timeline) -> float:

@@ -159,8 +159,6 @@ SHARDED: Mapping[str, Engine] = {
     ),
 }
 """Data-parallel engines; a pipeline's step without overlap leaves out its bubbles."""
-OVER: Mapping[str, tuple[str, ...]] = {
-    name: (name.replace("weft", "deepspeed"),) for name in ("weft-1", "weft-2", "weft-3", "weft-pipeline")
-}
-"""DeepSpeed's engines that each of Weft's is compared with."""
+OVER: Mapping[str, str] = {name: name.replace("weft", "deepspeed") for name in SHARDED if name.startswith("weft")}
+"""DeepSpeed's engine that each of Weft's is compared with."""
 PLAIN = Engine("plain collectives", "torch_engines", "run_plain")

@@ -9,9 +9,6 @@ from statistics import median
 
 from weft.inference.board.common_bubbles import Spans, intersection
 
-LATE_MS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
-"""Borders of the histogram of lateness."""
-
 
 def length_s(spans: Spans) -> float:
     """Return the total seconds of all spans."""
@@ -52,14 +49,6 @@ def use_of(work: Spans, prefills: Spans, windows: Spans) -> RankUse:
         bubbles_used=inside_s / idle_s if idle_s else 0.0,
         outside=(ran_s - inside_s) / ran_s if ran_s else 0.0,
     )
-
-
-def histogram(late_s: Sequence[float]) -> list[tuple[str, int]]:
-    """Count the steps in classes of lateness."""
-    classes = [(f"<= {LATE_MS[0]:g} ms", sum(late <= 0.0 for late in late_s))]
-    for low, high in [*pairwise(LATE_MS), (LATE_MS[-1], float("inf"))]:
-        classes.append((f"{low:g}-{high:g} ms", sum(low < 1e3 * late <= high for late in late_s)))
-    return classes
 
 
 def slowdown(on_s: Sequence[float], off_s: Sequence[float]) -> float:

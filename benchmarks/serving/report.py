@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.serving.figures import histogram, slowdown, steps_within, use_of
+from benchmarks.serving.figures import slowdown, steps_within, use_of
 from benchmarks.serving.requests import Answer
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.common_bubbles import Spans
@@ -63,7 +63,6 @@ def report_serving(found: Findings) -> dict[str, object]:
     for name, spans in (("off", windows.spans["off"]), ("on", windows.spans["on"])):
         medians = [median(steps) for span in spans if (steps := steps_within(found.steps, [span]))]
         print(f"  windows {name}: {_listed(medians)} ms")
-    print(f"cores busy: {windows.cores_busy('off'):.1%} without, {windows.cores_busy('on'):.1%} with")
     figures: dict[str, object] = {"off_s": off_s, "on_s": on_s}
     parts = [(worker, stage, rank) for worker in found.workers for stage, rank in enumerate(worker.ranks)]
     for worker, stage, rank in parts:
@@ -78,7 +77,6 @@ def report_serving(found: Findings) -> dict[str, object]:
         print(f"worker {worker.index}, stage {stage}, learnt from {cost.steps} steps: {cost}")
     records = [record for each in found.prefills.values() for record in each if _within(record, windows.spans["on"])]
     late = [record["late_s"] for record in records]
-    print("prefill steps by lateness: " + ", ".join(f"{name}: {count}" for name, count in histogram(late)))
     good = sorted(answer.ttft_s for answer in found.answers if answer.status == 200)
     split = _bubbles_per_request(records)
     print(

@@ -30,17 +30,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a request; times are seconds of CLOCK_MONOTONIC."""
+    """The outcome of a request."""
 
-    tokens: int
-    sent_s: float
     ttft_s: float
     status: int
     """HTTP status, or 0 if there was no answer."""
     first: int | None = None
     """Id of the first token, or None if the response has none."""
-    predicted_s: float = 0.0
-    """The controller's prediction of `ttft_s`, or 0 without a controller."""
 
 
 def read_trace(path: Path, count: int, *, most_tokens: int, over_s: float) -> list[Request]:
@@ -64,23 +60,21 @@ def send(url: str, tokens: int, *, seed: int = 0, key: str = "") -> Answer:
     draw = random.Random(seed)
     body = {"prompt": [draw.randrange(256) for _ in range(tokens)], "max_tokens": 1, "temperature": 0}
     body["return_token_ids"] = True
-    return post(url, json.dumps(body).encode(), tokens=tokens, key=key)
+    return _post(url, json.dumps(body).encode(), key)
 
 
-def post(url: str, body: bytes, *, tokens: int = 0, key: str = "") -> Answer:
-    """Send a request body unchanged."""
+def _post(url: str, body: bytes, key: str) -> Answer:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"{url}/v1/completions", data=body, headers=headers)
-    sent_s, predicted_ms, first = time.monotonic(), 0.0, None
+    sent_s, first = time.monotonic(), None
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            first = _first_token(answer.read())
-            status, predicted_ms = answer.status, float(answer.headers.get("X-Weft-Predicted-Ms", 0.0))
+            first, status = _first_token(answer.read()), answer.status
     except urllib.error.HTTPError as error:
         status = error.code
     except OSError:
         status = 0
-    return Answer(tokens, sent_s, time.monotonic() - sent_s, status, first, predicted_ms / 1e3)
+    return Answer(time.monotonic() - sent_s, status, first)
 
 
 def _first_token(body: bytes) -> int | None:

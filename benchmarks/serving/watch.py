@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import psutil
-
 from weft.inference.board.reader import BoardReader
 from weft.inference.worker.command import Worker
 
@@ -52,25 +50,15 @@ class Watch:
 
 
 class Windows:
-    """Named spans of time, and the load of the machine's cores in them."""
+    """Named spans of time."""
 
     def __init__(self) -> None:
         """Create an empty set of windows."""
         self.spans: dict[str, list[tuple[float, float]]] = {}
-        self._cores_s: dict[str, list[tuple[float, float]]] = {}
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[None]:
         """Record the time of the block under ``name``."""
-        begin_s, before = time.monotonic(), psutil.cpu_times()
+        begin_s = time.monotonic()
         yield
         self.spans.setdefault(name, []).append((begin_s, time.monotonic()))
-        after = psutil.cpu_times()
-        whole_s = sum(after) - sum(before)
-        idle_s = after.idle + after.iowait - before.idle - before.iowait
-        self._cores_s.setdefault(name, []).append((whole_s - idle_s, whole_s))
-
-    def cores_busy(self, name: str) -> float:
-        """Return the busy share of all cores' time."""
-        busy_s, whole_s = map(sum, zip(*self._cores_s[name], strict=True))
-        return busy_s / whole_s

@@ -20,7 +20,7 @@ from benchmarks.survival.hosts import HOSTS
 from benchmarks.survival.run import RankProcess, SupervisedRun, now
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.driver.culprit import read_rows
-from weft.engine.supervision.progress_page import page_path
+from weft.engine.supervision.progress_page import Reading, page_path
 from weft.pipeline.action import Op, Slot
 from weft.tools.preflight import MIN_FREE_BYTES
 
@@ -81,29 +81,25 @@ def _row(run: SupervisedRun, rank: RankProcess) -> list[Slot]:
 
 def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
     """Send SIGKILL while the rank executes a slot with one of these operations."""
-    rank = run.rank(number)
-    row, page = _row(run, rank), run.page(rank.host)
+    row = _row(run, run.rank(number))
     wanted = {index for index, slot in enumerate(row) if any(action.op in ops for action in slot)}
-    limit = monotonic() + 30.0
-    while monotonic() < limit:
-        reading = page.read(rank.local_rank)
-        if reading and reading.progress.begun and reading.progress.done in wanted:
-            os.kill(rank.pid, signal.SIGKILL)
-            return _blame(rank)
-    raise RuntimeError(f"rank {number} was never seen in {', '.join(op.name for op in ops)}")
+    return _kill_when(run, number, lambda reading: reading.progress.begun and reading.progress.done in wanted)
 
 
 def _kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
     """Send SIGKILL while the rank saves a checkpoint."""
-    rank = run.rank(number)
+    return _kill_when(run, number, lambda reading: reading.phase is Phase.checkpoint)
+
+
+def _kill_when(run: SupervisedRun, number: int, due: Callable[[Reading], bool]) -> Inflicted:
+    """Send SIGKILL as soon as ``due`` is true of the rank's published progress, which changes within milliseconds."""
+    rank, limit = run.rank(number), monotonic() + 60.0
     page = run.page(rank.host)
-    limit = monotonic() + 60.0
     while monotonic() < limit:
-        reading = page.read(rank.local_rank)
-        if reading and reading.phase is Phase.checkpoint:
+        if (reading := page.read(rank.local_rank)) and due(reading):
             os.kill(rank.pid, signal.SIGKILL)
             return _blame(rank)
-    raise RuntimeError(f"rank {number} was never seen saving")
+    raise RuntimeError(f"rank {number} was never seen where it should be killed")
 
 
 def _stop(run: SupervisedRun, number: int) -> Inflicted:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -46,26 +46,12 @@ exit $code
 """`ssh OPTIONS HOST COMMAND`, as `SshStarter` calls it."""
 
 
-class Hosts(Protocol):
-    """The hosts of a run.
+class OneMachine:
+    """This machine as the only host; the run is supervised, so that all ranks are forked from one process.
 
     Attributes:
         settings: settings of the run that select these hosts.
     """
-
-    settings: list[str]
-
-    def popen(self, command: Sequence[str], environment: dict[str, str], **keywords: Any) -> subprocess.Popen:
-        """Start the driver."""
-        ...
-
-    def close(self) -> None:
-        """Release the resources of the hosts."""
-        ...
-
-
-class OneMachine:
-    """This machine as the only host; the run is supervised, so that all ranks are forked from one process."""
 
     def __init__(self, *, stages: int) -> None:
         """Create settings with two sites, each with half of the ``stages`` pipeline ranks."""
@@ -88,7 +74,7 @@ class LocalHosts(OneMachine):
         self.settings = [*_cluster(folder), "cluster.manager=local"]
 
 
-class BedHosts:
+class BedHosts(OneMachine):
     """Hosts that are nodes of a netbed, with a WAN between sites, reached by a replacement of ssh.
 
     Attributes:
@@ -132,15 +118,8 @@ class BedHosts:
             NODES: str(self._nodes),
             "GLOO_SOCKET_IFNAME": "lan0",
         }
-        known = [
-            "unshare",
-            "--mount",
-            "--propagation",
-            "private",
-            "sh",
-            "-c",
-            'mount --bind "$0" /etc/hosts; exec "$@"',
-        ]
+        mount = 'mount --bind "$0" /etc/hosts; exec "$@"'
+        known = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount]
         return self.bed.popen(HOSTS[0], [*known, str(self._folder / "hosts"), *command], env=environment, **keywords)
 
     def switch_off(self, *hosts: str, run_folder: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.survival.hosts import HOSTS, NUM_RANKS, Hosts
+from benchmarks.survival.hosts import HOSTS, NUM_RANKS, OneMachine
 from weft.conf import load
 from weft.conf.host.processes import end_with_parent
 from weft.engine.supervision.driver.files import JOURNAL, config_file, read_journal
-from weft.engine.supervision.progress_page import ProgressReader, Reading, page_path
+from weft.engine.supervision.progress_page import ProgressReader, page_path
 
 _POLL_S = 0.02
 _AGENT = "weft.engine.supervision.agent.agent"
@@ -68,7 +68,7 @@ class Metrics:
 class SupervisedRun:
     """A `weft launch` in its own session, with its journal, its losses and the progress of its ranks."""
 
-    def __init__(self, folder: Path, settings: Sequence[str], hosts: Hosts) -> None:
+    def __init__(self, folder: Path, settings: Sequence[str], hosts: OneMachine) -> None:
         """Start the run.
 
         Args:
@@ -143,10 +143,6 @@ class SupervisedRun:
     def page(self, host: str) -> ProgressReader:
         """Return the reader of a host's published progress."""
         return ProgressReader(page_path(self.folder, host))
-
-    def reading(self, rank: RankProcess) -> Reading | None:
-        """Return a rank's published progress."""
-        return self.page(rank.host).read(rank.local_rank)
 
     def agents(self, hosts: Sequence[str] = HOSTS) -> list[psutil.Process]:
         """Return the agents of hosts, which are ancestors of running ranks."""

@@ -21,7 +21,7 @@ from benchmarks.survival.faults import (
     Fault,
     Inflicted,
 )
-from benchmarks.survival.hosts import NUM_RANKS, BedHosts, Hosts, LocalHosts
+from benchmarks.survival.hosts import NUM_RANKS, BedHosts, LocalHosts, OneMachine
 from benchmarks.survival.network import AWAY, LINES, WAITS
 from benchmarks.survival.outcome import Survival, is_right
 from benchmarks.survival.reference import Undisturbed, difference
@@ -49,7 +49,7 @@ class Session:
 
     faults: Sequence[Fault]
     settings: tuple[str, ...] = ()
-    hosts: Callable[[Path], Hosts] = LocalHosts
+    hosts: Callable[[Path], OneMachine] = LocalHosts
     stages: int = 4
     disk_mib: int = 0
 
@@ -248,7 +248,7 @@ def _text(event: Mapping) -> str:
 
 @contextmanager
 def running(
-    folder: Path, settings: Sequence[str], hosts: Callable[[Path], Hosts] = LocalHosts, disk_mib: int = 0
+    folder: Path, settings: Sequence[str], hosts: Callable[[Path], OneMachine] = LocalHosts, disk_mib: int = 0
 ) -> Iterator[SupervisedRun]:
     """Run in ``folder`` until the block ends."""
     folder.mkdir(parents=True)

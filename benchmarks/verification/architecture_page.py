@@ -95,7 +95,7 @@ def _head(
         "Types with the same results stand below a line of them. A number is a note at the end. `-` means not tried.",
         "",
         f"- **stages**: {summary(results)}. A small copy with random weights and every kind of layer of the default "
-        "configuration (or of `benchmarks/verification/small_configs.py`), in fp32 on a CPU, each layer on a stage and "
+        "configuration (or of `tests/engine/stages/small_configs.py`), in fp32 on a CPU, each layer on a stage and "
         "in two stages, with plain, padded and packed batches; tolerance 1e-5 of the largest value.",
         "- **packing**: *apart* if packed documents have the logits that they have alone, in one row and in several; "
         "if it *leaks*, `data.packing=true` is refused.",

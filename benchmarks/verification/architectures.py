@@ -16,6 +16,7 @@ from enum import Enum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from benchmarks.verification.small_configs import small_config
+from tests.engine.stages.small_configs import small_config
 from weft.conf.schema import Attention, ModelConfig, SplitKind
 from weft.engine.models.skeleton import cuttable_layers, skeleton
 from weft.engine.stages.checking.comparison import run_stages
@@ -99,9 +100,13 @@ def causal_class(model_type: str) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
+def result_of(model_type: str, support: Support, reason: str = "", **more: Any) -> ArchitectureResult:
+    """Return the result of a type, with the class of its causal language model."""
+    return ArchitectureResult(model_type, causal_class(model_type), support, reason, **more)
+
+
 def examine(model_type: str) -> ArchitectureResult:
     """Try one architecture in this process."""
-    name = causal_class(model_type)
     made = prepared(model_type, in_stages=True)
     if isinstance(made, ArchitectureResult):
         return made
@@ -117,15 +122,15 @@ def examine(model_type: str) -> ArchitectureResult:
             self_check(config, own_loss=False)
     except ValueError as error:
         support = Support.untried if _fails_as_a_whole(error) else Support.refused
-        return ArchitectureResult(model_type, name, support, reason_of(error))
+        return result_of(model_type, support, reason_of(error))
     try:
         require_causal(small)
         for batches, num_stages in _wider(small):
             check_stages(small, num_stages, batches, own_loss=not reason)
             small.zero_grad()
     except ValueError as error:
-        return ArchitectureResult(model_type, name, Support.wrong, reason_of(error))
-    return ArchitectureResult(model_type, name, Support.exact, reason, packing=_packing(config), folder=_folder(small))
+        return result_of(model_type, Support.wrong, reason_of(error))
+    return result_of(model_type, Support.exact, reason, packing=_packing(config), folder=_folder(small))
 
 
 def prepared(
@@ -150,7 +155,7 @@ def prepared(
         return cls, config, small_copy(cls, config, min_layers=2)
     except Exception as error:
         support = refused if isinstance(error, ValueError) else Support.untried
-        return ArchitectureResult(model_type, causal_class(model_type), support, reason_of(error))
+        return result_of(model_type, support, reason_of(error))
 
 
 def _fails_as_a_whole(error: ValueError) -> bool:
@@ -287,7 +292,7 @@ def _collect(model_type: str, pipe: Connection | None, process: BaseProcess, sec
         reason = f"its process ended with {process.exitcode}" if pipe else f"not done after {STUCK_S:g} s"
         if process.exitcode == -signal.SIGXCPU:
             reason = f"not done after {LIMIT_S} s of processor time"
-        result = ArchitectureResult(model_type, causal_class(model_type), Support.untried, reason)
+        result = result_of(model_type, Support.untried, reason)
     return ArchitectureResult(**{**vars(result), "seconds": round(seconds, 1)})
 
 

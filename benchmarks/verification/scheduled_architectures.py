@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import cycle, islice
 from types import MappingProxyType
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.verification.architectures import ArchitectureResult, Support, causal_class, reason_of
+from benchmarks.verification.architectures import ArchitectureResult, Support, reason_of, result_of
 from benchmarks.verification.shared_architectures import examine_shared, shared_text, small_model
 from weft.conf.schema import ZeroConfig
 from weft.engine.execution.compute import Compute
@@ -74,9 +75,7 @@ def examine_scheduled(
     if plain.support is not Support.exact:
         return ArchitectureResult(**vars(plain) | {"shared": shared})
 
-    def found(support: Support, reason: str = "") -> ArchitectureResult:
-        return ArchitectureResult(model_type, causal_class(model_type), support, reason, shared=shared)
-
+    found = partial(result_of, model_type, shared=shared)
     used = {axis: size for axis, size in sizes.items() if size > 1}
     notes: list[str] = []
     for what, make in (("biases", lambda model: model), ("adapters", adapted)):
@@ -184,12 +183,7 @@ def _difference(model: nn.Module, sizes: Mapping[str, int], num_stages: int, kin
     want = Outcome(torch.zeros(()), want.loss, {name: grad.clone() for name, grad in want.gradients.items()})
     model.zero_grad()
 
-    def train(
-        make: Callable[[AxisGroups], list[Stage]], axes: AxisGroups, batches: Sequence[Batch], num_items: Tensor
-    ) -> tuple[list[Stage], Outcome]:
-        return execute(schedule, make, axes, batches, num_items)
-
-    got = members_outcome(copy.deepcopy(model), batches, items, sizes, num_stages, train=train)
+    got = members_outcome(copy.deepcopy(model), batches, items, sizes, num_stages, train=partial(execute, schedule))
     off = difference(Outcome(torch.zeros(()), got.loss, got.gradients), want)
     parts = {"loss": off.loss, f"gradient of {off.gradient}": off.gradients}
     return ", ".join(f"{part} by {much:.2g}" for part, much in parts.items() if not much <= TOLERANCE)

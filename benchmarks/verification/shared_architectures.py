@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from benchmarks.verification.architectures import ArchitectureResult, Support, causal_class, prepared, reason_of
-from benchmarks.verification.small_configs import small_config
+from benchmarks.verification.architectures import ArchitectureResult, Support, prepared, reason_of, result_of
+from tests.engine.stages.small_configs import small_config
 from weft.conf.schema import ContextExchange
 from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.skeleton import cuttable_layers
@@ -42,15 +43,13 @@ def examine_shared(
     """
     shared = shared_text(sizes, exchange)
     if reason := _refused_by_name(model_type, sizes):
-        return ArchitectureResult(model_type, causal_class(model_type), Support.refused, reason, shared=shared)
+        return result_of(model_type, Support.refused, reason, shared=shared)
     made = prepared(model_type, in_stages=False)
     if isinstance(made, ArchitectureResult):
         return ArchitectureResult(**vars(made) | {"shared": shared})
-    cls, config, small = made
+    _, config, small = made
 
-    def found(support: Support, reason: str = "") -> ArchitectureResult:
-        return ArchitectureResult(model_type, cls.__name__, support, reason, shared=shared)
-
+    found = partial(result_of, model_type, shared=shared)
     raise_vocabulary(config, sizes.get("tensor", 1))
     notes = []
     try:

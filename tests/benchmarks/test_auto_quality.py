@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.auto import compare, random_cluster
 from tests.pipeline.generators.random_cases import random_case
+from tests.pipeline.generators.random_clusters import compare, random_cluster
 from tests.pipeline.generators.test_auto_cell import costs_of, step_s
 from tests.pipeline.pair_costs import scaled
 from weft.pipeline.generators.auto import _list_schedules, _problem, generate_auto

@@ -11,8 +11,9 @@ import pytest
 from benchmarks import engines as bench_engines
 from benchmarks.peers import on_host
 from benchmarks.peers.case import EngineCase, RankRun, middle_and_spread
+from benchmarks.peers.comparison import Measured
 from benchmarks.peers.emulated_stage import EmulatedWork
-from benchmarks.peers.on_host import HostRun, measure
+from benchmarks.peers.on_host import measure
 from benchmarks.peers.registry import HOST
 from weft.pipeline.action import slot_text
 from weft.pipeline.costs import LinkCost
@@ -48,21 +49,26 @@ LIVE_LAYERS = {  # of SMALL: most that a rank holds, two stages of two layers or
 }
 
 
+def live_layers_of(run):
+    return tuple(map(int, run.notes["live layers"].split()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", HOST)
 def test_every_peer_runs(peer):
     run = measure(peer, SMALL)
     assert len(run.step_s) == 2
-    assert len(run.live_layers) == 2
-    assert min(run.step_s) >= 0.9 * run.ideal_s  # nothing was skipped
-    assert run.simulated_s > run.ideal_s
-    assert (run.profiled_s or 0.0) >= run.ideal_s * peer.startswith("weft")
+    live, (ideal_s, simulated_s, profiled_s) = live_layers_of(run), run.references.values()
+    assert len(live) == 2
+    assert min(run.step_s) >= 0.9 * ideal_s  # nothing was skipped
+    assert simulated_s > ideal_s
+    assert (profiled_s or 0.0) >= ideal_s * peer.startswith("weft")
     if peer in IDEAL_LAYER_TIMES:
-        assert run.ideal_s == pytest.approx(IDEAL_LAYER_TIMES[peer] * 0.002)
+        assert ideal_s == pytest.approx(IDEAL_LAYER_TIMES[peer] * 0.002)
     if peer in LIVE_LAYERS:
-        assert run.live_layers == LIVE_LAYERS[peer]
+        assert live == LIVE_LAYERS[peer]
     if peer == "weft-auto-zbv":  # the one to compare with ZBV: no more than it at any rank
-        assert max(run.live_layers) <= min(LIVE_LAYERS["torch-zbv"])
+        assert max(live) <= min(LIVE_LAYERS["torch-zbv"])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def test_what_an_engine_holds_is_counted_in_the_rows_that_it_ran(monkeypatch, ki
     ran = generate(kind, placement, 4)
     cells = [tuple(slot_text(slot) for slot in row) for row in ran.rows]
     monkeypatch.setattr(on_host, "run_ranks", lambda *_, **__: [RankRun((1.0, 1.0), row) for row in cells])
-    assert measure("torch-zbv", replace(SMALL, num_layers=num_layers)).live_layers == live_layers
+    assert live_layers_of(measure("torch-zbv", replace(SMALL, num_layers=num_layers))) == live_layers
 
 
 @pytest.mark.parametrize("way", Way)
@@ -131,7 +137,15 @@ def no_processes(monkeypatch):
 
     def measured(peer, case):
         order.append((case.name, peer))
-        return HostRun((1.0, 1.1, 1.2), 2.0 if peer.startswith("deepspeed") else 1.0, 2.2, 4.4, (2, 1))
+        return Measured(
+            engine=peer,
+            title=HOST[peer].title,
+            case=case.name,
+            step_s=(1.0, 1.1, 1.2),
+            references={"ideal": 2.0 if peer.startswith("deepspeed") else 1.0, "simulated": 2.2, "profiled": 4.4},
+            ratios=("simulated", "profiled"),
+            notes={"live layers": "2 1"},
+        )
 
     monkeypatch.setattr(on_host, "measure", measured)
     monkeypatch.setattr(on_host, "measure_link", lambda num_bytes, way: LinkCost())

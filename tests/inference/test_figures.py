@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.serving.figures import histogram, idle_between, use_of
+from benchmarks.serving.figures import idle_between, use_of
 from benchmarks.serving.requests import read_trace
 
 
@@ -12,11 +12,6 @@ def test_shares_of_a_ranks_time():
     assert idle_between(work) == [(2, 6), (8, 10)]
     assert use.trained == pytest.approx(0.4) and use.prefilled == pytest.approx(0.3)
     assert use.bubbles_used == pytest.approx(0.5) and use.outside == pytest.approx(0.25)
-
-
-def test_a_histogram_counts_each_step_once():
-    late = [0.0, 0.0005, 0.004, 0.3]
-    assert sum(count for _, count in histogram(late)) == len(late)
 
 
 def test_a_trace_is_scaled_and_a_wrong_one_is_named(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.verification.small_configs import small_config
 from tests.engine.parallel.members import CPU, items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.stages.small_configs import small_config
 from tests.engine.stages.tiny_models import tiny_model
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.models.objective import Minimised, Objective, next_token_loss

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from benchmarks.verification.small_configs import small_config
 from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.stages.small_configs import small_config
 from tests.engine.stages.tiny_models import tiny_model
 from weft.engine.models.sizes import model_sizes
 from weft.engine.parallel.axis import UnshareableError

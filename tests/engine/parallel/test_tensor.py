@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from benchmarks.verification.small_configs import small_config
 from tests.engine.parallel.members import items_of, micro_batches, require_same, whole_model
+from tests.engine.stages.small_configs import small_config
 from tests.engine.stages.tiny_models import tiny_model
 from weft.conf.schema import LoraConfig, ModelConfig, SplitKind
 from weft.engine.models.objective import Minimised, Objective, next_token_loss

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
-from benchmarks.verification.small_configs import small_config
+from tests.engine.stages.small_configs import small_config
 from tests.engine.stages.tiny import batch, gradients, logits, run, stages_of, tiny, whole
 from weft.conf.schema import ModelConfig, SplitKind
 from weft.engine.models.skeleton import Placeholder, cuttable_layers, decoder_layers, model_class, num_layers, skeleton
