@@ -56,7 +56,11 @@ FEATURES = {
             ),
             "evaluate": ("weft.recipes.serving.evaluate", "score held-out data with each checkpoint, by workers"),
         },
-        settings={"inference.enabled": (False,), "inference.evaluate.enabled": (False,)},
+        settings={
+            "inference.enabled": (False,),
+            "inference.evaluate.enabled": (False,),
+            "inference.scores.enabled": (False,),
+        },
     ),
     "strands": Feature(entry="weft.engine.strands", settings={"pipeline.pairs": (PairChoice.never,)}),
     "supervision": Feature(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.conf.schema import KvConnector, WeftConfig
+from weft.conf.schema import DataKind, KvConnector, Quantization, WeftConfig
 from weft.conf.sources import holds_out
 
 
@@ -14,6 +14,7 @@ def inference_problems(config: WeftConfig) -> Iterator[str]:
     yield from _controller(config)
     yield from _decode(config)
     yield from _evaluate(config)
+    yield from _scores(config)
 
 
 def _prefill(config: WeftConfig) -> Iterator[str]:
@@ -100,3 +101,29 @@ def _evaluate(config: WeftConfig) -> Iterator[str]:
         "data.eval_fraction=0: nothing is held out; set it (0.02 is common)": not holds_out(config.data),
     }
     yield from (f"inference.evaluate.enabled=true: {problem}" for problem, is_wrong in wrong.items() if is_wrong)
+
+
+def _scores(config: WeftConfig) -> Iterator[str]:
+    inference, model, parallel = config.inference, config.model, config.parallel
+    if not inference.scores.enabled:
+        return
+    most = inference.prefill.max_tokens
+    wrong = {
+        "inference.enabled=false: ranks publish no bubbles; add inference=bubbles": not inference.enabled,
+        f"data.kind={config.data.kind.name}: its loss needs no scores; set it to preference": (
+            config.data.kind is not DataKind.preference
+        ),
+        f"inference.prefill.model={inference.prefill.model}: workers have the reference, model.path; leave it out": (
+            inference.prefill.model not in ("", model.path)
+        ),
+        "inference.evaluate.enabled=true: workers hold one model; switch one of them off": inference.evaluate.enabled,
+        f"inference.prefill.max_tokens={most}: shorter than data.sequence_length={config.data.sequence_length}, and "
+        "one more token; raise it": most <= config.data.sequence_length,
+        f"model.overrides={model.overrides}: workers load the folder as it is; leave it out": bool(model.overrides),
+        f"model.lora.quantize={model.lora.quantize.name}: workers would not have the rounded weights; set it to none": (
+            model.lora.quantize is not Quantization.none
+        ),
+        f"parallel.tensor={parallel.tensor} parallel.context={parallel.context}: ranks that share the last stage would "
+        "receive different scores; set both to 1": max(parallel.tensor, parallel.context) > 1,
+    }
+    yield from (f"inference.scores.enabled=true: {problem}" for problem, is_wrong in wrong.items() if is_wrong)

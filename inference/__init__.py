@@ -13,6 +13,13 @@ def observe_bubbles(*args: Any, **options: Any) -> Any:
     return observe_bubbles(*args, **options)
 
 
+def scorers(*args: Any) -> Any:
+    """See `weft.inference.worker.command.scorers`."""
+    from weft.inference.worker.command import scorers
+
+    return scorers(*args)
+
+
 def add_simulation_options(parser: argparse.ArgumentParser) -> None:
     """See `weft.inference.placement.simulation.add_options`."""
     from weft.inference.placement.simulation import add_options

@@ -127,6 +127,8 @@ class Progress:
         dist.all_reduce(read)  # all ranks of a replica read the same
         tokens = float(read) * self._engine.num_replicas / self._engine.world_size / interval.steps
         usage = self._engine.usage()
+        scores = self._engine.scores
+        ahead = {} if scores is None or not scores.steps_ahead else {"scores_ahead": scores.share_ahead}
         scale = {"loss_scale": float(self._engine.optimizer.cur_scale)} if self._engine.fp16_enabled() else {}
         return {
             "loss": float(loss),
@@ -139,6 +141,7 @@ class Progress:
             "bubble_share": usage.bubble_share,
             "peak_memory_gb": usage.peak_bytes / 1e9,
             **scale,
+            **ahead,
         }
 
     def evaluation(self, step: int, loss: float) -> None:

@@ -27,6 +27,7 @@ from weft.conf.schema.inference import KvConnector as KvConnector
 from weft.conf.schema.inference import OtherModelConfig as OtherModelConfig
 from weft.conf.schema.inference import PrefillConfig as PrefillConfig
 from weft.conf.schema.inference import PrefillWorkerConfig as PrefillWorkerConfig
+from weft.conf.schema.inference import ScoresConfig as ScoresConfig
 from weft.conf.schema.model import Attention as Attention
 from weft.conf.schema.model import ChunkedLoss as ChunkedLoss
 from weft.conf.schema.model import DataConfig as DataConfig

@@ -185,6 +185,17 @@ class EvaluateConfig:
 
 
 @dataclass(kw_only=True)
+class ScoresConfig:
+    """Scores of a frozen model that training needs, computed by prefill workers in bubbles of earlier steps."""
+
+    enabled: bool = False
+    """Let the workers of `weft serve` have `model.path`, the reference of data.kind=preference, and score the pairs of
+    coming steps. A step computes those in line that have not arrived."""
+    steps: Annotated[int, Range(1, 64)] = 4
+    """Number of steps whose pairs are scored ahead."""
+
+
+@dataclass(kw_only=True)
 class InferenceConfig:
     """Prefill serving in bubbles."""
 
@@ -201,3 +212,5 @@ class InferenceConfig:
     """Decode server for whole answers."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation of checkpoints by the workers."""
+    scores: ScoresConfig = field(default_factory=ScoresConfig)
+    """Scores for training by the workers."""

@@ -92,7 +92,7 @@ class StepScores:
             steps_ahead: number of steps whose scores are requested ahead of the current one. 0 requests none.
         """
         self.score, self.ahead = score, ahead
-        self._engine, self._frozen, self._peek, self._steps_ahead = engine, frozen, peek, steps_ahead
+        self._engine, self._frozen, self._peek, self.steps_ahead = engine, frozen, peek, steps_ahead
         self._in_line = in_line or self._pass
         self._decision: _Decision | None = None
         layout = engine.layout
@@ -116,7 +116,7 @@ class StepScores:
             tokens = arrived[m].to(batch["input_ids"].device, non_blocking=True)
             _put(batches[m], self.score.name, self.score.of_tokens(tokens, batch))
         self.compute([batches[m] for m in lacking])
-        if self._steps_ahead and self._peek is not None:
+        if self.steps_ahead and self._peek is not None:
             self._decide(len(batches))
 
     def compute(self, batches: Sequence[dict[str, Tensor]]) -> None:
@@ -130,6 +130,11 @@ class StepScores:
         """Forget what was decided for the next step, because it will read other data. All ranks call it."""
         self._decision = None
 
+    @property
+    def share_ahead(self) -> float:
+        """Share of the last step's micro-batches whose scores were computed ahead."""
+        return self.num_ahead / max(1, self.num_ahead + self.num_in_line)
+
     def close(self) -> None:
         """End the requests ahead."""
         if self.ahead is not None:
@@ -140,7 +145,7 @@ class StepScores:
         engine, arrived = self._engine, {}
         assert self._peek is not None
         if self.ahead is not None:
-            upcoming = self._peek(count * self._steps_ahead)
+            upcoming = self._peek(count * self.steps_ahead)
             found = {m: self.ahead.take(batch) for m, batch in enumerate(upcoming[:count])}
             arrived = {m: tokens for m, tokens in found.items() if tokens is not None}
             self.ahead.request(upcoming)

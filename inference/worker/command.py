@@ -16,6 +16,7 @@ from weft.conf.host.private import private_folder, shared_key
 from weft.conf.hosts import run_folder, working_hosts
 from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path, boards_folder
+from weft.inference.worker.scorer import Scorer
 from weft.inference.worker.settings import WorkerSettings
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 
@@ -171,6 +172,20 @@ def newest_weights(config: WeftConfig) -> Path | None:
     return folder / max(names) if names else None
 
 
+def with_scored_model(config: WeftConfig) -> WeftConfig:
+    """Return the configuration with the model that scores for training as the workers' model, if workers score."""
+    if not config.inference.scores.enabled:
+        return config
+    prefill = replace(config.inference.prefill, model=config.model.path)
+    return replace(config, inference=replace(config.inference, prefill=prefill))
+
+
+def scorers(config: WeftConfig) -> list[Scorer]:
+    """Return the workers as they score text for training."""
+    key, model = server_key(config, os.environ), with_scored_model(config).inference.prefill.model
+    return [Scorer(worker.url, key, model) for worker in addresses(config)]
+
+
 def with_newest_weights(config: WeftConfig) -> WeftConfig:
     """Return the configuration with the newest weights of the run as the workers' model, if workers evaluate."""
     if not config.inference.evaluate.enabled:
@@ -207,6 +222,8 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
         "--additional-config": json.dumps(settings.to_additional_config()),
         "--middleware": f"weft.inference.worker.vllm_middleware.{middleware}",
     }
+    if config.inference.scores.enabled:
+        options["--dtype"] = VLLM_DTYPES[config.train.precision]
     if config.inference.evaluate.enabled:
         options |= {"--served-model-name": config.train.name, "--dtype": VLLM_DTYPES[config.train.precision]}
     if num_gpus:

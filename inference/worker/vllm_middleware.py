@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse
+from weft.inference.worker.proofs import HEADER, SCHEME, answer_proof, nonce_of
 from weft.inference.worker.status import is_leaving, problem_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE, ROUTE, Weights
 
@@ -33,6 +34,8 @@ REPLACING = (("GET", ROUTE), ("POST", ROUTE))
 KEY_VARIABLE = "VLLM_API_KEY"
 STATUS_VARIABLE = "WEFT_WORKER_STATUS"
 """Environment variable with the path of the engine's `WorkerStatus`."""
+NONCE = "weft.nonce"
+"""Key of a request's scope with the nonce of its proof."""
 MOST_BYTES = 8 * 2**20
 """Maximum size of a request body."""
 MOST_DEPTH = 64
@@ -82,6 +85,11 @@ class KeyMiddleware:
     def _has_key(self, scope: Message) -> bool:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if self._key and scheme.lower() == SCHEME and (nonce := nonce_of(self._key, key)) is not None:
+            others = [each for each in scope["headers"] if each[0].lower() != b"authorization"]
+            scope["headers"] = [*others, (b"authorization", b"Bearer " + self._key)]  # for vLLM's own check
+            scope[NONCE] = nonce
+            return True
         return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)
 
 
@@ -135,6 +143,7 @@ class ApiMiddleware(KeyMiddleware):
         if (scope["method"], scope["path"]) not in GENERATING:
             return receive, send
         body = await _read_in_time(receive)
+        send = _Proven(send, self._key, scope[NONCE], body) if NONCE in scope else send
         return _replay(self.validate(body), receive), _Completed(send, self._status)
 
 
@@ -144,6 +153,26 @@ class PrefillOnlyMiddleware(ApiMiddleware):
     def check(self, value: Mapping[str, Any]) -> None:
         """See `check_prefill_only`."""
         check_prefill_only(value)
+
+
+class _Proven:
+    """A ``send`` that adds a proof to an answer, which it sends as a whole. See `weft.inference.worker.proofs`."""
+
+    def __init__(self, send: Send, key: bytes, nonce: str, request: bytes) -> None:
+        self._send, self._key, self._nonce, self._request = send, key, nonce, request
+        self._body = bytearray()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body += message.get("body", b"")
+        if message.get("more_body"):
+            return
+        proof = answer_proof(self._key, self._nonce, self._request, bytes(self._body))
+        headers = [*self._start["headers"], (HEADER.encode(), proof.encode())]
+        await self._send({**self._start, "headers": headers})
+        await self._send({**message, "body": bytes(self._body)})
 
 
 class _Completed:

@@ -38,6 +38,7 @@ from weft.inference.worker.command import (
     newest_weights,
     server_key,
     with_newest_weights,
+    with_scored_model,
     workers_of,
 )
 from weft.recipes.serving.checks import (
@@ -94,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     known, overrides = parser.parse_known_args(argv)
     if known.with_decode:
         overrides += WITH_DECODE
-    config = load(overrides)
+    config = with_scored_model(load(overrides))
     check_serving(config)
     check_decode(config)
     check_certificate(config)

@@ -1,12 +1,18 @@
 """The recipe `dpo` has the losses of TRL's DPOTrainer, with the reference computed in line."""
 
-import pytest
+import json
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.inference.scorers import KEY, worker
 from tests.recipes.preferences import STEPS, losses, losses_of_trl, prepare, train
 from weft.conf import load
 from weft.tools.ranks import run_ranks
 
 TWO = ["cluster.ranks=2", "pipeline.microbatches=4", "train.microbatch_size=2"]
+SCORES = ["inference.enabled=true", "inference.scores.enabled=true"]
 
 
 @pytest.mark.slow
@@ -25,6 +31,21 @@ def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tm
     assert max(expected) - min(expected) > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", ["", "stopped", "nan"])
+def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_API_KEY", KEY)
+    settings = [*prepare(tmp_path), *TWO, "inference.enabled=true", "inference.scores.enabled=true"]
+    with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), fault) as (url, lengths):
+        ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
+        run_ranks(2, train, [*settings, ahead, f"inference.boards={tmp_path / 'boards'}"], timeout_s=300)
+    assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
+    records = map(json.loads, (tmp_path / "runs" / "dpo" / "metrics.jsonl").read_text().splitlines())
+    shares = [record["scores_ahead"] for record in records if record["kind"] == "train"]
+    assert lengths and any(shares) == (fault == "")
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -32,6 +53,11 @@ def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tm
         (["train.microbatch_size=3"], "train.microbatch_size=3: it counts sequences"),
         (["model.path=", "model.arch=llama", "model.tokenizer=a"], "model.path='': the reference is the model before"),
         (["train.preference.beta=0"], "train.preference.beta=0"),
+        (["inference.scores.enabled=true"], "scores.enabled=true: inference.enabled=false: ranks publish no bubbles"),
+        ([*SCORES, "parallel.tensor=2"], "scores.enabled=true: parallel.tensor=2"),
+        ([*SCORES, "inference.prefill.model=e/f"], "scores.enabled=true: inference.prefill.model=e/f"),
+        ([*SCORES, "inference.prefill.max_tokens=512"], "max_tokens=512: shorter than data.sequence_length=1024"),
+        ([*SCORES, "data.kind=chat"], "scores.enabled=true: data.kind=chat"),
     ],
 )
 def test_settings_without_pairs_or_a_reference_are_refused(settings, problem):
