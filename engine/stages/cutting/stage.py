@@ -88,6 +88,7 @@ class Stage(nn.Module):
             )
         self._port = port
         self._arguments = accepted_arguments(self.hf_model)
+        self._weights_dtype: torch.dtype | None = None
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -192,8 +193,14 @@ class Stage(nn.Module):
 
     def _dtype(self) -> torch.dtype:
         """Return the smallest type of the weights, in which the model computes, because some weights stay in fp32."""
-        kinds = {parameter.dtype for parameter in self.hf_model.parameters() if parameter.is_floating_point()}
-        return min(kinds, key=lambda dtype: dtype.itemsize)
+        if self._weights_dtype is None:  # every slot needs it, and a walk through all modules is slow
+            kinds = {parameter.dtype for parameter in self.hf_model.parameters() if parameter.is_floating_point()}
+            self._weights_dtype = min(kinds, key=lambda dtype: dtype.itemsize)
+        return self._weights_dtype
+
+    def _apply(self, *args: Any, **named: Any) -> Stage:
+        self._weights_dtype = None  # this may convert the weights
+        return super()._apply(*args, **named)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter once, with its name in the whole model."""
