@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Sequence
+from functools import cache
 from typing import get_origin
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from weft.conf.fields import FOLDER, choices, field_types, groups, unknown
@@ -21,6 +24,7 @@ from weft.conf.trees import explain
 
 # Name in the group `recipe` for a recipe file of the user.
 FROM_FILE = "_file"
+_SEARCH = "hydra.searchpath"
 
 
 def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> WeftConfig:
@@ -31,10 +35,13 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
     """
     settings = [_parse(text) for text in overrides]
     recipes = [setting for setting in settings if setting.key_or_group == "recipe"]
-    lines = [_line(setting) for setting in settings if setting.key_or_group != "recipe"]
-    lines += _left_open(settings)
-    store = ConfigStore.instance()
-    _register(store)
+    # Choices of files decide what is composed; values are set in the result.
+    chosen, values = list[str](), list[str]()
+    for setting in settings:
+        if setting.key_or_group != "recipe":
+            is_choice = setting.key_or_group in groups() or setting.key_or_group == _SEARCH
+            (chosen if is_choice else values).append(_line(setting))
+    values += _left_open(settings)
     named = [str(recipe.value()) for recipe in recipes] + [recipe_file] * bool(recipe_file)
     if len(named) > 1:
         raise ValueError(
@@ -42,11 +49,15 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
             "through `defaults: [NAME, _self_]`"
         )
     for recipe in named:
-        lines.append(f"recipe={_recipe(store, str(recipe), is_file=bool(recipe_file))}")
-    where = f"{named[0]}: " if named and lines[-1].endswith(FROM_FILE) else ""
+        chosen.append(f"recipe={_recipe(str(recipe), is_file=bool(recipe_file))}")
+    is_users_file = bool(named) and chosen[-1].endswith(FROM_FILE)
+    where = f"{named[0]}: " if is_users_file else ""
     try:
-        with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
-            config = OmegaConf.to_object(hydra.compose("config", overrides=lines))
+        # Files of the user may have changed since they were composed.
+        composed = _composed.__wrapped__ if is_users_file or any(_SEARCH in choice for choice in chosen) else _composed
+        tree = copy.deepcopy(composed(*chosen))
+        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), tree)
+        config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(where + _explain(error)) from error
     assert isinstance(config, WeftConfig)
@@ -63,7 +74,17 @@ def _left_open(settings: Sequence[Override]) -> list[str]:
     return ["pipeline.microbatches=0"] if open_ else []
 
 
-def _register(store: ConfigStore) -> None:
+@cache
+def _composed(*chosen: str) -> DictConfig:
+    """Return the configuration of a choice in each group. Cached, because Hydra takes long."""
+    _register()
+    with hydra.initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return hydra.compose("config", overrides=list(chosen))
+
+
+@cache
+def _register() -> None:
+    store = ConfigStore.instance()
     store.store(name="schema", node=WeftConfig)
     for group, kind in groups().items():
         store.store(group=group, name="schema", node=kind)
@@ -105,7 +126,7 @@ def _line(override: Override) -> str:
         return text
     if get_origin(known.get(name)) is dict:
         return f"++{text.lstrip('+')}"  # its keys are open
-    if name in known or name == "hydra.searchpath":
+    if name in known or name == _SEARCH:
         return text.lstrip("+")
     parents = [name[:end] for end, letter in enumerate(name) if letter == "."]
     if any(get_origin(known.get(parent)) is dict for parent in parents):
@@ -113,12 +134,12 @@ def _line(override: Override) -> str:
     raise ValueError(f"{text}: {unknown(name, known)}")
 
 
-def _recipe(store: ConfigStore, recipe: str, *, is_file: bool) -> str:
+def _recipe(recipe: str, *, is_file: bool) -> str:
     """Return the name by which Hydra finds a recipe, which is built in or the user's file."""
     if not is_file and not recipe.endswith((".yaml", ".yml")):
         _require_choice("recipe", recipe)
         return recipe
-    store.store(group="recipe", name=FROM_FILE, node=read_recipe(recipe), package="_global_")
+    ConfigStore.instance().store(group="recipe", name=FROM_FILE, node=read_recipe(recipe), package="_global_")
     return FROM_FILE
 
 
