@@ -49,7 +49,8 @@ class Own:
 
     def __init__(self, cluster, work, request):
         self.cluster, self.work, self.request = cluster, work, request
-        self.part, self.room, self.rank_ends_s = cache(self._part), cache(self._room), cache(self._rank_ends_s)
+        self.part, self.rank_ends_s = cache(self._part), cache(self._rank_ends_s)
+        self.room, self._memory = cache(self._room), cache(self._rank_memory)
 
     def _part(self, *spans):
         """The work of some ranges of layers, with the embedding and the head where they belong."""
@@ -60,8 +61,11 @@ class Own:
 
     def _room(self, spans, site, shape):
         """Bytes for saved activations on a rank's GPU; ``shape`` has what memory depends on."""
-        memory = rank_memory(self.part(*spans), sum(stop - start for start, stop in spans), shape, self.work)
-        return memory.headroom(self.request.max_memory * self.cluster.sites[site].gpu.memory_bytes)
+        return self._memory(spans, shape).headroom(self.request.max_memory * self.cluster.sites[site].gpu.memory_bytes)
+
+    def _rank_memory(self, spans, shape):
+        """Memory of a rank without saved activations, the same at all sites."""
+        return rank_memory(self.part(*spans), sum(stop - start for start, stop in spans), shape, self.work)
 
     def _rank_ends_s(self, spans, site, shape):
         """Seconds of a rank after the pipeline, for replicas of one route, and for the optimiser."""
