@@ -1,4 +1,4 @@
-"""Sockets on which both ends authenticate each other as processes of the same job."""
+"""Mutually authenticated sockets between processes of a job."""
 
 from __future__ import annotations
 

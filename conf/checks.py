@@ -173,7 +173,7 @@ def _comparable(config: WeftConfig) -> Iterator[str]:
 
 def _layers(config: WeftConfig) -> Iterator[str]:
     if config.pipeline.schedule is ScheduleKind["file"]:
-        return  # its own placement says how many virtual stages there are
+        return  # its own placement defines the number of virtual stages
     chunks, by_hand = virtual_stages(config), config.pipeline.layers
     count = config.model.overrides.get("num_hidden_layers")
     if by_hand and len(by_hand) != chunks and settled_placement(config.pipeline) is not None:

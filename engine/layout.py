@@ -1,4 +1,4 @@
-"""The layout of a job's ranks: their global numbers along named axes. No torch."""
+"""The layout of a job's ranks: global numbers along named axes. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals to stop a rank: the first ends training after the current step, and a second one ends the process."""
+"""Signals to stop a rank: one ends training after the current step, a second one ends the process."""
 
 from __future__ import annotations
 

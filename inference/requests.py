@@ -19,7 +19,7 @@ _OF_ANSWERS = {
     *("stream", "stream_options", "seed", "stop", "stop_token_ids", "echo", "logprobs", "top_logprobs"),
     *("logprob_token_ids", "return_token_ids", "response_format", "structured_outputs", "use_beam_search"),
 }
-"""Fields that say nothing about the prompt, and would cost a worker time, or end the prompt's part early.
+"""Fields that do not concern the prompt, and would cost a worker time, or end the prompt's part early.
 
 Others stay, so that a worker refuses what a decode server would refuse. vLLM's engine ends at a chunked prompt with a
 seed on a CPU (0.32.0).

@@ -73,7 +73,7 @@ class PairCosts(Protocol):
     """Durations of strand pairs, by the virtual stages of the forward and the backward. See `weft.pipeline.strands`."""
 
     def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
-        """Return a pair's duration divided by the time of its halves one after the other.
+        """Return a pair's duration relative to that of its two halves, run one after the other.
 
         Args:
             forward, backward: numbers of the stages.

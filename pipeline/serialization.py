@@ -22,7 +22,7 @@ def load_schedule(path: Path) -> Schedule:
     """Read a schedule: torch's compute-only CSV if the name ends in ``.csv``, JSON otherwise.
 
     Raises:
-        ValueError: the file does not exist or holds no valid schedule; the message says where.
+        ValueError: the file does not exist, or holds no valid schedule. The message names the invalid part.
     """
     try:
         text = read_text(path)

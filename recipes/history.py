@@ -1,4 +1,4 @@
-"""The history of a run: its evaluations, and the data that recent steps read, so that bad batches can be left out."""
+"""The history of a run: evaluations, and the data that recent steps read, so that bad batches can be left out."""
 
 from __future__ import annotations
 

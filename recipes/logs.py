@@ -112,9 +112,8 @@ class JsonLines:
         """Append to ``path``.
 
         Args:
-            start: number of steps that were done when the run was resumed. Lines of later steps are removed, because
-            these
-                steps are repeated. None keeps all lines.
+            start: number of steps that the run had done when it was resumed. Lines of later steps are removed, because
+                these steps are repeated. None keeps all lines.
         """
         self._path, self._waiting, self._is_full = path, b"", False
         if start is not None:

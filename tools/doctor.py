@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 NET = """
 Measures round trip, one connection's rate and the rate of many, in each direction alone and in both
-at once, and says how many connections fill the link. Run it at both sites: at one `weft doctor net
+at once, and prints how many connections fill the link. Run it at both sites: at one `weft doctor net
 --bind ADDRESS`, and at the other `weft doctor net --bind ADDRESS --peer ADDRESS:PORT` with what the
 first one prints. Both need the same WEFT_KEY. With --netbed FILE it probes an emulated WAN instead.
 """

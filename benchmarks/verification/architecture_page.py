@@ -21,7 +21,7 @@ SHARED = ("tensor 2", "context 2", "context 2, ring", "expert 2")
 """Ranks along the axes inside of layers that the page has columns for."""
 SCHEDULED = ("tensor 2", "context 2")
 """Axes that are tried under schedules as well."""
-COLUMNS = ("type", "stages", "packing", "tensor", "context", "ring", "expert", "tensor+", "context+")
+COLUMNS = ("stages", "packing", "tensor", "context", "ring", "expert")
 NOT_TRIED = "-"
 INDENT = "    "
 SAVED = "loads and exports"
@@ -35,8 +35,15 @@ _DETAILS = (
     (r"your definition of `.*", "tied weights"),
     (r" but it was not found in your environment.*", ")"),
     (r" in \(<class .*", " ..."),
+    (r"^the model cannot share the work of its layers: ", ""),
+    (r"parallel\.context_exchange=ring: ", ""),
+    (r"\w+=[\d.]+ drops weights of attention, which blocks do not\b", "attention dropout, which blocks do not apply"),
+    (r"; (set|choose|leave) [^;]*$", ""),
+    (r"from this config \((?!ValueError).*\)$", "from its default config"),
+    (r"has \d+ experts in a layer, which 2 ranks cannot", "has a number of experts that 2 ranks cannot"),
+    (r" \(ValueError: model: transformers cannot build.*", ""),
 )
-"""Details that differ between models with the same reason, and are left out of notes."""
+"""Details that differ between models with the same reason, and remedies, which notes leave out."""
 
 
 def summary(results: Sequence[ArchitectureResult]) -> str:
@@ -73,8 +80,11 @@ def page(
     for result in sorted(results, key=lambda result: result.model_type):
         name = result.model_type
         cells = [_cell(result, notes), result.packing or NOT_TRIED]
-        cells += [_cell(of_axes[axis].get(name), notes) for axis in SHARED]
-        rows.append((name, *cells, *(_cell(scheduled[axis].get(name), notes) for axis in SCHEDULED)))
+        for axis in SHARED:
+            cell = _cell(of_axes[axis].get(name), notes)
+            under = _cell(scheduled[axis].get(name), notes) if axis in SCHEDULED else cell
+            cells.append(cell if under == cell else f"{cell}/{under}")
+        rows.append((name, *cells))
     return "\n".join([*_head(results, shared, scheduled), *_table(rows), *_notes(notes)]) + "\n"
 
 
@@ -92,28 +102,28 @@ def _head(
         "",
         *(f"- **{support.value}**: {meaning}." for support, meaning in MEANING.items()),
         "",
-        "Types with the same results stand below a line of them. A number is a note at the end. `-` means not tried.",
+        "Types with the same results stand below a line of them. A number is a note at the end, `-` means not tried. "
+        "A result behind `/` is that under schedules, where it differs.",
         "",
-        f"- **stages**: {summary(results)}. A small copy with random weights and every kind of layer of the default "
+        f"- **stages**: {summary(results)}. A small random model with every kind of layer of the default "
         "configuration (or of `tests/engine/stages/small_configs.py`), in fp32 on a CPU, each layer on a stage and "
         "in two stages, with plain, padded and packed batches; tolerance 1e-5 of the largest value.",
-        "- **packing**: *apart* if packed documents have the logits that they have alone, in one row and in several; "
-        "if it *leaks*, `data.packing=true` is refused.",
+        "- **packing**: *apart* if packed documents have the logits that they have alone; if it *leaks*, "
+        "`data.packing=true` is refused.",
         *(
             f"- **{column}**: {axis}: {_counts(shared[axis])}."
-            for column, axis in zip(COLUMNS[3:7], SHARED, strict=True)
+            for column, axis in zip(COLUMNS[2:], SHARED, strict=True)
         ),
         *(
-            f"- **{column}**: {axis} under `zbv`, `dualpipev` and `auto`: {_counts(list(scheduled[axis].values()))}."
-            for column, axis in zip(COLUMNS[7:], SCHEDULED, strict=True)
+            f"- {axis} under `zbv`, `dualpipev` and `auto`: {_counts(list(scheduled[axis].values()))}."
+            for axis in SCHEDULED
         ),
         "",
         "Members of an axis ([parallelism.md](parallelism.md)) are compared with Hugging Face's forward over several "
         "micro-batches, padded and packed rows, in two stages, with checkpointed layers and in evaluation; tolerance "
         "1e-4, because members add in another order. Under schedules, two members execute two pipeline ranks with "
-        "ZeRO's buckets, split backwards and strand pairs: first with all biases of the config, then with LoRA "
-        "on all matrices, trained biases, a resized vocabulary and `modules_to_save` "
-        "(`python -m benchmarks parity --all --schedules --tensor 2`).",
+        "ZeRO's buckets, split backwards and strand pairs: with all biases of the config, and with LoRA on all "
+        "matrices, trained biases, a resized vocabulary and `modules_to_save` (`--schedules --tensor 2`).",
         "",
         "Stages of every exact type load from a saved folder and export one that transformers loads, with equal logits"
         + (f"; except {'; '.join(unsaved)}." if unsaved else "."),
@@ -126,8 +136,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:
         groups.setdefault(tuple(cells), []).append(name)
-    widths = [max(map(len, column)) for column in zip(COLUMNS[1:], *groups, strict=True)]
-    lines = ["  ".join(map(str.ljust, COLUMNS[1:], widths))]
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *groups, strict=True)]
+    lines = ["  ".join(map(str.ljust, COLUMNS, widths))]
     for results, names in sorted(groups.items(), key=lambda group: -len(group[1])):
         lines += ["  ".join(map(str.ljust, results, widths))]
         lines += wrap(" ".join(names), 100, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)

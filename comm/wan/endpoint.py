@@ -1,4 +1,4 @@
-"""A rank's endpoint on the WAN: its links and channels to peers at other sites."""
+"""A rank's endpoint on the WAN: links and channels to peers at other sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that readers find complete or not at all, even if their writer fails."""
+"""Atomic file writes: readers find a file complete or not at all, even if its writer fails."""
 
 from __future__ import annotations
 

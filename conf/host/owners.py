@@ -1,4 +1,4 @@
-"""Checks that no other user of the host can have changed a file or folder that Weft executes or trusts."""
+"""Checks of ownership: no other user of the host can have changed what Weft executes or trusts."""
 
 from __future__ import annotations
 

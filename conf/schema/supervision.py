@@ -1,4 +1,4 @@
-"""Supervision: detection of faults, and restarts."""
+"""Supervision: detection of faults and restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The split backward: B in one part, or as I (input gradient) and W (weight gradients)."""
+"""The split backward: input gradients (I) apart from weight gradients (W)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, without pickle, and independent of the layout of ranks."""
+"""Atomic checkpoints without pickle, independent of the layout of ranks."""
 
 from weft.engine.checkpoint.background import BackgroundWriter
 from weft.engine.checkpoint.durable import CheckpointError

@@ -1,4 +1,4 @@
-"""Encoders: turn rows of a data set into columns of token ids and labels."""
+"""Encoding of rows as columns of token ids and labels."""
 
 from __future__ import annotations
 

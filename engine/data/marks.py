@@ -67,7 +67,7 @@ class Marks:
 
 
 def place_marks(messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]) -> Marks:
-    """Mark all texts of the messages whose marks do not change the rest of the rendering.
+    """Mark each text of the messages whose mark leaves the rest of the rendering unchanged.
 
     Args:
         text: the rendering of the conversation without marks.

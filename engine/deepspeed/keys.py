@@ -121,7 +121,7 @@ def _refuse(tree: Mapping[str, Any], source: str) -> None:
     for name, refusal in REFUSED.items():
         value = _get(tree, name)
         if value is not MISSING and not refusal.asks_for_nothing(value):
-            raise ValueError(f"{source}: {name}={value!r}: it does not go with Weft; {refusal.remedy}")
+            raise ValueError(f"{source}: {name}={value!r}: Weft does not support it; {refusal.remedy}")
 
 
 def _without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _merge(section: dict[str, Any], tree: Mapping[str, Any], source: str) -> Non
             value = int(value)  # buckets of 5e8 elements
         given = _get(section, mine)
         if given is not MISSING and given != value:
-            raise ValueError(f"{source}: {theirs}={value}: weft.{mine}={given} says otherwise; leave one out")
+            raise ValueError(f"{source}: {theirs}={value}: weft.{mine}={given} differs; leave one out")
         _set(section, mine, value)
     silent = DEEPSPEED_DEFAULTS | _open_batch(section, _get(tree, "train_micro_batch_size_per_gpu"))
     for mine, value in silent.items():

@@ -145,39 +145,39 @@ REFUSED: Mapping[str, Refusal] = {
     "zero_optimization.zero_quantized_weights": _QUANTISED,
 }
 
-_IN_CHUNKS = "gradients always lie in the buffer of their bucket, in the order of the parameters"
-_BY_COST = "the way of each collective is chosen by cost (`zero.partition`)"
-_BY_BLOCK = "at stage 3 a block is gathered while the one before it computes, and given back after it"
-_NO_OFFLOAD = "it tunes offloading, which is not there"
-_MEAN = "the loss is divided by the tokens of the whole step, so gradients are sums and nothing is divided after them"
+_IN_CHUNKS = "gradients always lie in the flat buffer of their bucket"
+_BY_COST = "each collective is chosen by cost (`zero.partition`)"
+_BY_BLOCK = "a block is gathered while the previous one computes, and released after its use"
+_NO_OFFLOAD = "there is no offloading"
+_MEAN = "losses are divided by the tokens of the whole step, and gradients are sums"
 # Keys that DeepSpeed knows, and why their values make no difference here.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "aio": _NO_OFFLOAD,
-    "bf16.immediate_grad_update": "gradients are added to the fp32 ones as soon as they come",
+    "bf16.immediate_grad_update": "gradients are always added at once",
     "comms_logger": "switched off, it logs nothing",
     "data_types": "holds `grad_accum_dtype` alone",
     "disable_allgather": "DeepSpeed does not use it either",
     "timers": "DeepSpeed's pipeline does not use it either",
     "gradient_predivide_factor": _MEAN,
-    "optimizer.legacy_fusion": "it chooses a wrapper of DeepSpeed's, and none is used",
+    "optimizer.legacy_fusion": "no optimiser wrapper of DeepSpeed is used",
     "prescale_gradients": _MEAN,
     "seq_parallel_communication_data_type": "there is no sequence parallelism",
     "vocabulary_size": "DeepSpeed only warns of sizes that are slow on GPUs",
     "zero_force_ds_cpu_optimizer": _NO_OFFLOAD,
-    "zero_allow_untested_optimizer": "every optimiser that works element by element is allowed",
+    "zero_allow_untested_optimizer": "every element-wise optimiser is allowed",
     "zero_optimization.allgather_partitions": _BY_COST,
-    "zero_optimization.compute_grad_norm": "the norm is one number, and nothing waits for it where it is not needed",
+    "zero_optimization.compute_grad_norm": "nothing waits for a norm that is not needed",
     "zero_optimization.contiguous_gradients": _IN_CHUNKS,
     "zero_optimization.cpu_offload_use_pin_memory": _NO_OFFLOAD,
     "zero_optimization.elastic_checkpoint": "every checkpoint fits any number of replicas",
     "zero_optimization.gather_16bit_weights_on_model_save": "the export is always whole",
     "zero_optimization.leaf_module": "a decoder layer is always gathered whole",
-    "zero_optimization.log_trace_cache_warnings": "there is no trace: the schedule says what comes next",
+    "zero_optimization.log_trace_cache_warnings": "the schedule replaces the trace",
     "zero_optimization.memory_efficient_linear": "autograd saves weights by reference at every stage",
     "zero_optimization.offload_optimizer": _NO_OFFLOAD,
     "zero_optimization.offload_param": _NO_OFFLOAD,
-    "zero_optimization.override_module_apply": "weights are made before they are divided into buckets",
-    "zero_optimization.parameter_alignment": "shards are aligned; parameters lie in a bucket without gaps",
+    "zero_optimization.override_module_apply": "buckets are made from initialised weights",
+    "zero_optimization.parameter_alignment": "shards are aligned",
     "zero_optimization.pipeline_loading_checkpoint": "each rank reads the layers of its own stages",
     "zero_optimization.reduce_scatter": _BY_COST,
     "zero_optimization.round_robin_gradients": _NO_OFFLOAD,
@@ -190,7 +190,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "zero_optimization.stage3_prefetch_bucket_size": _BY_BLOCK,
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": _BY_COST,
     "zero_optimization.sub_group_size": _NO_OFFLOAD,
-    "zero_optimization.use_multi_rank_bucket_allreduce": "a bucket is always one collective over all replicas",
+    "zero_optimization.use_multi_rank_bucket_allreduce": "a bucket is one collective over all replicas",
 }
 
 
@@ -219,13 +219,11 @@ def handling(name: str) -> str:
 def key_table() -> list[str]:
     """Return Markdown lists of all keys by their handling, which `docs/zero.md` contains."""
     return [
-        "**Taken over**: " + ", ".join(f"`{key}` as `{field}`" for key, field in TAKEN_OVER.items()),
+        "**Taken over**: " + ", ".join(f"`{key}` ({field})" for key, field in TAKEN_OVER.items()),
         "",
         "**Read by DeepSpeed**: " + ", ".join(f"`{key}`" for key in sorted(READ_BY_DEEPSPEED)),
         "",
-        "**Refused**, with what to do instead:",
-        "",
-        *_by_text({key: refusal.remedy for key, refusal in REFUSED.items()}),
+        "**Refused** (the error states the remedy): " + ", ".join(f"`{key}`" for key in REFUSED),
         "",
         "**Without effect**, with the reason:",
         "",

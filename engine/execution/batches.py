@@ -1,4 +1,4 @@
-"""Micro-batches: read from the data, and converted to the form that stages take."""
+"""Micro-batches of a step: read from the data, and converted to the form that stages take."""
 
 from __future__ import annotations
 

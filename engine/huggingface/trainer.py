@@ -84,7 +84,7 @@ class WeftTrainer(Trainer):
         if self.args.world_size != dist.get_world_size():
             raise ValueError(
                 f"TrainingArguments sees {self.args.world_size} ranks, the job has {dist.get_world_size()}; on CPUs "
-                "say use_cpu=True"
+                "set use_cpu=True"
             )
         refuse(self)
         self.engine: WeftEngine | None = None

@@ -1,4 +1,4 @@
-"""Triton's interpreter, completed for the kernels of Liger-Kernel, to run them on a CPU (``TRITON_INTERPRET=1``).
+"""Triton's interpreter with what Liger-Kernel's kernels need, to run them on a CPU (``TRITON_INTERPRET=1``).
 
 Triton 3.7's interpreter does not convert floats among a kernel's arguments, lacks libdevice, and computes on the bits
 of bf16 as on integers. Here bf16 operations are computed in fp32 and rounded to the nearest even, as GPUs do.

@@ -1,4 +1,4 @@
-"""Adapters: low-rank updates through peft, which are the same for every split of the model."""
+"""Low-rank adapters through peft: the same for every split of the model."""
 
 from __future__ import annotations
 

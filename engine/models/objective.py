@@ -113,7 +113,7 @@ class Minimised:
         if abs(loss - 2 * half) > 1e-3 * abs(loss) + 1e-6:
             raise ValueError(
                 f"loss: {loss:.6g}, and {half:.6g} for twice as many items, so it is not divided by num_items and "
-                "micro-batches would not add up; divide the sum over items by num_items, or say that it is a mean "
+                "micro-batches would not add up; divide the sum over items by num_items, or declare it as a mean "
                 "(weft.Objective.mean(function); of a Trainer loss_is_scaled_for_ga=False)"
             )
 

@@ -1,4 +1,4 @@
-"""The skeleton of a model: its modules and names, on the meta device."""
+"""The skeleton of a model: modules and names, on the meta device."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def num_layers(config: PreTrainedConfig) -> int:
     found = next((getattr(text, name) for name in LAYER_COUNTS if type(getattr(text, name, None)) is int), None)
     if found is None:
         raise ValueError(
-            f"model: {type(config).__name__} does not say how many decoder layers it has; "
+            f"model: {type(config).__name__} has no number of decoder layers; "
             "choose another architecture, or run it whole with pipeline.stages=1"
         )
     return found

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is divided over the members of a context group.
+"""Context-parallel attention: a sequence is divided over the members of a context group.
 
 Hugging Face's forward looks up its attention and mask functions by a name in the config. Each member registers its
 own functions under a unique name. `ContextAttention`, `HeadAttention` and `RingAttention` are the exchanges. Hugging

@@ -89,8 +89,8 @@ def ring_obstacle(config: PreTrainedConfig, attention: str) -> str:
     """
     if attention != "sdpa":
         return (
-            f"model.attn_implementation={attention} does not say how blocks of keys are to be merged; set it to sdpa, "
-            "of which blocks run as torch's flash attention, or parallel.context_exchange to another"
+            f"model.attn_implementation={attention} cannot merge results of blocks of keys; set it to sdpa, "
+            "whose blocks run as torch's flash attention, or parallel.context_exchange to another"
         )
     text = config.get_text_config()
     for name in _DROPOUTS:

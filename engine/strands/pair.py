@@ -1,4 +1,4 @@
-"""A strand pair: a forward and a backward, interleaved in two threads."""
+"""A strand pair: a forward and a backward in two threads, one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axis groups whose operations switch to the other strand before they wait for a collective."""
+"""Axis groups that switch to the other strand before they wait for a collective."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Bucket:
     # -- gradients -------------------------------------------------------------------------------
 
     def add_gradient(self, parameter: nn.Parameter, place: Tensor) -> None:
-        """Move ``parameter.grad`` to ``place`` (see `gradient_place`), and add it to those since the last reduction."""
+        """Move ``parameter.grad`` to ``place`` (`gradient_place`), and add it to the gradients there."""
         assert parameter.grad is not None
         self.present.add(parameter)
         if parameter in self._arrived:

@@ -1,4 +1,4 @@
-"""Sharding: when to reduce the gradients, and when to gather and release the weights, of a rank's buckets."""
+"""Sharding: when to reduce gradients, and to gather and release weights, of a rank's buckets."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Fleet:
             without: indices of workers to exclude.
 
         Raises:
-            Refusal: no worker would finish in time. Its `retry_after_s` says when a retry may succeed.
+            Refusal: no worker would finish in time. A retry may succeed after its `retry_after_s`.
         """
         self._count_others()
         for _ in range(MAX_PLACEMENTS):

@@ -55,7 +55,7 @@ class BubblePattern:
     def of_slots(
         cls, slots: Sequence[tuple[float, float, float]], period_s: float, *, origin_s: float, overhead_s: float
     ) -> BubblePattern:
-        """Create the pattern of a pipeline, which work leaves later than it enters.
+        """Create the pattern of a pipeline, whose last stage computes later than the first.
 
         Args:
             slots: (entry, start of the same work in the last stage, length) in order of both, less than a period apart.
@@ -113,7 +113,7 @@ class BubblePattern:
     def position(self, time_s: float) -> float:
         """Return the cumulative capacity of the bubbles from the origin until ``time_s``.
 
-        It is for work that begins at that time or later, and grows by `capacity_s` per period."""
+        Work that begins at ``time_s`` or later ends at a later position. Positions grow by `capacity_s` per period."""
         cycle, phase_s = divmod(time_s - self._origin_s, self._period_s)
         # The first bubble that is longer than the overhead.
         index = bisect_right(self._ends, phase_s + self._overhead_s)
@@ -123,9 +123,9 @@ class BubblePattern:
         return cycle * self._total_s + self._done[index + 1] - room_s
 
     def time(self, position_s: float) -> float:
-        """Return the time at which work ends that ends at this position. It is the inverse of `position`.
+        """Return the end of the work that fills the bubbles up to ``position_s``: the inverse of `position`.
 
-        In a pipeline, which work leaves later than it enters, it is the inverse but for that delay.
+        In a pipeline, the time that work takes from the first stage to the last is added.
         """
         return self._time(position_s, self._leaves)
 

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, gated by bubbles: `--scheduler-cls weft.inference.worker.vllm_scheduler.BubbleScheduler`.
+"""vLLM's scheduler with the gate's budget: `--scheduler-cls weft.inference.worker.vllm_scheduler.BubbleScheduler`.
 
 vLLM decides *what* is computed: order, chunking, prefix cache, preemption, connectors. The gate
 decides *how many* tokens now, and blocks the engine's loop while it grants none.

@@ -265,7 +265,7 @@ class Problem:
         return max(self._rounded(seconds), self.tick_s)
 
     def _held_bytes(self, op: Op, cost: StageCost) -> tuple[float, float]:
-        """Return the saved bytes that ``op`` adds when it starts, and those that remain added once it has ended."""
+        """Return the bytes that ``op`` saves when it starts, and those that remain saved after it ends."""
         if not self.until_weight:
             saved = saved_bytes(cost, op)
             return saved, saved - freed_bytes(cost, op)

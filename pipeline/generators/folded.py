@@ -14,7 +14,7 @@ def require_fold(schedule: str, placement: Placement) -> None:
     """Check that ``placement`` is one fold over all ranks.
 
     Raises:
-        ValueError: it is not; the message says what to choose.
+        ValueError: it is not. The message names valid placements.
     """
     if placement.legs != "du" or len(placement.groups) != 1:
         raise ValueError(

@@ -123,7 +123,7 @@ def load_measured(path: Path) -> Measured:
     data = read_yaml(path, most_bytes=MOST_BYTES)
     try:
         if "measured" not in data:
-            raise ValueError("measured: missing; `weft profile` writes files that say what they were measured on")
+            raise ValueError("measured: missing; `weft profile` writes files that record what they were measured on")
         table: dict[str, Any] = known_fields(data["measured"], "measured", FIELDS)
         gpu = str(table.get("gpu", ""))
         return Measured(

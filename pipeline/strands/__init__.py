@@ -1,1 +1,1 @@
-"""Strands: the forward of one micro-batch and the backward of another, interleaved inside of a layer (DHelix)."""
+"""Strand pairs in plans: the forward of one micro-batch and the backward of another, interleaved (DHelix)."""

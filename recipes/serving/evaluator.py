@@ -1,4 +1,4 @@
-"""The evaluator: has a run's prefill workers score held-out data with the weights of each checkpoint."""
+"""The evaluator: prefill workers score held-out data, with the weights of each of the run's checkpoints."""
 
 from __future__ import annotations
 

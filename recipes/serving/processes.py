@@ -67,7 +67,7 @@ class ServerProcess:
             name: its name in messages.
             url: URL at which it listens. Empty for a process that serves nothing.
             launch: returns how to start it. Called at each start.
-            note: what messages say about it besides.
+            note: addition to messages about the server.
             max_starts: see `MAX_STARTS`.
         """
         self.name, self._url, self._launch, self._note, self._max_starts = name, url, launch, note, max_starts

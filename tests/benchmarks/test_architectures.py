@@ -133,14 +133,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
 def _rows_of(text: str) -> list[list[str]]:
-    """Return the name and the results of each type on a page."""
+    """Return the name and the results of each type on a page: in its columns, then those under schedules."""
     rows: list[list[str]] = []
     cells: list[str] = []
     for line in text.split("```")[1].strip().splitlines()[1:]:
         if line.startswith(INDENT):
             rows += [[name, *cells] for name in line.split()]
         else:
-            cells = line.split()
+            both = [cell.partition("/") for cell in line.split()]
+            cells = [cell for cell, _, _ in both]
+            cells += [under or cell for cell, _, under in both[2 : 2 + len(SCHEDULED)]]
     return sorted(rows)
 
 

@@ -105,8 +105,8 @@ BAD = [
     ({"weft": True}, "say whether it is on"),
     ({"weft": {"pipeline": {"stages": 2}}}, "say whether it is on"),
     ({"weft": {"enabled": True, "pipline": {}}}, "did you mean pipeline?"),
-    ({"weft": {"enabled": True, "pipeline": {"microbatches": 3}}}, "weft.pipeline.microbatches=3 says otherwise"),
-    ({"weft": {"enabled": True, "train": {"precision": "fp32"}}}, "weft.train.precision=fp32 says otherwise"),
+    ({"weft": {"enabled": True, "pipeline": {"microbatches": 3}}}, "weft.pipeline.microbatches=3 differs"),
+    ({"weft": {"enabled": True, "train": {"precision": "fp32"}}}, "weft.train.precision=fp32 differs"),
 ]
 
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_had_is_refused_with_its_value_and_a_remedy(name):
     value = ASKED.get(name, True)
     with pytest.raises(ValueError) as error:
         split_deepspeed_config(merged(name, value))
-    assert str(error.value) == f"DeepSpeed config: {name}={value!r}: it does not go with Weft; {REFUSED[name].remedy}"
+    assert str(error.value) == f"DeepSpeed config: {name}={value!r}: Weft does not support it; {REFUSED[name].remedy}"
 
 
 BATCHES = [

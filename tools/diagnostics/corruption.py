@@ -1,4 +1,4 @@
-"""Silent corruption: products of integers that any correct device computes exactly, bit by bit."""
+"""Checks for silent corruption: products of integers that any correct device computes exactly, bit by bit."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table(results: Sequence[CheckResult]) -> Table:
     """Return a table with one row for each check."""
-    made = Table("check", "outcome", "what it says")
+    made = Table("check", "outcome", "result")
     colours = {Outcome.passed: "green", Outcome.failed: "red", Outcome.does_not_apply: "dim"}
     for result in results:
         outcome = Text(result.outcome.value, style=colours[result.outcome])

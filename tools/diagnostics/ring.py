@@ -172,7 +172,7 @@ class _Ring:
                     rate, problem = self._read_json(f"seen/{number}/{rank}", max(0.1, deadline - time.monotonic()))
                     seen.append(_Seen(pair, rate, problem))
                 except dist.DistError:
-                    silent[rank] = CheckResult(f"rank {rank}", Outcome.failed, "it did not say what it found")
+                    silent[rank] = CheckResult(f"rank {rank}", Outcome.failed, "it did not report its results")
         hosts = [self._store.get(f"host/{rank}").decode() for rank in range(self._size)]
         return [*silent.values(), *judge_pairs(seen, hosts, self._args.share)]
 
@@ -197,7 +197,7 @@ class _Ring:
         try:
             return msgspec.convert(self._read_json(key, seconds), list[CheckResult])
         except dist.DistError:
-            return [CheckResult("rank 0", Outcome.failed, "it did not say what it found")]
+            return [CheckResult("rank 0", Outcome.failed, "it did not report its results")]
 
     def _read_json(self, key: str, seconds: float) -> list:
         self._store.wait([key], timedelta(seconds=seconds))

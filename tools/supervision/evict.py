@@ -51,7 +51,7 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"weft {command}",
         usage=f"weft {command} HOST ... [options] [key=value ...]",
-        description=f"{description} cluster.deny_list and train.output_dir say which file it is.",
+        description=f"{description} cluster.deny_list and train.output_dir determine the file.",
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="HOST", help="as the hostfile names it")

@@ -1,4 +1,4 @@
-"""The collector: one process per host that reads the ranks' rings and writes Parquet files into the run's folder.
+"""The collector: writes the events of a host's ranks to Parquet files, in one process per host.
 
 It runs at low priority outside of the ranks, and ends when all ranks of the host have ended. ``steps-*`` has a row per
 step, rank and section (count, mean and maximum), ``spans-*`` a row per event, and ``now-*.json`` the slots that run.

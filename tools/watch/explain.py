@@ -35,7 +35,7 @@ SEARCH_S = 1.0
 
 @dataclass(frozen=True)
 class Limit:
-    """Something that limits a run.
+    """A limit on a run's throughput.
 
     Attributes:
         kind: microbatches, rank, link, data, schedule or checkpoint.

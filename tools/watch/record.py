@@ -1,4 +1,4 @@
-"""A run's record: its plan, metrics and events, read from its folder while it runs or afterwards."""
+"""A run's record: plan, metrics and events, read from its folder while it runs or afterwards."""
 
 from __future__ import annotations
 

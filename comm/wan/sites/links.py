@@ -146,7 +146,7 @@ class SiteLinks:
         try:
             host, port = json.loads(self._store.get(f"address/{peer}"))
         except (RuntimeError, ValueError) as error:
-            raise ChannelError(f"rank {peer} of another site has not said where it listens: {error}") from error
+            raise ChannelError(f"rank {peer} of another site has not published its address: {error}") from error
         return host, port
 
 

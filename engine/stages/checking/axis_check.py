@@ -1,4 +1,4 @@
-"""Check on a small copy of a model that tensor, context and expert groups can divide its layers."""
+"""Check that axis groups can divide a model's layers, on a small copy of the model."""
 
 from __future__ import annotations
 

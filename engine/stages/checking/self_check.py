@@ -1,4 +1,4 @@
-"""Self-check: compares the stages of a small copy of a model with Hugging Face's own run of the whole copy."""
+"""Self-check: compares stages of a small copy with Hugging Face's run of the whole copy."""
 
 from __future__ import annotations
 

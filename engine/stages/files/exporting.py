@@ -1,4 +1,4 @@
-"""Export of a Hugging Face folder by ranks that each have only their own stages."""
+"""Export of a Hugging Face folder, by ranks that each have only their own stages."""
 
 from __future__ import annotations
 

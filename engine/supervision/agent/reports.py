@@ -1,4 +1,4 @@
-"""An agent's reports: the ranks' progress, the host's vital signs, and the times of reports."""
+"""An agent's reports: progress of ranks, the host's vital signs, and the times of reports."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The driver of a run: its decisions, its hosts, and the diagnosis of failures."""
+"""The driver of a run: decisions, hosts, and the diagnosis of failures."""

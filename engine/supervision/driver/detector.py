@@ -88,7 +88,7 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
             culprit = {}
     if all_lost(ends):
         culprit, waited = _awaited(ends, layout, watch, now)
-        evidence = f"{waited}; rank {rank} says: {evidence}"
+        evidence = f"{waited}; rank {rank} reports: {evidence}"
     policy = POLICIES[end.kind]
     return Fault(
         end.kind.value,

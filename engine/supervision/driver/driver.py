@@ -1,4 +1,4 @@
-"""The driver of a run: it receives the agents' reports, decides by `Job`, and writes the journal.
+"""The driver of a run: receives the agents' reports, decides by `Job`, and writes the journal.
 
 Training continues without it. All of its state is in the run's folder, so that it can be restarted at any time: by the
 agent of the first host, which detects its end, or by `weft launch --attach`.
@@ -274,7 +274,7 @@ class Driver:
         except StorageHangs:
             raise
         except (OSError, ValueError) as error:
-            self.say(f"the culprit of a stall will be told by its phase alone: {error}")
+            self.say(f"culprits of stalls are derived from their phase alone: {error}")
             return None
 
     def denied(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Files of the driver: its inputs, the journal from which it continues, and the deny-list that runs share."""
+"""Files of the driver: inputs, the journal from which it continues, and the deny-list that runs share."""
 
 from __future__ import annotations
 

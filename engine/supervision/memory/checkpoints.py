@@ -1,4 +1,4 @@
-"""Memory checkpoints of a rank: copied while training continues, replicated on a partner, restored from either."""
+"""Memory checkpoints of a rank: copies made while training continues, replicated on a partner, restored from either."""
 
 from __future__ import annotations
 

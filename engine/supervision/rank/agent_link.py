@@ -1,5 +1,5 @@
-"""A rank's link to its agent: its progress on the host's page, its membership in attempts, and its
-error report. This module loads without torch.
+"""A rank's link to its agent: progress on the host's page, membership in attempts, and the error
+report. This module loads without torch.
 """
 
 from __future__ import annotations

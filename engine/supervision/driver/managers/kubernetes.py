@@ -240,7 +240,7 @@ class PodProcess:
     killed: bool = False
 
     def poll(self) -> int | None:
-        """Return 0 after `kill`, or None. An ended agent shows only by missing reports."""
+        """Return 0 after `kill`, or None. Only missing reports show that an agent has ended."""
         return 0 if self.killed else None
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""Cluster managers: requests of hosts by `weft launch`, and starts of agents by the driver."""
+"""Starters of agents: requests of hosts by `weft launch`, and starts of agents by the driver."""
 
 from __future__ import annotations
 
