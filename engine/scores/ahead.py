@@ -71,7 +71,8 @@ class Ahead:
         """
         self._check = check
         self._change = threading.Condition()
-        self._queue: deque[_Row] = deque()
+        self._begun: deque[_Row] = deque()
+        self._waiting: list[list[_Row]] = []
         self._wanted: set[bytes] = set()
         self._scores: dict[bytes, Tensor] = {}
         self._is_closed = False
@@ -82,13 +83,19 @@ class Ahead:
                 Thread(self._serve, scorer, name=f"weft-scorer{number}").start()
 
     def request(self, batches: Sequence[Batch]) -> None:
-        """Have the rows of ``batches`` scored, in their order, and drop all others."""
-        rows = {row.key: row for batch in batches for row in _rows(batch)}
+        """Have the rows of ``batches`` scored, and drop all others.
+
+        A micro-batch that was begun is finished first. Then comes the last one, which has the most time: scorers that
+        are slower than the steps would otherwise only finish micro-batches that come too late.
+        """
+        groups = [_rows(batch) for batch in batches]
         with self._change:
-            new = [row for key, row in rows.items() if key not in self._wanted]
-            self._wanted = set(rows)
-            self._queue = deque(row for row in (*self._queue, *new) if row.key in rows)
-            self._scores = {key: scores for key, scores in self._scores.items() if key in rows}
+            before, self._wanted = self._wanted, {row.key for group in groups for row in group}
+            new = [[row for row in group if row.key not in before] for group in groups]
+            kept = ([row for row in group if row.key in self._wanted] for group in (*self._waiting, *new))
+            self._waiting = [group for group in kept if group]
+            self._begun = deque(row for row in self._begun if row.key in self._wanted)
+            self._scores = {key: scores for key, scores in self._scores.items() if key in self._wanted}
             self._change.notify_all()
 
     def take(self, batch: Batch) -> Tensor | None:
@@ -110,7 +117,8 @@ class Ahead:
         """End the threads once their scorers return. Nothing waits for them."""
         with self._change:
             self._is_closed = True
-            self._queue.clear()
+            self._begun.clear()
+            self._waiting.clear()
             self._change.notify_all()
 
     def _serve(self, scorer: Scorer) -> None:
@@ -135,14 +143,16 @@ class Ahead:
         with self._change:
             self.num_refused += refused
             if not refused and row.key in self._wanted:
-                self._queue.appendleft(row)
+                self._begun.appendleft(row)
         time.sleep(PAUSE_S)
 
     def _next(self) -> _Row | None:
         with self._change:
-            while not self._queue and not self._is_closed:
+            while not self._begun and not self._waiting and not self._is_closed:
                 self._change.wait()
-            return None if self._is_closed else self._queue.popleft()
+            if not self._begun and self._waiting:
+                self._begun.extend(self._waiting.pop())
+            return None if self._is_closed else self._begun.popleft()
 
 
 def _rows(batch: Batch) -> list[_Row]:

@@ -145,10 +145,10 @@ class StepScores:
         engine, arrived = self._engine, {}
         assert self._peek is not None
         if self.ahead is not None:
-            upcoming = self._peek(count * self.steps_ahead)
+            upcoming = self._peek(count * (1 + self.steps_ahead))
             found = {m: self.ahead.take(batch) for m, batch in enumerate(upcoming[:count])}
             arrived = {m: tokens for m, tokens in found.items() if tokens is not None}
-            self.ahead.request(upcoming)
+            self.ahead.request(upcoming[count:])  # what arrives for the next step from now on is too late
         lacking = torch.tensor([m not in arrived for m in range(count)], dtype=torch.int32).to(engine.device)
         transfer = None
         if self._with_all:
