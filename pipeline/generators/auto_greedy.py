@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import itemgetter
+from typing import NamedTuple
 
 from weft.pipeline.action import Op
 from weft.pipeline.generators.auto_problem import KINDS, NONE, Problem, Rows
@@ -39,13 +40,35 @@ class Rule:
 
 @dataclass(slots=True)
 class _TaskQueue:
-    """The micro-batches of one stage and one kind of work, in order."""
+    """The micro-batches of one stage and one kind of work, in order.
+
+    Attributes:
+        remote_need: fact from another rank that the first micro-batch needs, or NONE.
+        position: index of the stage among those of its rank.
+    """
 
     kind: int
     first_node: int
     priority_s: float
+    remote_need: int
+    position: int
     started: int = 0
     needs: tuple[_TaskQueue, ...] = ()  # queues of the same rank that must be ahead of this one
+
+
+class _Result(NamedTuple):
+    """The transfer of the result of a stage's action, as in `Problem`, and the queues that the action is taken from."""
+
+    queues: tuple[_TaskQueue, ...]
+    is_last: bool
+    fact: int
+    link: int
+    occupancy_s: float
+    pair_link: int
+    transit_s: float
+    latency_s: float
+    receiver: int
+    send_s: float
 
 
 _Candidate = tuple[float, int, _TaskQueue]
@@ -64,78 +87,104 @@ class ListScheduler:
         self.cap_bytes = cap_bytes
         self.rows: Rows = [[] for _ in range(problem.num_ranks)]
         self.finished_s: list[float] = []  # when each micro-batch's gradient has come back to the first stage
-        count = problem.num_microbatches
-        stages = range(problem.placement.num_stages)
-        queues = [
-            [_TaskQueue(k, (len(KINDS) * s + k) * count, rule.priority_s[s][k]) for k in (F, I, W)] for s in stages
-        ]
+        count, starts = problem.num_microbatches, problem.start_bytes
+        self._queues = queues = [self._of_stage(stage) for stage in range(problem.placement.num_stages)]
         for queue in (queue for of_stage in queues for queue in of_stage):
             tokens = (divmod(node // count, len(KINDS)) for node in problem.local_needs(queue.first_node))
             queue.needs = tuple(queues[stage][kind] for stage, kind in tokens)
-        self._queues = queues
-        self._rank_queues = [[queue for s in held for queue in queues[s]] for held in problem.placement.rank_stages]
-        self._forwards = [[queues[s][F] for s in held] for held in problem.placement.rank_stages]
+        held_stages = problem.placement.rank_stages
+        self._rank_queues = [[queue for s in held for queue in queues[s]] for held in held_stages]
+        self._forwards = [[queues[s][F] for s in held] for held in held_stages]
+        self._sizes = [[starts[queue.first_node] for queue in forwards] for forwards in self._forwards]
+        self._results = [self._result(token) for token in range(len(queues) * len(KINDS))]
         self._arrival_s = [NEVER] * problem.num_nodes
         self._link_free_s = [0.0] * problem.num_links
         self._free_s = [0.0] * problem.num_ranks
         self._held_bytes = [0.0] * problem.num_ranks
         self._wake: list[tuple[float, int]] = [(0.0, rank) for rank in range(problem.num_ranks)]
 
+    def _of_stage(self, stage: int) -> list[_TaskQueue]:
+        """Return the queues of a stage, without their needs."""
+        problem, priority_s = self.problem, self.rule.priority_s[stage]
+        position = problem.placement.rank_stages[problem.placement.stage_ranks[stage]].index(stage)
+        nodes = [(len(KINDS) * stage + kind) * problem.num_microbatches for kind in (F, I, W)]
+        return [
+            _TaskQueue(kind, nodes[kind], priority_s[kind], problem.remote_need[nodes[kind]], position)
+            for kind in (F, I, W)
+        ]
+
+    def _result(self, token: int) -> _Result:
+        """Return the transfer of a token's results; transfers of all micro-batches are alike."""
+        problem, (stage, kind) = self.problem, divmod(token, len(KINDS))
+        node, queues = token * problem.num_microbatches, self._queues[stage]
+        return _Result(
+            (queues[I], queues[W]) if kind == B else (queues[kind],),
+            stage == 0 and kind in (I, B),
+            problem.fact[node],
+            problem.link[node],
+            problem.occupancy_s[node],
+            problem.pair_link[node],
+            problem.transit_s[node],
+            problem.latency_s[node],
+            problem.receiver[node],
+            problem.send_s[node],
+        )
+
     def run(self) -> float:
         """Fill ``rows`` and return the makespan in seconds."""
-        while self._wake:
-            now_s, rank = heappop(self._wake)
-            if now_s >= self._free_s[rank]:
+        wake, free_s = self._wake, self._free_s
+        while wake:
+            now_s, rank = heappop(wake)
+            if now_s >= free_s[rank]:
                 chosen = self._choose(rank, now_s)
                 if chosen:
                     self._start(rank, chosen, now_s)
         count = self.problem.num_microbatches
         assert all(queue.started == count for of_stage in self._queues for queue in of_stage), "stuck"
-        return max(self._free_s)
+        return max(free_s)
 
     def _choose(self, rank: int, now_s: float) -> tuple[int, ...]:
         """Return the node or the two halves of a pair to start now; an empty tuple waits."""
-        ready, coming = self._candidates(rank, now_s)
-        if not ready:
-            return self._wait(rank, coming)
-        priority_s, node, queue = min(ready, key=_by_priority)
-        if coming:
-            latest_s = now_s + self.rule.wait_share * self.problem.seconds[node]
-            if any(start_s < latest_s and other_s < priority_s for start_s, other_s in coming):
-                return self._wait(rank, coming)
-        if queue.kind == W or (self.rule.pair is None and queue.kind == F):
-            return (node,)
-        if self.rule.pair is not None:
-            return self._with_partner(rank, node, queue, ready)
-        return (self._fitting_backward(rank, node, ready),)
-
-    def _candidates(self, rank: int, now_s: float) -> tuple[list[_Candidate], list[tuple[float, float]]]:
-        """Return the candidates that can start now, and (start, priority) of the candidates that become ready later."""
-        count, remote_need, arrival_s = self.problem.num_microbatches, self.problem.remote_need, self._arrival_s
-        waits = self.rule.backlog != NEVER
-        ready: list[_Candidate] = []
-        coming: list[tuple[float, float]] = []
+        rule, count, arrival_s = self.rule, self.problem.num_microbatches, self._arrival_s
+        pace_s, waits, pairs = rule.pace_s, rule.backlog != NEVER, rule.pair is not None
+        chosen: _TaskQueue | None = None
+        first_s = weight_s = NEVER  # lowest priorities of all that is ready, and of weight gradients
+        node = weight = NONE
+        ready: list[_Candidate] = []  # for pairs
+        coming: list[tuple[float, float]] = []  # (start, priority) of candidates that become ready later
         for queue in self._rank_queues[rank]:
             microbatch, kind = queue.started, queue.kind
             if microbatch == count:
                 continue
             for need in queue.needs:
                 if need.started <= microbatch:
-                    microbatch = count
-            if microbatch == count:
-                continue
-            node = queue.first_node + microbatch
-            start_s = now_s if remote_need[node] < 0 else arrival_s[remote_need[node]]
-            if start_s == NEVER or (kind == F and not self._admits(rank, queue)):
-                continue
-            if waits and (kind == F or (kind == I and self.rule.backlog_of_gradients)):
-                start_s = max(start_s, self._link_has_room_s(node))
-            priority_s = queue.priority_s + self.rule.pace_s * microbatch
-            if start_s > now_s:
-                coming.append((start_s, priority_s))
+                    break
             else:
-                ready.append((priority_s, node, queue))
-        return ready, coming
+                start_s = now_s if queue.remote_need < 0 else arrival_s[queue.remote_need + microbatch]
+                if start_s == NEVER or (kind == F and not self._admits(rank, queue)):
+                    continue
+                if waits and (kind == F or (kind == I and rule.backlog_of_gradients)):
+                    start_s = max(start_s, self._link_has_room_s(queue.first_node + microbatch))
+                priority_s = queue.priority_s + pace_s * microbatch
+                if start_s > now_s:
+                    coming.append((start_s, priority_s))
+                    continue
+                if pairs:
+                    ready.append((priority_s, queue.first_node + microbatch, queue))
+                if chosen is None or priority_s < first_s:
+                    chosen, first_s, node = queue, priority_s, queue.first_node + microbatch
+                if kind == W and (weight < 0 or priority_s < weight_s):
+                    weight_s, weight = priority_s, queue.first_node + microbatch
+        if chosen is None:
+            return self._wait(rank, coming)
+        if coming and rule.wait_share:
+            latest_s = now_s + rule.wait_share * self.problem.seconds[node]
+            for start_s, other_s in coming:
+                if start_s < latest_s and other_s < first_s:
+                    return self._wait(rank, coming)
+        if pairs and chosen.kind != W:
+            return self._with_partner(rank, node, chosen, ready, weight)
+        return (self._fitting_backward(rank, node, weight) if chosen.kind == I else node,)
 
     def _wait(self, rank: int, coming: list[tuple[float, float]]) -> tuple[int, ...]:
         """Start nothing, and wake the rank when the next candidate becomes ready."""
@@ -149,19 +198,18 @@ class ListScheduler:
         Micro-batches with the same forwards done on this rank form a group. Once all micro-batches
         ahead of a group have finished, the group's oldest must fit its remaining forwards.
         """
-        start_bytes = self.problem.start_bytes
-        held_bytes = self._held_bytes[rank] + start_bytes[forward.first_node]
-        if held_bytes > self.cap_bytes:
+        sizes, position = self._sizes[rank], forward.position
+        cap_bytes = self.cap_bytes
+        if self._held_bytes[rank] + sizes[position] > cap_bytes:
             return False
-        forwards = self._forwards[rank]
-        if len(forwards) == 1:
+        if len(sizes) == 1:
             return True
-        done = [queue.started + (queue is forward) for queue in forwards]
-        size = [start_bytes[queue.first_node] for queue in forwards]
+        done = [queue.started for queue in self._forwards[rank]]
+        done[position] += 1
         for j in range(1, len(done)):
             if done[j] < done[j - 1]:
-                held = sum(size[i] * (done[i] - done[j]) for i in range(j))
-                if held + sum(size[j:]) > self.cap_bytes:
+                held = sum([size * (ahead - done[j]) for size, ahead in zip(sizes[:j], done, strict=False)])
+                if held + sum(sizes[j:]) > cap_bytes:
                     return False
         return True
 
@@ -176,16 +224,19 @@ class ListScheduler:
             free_s = max(free_s, self._link_free_s[pair_link] - backlog * problem.transit_s[node])
         return free_s - problem.seconds[node]
 
-    def _fitting_backward(self, rank: int, node: int, ready: list[_Candidate]) -> int:
-        """Return ``node``, an input gradient; if it exceeds the cap, a weight gradient or the full backward."""
+    def _fitting_backward(self, rank: int, node: int, weight: int) -> int:
+        """Return ``node``, an input gradient; if it exceeds the cap, a weight gradient or the full backward.
+
+        Args:
+            weight: the ready weight gradient of the highest priority, or NONE.
+        """
         if self._held_bytes[rank] + self.problem.start_bytes[node] <= self.cap_bytes:
             return node
-        weights = [entry for entry in ready if entry[2].kind == W]
-        if weights:
-            return min(weights, key=_by_priority)[1]
-        return node + (B - I) * self.problem.num_microbatches
+        return weight if weight != NONE else node + (B - I) * self.problem.num_microbatches
 
-    def _with_partner(self, rank: int, node: int, queue: _TaskQueue, ready: list[_Candidate]) -> tuple[int, ...]:
+    def _with_partner(
+        self, rank: int, node: int, queue: _TaskQueue, ready: list[_Candidate], weight: int
+    ) -> tuple[int, ...]:
         """Return ``node`` and the ready node that can form a strand pair with it; only ``node`` if there is none."""
         problem = self.problem
         partners = [entry for entry in ready if entry[2].kind == (I if queue.kind == F else F)]
@@ -198,7 +249,7 @@ class ListScheduler:
             pair = problem.strand_pair(forward, half)
             if pair != NONE and self._held_bytes[rank] + problem.start_bytes[pair] <= self.cap_bytes:
                 return forward, half
-        return (node if queue.kind == F else self._fitting_backward(rank, node, ready),)
+        return (node if queue.kind == F else self._fitting_backward(rank, node, weight),)
 
     def _no_weights_deferred(self, gradient: _TaskQueue) -> bool:
         """True if the stage has no deferred weight gradient, so that a full backward keeps the order."""
@@ -207,28 +258,39 @@ class ListScheduler:
 
     def _start(self, rank: int, nodes: tuple[int, ...], now_s: float) -> None:
         """Run a node or a pair on a free rank, and send its results."""
-        problem = self.problem
+        problem, link_free_s, wake = self.problem, self._link_free_s, self._wake
         slot = nodes[0] if len(nodes) == 1 else problem.pair(*nodes)
         end_s = now_s + problem.seconds[slot]
         self.rows[rank].append(slot)
         self._held_bytes[rank] += problem.net_bytes[slot]
         for node in nodes:
-            stage, kind = divmod(node // problem.num_microbatches, len(KINDS))
-            for queue_kind in (I, W) if kind == B else (kind,):
-                self._queues[stage][queue_kind].started += 1
-            if stage == 0 and kind in (I, B):
+            token, microbatch = divmod(node, problem.num_microbatches)
+            (
+                queues,
+                is_last,
+                fact,
+                link,
+                occupancy_s,
+                pair_link,
+                transit_s,
+                latency_s,
+                receiver,
+                send_s,
+            ) = self._results[token]
+            for queue in queues:
+                queue.started += 1
+            if is_last:
                 self.finished_s.append(end_s)
             sent_s = end_s
-            link, pair_link = problem.link[node], problem.pair_link[node]
             if link >= 0:
-                sent_s = max(sent_s, self._link_free_s[link], self._link_free_s[pair_link] if pair_link >= 0 else 0.0)
-                self._link_free_s[link] = sent_s + problem.occupancy_s[node]
+                sent_s = max(sent_s, link_free_s[link], link_free_s[pair_link] if pair_link >= 0 else 0.0)
+                link_free_s[link] = sent_s + occupancy_s
                 if pair_link >= 0:
-                    self._link_free_s[pair_link] = sent_s + problem.transit_s[node]
-            arrival_s = sent_s + problem.transit_s[node] + problem.latency_s[node]
-            self._arrival_s[problem.fact[node]] = arrival_s
-            if problem.receiver[node] >= 0:
-                heappush(self._wake, (arrival_s, problem.receiver[node]))
-            end_s += problem.send_s[node]
+                    link_free_s[pair_link] = sent_s + transit_s
+            arrival_s = sent_s + transit_s + latency_s
+            self._arrival_s[fact + microbatch] = arrival_s
+            if receiver >= 0:
+                heappush(wake, (arrival_s, receiver))
+            end_s += send_s
         self._free_s[rank] = end_s
-        heappush(self._wake, (end_s, rank))
+        heappush(wake, (end_s, rank))
