@@ -62,8 +62,7 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
     return ROOT_BYTES * at_once * (1 if together else 2)
 
 
-@dataclass(frozen=True)
-class TrainedWeights:
+class TrainedWeights(NamedTuple):
     """The trained ones among a rank's weights.
 
     Attributes:

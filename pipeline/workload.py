@@ -25,8 +25,7 @@ GATHERED_WIDTHS = 2
 feed-forward part."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Division:
+class Division(NamedTuple):
     """The division of a micro-batch of sequences among the ranks that share layers."""
 
     microbatch_size: int

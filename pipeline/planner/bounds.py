@@ -146,9 +146,12 @@ class Bounds:
             import numpy as np  # takes longer to load than other commands of the pipeline take
 
             layers = len(self._work.layers)
-            others, stages = np.arange(1, layers + 1)[:, None], np.arange(1, layers + 1)[None, :]
-            last = np.maximum(1, layers - others * (stages - 1))
-            least_s = np.maximum(last * layer_s + after_s, others * layer_s).min(axis=0)
+            stages = np.arange(1, layers + 1)
+            # The last rank has fewer layers the more the others have, so the least is where the two are as slow.
+            even = np.minimum((layers * layer_s + after_s) / (layer_s * stages), layers).astype(int)
+            near = (even + np.arange(-1, 3)[:, None]).clip(1, layers)
+            last = np.maximum(1, layers - near * (stages - 1))
+            least_s = np.maximum(last * layer_s + after_s, near * layer_s).min(axis=0)
             self._known[key] = [inf, *least_s.tolist()]
         return self._known[key]
 

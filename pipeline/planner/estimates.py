@@ -294,11 +294,7 @@ class Estimates:
         # experts that GPUs share have fewer holders than other weights
         share = work.parameters / shape.lines if shape.zero_stage else held / shards
         stepped = self._stepped(work, shape)
-        largest = max(
-            (layer.parameters - layer.whole_parameters) // shape.tensor + layer.whole_parameters
-            for layer in self._kinds
-        )
-        largest_trained = max(sum(self._trained(layer, shape)) for layer in self._kinds)
+        largest, largest_trained = self._largest(shape)
         zero = zero_memory(
             round(held),
             _ZERO[shape.zero_stage],
@@ -313,6 +309,19 @@ class Estimates:
         beside = zero.buffers if shape.zero_stage == 3 else 0.0
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
         return RankMemory(zero, activations, working, beside, stepping)
+
+    def _largest(self, shape: Shape) -> tuple[int, float]:
+        """Return the weights of the largest layer on each GPU, and the trained weights of the layer with most."""
+        key = shape.tensor, shape.expert
+        if key not in self._known_largest:
+            held = ((each.parameters - each.whole_parameters, each.whole_parameters) for each in self._kinds)
+            trained = max(sum(self._trained(each, shape)) for each in self._kinds)
+            self._known_largest[key] = max(cut // shape.tensor + whole for cut, whole in held), trained
+        return self._known_largest[key]
+
+    @cached_property
+    def _known_largest(self) -> dict[tuple[int, int], tuple[int, float]]:
+        return {}
 
     def costs(self, layout: Layout) -> CostModel:
         """Return the seconds and bytes of one pipeline of a layout."""

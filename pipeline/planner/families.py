@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.crossings import local_s
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+class _Best(NamedTuple):
+    """The best values of any site: bytes (or bits) per second of a GPU, GPUs of a host, and the price."""
+
+    network: float
+    network_bps: float
+    inside: float
+    memory: float
+    gpus_per_host: int
+    price: float
+
+
 class FamilyBounds:
     """Lower bounds of the scores of many families at a time."""
 
@@ -27,6 +39,19 @@ class FamilyBounds:
         self._cluster, self._estimates, self._bounds = estimates.cluster, estimates, bounds
         self._traffic, self._request = traffic, request
         self._known: dict[Hashable, Any] = {}
+
+    @cached_property
+    def _best(self) -> _Best:
+        sites = [site for site in self._cluster.sites if site.gpus]
+        network = max(site.network_bps / 8 / site.gpus_per_host for site in sites)
+        return _Best(
+            network,
+            max(site.bps_of_gpu for site in sites),
+            max(network, *(site.gpu.scale_up_bytes_per_s for site in sites)),
+            max(site.gpu.bytes_per_s for site in sites),
+            max(site.gpus_per_host for site in sites),
+            min(site.price for site in self._cluster.sites),
+        )
 
     def of(
         self, family: Shape, replicas: Array, microbatches: Array, routes: Array, stages: Array, *, crosses: bool
@@ -48,8 +73,7 @@ class FamilyBounds:
         slowest_s = np.maximum(slowest_s[site, stages], whole_s / stages)
         step_s = np.maximum(microbatches * slowest_s, through_s)
         if not crosses:  # one rank sends nothing
-            network = max(one.bps_of_gpu for one in self._cluster.sites if one.gpus)
-            inside_s, arrived_s = local_s(self._estimates, family, network)
+            inside_s, arrived_s = local_s(self._estimates, family, self._best.network_bps)
             several_s = through_s + 2 * arrived_s + (microbatches - 1) * inside_s
             step_s = np.minimum(np.maximum(step_s, np.where(stages > 1, several_s, 0.0)), microbatches * whole_s)
         else:
@@ -60,7 +84,7 @@ class FamilyBounds:
         sequences = replicas * microbatches * family.microbatch_size
         tokens = sequences * self._estimates.work.sequence_length
         lines = replicas * family.gpus_per_rank
-        prices = min(one.price for one in self._cluster.sites)
+        prices = self._best.price
         if self._request.objective is not Objective.cost:
             return self._request.score_of(step_s, None, lines * prices, 0.0, tokens)
         egress = self._traffic.least_egress_of_families(family, sequences, routes, crosses=crosses)
@@ -116,16 +140,13 @@ class FamilyBounds:
         lines = replicas // routes * family.gpus_per_rank
         experts = whole.trained_expert_parameters // stages / expert if expert > 1 else np.zeros(1)
         dense = (whole.trained_parameters // stages - experts * expert) / tensor
-        sites = [site for site in self._cluster.sites if site.gpus]
-        network = max(site.network_bps / 8 / site.gpus_per_host for site in sites)
-        inside = max(network, *(site.gpu.scale_up_bytes_per_s for site in sites))
-        found = dense * tensor / (replicas * family.gpus_per_rank) * STEP_BYTES
-        found = found / max(site.gpu.bytes_per_s for site in sites)
+        best = self._best
+        found = dense * tensor / (replicas * family.gpus_per_rank) * STEP_BYTES / best.memory
         shares = [(dense, tensor), (experts, expert)] if expert > 1 else [(dense, tensor)]
         for weights, apart in shares:
             count = lines // apart
-            together = np.minimum(count, max(1, max(site.gpus_per_host for site in sites) // apart))
-            over_s = (1 - 1 / together) / inside + (1 / together - 1 / count) / network
+            together = np.minimum(count, max(1, best.gpus_per_host // apart))
+            over_s = (1 - 1 / together) / best.inside + (1 / together - 1 / count) / best.network
             found = found + reduced_bytes(family) * weights * over_s
         if np.max(routes) == 1:
             return found

@@ -78,42 +78,41 @@ class Speeds:
         found.append((1, 0, work.after))
         times = {  # by kind: how many there are of each part, and what one costs
             first: [
-                (many, self._estimates.stage_cost(part, held, alone, self._sites[first])) for many, held, part in found
+                (many, self._estimates.stage_seconds(part, held, alone, self._sites[first]))
+                for many, held, part in found
             ]
             for first in speeds
         }
         some = next(iter(times.values()))
-        one_s = [busy_s(cost) for _, cost in some]
+        one_s = [sum(cost) for _, cost in some]
         whole_s = sum(many * seconds for (many, _), seconds in zip(some, one_s, strict=True))
         parts = list(zip(*times.values(), strict=True))
-        through_s = sum(part[0][0] * min(cost.forward_s + cost.input_s for _, cost in part) for part in parts)
+        through_s = sum(part[0][0] * min(forward_s + input_s for _, (forward_s, input_s, _) in part) for part in parts)
         return {
             first: speed._replace(
-                whole_s=whole_s * min(busy_s(cost) / s for (_, cost), s in zip(times[first], one_s, strict=True) if s),
+                whole_s=whole_s * min(sum(cost) / s for (_, cost), s in zip(times[first], one_s, strict=True) if s),
                 through_s=through_s,
-                through_share=min(
-                    (cost.forward_s + cost.input_s) / busy_s(cost) for _, cost in times[first] if busy_s(cost)
-                ),
+                through_share=min((cost[0] + cost[1]) / sum(cost) for _, cost in times[first] if sum(cost)),
             )
             for first, speed in speeds.items()
         }
 
     def _speed(self, shape: Shape, site: Site) -> Speed:
         estimates = self._estimates
-        whole = estimates.stage_cost(self._whole, len(self._work.layers), shape, site)
+        whole = estimates.stage_seconds(self._whole, len(self._work.layers), shape, site)
         alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
-        each = [estimates.stage_cost(layer, 1, alone, site) for layer in self._layers]
-        after = estimates.stage_cost(self._work.after, 0, alone, site)
-        through_s, whole_s = whole.forward_s + whole.input_s, busy_s(whole)
+        each = [estimates.stage_seconds(layer, 1, alone, site) for layer in self._layers]
+        after = estimates.stage_seconds(self._work.after, 0, alone, site)
+        through_s, whole_s = whole[0] + whole[1], sum(whole)
         return Speed(
             whole_s,
             through_s,
             through_s / whole_s,
-            min(map(busy_s, each)),
-            min(cost.forward_s for cost in each),
-            min(cost.forward_s + cost.input_s for cost in each),
-            busy_s(after),
-            after.forward_s + after.input_s,
+            min(map(sum, each)),
+            min(forward_s for forward_s, _, _ in each),
+            min(forward_s + input_s for forward_s, input_s, _ in each),
+            sum(after),
+            after[0] + after[1],
             2 * estimates.weights_s(self._whole, shape, site) if shape.expert == 1 else 0.0,
         )
 
