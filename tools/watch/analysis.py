@@ -16,6 +16,7 @@ from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
 from weft.tools.watch.record import COMPUTE_SECTIONS, RunRecord, producer_of
+from weft.tools.watch.step_files import Seconds
 
 LABELS = {
     "F": "forward",
@@ -58,21 +59,17 @@ LEAST_STEADY = 0.8
 """Share of the steps in which an outlier exceeds half of its deviation."""
 
 
-def per_step(record: RunRecord, first: int, last: int) -> pd.DataFrame:
-    """Return the seconds of each section (columns) by step and rank, summed over stages."""
-    steps = record.steps
-    chosen = steps[(steps.step >= first) & (steps.step <= last)]
-    keys = [chosen.step, chosen["rank"], chosen.section]
-    total = (chosen["count"] * chosen.mean_s).groupby(keys, observed=True).sum()
-    return total.unstack(fill_value=0.0) if len(chosen) else pd.DataFrame()
+def _groups(record: RunRecord) -> list[tuple[int, ...]]:
+    """Return the classes: the ranks of each pipeline stage."""
+    by_stage = defaultdict(list)
+    for place in record.places.values():
+        by_stage[place.stage].append(place.rank)
+    return [tuple(ranks) for ranks in by_stage.values()]
 
 
 def classes(record: RunRecord) -> dict[int, tuple[int, ...]]:
     """Return each rank's class: the ranks of the same pipeline stage."""
-    by_stage = defaultdict(list)
-    for place in record.places.values():
-        by_stage[place.stage].append(place.rank)
-    return {rank: tuple(ranks) for ranks in by_stage.values() for rank in ranks}
+    return {rank: ranks for ranks in _groups(record) for rank in ranks}
 
 
 def _lower_median(values: np.ndarray) -> np.ndarray:
@@ -80,13 +77,12 @@ def _lower_median(values: np.ndarray) -> np.ndarray:
     return np.sort(values, axis=-1)[..., (values.shape[-1] - 1) // 2]
 
 
-def _own_work(record: RunRecord, first: int, last: int) -> pd.DataFrame:
-    table = per_step(record, first, last)
-    if not len(table):
-        return table
-    table.columns = table.columns.astype(str)
-    table["compute"] = table[[name for name in COMPUTE_SECTIONS if name in table]].sum(axis=1)
-    return table
+def _own_work(record: RunRecord, first: int, last: int) -> Seconds:
+    """Return the seconds of `OWN` and of the whole step, by step and rank."""
+    found = record.steps.window(first, last, (*COMPUTE_SECTIONS, *OWN[1:], "step"))
+    count = len(COMPUTE_SECTIONS)
+    seconds = np.concatenate([found.seconds[..., :count].sum(axis=-1, keepdims=True), found.seconds[..., count:]], -1)
+    return found._replace(sections=(*OWN, "step"), seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -122,52 +118,75 @@ def outliers(record: RunRecord, last: int | None = None, window: int = WINDOW) -
     """
     begun, newest = record.step_range
     last = newest if last is None else last
-    table = _own_work(record, max(begun + WARM_UP, last - window + 1), last)
-    if not len(table) or table.index.get_level_values(0).nunique() < window // 2:
+    own = _own_work(record, max(begun + WARM_UP, last - window + 1), last)
+    if int(own.is_recorded.any(axis=1).sum()) < max(1, window // 2):
         return []
-    step_s, groups, found = float(table["step"].median()), classes(record), []
+    step_s, found = float(np.nanmedian(own.of("step"))), []
     for section in OWN:
-        if section not in table:
-            continue
-        wide = table[section].unstack().dropna(axis=1, how="all")
-        quantiles = wide.quantile([LOW - 0.15, LOW, LOW + 0.15])
-        usual = quantiles.loc[LOW]
-        for group in set(groups.values()):
-            peers = [rank for rank in group if rank in wide]
-            reference = float(_lower_median(usual[peers].to_numpy())) if len(peers) > 1 else 0.0
-            for rank in peers:
-                expected, name = reference, f"its class of {len(peers)} ranks"
-                if len(peers) < 2:
-                    expected, name = _alone(record, usual, rank, section, (begun + WARM_UP, last - window))
-                if expected <= 0:
-                    continue
-                seconds, share = wide[rank].dropna().to_numpy(), float(usual[rank]) / expected - 1.0
-                spread = float(quantiles[rank].iloc[2] - quantiles[rank].iloc[0]) / expected
-                is_steady = float((seconds > expected * (1 + share / 2)).mean()) >= LEAST_STEADY
-                is_clear = share > max(LEAST_DEVIATION, LEAST_SIGMAS * SIGMA_OF_SPREAD * spread / np.sqrt(len(seconds)))
-                if is_clear and is_steady and share * expected > LEAST_SHARE * step_s:
-                    found.append(Deviation(int(rank), section, share, share * expected, name))
+        seconds = own.of(section)
+        low, usual, high = _quantiles(seconds, (LOW - 0.15, LOW, LOW + 0.15))
+        expected, peers = np.zeros(len(usual)), np.zeros(len(usual), dtype=int)
+        names = {}
+        for group in _groups(record):
+            places = _present(own.ranks, group, usual)
+            peers[places] = len(places)
+            if len(places) > 1:
+                expected[places] = _lower_median(usual[places])
+            elif len(places):
+                place, before = int(places[0]), (begun + WARM_UP, last - window)
+                expected[place], names[place] = _alone(record, own.ranks, usual, place, section, before)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share, spread = usual / expected - 1.0, (high - low) / expected
+            count = (~np.isnan(seconds)).sum(axis=0)
+            is_steady = (seconds > expected * (1 + share / 2)).sum(axis=0) >= LEAST_STEADY * count
+            least = np.maximum(LEAST_DEVIATION, LEAST_SIGMAS * SIGMA_OF_SPREAD * spread / np.sqrt(count))
+            is_slow = (expected > 0) & (share > least) & is_steady & (share * expected > LEAST_SHARE * step_s)
+        for place in np.flatnonzero(is_slow):
+            name = names.get(int(place), f"its class of {peers[place]} ranks")
+            lost_s = float(share[place] * expected[place])
+            found.append(Deviation(int(own.ranks[place]), section, float(share[place]), lost_s, name))
     return sorted(found, key=lambda each: -each.lost_s)
 
 
-def _alone(record: RunRecord, usual: pd.Series, rank: int, section: str, before: tuple[int, int]) -> tuple[float, str]:
+def _quantiles(seconds: np.ndarray, of: Sequence[float]) -> np.ndarray:
+    """Return quantiles over steps by rank, NaN for a rank without any step."""
+    if not np.isnan(seconds).any():
+        return np.quantile(seconds, of, axis=0)
+    found = np.full((len(of), seconds.shape[1]), np.nan)
+    is_known = ~np.isnan(seconds).all(axis=0)
+    found[:, is_known] = np.nanquantile(seconds[:, is_known], of, axis=0)
+    return found
+
+
+def _present(ranks: np.ndarray, group: Sequence[int], values: np.ndarray) -> np.ndarray:
+    """Return the indices of the ranks of a group that have a value."""
+    places = np.searchsorted(ranks, group)
+    return places[~np.isnan(values[places])]
+
+
+def _alone(
+    record: RunRecord, ranks: np.ndarray, usual: np.ndarray, place: int, section: str, before: tuple[int, int]
+) -> tuple[float, str]:
     """Return the expected seconds of a section of a rank without peers, or 0, and their origin in words.
 
     Args:
         usual: measured seconds of all ranks.
+        place: index of the rank.
         before: steps before the window.
     """
-    if section == "compute" and record.config["pipeline"].get("costs_file") and len(usual) > 2:
-        places = [record.places[each] for each in usual.index]
-        planned = np.array([record.predictions[place.line].busy_s[place.stage] for place in places])
-        pace = float(np.median(usual.to_numpy() / planned))
-        return pace * float(planned[list(usual.index).index(rank)]), "its costs, at the pace of the other ranks"
+    is_known = ~np.isnan(usual)
+    if section == "compute" and record.config["pipeline"].get("costs_file") and is_known.sum() > 2:
+        stands = [record.places[each] for each in ranks.tolist()]
+        planned = np.array([record.predictions[one.line].busy_s[one.stage] for one in stands])
+        pace = float(np.median(usual[is_known] / planned[is_known]))
+        return pace * float(planned[place]), "its costs, at the pace of the other ranks"
     first, last = before[0], min(before[1], before[0] + WINDOW - 1)
     if last - first + 1 < WINDOW // 2:
         return 0.0, ""
-    earlier = _own_work(record, first, last)
-    own = earlier[section].unstack() if section in earlier else pd.DataFrame()
-    return (float(own[rank].quantile(LOW)), f"in steps {first} to {last}") if rank in own else (0.0, "")
+    own = _own_work(record, first, last).of(section)[:, place]
+    if np.isnan(own).all():
+        return 0.0, ""
+    return float(np.nanquantile(own, LOW)), f"in steps {first} to {last}"
 
 
 def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
@@ -177,32 +196,28 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
     """
     begun, newest = record.step_range
     first = min(max(begun + WARM_UP, newest - window + 1), newest)
-    table = per_step(record, first, newest)
-    if not len(table):
+    totals = record.steps.totals(first, newest, tuple(LABELS))
+    counts = totals.is_recorded.sum(axis=0)
+    ranks, counts = totals.ranks[counts > 0], counts[counts > 0]
+    if not len(ranks):
         return {"first": 0, "last": 0, "sections": [], "ranks": [], "mean_s": [], "deviation": [], "outliers": []}
-    table.columns = table.columns.astype(str)
-    means = table.groupby(level=1).mean()
-    sections = [name for name in LABELS if name in means and (means[name] > 0).any()]
-    means, groups = means[sections], classes(record)
-    alone = [len(groups.get(rank, ())) < 2 for rank in means.index]
-    everyone = tuple(means.index)
-    peers = [everyone if is_alone else groups[rank] for rank, is_alone in zip(means.index, alone, strict=True)]
-    reference = {
-        ranks: _lower_median(means.loc[[rank for rank in ranks if rank in means.index]].to_numpy().T)
-        for ranks in set(peers)
-    }
-    deviations = [
-        np.where(reference[ranks] > 1e-9, row / np.maximum(reference[ranks], 1e-9) - 1.0, 0.0)
-        for row, ranks in zip(means.to_numpy(), peers, strict=True)
-    ]
+    means = totals.seconds[totals.is_recorded.any(axis=0)] / counts[:, None]
+    shown = np.flatnonzero((means > 0).any(axis=0))
+    means, sections = means[:, shown], [totals.sections[number] for number in shown]
+    reference, alone = np.broadcast_to(_lower_median(means.T), means.shape).copy(), np.full(len(ranks), True)
+    for group in _groups(record):
+        places = np.flatnonzero(np.isin(ranks, group))
+        if len(group) > 1 and len(places):
+            reference[places], alone[places] = _lower_median(means[places].T), False
+    deviation = np.where(reference > 1e-9, means / np.maximum(reference, 1e-9) - 1.0, 0.0)
     return {
         "first": first,
         "last": newest,
         "sections": [{"name": name, "label": LABELS[name]} for name in sections],
-        "ranks": [int(rank) for rank in means.index],
-        "mean_s": means.to_numpy().tolist(),
-        "deviation": [row.round(4).tolist() for row in deviations],
-        "alone": alone,
+        "ranks": ranks.tolist(),
+        "mean_s": means.round(9).tolist(),
+        "deviation": deviation.round(4).tolist(),
+        "alone": alone.tolist(),
         "outliers": [{"rank": o.rank, "section": o.section, "text": o.text(record)} for o in outliers(record)],
     }
 

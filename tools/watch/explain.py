@@ -20,7 +20,7 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 from weft.pipeline.text import bytes_text
 from weft.pipeline.timeline import Timeline
-from weft.tools.watch.analysis import Deviation, links, measured_shares, outliers, per_step
+from weft.tools.watch.analysis import Deviation, links, measured_shares, outliers
 from weft.tools.watch.record import RunRecord
 
 STEPS = 8
@@ -66,13 +66,12 @@ class Measured:
         newest = record.step_with_spans()
         first = max(record.step_range[0] + 1, newest - STEPS + 1)  # the first step is slower than others
         tables = [table for step in range(first, newest + 1) if len(table := record.spans(step))]
-        steps = record.steps
-        whole = steps[(steps.section == "step") & (steps.step >= first)]
-        if not tables or not len(whole):
+        whole_s = record.steps.window(first, record.step_range[1], ("step",)).seconds
+        if not tables or not whole_s.any():
             raise ValueError(
                 f"{record.folder}: too few steps are recorded; it takes logging.events=true, and two steps"
             )
-        self.step_s = float(np.median(whole.mean_s))
+        self.step_s = float(np.median(whole_s[whole_s > 0]))
         self.data_s = self._mean_of("data", first, newest)
         self.checkpoint_s = self._mean_of("checkpoint", record.step_range[0], newest)
         self.shares = measured_shares(record, tables[-1])
@@ -88,8 +87,8 @@ class Measured:
 
     def _mean_of(self, section: str, first: int, last: int) -> float:
         """Return a section's seconds per step on the rank that it delays most."""
-        table = per_step(self.record, first, last)
-        return float(table[section].unstack().sum().max() / (last - first + 1)) if section in table else 0.0
+        total_s = self.record.steps.totals(first, last, (section,)).seconds
+        return float(total_s.max(initial=0.0)) / (last - first + 1)
 
     def _with_links(self, costs: CostModel) -> CostModel:
         """Return costs with the measured transfer times as latencies."""

@@ -21,9 +21,9 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import MEASURED_LANES, Span, Timeline
 from weft.tools.watch import FOLDER
+from weft.tools.watch.step_files import StepFiles, file_number
 
 T = TypeVar("T")
-COLUMNS = ("step", "rank", "section", "stage")
 COMPUTE_SECTIONS = ("F", "B", "I", "W")
 
 
@@ -42,7 +42,7 @@ class RunRecord:
     """The record of a run so far. `refresh` reads new entries.
 
     Attributes:
-        steps: count, mean and maximum of the seconds by step, rank and section. See `weft.tools.watch.collector`.
+        steps: the seconds of sections by step and rank. See `weft.tools.watch.collector`.
         metrics: records of ``metrics.jsonl``.
     """
 
@@ -66,8 +66,7 @@ class RunRecord:
             raise ValueError(f"{folder}: its config.yaml or plan.json is not of this Weft ({error!r})") from error
         self._metrics = JsonRecords(self.folder / "metrics.jsonl")
         self.metrics: list[dict[str, Any]] = []
-        self._parts: dict[Path, tuple[tuple[int, int], pd.DataFrame]] = {}
-        self.steps = pd.DataFrame(columns=[*COLUMNS, "count", "mean_s", "max_s"])
+        self.steps = StepFiles(self.folder / FOLDER, list(self.places))
         self.refresh()
 
     def _read_plan(self) -> None:
@@ -128,31 +127,17 @@ class RunRecord:
         """Read what is new. Return True if anything is."""
         known = len(self.metrics)
         self.metrics = self._metrics.read()
-        is_new, parts = len(self.metrics) != known, {}
-        for path in sorted((self.folder / FOLDER).glob("steps-*.parquet"), key=_number):
-            found = _read(self._parts, path)
-            if found is None:
-                continue
-            is_new |= path not in self._parts or self._parts[path][0] != found[0]
-            parts[path] = found
-        if is_new and parts:
-            table = pd.concat([table for _, table in parts.values()], ignore_index=True)
-            table = table[table.step > 0]  # step 0 is the set-up
-            if table[table.section == "step"].duplicated(["step", "rank"]).any():  # a restarted run repeats steps
-                table = table.drop_duplicates(list(COLUMNS), keep="last")
-            self.steps = table
-        self._parts = parts
-        return is_new
+        return self.steps.refresh() or len(self.metrics) != known
 
     @property
     def step_range(self) -> tuple[int, int]:
         """The first and the last recorded step, or (0, 0)."""
-        return (int(self.steps.step.min()), int(self.steps.step.max())) if len(self.steps) else (0, 0)
+        return self.steps.step_range
 
     def spans(self, step: int) -> pd.DataFrame:
         """Return every event of a step with its kind, or an empty table if they are no longer recorded."""
         found = []
-        for path in sorted((self.folder / FOLDER).glob("spans-*.parquet"), key=_number):
+        for path in sorted((self.folder / FOLDER).glob("spans-*.parquet"), key=file_number):
             try:
                 table = pd.read_parquet(path, filters=[("step", "==", step)])
             except (OSError, ValueError):
@@ -250,22 +235,3 @@ def _sites(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _slots(row: str) -> Iterator[str]:
     yield from row.split()
-
-
-def _number(path: Path) -> tuple[int, str]:
-    _, _, number = path.stem.rpartition("-")
-    return int(number) if number.isdecimal() else 0, path.name
-
-
-def _read(
-    parts: dict[Path, tuple[tuple[int, int], pd.DataFrame]], path: Path
-) -> tuple[tuple[int, int], pd.DataFrame] | None:
-    """Return a file's table with its state, from ``parts`` if it has not changed, or None if it cannot be read."""
-    try:
-        found = path.stat()
-        state = found.st_mtime_ns, found.st_size
-        if path in parts and parts[path][0] == state:
-            return parts[path]
-        return state, pd.read_parquet(path)
-    except (OSError, ValueError):
-        return parts.get(path)

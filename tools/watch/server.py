@@ -89,7 +89,11 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
                 shown = views.show(view, step=step, window=max(1, min(window, 1000)))
         except KeyError:
             raise HTTPException(404) from None
-        return Response(json.dumps(_finite(shown), allow_nan=False), media_type="application/json")
+        try:
+            text = json.dumps(shown, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(shown), allow_nan=False)
+        return Response(text, media_type="application/json")
 
     @app.get("/events")
     async def events(request: Request) -> StreamingResponse:

@@ -4,16 +4,20 @@ import { brush, canvas, colour, element, panel, share, time } from "./tools.js";
 
 // The rest are waits, which other ranks cause. They are drawn pale.
 const OWN = new Set(["F", "B", "I", "W", "SEND_F", "SEND_B", "data"]);
-const LABEL = 64, HEAD = 92, LEAST = 3, MOST = 22;
+const LABEL = 64, HEAD = 92, LEAST = 3, MOST = 22, HIGH = 620;
 
 export async function heat({ fetched, query, go }) {
   const window_ = query.get("window") ?? "20", found = await fetched(`/api/heat?window=${Number(window_) || 20}`);
-  const ranks = found.ranks.length, size = Math.max(LEAST, Math.min(MOST, Math.floor(620 / Math.max(1, ranks))));
-  const on = canvas(HEAD + ranks * size + 2, `Heat map of ${ranks} ranks and ${found.sections.length} sections. Use the arrow keys.`);
+  const ranks = found.ranks.length, size = Math.max(LEAST, Math.min(MOST, Math.floor(HIGH / Math.max(1, ranks))));
+  const rows = Math.min(ranks, Math.floor(HIGH / size));  // the rest is scrolled to: a canvas has a limited height
+  const on = canvas(HEAD + rows * size + 2, `Heat map of ${ranks} ranks and ${found.sections.length} sections. Use the arrow keys.`);
   on.tabIndex = 0;
   on.id = "heat";
   const status = element("p", { className: "status", id: "cell", attributes: { "aria-live": "polite" } });
   let row = Math.max(0, found.ranks.indexOf(Number(query.get("rank") ?? -1))), column = Math.max(0, found.sections.findIndex((s) => s.name === query.get("section")));
+  let top = Math.max(0, Math.min(ranks - rows, row - Math.floor(rows / 2)));
+  const slider = element("input", { type: "range", id: "top", min: 0, max: ranks - rows, value: top, hidden: rows === ranks,
+    attributes: { "aria-label": "First shown rank" }, oninput: (event) => scroll(Number(event.target.value)) });
   const tell = () => {
     if (!ranks) return;
     const deviation = found.deviation[row][column], against = found.alone[row] ? "the lower median of all ranks" : "its class";
@@ -33,10 +37,11 @@ export async function heat({ fetched, query, go }) {
       context.restore();
     });
     const every = Math.ceil(13 / size);
-    found.ranks.forEach((rank, r) => {
-      context.fillStyle = colour("quiet");
+    const quiet = colour("quiet");
+    found.ranks.slice(top, top + rows).forEach((rank, r) => {
+      context.fillStyle = quiet;
       if (r % every === 0) context.fillText(`rank ${rank}`, 0, HEAD + r * size + Math.min(size - 2, size / 2 + 4));
-      found.deviation[r].forEach((deviation, n) => {
+      found.deviation[top + r].forEach((deviation, n) => {
         const strength = Math.min(1, Math.abs(deviation) * 2 + 0.04) * (OWN.has(found.sections[n].name) ? 1 : 0.3);
         context.fillStyle = `rgba(${deviation > 0 ? hot : cold}, ${strength})`;
         context.fillRect(LABEL + n * cell, HEAD + r * size, cell - 1, size > 6 ? size - 1 : size);
@@ -44,25 +49,33 @@ export async function heat({ fetched, query, go }) {
     });
     context.strokeStyle = colour("select");
     context.lineWidth = 1.5;
-    context.strokeRect(LABEL + column * cell, HEAD + row * size, cell - 1, Math.max(2, size - 1));
+    if (row >= top && row < top + rows) context.strokeRect(LABEL + column * cell, HEAD + (row - top) * size, cell - 1, Math.max(2, size - 1));
   };
   const move = (r, c) => {
     row = Math.max(0, Math.min(ranks - 1, r));
     column = Math.max(0, Math.min(found.sections.length - 1, c));
+    top = Math.max(row - rows + 1, Math.min(row, top));
+    slider.value = top;
     tell();
+    drawn();
+  };
+  const scroll = (first) => {
+    top = Math.max(0, Math.min(ranks - rows, first));
+    slider.value = top;
     drawn();
   };
   const keep = () => go({ rank: found.ranks[row], section: found.sections[column].name });
   on.onkeydown = (event) => {
-    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1], PageUp: [-rows, 0], PageDown: [rows, 0] }[event.key];
     if (step) { event.preventDefault(); move(row + step[0], column + step[1]); }
     if (event.key === "Enter") keep();
   };
   const under = (event) => {
     const box = on.getBoundingClientRect(), cell = Math.min(96, (box.width - LABEL) / found.sections.length);
-    return [Math.floor((event.clientY - box.top - HEAD) / size), Math.floor((event.clientX - box.left - LABEL) / cell)];
+    return [top + Math.floor((event.clientY - box.top - HEAD) / size), Math.floor((event.clientX - box.left - LABEL) / cell)];
   };
-  on.onmousemove = (event) => { const [r, c] = under(event); if (r >= 0 && c >= 0) move(r, c); };
+  on.onmousemove = (event) => { const [r, c] = under(event); if (r >= top && r < top + rows && c >= 0) move(r, c); };
+  if (rows < ranks) on.onwheel = (event) => { event.preventDefault(); scroll(top + Math.sign(event.deltaY) * Math.ceil(rows / 8)); };
   on.onclick = keep;
   tell();
   const named = found.outliers.length
@@ -78,7 +91,7 @@ export async function heat({ fetched, query, go }) {
       element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--hot))" } }), "slower"),
       element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--cold))" } }), "faster than its class"),
       element("span", { className: "quiet", textContent: "waits, which others cause, are pale" })),
-    on, status)],
+    slider, on, status)],
     drawn,
   };
 }
