@@ -62,7 +62,8 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
     return ROOT_BYTES * at_once * (1 if together else 2)
 
 
-class TrainedWeights(NamedTuple):
+@dataclass(frozen=True)
+class TrainedWeights:
     """The trained ones among a rank's weights.
 
     Attributes:

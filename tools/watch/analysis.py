@@ -141,10 +141,10 @@ def outliers(record: RunRecord, last: int | None = None, window: int = WINDOW) -
             is_steady = (seconds > expected * (1 + share / 2)).sum(axis=0) >= LEAST_STEADY * count
             least = np.maximum(LEAST_DEVIATION, LEAST_SIGMAS * SIGMA_OF_SPREAD * spread / np.sqrt(count))
             is_slow = (expected > 0) & (share > least) & is_steady & (share * expected > LEAST_SHARE * step_s)
-        for place in np.flatnonzero(is_slow):
-            name = names.get(int(place), f"its class of {peers[place]} ranks")
-            lost_s = float(share[place] * expected[place])
-            found.append(Deviation(int(own.ranks[place]), section, float(share[place]), lost_s, name))
+        for at in np.flatnonzero(is_slow).tolist():
+            name = names.get(at, f"its class of {peers[at]} ranks")
+            lost_s = float(share[at] * expected[at])
+            found.append(Deviation(int(own.ranks[at]), section, float(share[at]), lost_s, name))
     return sorted(found, key=lambda each: -each.lost_s)
 
 
