@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, site
-from weft.pipeline.costs import LinkCost, StageCost
+from weft.pipeline.costs import LinkCost
 from weft.pipeline.planner import bounds, crossings, sharing
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates
@@ -27,9 +27,9 @@ COLLECTIVE_S, OPTIMIZER_S = 7.0, 11.0
 class Simple(Estimates):
     """A layer takes a second forward, one for its input's gradient and one for its weights'; half on an H100."""
 
-    def stage_cost(self, work, num_layers, shape, site):
+    def stage_seconds(self, work, num_layers, shape, site):
         seconds = work.parameters / UNIT * {"A100": 1.0, "H100": 0.5}[site.gpu.name] * shape.microbatch_size
-        return StageCost(forward_s=seconds, input_s=seconds, weight_s=seconds, activation_bytes=0.0)
+        return seconds, seconds, seconds
 
     def link_cost(self, here, there, shape):
         link = self.cluster.link(here, there)
