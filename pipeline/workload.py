@@ -25,7 +25,8 @@ GATHERED_WIDTHS = 2
 feed-forward part."""
 
 
-class Division(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Division:
     """The division of a micro-batch of sequences among the ranks that share layers."""
 
     microbatch_size: int
