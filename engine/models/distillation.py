@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,14 +42,65 @@ def top_tokens(logits: Tensor, k: int) -> TopTokens:
     return TopTokens(best - logits.logsumexp(-1, keepdim=True), ids)
 
 
-def distillation_losses(logits: Tensor, labels: Tensor, teacher: TopTokens, settings: DistillConfig) -> Tensor:
+def distillation_losses(
+    logits: Tensor, labels: Tensor, teacher: TopTokens, settings: DistillConfig, *, chunk_bytes: float = inf
+) -> Tensor:
     """Return the loss of each token, [tokens], for logits [tokens, V]. It is 0 for ignored labels.
 
     It is ``(1 - weight) * cross-entropy + weight * temperature ** 2 * KL(teacher || student)``. The divergence is over
     the teacher's k tokens and, with ``settings.tail``, one more outcome with the probability of all others. Both
     distributions over these outcomes are tempered and normalised again, so a teacher's log-probabilities at
     temperature 1 suffice for any temperature.
+
+    The gradient of the logits is computed at once, in chunks of tokens. So a backward needs only it, in the type of the
+    logits, instead of several tensors in fp32.
+
+    Args:
+        chunk_bytes: bytes of a chunk of logits in fp32.
     """
+    loss = partial(_losses, settings=settings)
+    rows = max(1, int(min(chunk_bytes / (torch.float32.itemsize * logits.shape[-1]), len(logits))))
+    return _InChunks.apply(logits, labels, teacher.log_probabilities, teacher.ids, loss, rows)
+
+
+class _InChunks(torch.autograd.Function):
+    """The losses of logits, which computes their gradient with them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        log_probabilities: Tensor,
+        ids: Tensor | None,
+        loss: Callable[..., Tensor],
+        rows: int,
+    ) -> Tensor:
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        losses, start = [], 0
+        kept = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        while start < len(logits):
+            part = slice(start, start := start + rows)
+            teacher = TopTokens(log_probabilities[part], None if ids is None else ids[part])
+            chunk = logits[part].detach().requires_grad_(gradient is not None)
+            with torch.set_grad_enabled(gradient is not None), kept:  # hidden from hooks that count what a stage saves
+                found = loss(chunk, labels[part], teacher)
+                total = found.sum()
+            if gradient is not None:
+                (gradient[part],) = torch.autograd.grad(total, chunk)
+                del chunk, total  # before the next chunk is allocated
+            losses.append(found.detach())
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * above.unsqueeze(-1).to(gradient.dtype), None, None, None, None, None
+
+
+def _losses(logits: Tensor, labels: Tensor, teacher: TopTokens, settings: DistillConfig) -> Tensor:
     counts, wanted = labels != IGNORED, teacher.log_probabilities
     own = labels.clamp(min=0).unsqueeze(-1)
     logits = logits.float()
@@ -75,10 +128,11 @@ def _log_rest(log_probabilities: Tensor) -> Tensor:
     return torch.log1p(-mass.clamp(max=1 - torch.finfo(mass.dtype).eps))
 
 
-def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig) -> Objective:
+def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig, chunk_bytes: float = inf) -> Objective:
     """Return the objective of distillation.
 
     Args:
+        chunk_bytes: see `distillation_losses`.
         score: returns the teacher's most likely tokens after each token of a micro-batch, [B x S, k].
     """
 
@@ -86,6 +140,7 @@ def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig) -
         teacher = score(batch)  # first, because its logits are freed before the student's exist
         logits = forward().logits
         labels = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-        return distillation_losses(logits.flatten(0, -2), labels.flatten(), teacher, settings).sum() / num_items
+        rows = logits.flatten(0, -2), labels.flatten()
+        return distillation_losses(*rows, teacher, settings, chunk_bytes=chunk_bytes).sum() / num_items
 
     return Objective(loss)

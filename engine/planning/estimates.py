@@ -8,6 +8,7 @@ from dataclasses import replace
 from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts
+from weft.engine.planning.teacher_facts import distilled_work
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import CostModel, PairCosts, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES
@@ -82,7 +83,8 @@ def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: Co
     embedding: float = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
     embedding -= costs.stages[0].activation_bytes
     if facts.teacher is not None:
-        found[-1] = found[-1]._replace(forward=max(found[-1].forward, facts.teacher.working_bytes))
+        most = max(facts.teacher.working_bytes, facts.teacher.loss_bytes)
+        found[-1] = found[-1]._replace(forward=max(found[-1].forward, most))
     first = found[0]
     found[0] = first._replace(whole=max(first.whole, embedding), input=max(first.input, embedding))
     return found
@@ -121,7 +123,15 @@ def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops
 
 
 def _work(config: WeftConfig, facts: Facts) -> ModelWork:
-    """Return the work of a sequence in each layer: traced, or from the sizes of the model's parts.
+    """Return the work of a sequence in each layer, with the loss that is minimised."""
+    work, layout = _own_work(config, facts), facts.layout
+    if facts.teacher is None:
+        return work
+    return distilled_work(work, WEIGHT_BYTES[config.train.precision], layout.tensor * layout.context)
+
+
+def _own_work(config: WeftConfig, facts: Facts) -> ModelWork:
+    """Return the work with the model's own loss: traced, or from the sizes of the model's parts.
 
     A forward takes two operations per active weight and token, and attention's scores on top.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedConfig
 
@@ -12,10 +12,12 @@ from weft.engine.models.sizes import model_sizes
 from weft.engine.stages.files.loading import quantization_of
 from weft.engine.stages.teacher import load_teacher_config, teacher_model
 from weft.pipeline.memory import WEIGHT_BYTES
-from weft.pipeline.workload import CHUNK_WORKING, ModelWork
+from weft.pipeline.workload import CHUNK_WORKING, LOSS_BYTES, ModelWork
 
 SCORE_BYTES = 12
 """Bytes of a likely token: its id, and its logarithm in fp32."""
+LOSS_WORKING = 5
+"""Bytes of the loss of a chunk of the student's logits, with its backward, per byte of the chunk in fp32."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,15 @@ class TeacherFacts:
         weight_bytes: bytes of its weights.
         flops: operations of a micro-batch.
         saved_bytes: bytes of the scores of a micro-batch, which its backward needs.
-        working_bytes: bytes that scoring needs besides.
+        working_bytes: bytes that scoring needs besides, before the student's logits exist.
+        loss_bytes: bytes that the student's loss needs besides, beginning with its logits.
     """
 
     weight_bytes: float
     flops: float
     saved_bytes: float
     working_bytes: float
+    loss_bytes: float
 
 
 def teacher_facts(
@@ -54,10 +58,29 @@ def teacher_facts(
     rows, tokens = config.train.microbatch_size, config.train.microbatch_size * config.data.sequence_length
     work = trace(config, hf_config)
     flops = 2.0 * tokens * whole.active if work is None else rows * work.whole.forward_flops
-    logits = min(4.0 * tokens * sizes.vocab_size, config.model.loss_chunk_mb * 1e6)
+    most = config.model.loss_chunk_mb * 1e6
     return TeacherFacts(
         weight_bytes=whole.stored(width) * width + whole.scale_bytes,
         flops=flops,
         saved_bytes=float(SCORE_BYTES * tokens * min(config.distill.top_k or words, words)),
-        working_bytes=logits * CHUNK_WORKING[width],
+        working_bytes=min(4.0 * tokens * sizes.vocab_size, most) * CHUNK_WORKING[width],
+        loss_bytes=float(width * tokens * words) + min(4.0 * tokens * words, most) * LOSS_WORKING,
     )
+
+
+def distilled_work(work: ModelWork, width: int, members: int) -> ModelWork:
+    """Return the work of a student, whose loss saves the gradient of whole logits, and multiplies it in a backward.
+
+    Args:
+        width: bytes of a logit.
+        members: number of ranks that share a micro-batch, and all have its logits.
+    """
+    logits = work.after.logits
+    saved = logits * (width * members - LOSS_BYTES)
+    after = replace(
+        work.after,
+        activation_bytes=work.after.activation_bytes + saved,
+        unrecomputed_bytes=work.after.unrecomputed_bytes + saved,
+        working_bytes=logits * width * members,
+    )
+    return replace(work, after=after)

@@ -68,7 +68,11 @@ class Teacher:
         self._stage: Stage | None = None
 
     def load(self, device: torch.device) -> None:
-        """Load the weights onto ``device``."""
+        """Load the weights onto ``device``.
+
+        Raises:
+            ValueError: a weight is NaN or infinite.
+        """
         (stage,) = load_stages(
             teacher_model(self._config),
             StageSplit((self._layers,)),
@@ -77,12 +81,19 @@ class Teacher:
             seed=0,
         )
         stage.compute_loss_in_chunks(self._config.model.loss_chunk_mb * 1e6)
-        self._stage = stage.to(device).eval().requires_grad_(False)
+        stage.to(device).eval().requires_grad_(False)
+        for name, weight in stage.hf_model.named_parameters():
+            if weight.is_floating_point() and not weight.isfinite().all():
+                raise ValueError(
+                    f"distill.teacher={self._config.distill.teacher}: {name} has NaN or infinity in "
+                    f"{self._config.train.precision.name}; copy or download it again, or set train.precision=bf16"
+                )
+        self._stage = stage
 
     @property
     def objective(self) -> Objective:
         """The loss of the student. `load` must have been called before a rank computes it."""
-        return distillation(self.scores, self._config.distill)
+        return distillation(self.scores, self._config.distill, self._config.model.loss_chunk_mb * 1e6)
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> TopTokens:

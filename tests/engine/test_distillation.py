@@ -1,5 +1,7 @@
 """Distillation has DeepSpeed's losses and gradients, and pipelines those of a plain loop."""
 
+from math import inf
+
 import pytest
 import torch
 from deepspeed.runtime.rollout.opsd import generalized_jsd_loss
@@ -25,17 +27,19 @@ def tokens(dtype=torch.float32):
     return student.to(dtype).requires_grad_(), teacher.to(dtype), labels
 
 
-def loss(student, teacher, labels, **settings):
+def loss(student, teacher, labels, chunk_bytes=inf, **settings):
     settings = DistillConfig(enabled=True, **settings)
     best = top_tokens(teacher.flatten(0, 1), settings.top_k)
-    return distillation_losses(student.flatten(0, 1), labels.flatten(), best, settings).sum()
+    rows = student.flatten(0, 1), labels.flatten()
+    return distillation_losses(*rows, best, settings, chunk_bytes=chunk_bytes).sum()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("top_k", [0, 6, 40])
-def test_divergence_and_its_gradient_are_deepspeeds(temperature, top_k):
+@pytest.mark.parametrize(("top_k", "chunk_bytes"), [(0, inf), (6, inf), (40, inf), (6, 5 * 160), (0, 1)])
+def test_divergence_and_its_gradient_are_deepspeeds(temperature, top_k, chunk_bytes):
     student, teacher, labels = tokens()
-    got = loss(student, teacher, labels, weight=1.0, temperature=temperature, top_k=top_k, tail=False)
+    settings = {"temperature": temperature, "top_k": top_k, "tail": False, "chunk_bytes": chunk_bytes}
+    got = loss(student, teacher, labels, weight=1.0, **settings)
     (gradient,) = torch.autograd.grad(got, student)
     want = generalized_jsd_loss(
         student, teacher, labels != -100, beta=0.0, temperature=temperature, teacher_top_k=top_k or None
@@ -79,6 +83,25 @@ def test_ignored_tokens_and_impossible_ones_give_no_nan():
         got = loss(student, teacher, labels, top_k=top_k)
         (gradient,) = torch.autograd.grad(got, student)
         assert got.isfinite() and gradient.isfinite().all() and not gradient[:, 3:5].any()
+
+
+def test_a_backward_needs_one_number_per_logit_in_their_type():
+    student, teacher, labels = tokens(torch.bfloat16)
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        got = loss(student, teacher, labels)
+    assert sum(tensor.nbytes for tensor in saved.values() if tensor.numel() >= student.numel()) == 2 * student.numel()
+    (gradient,) = torch.autograd.grad(3 * got, student)
+    (exact,) = torch.autograd.grad(3 * loss(student.float(), teacher.float(), labels), student)
+    torch.testing.assert_close(gradient, exact, rtol=2**-7, atol=1e-3)
+
+
+def test_a_teacher_that_is_not_finite_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_teacher(tmp_path))
+    model.model.norm.weight.data[3] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"distill\.teacher=.*model\.norm\.weight has NaN or infinity in fp32; copy"):
+        Teacher(distilled(tiny_config(), teacher=str(tmp_path)), 64).load(torch.device("cpu"))
 
 
 def test_teachers_values_do_not_depend_on_their_type():
