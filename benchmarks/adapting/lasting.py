@@ -113,7 +113,7 @@ class Adapted:
 
     @property
     def is_in_order(self) -> bool:
-        """True if 1F1B is slowest and the adapted schedule fastest, by simulator and engine (Adaptra, section 7)."""
+        """True if 1F1B is slowest and the adapted schedule fastest, by simulator and engine."""
         return all(
             list(times) == sorted(times, key=times.__getitem__, reverse=True)
             for times in (self.simulated_s, self.steps_s)
