@@ -12,6 +12,7 @@ from weft.conf.distill_checks import distill_problems
 from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.inference_checks import inference_problems
+from weft.conf.memory_checks import memory_problems
 from weft.conf.optimizer_checks import optimizer_problems
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
 from weft.conf.schema import (
@@ -331,6 +332,7 @@ CHECKS = (
     _adapt,
     _layers,
     _parallel,
+    memory_problems,
     site_problems,
     _comm,
     _cluster,

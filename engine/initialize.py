@@ -41,6 +41,7 @@ from weft.engine.execution.neighbours import open_wan
 from weft.engine.models.batch import Batch
 from weft.engine.models.kernels import fuse, require_kernels
 from weft.engine.models.objective import Objective
+from weft.engine.models.recomputation import recompute
 from weft.engine.models.skeleton import config_skeleton, hf_model
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
@@ -330,8 +331,9 @@ def _make_stages(
     else:
         dtype, seed = DTYPES[config.train.precision], config.train.seed
         stages = load_stages(config.model, plan.split, held, dtype=dtype, seed=seed, axes=axes, exact=True)
-    if config.model.kernels is Kernels.fused:
-        for stage in stages:
+    for stage in stages:
+        recompute(stage.hf_model, plan.recompute[stage.index])
+        if config.model.kernels is Kernels.fused:
             fuse(stage.hf_model, device)
     return stages
 

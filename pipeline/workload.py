@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 
-WORK_FORM = 7
+WORK_FORM = 8
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -37,8 +37,15 @@ class Division:
     """Ranks that share a sequence."""
     recomputes: bool
     """True if layers are recomputed in the backward."""
+    recomputes_attention: bool = False
+    """True if only their attention is."""
     gathers: bool = True
     """True if each rank gathers the keys and values of a whole sequence."""
+
+    @property
+    def without_recomputation(self) -> Division:
+        """The same division without recomputation."""
+        return replace(self, recomputes=False, recomputes_attention=False)
 
     def of_rank(self, num_bytes: float) -> float:
         """Return a rank's part of a micro-batch, from the bytes of a sequence."""
@@ -77,6 +84,10 @@ class LayerWork:
     """Bytes that autograd saves in a forward, without weights."""
     unrecomputed_bytes: float = 0.0
     """Those of them that gradient checkpointing saves, too: all that do not belong to a decoder layer."""
+    attention_bytes: float = 0.0
+    """Those of `activation_bytes` that a module of attention saves, without its inputs."""
+    attention_matmul_flops: float = 0.0
+    """Those of `matmul_flops` that a module of attention has."""
     working_bytes: float = 0.0
     """Additional bytes of its backward, if large: those of the loss."""
     logits: float = 0.0
@@ -102,7 +113,13 @@ class LayerWork:
         return self.matmul_flops + self.attention_flops
 
     def seconds(
-        self, flops_per_s: float, *, recomputes: bool, exchanged_s: Any = 0.0, in_chunks: bool = False
+        self,
+        flops_per_s: float,
+        *,
+        recomputes: bool,
+        recomputes_attention: bool = False,
+        exchanged_s: Any = 0.0,
+        in_chunks: bool = False,
     ) -> tuple[Any, Any, Any]:
         """Return the seconds of the forward, of input gradients and of weight gradients.
 
@@ -110,12 +127,15 @@ class LayerWork:
 
         Args:
             recomputes: True if the forward runs again before the backward.
+            recomputes_attention: True if only its attention does.
             exchanged_s: seconds of collectives inside of layers, in one direction.
             in_chunks: True if the loss is computed in chunks.
         """
         matmul_s, attention_s = self.matmul_flops / flops_per_s, self.attention_flops / flops_per_s
         forward_s = matmul_s + attention_s + exchanged_s
         input_s = matmul_s + 2 * attention_s + exchanged_s + (forward_s if recomputes else 0.0)
+        if recomputes_attention:
+            input_s = input_s + self.attention_matmul_flops / flops_per_s + attention_s
         weight_s = self.trained_flops / flops_per_s
         if not in_chunks:
             return forward_s, input_s, weight_s
@@ -211,8 +231,8 @@ class ModelWork:
             input_s=input_s,
             weight_s=weight_s,
             activation_bytes=saved,
-            # Inputs and output gradients of the matrices: about what the forward saved.
-            weight_saved_bytes=saved,
+            # Inputs and output gradients of the matrices: about what the forward saves without recomputation.
+            weight_saved_bytes=self.saved_bytes(part, num_layers, division.without_recomputation),
             output_bytes=division.of_rank(self.message_bytes),
         )
 
@@ -225,6 +245,7 @@ class ModelWork:
             saved = states + division.tensor * self.sequence_length * LOSS_BYTES - part.logits * LOSS_BYTES
         if division.recomputes:
             return division.of_rank(saved + num_layers * self.message_bytes + part.unrecomputed_bytes)
+        saved -= part.attention_bytes if division.recomputes_attention else 0.0
         return division.of_rank(saved + part.activation_bytes + num_layers * self._gathered_bytes(division))
 
     def loss_in_chunks(self, division: Division) -> bool:
@@ -242,7 +263,8 @@ class ModelWork:
                 head = part.trained_head_flops / (2 * self.sequence_length)
                 of_head = chunk + head / division.tensor * weight_bytes
         again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
-        again = again + self._gathered_bytes(division) if division.recomputes else 0.0
+        of_attention = part.attention_bytes / max(1, num_layers) if division.recomputes_attention else 0.0
+        again = again + self._gathered_bytes(division) if division.recomputes else of_attention
         # the logits' gradient is among what an input gradient keeps for the weight gradient
         of_input = max(of_loss - LOSS_BYTES * part.logits, again) if of_loss else again
         whole = max(division.of_rank(max(of_loss, again)), of_head)

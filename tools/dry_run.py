@@ -17,6 +17,7 @@ from weft.engine.data.documents import IGNORED, Document
 from weft.engine.planning.estimates import rank_size
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.memory import memory_checkpoint_bytes
+from weft.engine.planning.recomputation import choice_text
 from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
@@ -130,8 +131,7 @@ def report(config: WeftConfig) -> Iterator[str]:
     ]
     if schedule.name == "auto":
         yield bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s)
-    if cap := plan.cap_text():
-        yield cap
+    yield from filter(None, (plan.cap_text(), choice_text(plan.recompute)))
 
 
 def _context_lines(plan: RunPlan) -> list[str]:

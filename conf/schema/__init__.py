@@ -42,6 +42,7 @@ from weft.conf.schema.parallel import PairChoice as PairChoice
 from weft.conf.schema.parallel import ParallelConfig as ParallelConfig
 from weft.conf.schema.parallel import Partition as Partition
 from weft.conf.schema.parallel import PipelineConfig as PipelineConfig
+from weft.conf.schema.parallel import Recompute as Recompute
 from weft.conf.schema.parallel import SplitKind as SplitKind
 from weft.conf.schema.parallel import ZeroConfig as ZeroConfig
 from weft.conf.schema.supervision import SuperviseConfig as SuperviseConfig

@@ -35,6 +35,15 @@ class PairChoice(Enum):
     never = "never"
 
 
+class Recompute(Enum):
+    """The part of a virtual stage's forward that runs again before its backward, so that less is saved."""
+
+    none = "none"
+    attention = "attention"
+    layers = "layers"
+    auto = "auto"
+
+
 @dataclass(kw_only=True)
 class PipelineConfig:
     """The placement of the model on ranks, and their schedule."""
@@ -68,6 +77,10 @@ class PipelineConfig:
     memory_cap_bytes: Annotated[int, NATURAL] = 0
     """Limit on the activation memory that a schedule may hold on any rank; 0 means no cap, or for
     schedule=auto one that it sets itself and that the dry run prints."""
+    recompute: Recompute = Recompute.none
+    """Values that backwards compute again to save activation memory: none, attention (modules of attention), layers
+    (all of each layer), or auto, which chooses for each virtual stage what costs least time under `memory_cap_bytes`,
+    or in the device's memory. The dry run prints the choice."""
     search_seconds: Annotated[float, NATURAL] = 2.0
     """Nominal time for schedule=auto to improve its first schedule."""
     pairs: PairChoice = PairChoice.auto

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
@@ -19,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from weft.conf.schema import LoraConfig, ModelConfig
 from weft.engine.models import batch as packed
 from weft.engine.models.lazy_logits import whole_logits_reason
+from weft.engine.models.recomputation import attention_modules
 from weft.engine.models.sizes import divided_parameters, meta_model, part_size
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
 from weft.engine.parallel.experts import expert_modules
@@ -101,6 +103,8 @@ class _Part:
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     activation_bytes: float = 0.0
+    attention_bytes: float = 0.0
+    attention_matmul_flops: float = 0.0
     attended_bytes: float = 0.0
     routed_bytes: float = 0.0
 
@@ -159,6 +163,10 @@ class _Tracer:
             else:
                 layer.forward = partial(self._passed_on, first)
         layers[-1].register_forward_hook(lambda *_: self._enter(len(layers) + 1))
+        for layer in layers:
+            for module in attention_modules(layer):
+                module.register_forward_pre_hook(self._enter_attention, with_kwargs=True)
+                module.register_forward_hook(self._leave_attention)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):  # some examine the ids for padding
                 part.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -191,6 +199,19 @@ class _Tracer:
         counted = sum(part.matmul_flops for part in self.parts[:-1])
         self.parts[-1].matmul_flops = float(self._flops.get_total_flops()) + self._grouped_flops - counted
         self.parts += [_Part() for _ in range(len(self.parts), number + 1)]
+
+    def _enter_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self._save(tensor)  # as checkpointing does; mostly the module itself would
+        part = self.parts[-1]
+        part.attention_bytes -= part.activation_bytes
+        part.attention_matmul_flops -= float(self._flops.get_total_flops())
+
+    def _leave_attention(self, *_: Any) -> None:
+        part = self.parts[-1]
+        part.attention_bytes += part.activation_bytes
+        part.attention_matmul_flops += float(self._flops.get_total_flops())
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -299,6 +320,8 @@ def _layer_work(
         attention_flops=part.attention_flops,
         activation_bytes=part.activation_bytes,
         unrecomputed_bytes=0.0 if recomputed else part.activation_bytes,
+        attention_bytes=part.attention_bytes,
+        attention_matmul_flops=part.attention_matmul_flops,
         routed_bytes=part.routed_bytes,
         routed_layers=float(experts > 0),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weft.conf.schema import ContextExchange, PairChoice, WeftConfig
+from weft.conf.schema import ContextExchange, PairChoice, Recompute, WeftConfig
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.teacher_facts import distilled_work
@@ -17,6 +17,8 @@ from weft.pipeline.workload import NOTHING, Division, LayerWork, ModelWork, Work
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
 and width at 2 bytes each, with attention that keeps no scores (Korthikanti et al. 2022, section 4)."""
+ATTENTION_WIDTHS = 4
+"""Those of them that attention saves: queries, keys, values and its output."""
 
 
 def stage_sizes(model: ModelSizes, split: StageSplit) -> list[PartSize]:
@@ -34,14 +36,19 @@ def rank_size(model: ModelSizes, split: StageSplit, held: Sequence[int]) -> Part
     return size.without(model.tied) if {0, split.num_stages - 1} <= {*held} else size
 
 
-def planning_costs(config: WeftConfig, facts: Facts, split: StageSplit) -> CostModel:
+def planning_costs(
+    config: WeftConfig, facts: Facts, split: StageSplit, recompute: Sequence[Recompute] = ()
+) -> CostModel:
     """Return the costs for planning on the reference route: known costs if there are any, otherwise estimates.
+
+    Args:
+        recompute: recomputation of each virtual stage. Empty is none, beyond the model's own checkpointing.
 
     Raises:
         ValueError: costs are known, but for other numbers of virtual stages.
     """
     if facts.flops_per_s is not None:
-        stages = _estimated_stages(config, facts, split, facts.flops_per_s)
+        stages = _estimated_stages(config, facts, split, facts.flops_per_s, recompute)
         pairs = _stage_pairs(facts, split, ())
         stages = stages if pairs is None else pairs.timed(stages)
     elif split.num_stages in facts.stage_costs:
@@ -67,17 +74,19 @@ def _stage_pairs(facts: Facts, split: StageSplit, measured: Sequence[StageCost])
     return facts.strands.pairs(facts.axes, split, measured)
 
 
-def working_bytes(config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel) -> list[Working]:
-    """Return the memory of each virtual stage's actions besides saved activations."""
-    work, division = _work(config, facts), _division(config, facts)
+def working_bytes(
+    config: WeftConfig, facts: Facts, split: StageSplit, costs: CostModel, recompute: Sequence[Recompute] = ()
+) -> list[Working]:
+    """Return the memory of each virtual stage's actions besides saved activations. See `planning_costs`."""
+    work, divisions = _work(config, facts), _divisions(config, facts, split, recompute)
     found = [
         work.working_bytes(part, len(layers), division, WEIGHT_BYTES[config.train.precision])
-        for part, layers in zip(_stage_works(work, split), split.layers, strict=True)
+        for part, layers, division in zip(_stage_works(work, split), split.layers, divisions, strict=True)
     ]
     for stage, size in enumerate(stage_sizes(facts.model, split)):
         expanded = size.largest_four_bit * WEIGHT_BYTES[config.train.precision]
         used = found[stage]
-        again = used.input + expanded if facts.recomputes else max(used.input, expanded)
+        again = used.input + expanded if divisions[stage].recomputes else max(used.input, expanded)
         found[stage] = used._replace(forward=max(used.forward, expanded), input=again)
     # An embedding's gradient is as large as its weights, and comes last, when nothing else of its micro-batch is left.
     embedding: float = facts.model.before.largest * WEIGHT_BYTES[config.train.precision]
@@ -108,12 +117,32 @@ def _stage_works(work: ModelWork, split: StageSplit) -> list[LayerWork]:
     return stages
 
 
-def _estimated_stages(config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float) -> tuple[StageCost, ...]:
+def _divisions(config: WeftConfig, facts: Facts, split: StageSplit, recompute: Sequence[Recompute]) -> list[Division]:
+    """Return the division of each virtual stage's work."""
+    whole = _division(config, facts)
+    return [
+        replace(
+            whole,
+            recomputes=whole.recomputes or kind is Recompute.layers,
+            recomputes_attention=kind is Recompute.attention,
+        )
+        for kind in recompute or [Recompute.none] * split.num_stages
+    ]
+
+
+def _estimated_stages(
+    config: WeftConfig, facts: Facts, split: StageSplit, flops_per_s: float, recompute: Sequence[Recompute]
+) -> tuple[StageCost, ...]:
     """Estimate costs by the operations and bytes of each layer. Ranks that share layers divide them equally."""
-    work, division = _work(config, facts), _division(config, facts)
-    stages, in_chunks = [], work.loss_in_chunks(division)
-    for part, layers in zip(_stage_works(work, split), split.layers, strict=True):
-        seconds = part.seconds(flops_per_s / division.of_rank(1), recomputes=facts.recomputes, in_chunks=in_chunks)
+    work, divisions = _work(config, facts), _divisions(config, facts, split, recompute)
+    stages, in_chunks = [], work.loss_in_chunks(divisions[0])
+    for part, layers, division in zip(_stage_works(work, split), split.layers, divisions, strict=True):
+        seconds = part.seconds(
+            flops_per_s / division.of_rank(1),
+            recomputes=division.recomputes,
+            recomputes_attention=division.recomputes_attention,
+            in_chunks=in_chunks,
+        )
         stages.append(work.stage_cost(part, len(layers), seconds, division))
     if facts.teacher is not None:
         last, teacher = stages[-1], facts.teacher
@@ -150,6 +179,8 @@ def _own_work(config: WeftConfig, facts: Facts) -> ModelWork:
             trained_flops=2.0 * tokens * size.active_trained,
             attention_flops=layers * 2.0 * tokens * model.hidden_size * tokens,  # causal: half of 4
             activation_bytes=layers * SAVED_WIDTHS * hidden_bytes,
+            attention_bytes=layers * ATTENTION_WIDTHS * hidden_bytes,
+            attention_matmul_flops=layers * 8.0 * tokens * model.hidden_size**2,
         )
 
     return ModelWork(

@@ -24,7 +24,7 @@ from weft.conf.features import entry, is_installed
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
-from weft.conf.schema import ClusterConfig, DataKind, OptimizerKind, Partition, WeftConfig
+from weft.conf.schema import ClusterConfig, DataKind, OptimizerKind, Partition, Recompute, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes
@@ -219,7 +219,9 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
     """Return a readable name of all that a run's speed depends on, besides the device."""
     model = hashlib.sha256(hf_config.to_json_string(use_diff=False).encode()).hexdigest()[:8]
     shape = f"{config.train.microbatch_size} x {config.data.sequence_length} tokens"
+    kind = config.pipeline.recompute
     again = ", recomputed" if config.model.gradient_checkpointing else ""
+    again += "" if kind is Recompute.none else f", recompute {kind.name}"
     lora = ", lora" if config.model.lora.enabled else ""
     lora += ", 4 bits" if quantization_of(config.model) else ""
     teacher = f", taught by {config.distill.teacher}" if config.distill.enabled else ""

@@ -33,6 +33,7 @@ def plan_to_json(plan: RunPlan) -> str:
         "predicted": {"step_s": plan.step_s, "bubble_share": plan.bubble_share},
         "placement": _tree(plan.placement) | {"rank_stages": plan.placement.rank_stages},
         "layers": plan.split.counts,
+        "recompute": [kind.name for kind in plan.recompute],
         "memory": [_tree(memory.zero) | {"activations": memory.activations} for memory in plan.memory],
         "overlap": overlap,
         "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.schedules.items()},

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
-from weft.conf.schema import Partition, WeftConfig
+from weft.conf.schema import Partition, Recompute, WeftConfig
 from weft.engine.layout import CellMember, RankLayout
 from weft.engine.models.sizes import PartSize
 from weft.engine.planning.estimates import planning_costs, rank_size, stage_sizes, working_bytes
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
-from weft.engine.planning.schedules import plan_placement, plan_schedules
+from weft.engine.planning.recomputation import Choice, choice_text, choose_recompute
+from weft.engine.planning.schedules import plan_placement, plan_schedule, plan_schedules
 from weft.engine.stages.cutting.split import StageSplit, split_model
 from weft.pipeline.action import Slot
 from weft.pipeline.cell import cell_step_s, pipeline_of, predict
@@ -38,6 +40,7 @@ class RunPlan:
         members: each line's position in its DP-cell.
         schedules: lowered schedules of DP-cells, by their number of pipelines.
         memory: memory of each pipeline rank of the first line.
+        recompute: what each virtual stage computes again in its backward.
         own_cap_bytes: limit of activations on each rank that `auto` has set, or None if it has set none.
         step_s: predicted seconds of a step of the slowest pipeline, because replicas wait for each other.
         bubble_share: predicted share of a step in which ranks do not compute.
@@ -51,6 +54,7 @@ class RunPlan:
     members: tuple[CellMember, ...]
     schedules: dict[int, Schedule]
     memory: tuple[RankMemory, ...]
+    recompute: tuple[Recompute, ...] = ()
     own_cap_bytes: float | None = None
     step_s: float
     bubble_share: float
@@ -99,7 +103,9 @@ class RunPlan:
         """Return one line about the prediction."""
         most = bytes_text(max(memory.total for memory in self.memory))
         cap = f"; {text}" if (text := self.cap_text()) else ""
-        return f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}, {most} on the fullest rank{cap}"
+        again = f"; {text}" if (text := choice_text(self.recompute)) else ""
+        step = f"predicted step {self.step_s:.4g} s, bubbles {self.bubble_share:.1%}"
+        return f"{step}, {most} on the fullest rank{cap}{again}"
 
     def cap_text(self) -> str:
         """Describe the memory cap that `auto` has set. Return an empty string if it has set none."""
@@ -119,9 +125,10 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     """
     placement = placement or settle_placement(config, facts)
     split = split_stages(config, facts, placement)
-    costs = planning_costs(config, facts, split)
     parts = stage_sizes(facts.model, split)
     states = rank_states(config, facts, placement, split)
+    recompute = _recompute(config, facts, placement, split, states)
+    costs = planning_costs(config, facts, split, recompute)
     overlap = _plan_overlap(config, facts, placement, costs, parts, states)
     members = tuple(CellMember.all(facts.layout, config.comm.cell))
     sizes = [member.pipelines for member in members]
@@ -129,7 +136,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         config.pipeline, placement, sizes, costs=costs, zero_stage=config.zero.stage, overlap=overlap
     )
     first = schedules[sizes[0]]
-    working = working_bytes(config, facts, split, costs)
+    working = working_bytes(config, facts, split, costs, recompute)
     stepping = [
         stepping_bytes(
             config.optimizer,
@@ -149,10 +156,36 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         overlap=overlap,
         members=members,
         schedules=schedules,
+        recompute=recompute,
         own_cap_bytes=_own_cap_bytes(config, first, costs),
         memory=rank_memory(config, first, costs, states, trained, working, stepping),
         step_s=max(_route_step_s(facts, route, schedules, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(first, stepping_costs, 0).bubble_share,
+    )
+
+
+def _recompute(
+    config: WeftConfig, facts: Facts, placement: Placement, split: StageSplit, states: Sequence[ZeroMemory]
+) -> Choice:
+    """Return what each virtual stage computes again.
+
+    Raises:
+        ValueError: the model that trains recomputes its layers already.
+    """
+    kind = config.pipeline.recompute
+    if kind is not Recompute.none and facts.recomputes:
+        raise ValueError(
+            f"pipeline.recompute={kind.name}: the model recomputes every layer already (gradient checkpointing); "
+            "disable that, or set pipeline.recompute=none"
+        )
+    alone = planning_costs(config, facts, split)
+    uncapped = replace(config.pipeline, memory_cap_bytes=0)
+    return choose_recompute(
+        config,
+        placement,
+        activation_memory(config, alone, placement, states, facts.device_bytes),
+        lambda choice: planning_costs(config, facts, split, choice),
+        lambda costs: plan_schedule(uncapped, placement, costs=costs),
     )
 
 
@@ -169,14 +202,17 @@ def settle_placement(config: WeftConfig, facts: Facts) -> Placement:
         ValueError: the model cannot be cut for any of the placements.
     """
 
+    @cache
     def costs_of(placement: Placement) -> CostModel:
-        return planning_costs(config, facts, split_stages(config, facts, placement))
+        split = split_stages(config, facts, placement)
+        states = rank_states(config, facts, placement, split)
+        return planning_costs(config, facts, split, _recompute(config, facts, placement, split, states))
 
     layout = facts.layout
     pipelines = CellMember.all(layout, config.comm.cell)[0].pipelines
     sites = layout.sites_of(layout.reference)
     placement = plan_placement(config.pipeline, sites, costs_of=costs_of, pipelines=pipelines)
-    costs_of(placement)  # one that was not compared may not fit the model either
+    planning_costs(config, facts, split_stages(config, facts, placement))  # may not fit the model if not compared
     return placement
 
 

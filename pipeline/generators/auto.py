@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from math import frexp, ldexp
 
 from weft.pipeline.cell import add_relays, side_by_side
@@ -28,6 +29,8 @@ _TICK_BITS, _CLOCK_BITS, _LEAST_EXPONENT = 20, 50, -1000
 """A tick is 2**-20 of the pace, or 2**-50 of a step without any parallelism if that is longer."""
 _FIRST_ACTIONS = 1_000_000
 """Maximum number of actions that the list scheduler places over all rules; it tries at least one rule."""
+_QUICK_RULES = 8
+"""Rules that `quick_step_s` tries."""
 _ACTIONS_PER_SECOND = 4_000_000
 """Actions that the search evaluates per nominal second."""
 
@@ -82,6 +85,18 @@ def generate_auto(
     steps_s = [_step_s(schedule, costs) for schedule in schedules]
     # The first, which keeps to the cap, unless another is shorter by more than rounding.
     return next(one for one, step_s in zip(schedules, steps_s, strict=True) if step_s <= min(steps_s) * _ROUNDED_UP)
+
+
+def quick_step_s(placement: Placement, num_microbatches: int, costs: CostModel, cap_bytes: float) -> float:
+    """Return the seconds of a step by a few rules of the list scheduler, to compare costs of the same placement.
+
+    Raises:
+        ValueError: no schedule fits under the cap.
+    """
+    problem = _problem(placement, num_microbatches, costs, until_weight=False)
+    _check_cap(problem, cap_bytes)
+    tried = islice(rules(problem), _QUICK_RULES)
+    return min(_list_schedule(problem, rule, cap_bytes * _ROUNDED_UP)[0] for rule in tried)
 
 
 @lru_cache(maxsize=16)
@@ -173,6 +188,6 @@ def _check_cap(problem: Problem, cap_bytes: float) -> None:
     if held[rank] > cap_bytes * _ROUNDED_UP:
         raise ValueError(
             f"pipeline.memory_cap_bytes={cap_bytes:g}: one micro-batch alone holds {held[rank]:g} bytes of activations "
-            f"on rank {rank}, so no schedule exists; raise the cap to that, make micro-batches smaller, turn on "
-            f"gradient checkpointing, or use more pipeline ranks"
+            f"on rank {rank}, so no schedule exists; raise the cap to that, make micro-batches smaller, set "
+            f"pipeline.recompute=auto, or use more pipeline ranks"
         )
