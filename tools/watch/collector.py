@@ -79,7 +79,7 @@ class Collector:
                     self._drain(path)
                     self._readers[path] = inode, RingReader(path)
         for path in list(self._readers):
-            is_open |= not self._readers[path][1].is_closed
+            is_open = is_open or not self._readers[path][1].is_closed  # one open ring is enough
             self._read(path)
         return is_open
 
@@ -192,8 +192,9 @@ def spans(events: np.ndarray) -> dict[str, Any]:
     """Return every event as columns."""
     import pyarrow as pa
 
-    pairs, inverse = np.unique(np.stack([events["first"], events["second"]]), axis=1, return_inverse=True)
-    found = [event_text(int(first), int(second)) for first, second in pairs.T]
+    (firsts, first), (seconds, second) = (np.unique(events[name], return_inverse=True) for name in ("first", "second"))
+    pairs, inverse = np.unique(first * len(seconds) + second, return_inverse=True)
+    found = [event_text(int(firsts[pair // len(seconds)]), int(seconds[pair % len(seconds)])) for pair in pairs]
     texts = list(dict.fromkeys(found))
     places = np.array([texts.index(text) for text in found], "i4")
     section, stage = _sections(events["first"])
