@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from weft.conf.schema import DataConfig, DataKind, SourceConfig, WeftConfig
+from weft.conf.schema import DataConfig, DataKind, PreferenceConfig, SourceConfig, WeftConfig
 from weft.conf.schema.ranges import NATURAL, POSITIVE
 
 T = TypeVar("T")
@@ -50,6 +50,8 @@ def source_problems(config: WeftConfig) -> Iterator[str]:
         yield f"data.chat_template={data.chat_template!r}: unused by data.kind={kind}; set data.kind=chat"
     if data.kind is DataKind.preference:
         yield from _pair_problems(config)
+    elif config.train.preference != PreferenceConfig():
+        yield f"train.preference: unused by data.kind={kind}; set data.kind=preference, or leave it out"
     if config.train.eval_every and not holds_out(data):
         yield (
             f"train.eval_every={config.train.eval_every}: there is no evaluation data; "

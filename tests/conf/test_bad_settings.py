@@ -150,6 +150,8 @@ BAD = [
     (["supervise.spike=20", "supervise.max_skips=0"], "skips no step; set it to 3"),
     (["distill.teacher=a/b"], "set that, or leave teacher out"),
     (["distill.enabled=true"], "set distill.teacher to a folder or a hub name"),
+    (["recipe=distill", "data.kind=preference"], "pairs have a loss of their own; set data.kind=text or chat"),
+    (["train.preference.beta=0.5"], "unused by data.kind=corpus; set data.kind=preference"),
     (["recipe=distill", "model.chunked_loss=always"], "needs whole logits; set model.chunked_loss=auto"),
     (["recipe=distill", "distill.top_k=0", "distill.tail=false"], "compares the whole vocabulary; set distill.top_k"),
     (["recipe=distill", "model.overrides.output_router_logits=true"], "no part for routers; set it to false"),
