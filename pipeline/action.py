@@ -30,6 +30,8 @@ class Op(Enum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
     STEP = "STEP"
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"
 
     # Members are singletons: identity hashing is exact, and runs in C.
     __hash__ = object.__hash__
@@ -40,6 +42,8 @@ BACKWARD = frozenset({Op.B, Op.I, Op.W})
 WEIGHT_USERS = frozenset({Op.F, Op.B, Op.I})
 """Computations that read the weights of their stage."""
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
+HOST_COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
+"""Copies of a micro-batch's saved activations to host memory, and back."""
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 RELAYS = frozenset({Op.RELAY_F, Op.RELAY_B})
 STAGE_WIDE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.STEP})
@@ -56,6 +60,9 @@ class Action(NamedTuple):
     names the sending stage, and appears on the ranks of a DP-cell whose uplinks carry a part of
     the transfer. Stage-wide operations have ``microbatch`` None. ``STEP`` appears once per rank
     and names the rank's lowest stage: it steps the optimiser over all stages of that rank.
+
+    The copy of an offloaded activation to the host begins when its ``F`` ends. ``OFFLOAD`` waits for the copy's end and
+    frees the device's memory. ``RELOAD`` allocates it again and starts the copy back, for which the backward waits.
     """
 
     op: Op

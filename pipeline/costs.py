@@ -153,6 +153,8 @@ class CostModel:
     wan: LinkCost = LinkCost()
     wan_links: tuple[tuple[tuple[int, int], LinkCost], ...] = ()
     pairs: PairCosts | None = None
+    host: LinkCost = LinkCost()
+    """Each direction between a device and its host's memory."""
 
     @classmethod
     def unit(cls, num_stages: int, *, local: LinkCost | None = None, wan: LinkCost | None = None) -> CostModel:
@@ -189,6 +191,11 @@ class CostModel:
         bounds = [0, *accumulate(even_counts(pieces, num_stages))]
         stages = tuple(StageCost.whole(self.stages[start:stop]) for start, stop in pairwise(bounds))
         return replace(self, stages=stages, pairs=self.pairs and self.pairs.joined(bounds))
+
+    def offload_bytes(self, stage: int) -> float:
+        """Return the bytes that an offload of a stage's activations moves: all but the stage's input."""
+        input_bytes = self.stages[stage - 1].output_bytes if stage else 0.0
+        return max(0.0, self.stages[stage].activation_bytes - input_bytes)
 
     def pair_s(self, forward: Action, backward: Action) -> float:
         """Return the seconds of a strand pair by its segment plan; without a plan, the sum of its halves."""

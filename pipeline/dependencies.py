@@ -13,6 +13,8 @@ _ONE = {
     Op.RECV_F: (Op.SEND_F, -1),
     Op.SEND_B: (Op.I, 0),
     Op.RECV_B: (Op.SEND_B, 1),
+    Op.OFFLOAD: (Op.F, 0),
+    Op.RELOAD: (Op.OFFLOAD, 0),
     Op.RELAY_F: (Op.SEND_F, 0),
     Op.RELAY_B: (Op.SEND_B, 0),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, ZeroConfig
-from weft.pipeline.action import COMPUTE, Op, Slot
+from weft.pipeline.action import COMPUTE, HOST_COPIES, Op, Slot
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.schedule import Schedule
 
@@ -207,7 +207,10 @@ def held_along(row: Iterable[Slot], costs: CostModel) -> Iterator[Held]:
     num_bytes, num_chunks = 0.0, 0
     for slot in row:
         if slot[0].op not in COMPUTE:
+            moved = costs.offload_bytes(slot[0].stage) if slot[0].op in HOST_COPIES else 0.0
+            num_bytes += moved if slot[0].op is Op.RELOAD else 0.0
             yield Held(num_bytes, num_chunks)
+            num_bytes -= moved if slot[0].op is Op.OFFLOAD else 0.0
             continue
         before = num_bytes
         for op, stage, _ in slot:

@@ -12,7 +12,7 @@ from weft.pipeline.lowering import add_transfers
 from weft.pipeline.memory import held_along
 from weft.pipeline.order import Visit, execution_order
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.timeline import COMPUTE_LANE, REDUCE_LANE, SEND_LANE, Lane, Span, Timeline
+from weft.pipeline.timeline import COMPUTE_LANE, OFFLOAD_LANE, REDUCE_LANE, RELOAD_LANE, SEND_LANE, Lane, Span, Timeline
 
 _SIDE = frozenset({Op.REDUCE_GRAD, Op.UNSHARD})
 """Collectives over replicas: started in row order, overlapped with compute."""
@@ -30,6 +30,8 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
       A rank's transfers to other sites share its one uplink (Atlas section 3), or the part of it
       that a pair of nodes gets (section 4.1). In a DP-cell the uplinks of all pipelines carry
       each transfer together, one transfer after the other in row order (section 4.4).
+    - **Copies** of activations to host memory and back queue on a lane for each direction. ``OFFLOAD`` waits for the
+      first, and the backward waits for the second.
     - **Collectives** over replicas queue on a lane of their own.
 
     Args:
@@ -72,6 +74,8 @@ class SimulatedStep:
         self._schedule = schedule
         self._costs = costs
         self._fact_s: dict[Action, float] = {}
+        self._copied_s: dict[Action, float] = {}
+        self._offloads = {slot[0] for row in schedule.rows for slot in row if slot[0].op is Op.OFFLOAD}
         self._rank_free_s = [0.0] * schedule.num_ranks
         self._lane_free_s: dict[tuple[int, str], float] = {}
         self._rank_spans: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
@@ -82,7 +86,8 @@ class SimulatedStep:
 
     def could_start_s(self, visit: Visit) -> float:
         """Return the time at which the slot's rank is free and its dependencies are met."""
-        return max(self._rank_free_s[visit.rank], *(self._fact_s[need] for need in visit.needs), 0.0)
+        reloaded_s = (self._copied_s.get(action._replace(op=Op.RELOAD), 0.0) for action in visit.slot)
+        return max(self._rank_free_s[visit.rank], *(self._fact_s[need] for need in visit.needs), *reloaded_s)
 
     def step(self, visit: Visit) -> None:
         """Execute the next slot of `execution_order`."""
@@ -92,6 +97,10 @@ class SimulatedStep:
             end_s = self._send(rank, slot, posted_s)
         elif op in RELAYS:
             end_s = self._relay(rank, slot, needs[0])
+        elif op is Op.OFFLOAD:
+            end_s = self._rank_free_s[rank] = max(posted_s, self._copied_s[slot[0]])
+        elif op is Op.RELOAD:
+            end_s = self._copied_s[slot[0]] = self._copy(rank, RELOAD_LANE, slot[0], posted_s)
         elif op in RECEIVES or op is Op.RESHARD:
             end_s = self._rank_free_s[rank] = posted_s
         elif op in _SIDE:
@@ -102,10 +111,18 @@ class SimulatedStep:
             for fact in establishes(action):
                 self._fact_s[fact] = end_s
 
+    def _copy(self, rank: int, lane: Lane, action: Action, posted_s: float) -> float:
+        """Post a copy between a device and its host, and return its end."""
+        seconds = self._costs.host.transit_s(self._costs.offload_bytes(action.stage))
+        return self._occupy(rank, lane, (action,), posted_s, seconds)
+
     def _compute(self, rank: int, slot: Slot, start_s: float) -> float:
         end_s = self._rank_free_s[rank] = start_s + self._seconds(slot)
         if slot[0].op is not Op.STEP or end_s > start_s:
             self._rank_spans[rank].append(Span(rank, COMPUTE_LANE, slot, start_s, end_s))
+        for action in slot:
+            if (offload := action._replace(op=Op.OFFLOAD)) in self._offloads and action.op is Op.F:
+                self._copied_s[offload] = self._copy(rank, OFFLOAD_LANE, offload, end_s)
         return end_s
 
     def _seconds(self, slot: Slot) -> float:

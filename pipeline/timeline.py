@@ -38,6 +38,10 @@ SEND_LANE = Lane("send")
 """The rank's time to start a transfer."""
 REDUCE_LANE = Lane("reduce")
 """Collectives over replicas."""
+OFFLOAD_LANE = Lane("offload")
+"""Copies of activations to host memory."""
+RELOAD_LANE = Lane("reload")
+"""Copies of activations back from host memory."""
 MEASURED_LANES = {
     **dict.fromkeys(COMPUTE | {Op.STEP}, COMPUTE_LANE),
     **dict.fromkeys(SENDS, SEND_LANE),

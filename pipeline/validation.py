@@ -31,6 +31,7 @@ def validate(schedule: Schedule, *, costs: CostModel | None = None, memory_cap_b
     _check_cells(schedule)
     _check_whole(schedule)
     _check_sharded(schedule)
+    _check_offloaded(schedule)
     for _ in execution_order(schedule):
         pass
     if memory_cap_bytes is not None:
@@ -135,6 +136,27 @@ def _check_sharded(schedule: Schedule) -> None:
                     away.discard(action.stage)
                 elif action.op in WEIGHT_USERS and action.stage in away:
                     reason = f"{action} comes after {Action(Op.RESHARD, action.stage)} without an UNSHARD between them"
+                    raise ScheduleError(reason, schedule, rank, index)
+
+
+def _check_offloaded(schedule: Schedule) -> None:
+    """Check that a backward has all of its activations on the device, and that none are offloaded after it."""
+    for rank, row in enumerate(schedule.rows):
+        away: set[tuple[int, int | None]] = set()
+        freed: set[tuple[int, int | None]] = set()
+        for index, slot in enumerate(row):
+            for action in slot:
+                op, chunk = action.op, action[1:]
+                reason = ""
+                if op is Op.OFFLOAD:
+                    away.add(chunk)
+                    reason = f"{action} comes after the backward that frees its activations" if chunk in freed else ""
+                elif op is Op.RELOAD:
+                    away.discard(chunk)
+                elif op is Op.B or op is Op.I:
+                    freed.add(chunk)
+                    reason = f"{action} comes after its OFFLOAD without a RELOAD between them" if chunk in away else ""
+                if reason:
                     raise ScheduleError(reason, schedule, rank, index)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 
-WORK_FORM = 8
+WORK_FORM = 9
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -56,6 +56,7 @@ _TRAINED = {
     "trained_parameters": "parameters",
     "trained_expert_parameters": "expert_parameters",
     "trained_flops": "matmul_flops",
+    "deferred_bytes": "activation_bytes",
 }
 
 
@@ -86,6 +87,8 @@ class LayerWork:
     """Those of them that gradient checkpointing saves, too: all that do not belong to a decoder layer."""
     attention_bytes: float = 0.0
     """Those of `activation_bytes` that a module of attention saves, without its inputs."""
+    deferred_bytes: Any = None
+    """Bytes that wait for weight gradients: inputs and output gradients of products. None: `activation_bytes`."""
     attention_matmul_flops: float = 0.0
     """Those of `matmul_flops` that a module of attention has."""
     working_bytes: float = 0.0
@@ -158,6 +161,7 @@ def loss_work(logits: float, width: int, *, trained: bool) -> LayerWork:
     return LayerWork(
         parameters=0,
         activation_bytes=saved,
+        deferred_bytes=saved,
         unrecomputed_bytes=saved,
         working_bytes=logits * LOSS_WORKING_BYTES,
         logits=logits,
@@ -231,8 +235,8 @@ class ModelWork:
             input_s=input_s,
             weight_s=weight_s,
             activation_bytes=saved,
-            # Inputs and output gradients of the matrices: about what the forward saves without recomputation.
-            weight_saved_bytes=self.saved_bytes(part, num_layers, division.without_recomputation),
+            weight_saved_bytes=self.saved_bytes(part, num_layers, division.without_recomputation)
+            + division.of_rank(part.deferred_bytes - part.activation_bytes),
             output_bytes=division.of_rank(self.message_bytes),
         )
 

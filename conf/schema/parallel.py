@@ -81,6 +81,12 @@ class PipelineConfig:
     """Values that backwards compute again to save activation memory: none, attention (modules of attention), layers
     (all of each layer), or auto, which chooses for each virtual stage what costs least time under `memory_cap_bytes`,
     or in the device's memory. The dry run prints the choice."""
+    offload: bool = False
+    """Copy activations to the host's memory and back where the schedule does not fit under `memory_cap_bytes`
+    otherwise."""
+    offload_mbps: Annotated[float, NATURAL] = 0
+    """Bandwidth of these copies in megabits per second in each direction. 0 takes this machine's. On CPUs, copies are
+    as slow as this."""
     search_seconds: Annotated[float, NATURAL] = 2.0
     """Nominal time for schedule=auto to improve its first schedule."""
     pairs: PairChoice = PairChoice.auto

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft.engine.backward.offload import MovableActivations
 from weft.engine.backward.products import match
 from weft.engine.backward.tape import Tape
 
@@ -35,6 +36,8 @@ class SavedForward:
         """Memory of the tensors that the forward's graph saves."""
         self.kept_bytes = 0
         """Memory kept between input-gradient and weight-gradient backward."""
+        self.movable: MovableActivations | None = None
+        """The saved tensors, if they go to host memory."""
 
     def coming(self) -> Counter[nn.Parameter] | None:
         """Count the gradients of each parameter that the backward will accumulate. None means one for each parameter.
@@ -54,7 +57,8 @@ class SavedForward:
     @property
     def live_bytes(self) -> int:
         """Bytes that saved forwards hold now."""
-        return self.activation_bytes if self.holds_activation else self.kept_bytes
+        away = 0 if self.movable is None else self.movable.away_bytes
+        return self.activation_bytes - away if self.holds_activation else self.kept_bytes
 
 
 class SplitBackward:
@@ -94,7 +98,13 @@ class SplitBackward:
         return self._unsplit or ()
 
     def forward(
-        self, run: Callable[[], Tensor], hidden: Tensor | None, *, split: bool = True
+        self,
+        run: Callable[[], Tensor],
+        hidden: Tensor | None,
+        *,
+        split: bool = True,
+        movable: bool = False,
+        shared: Iterable[Tensor] = (),
     ) -> tuple[Tensor, SavedForward]:
         """Run a micro-batch's forward.
 
@@ -103,13 +113,15 @@ class SplitBackward:
             hidden: the stage's input, a leaf that requires a gradient, or None on the first stage.
             split: whether the backward may run in two parts. Otherwise the forward is plain autograd,
                 and only `full_backward` may follow.
+            movable: whether the saved tensors may go to host memory. See `MovableActivations`.
+            shared: tensors that others refer to as well, which stay.
 
         Returns:
             The output, and the saved state for the micro-batch's backward.
         """
         saved = SavedForward(hidden, split=split)
         with self._recording(saved.tape):
-            output = self._measured(run, saved)
+            output = self._stored(run, saved, shared) if movable else self._measured(run, saved)
         saved.output = output
         if saved.tape and self._unsplit is None:
             self._report(saved.tape)
@@ -127,6 +139,8 @@ class SplitBackward:
         assert saved.output is not None, "the input gradient of this micro-batch has been computed"
         output, hidden = saved.output, saved.hidden
         saved.output = saved.hidden = None
+        if saved.movable is not None:
+            saved.movable.begin_backward()
         if saved.tape:
             saved.tape.begin_backward()
         if output.requires_grad:
@@ -160,6 +174,14 @@ class SplitBackward:
         )
         if self._unsplit:
             _log.info("gradients computed in I instead of W: %s", ", ".join(self._unsplit))
+
+    def _stored(self, run: Callable[[], Tensor], saved: SavedForward, shared: Iterable[Tensor]) -> Tensor:
+        """Run a forward whose saved tensors can move."""
+        with MovableActivations((*self._module.parameters(), *self._module.buffers())) as movable:
+            output = run()
+        movable.keep((saved.hidden, output, *shared))
+        saved.movable, saved.activation_bytes = movable, movable.total_bytes
+        return output
 
     def _measured(self, run: Callable[[], Tensor], saved: SavedForward) -> Tensor:
         """Run a forward, and set ``activation_bytes``. They are measured once per input shape to save host time."""

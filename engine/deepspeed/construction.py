@@ -165,6 +165,7 @@ def make_executor(engine: PipelineEngine) -> Executor:
             seed_gradient=engine._seed_gradient,
             around=sharding.around,
             random=partial(random_of, engine),
+            host_bytes_per_s=pipeline.offload_mbps * 1e6 / 8,
         ),
         send_to=engine.neighbours.send_to,
         receive_from=engine.neighbours.receive_from,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.engine.backward import SplitBackward
+from weft.engine.backward.offload import HostMemory, MovableActivations
 from weft.engine.execution.step_state import StepState, key
 from weft.engine.stages.cutting.context import whole_batch
 from weft.engine.stages.cutting.stage import HEAD, HEAD_WEIGHT, Stage
@@ -26,6 +27,8 @@ class Compute:
         stages: this rank's virtual stages, by their number.
         seed_gradient: returns the gradient of a loss, which is the loss scale.
         around: returns the context in which an action computes, in which the stage's weights are complete.
+        host_bytes_per_s: rate of copies between a CPU's memory and itself, which emulates offload. 0 is as fast as
+            possible.
         random: returns the context in which a training forward computes, with the random states of its micro-batch.
     """
 
@@ -34,9 +37,11 @@ class Compute:
     seed_gradient: Callable[[Tensor], Tensor]
     around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
     random: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext()
+    host_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._backward = {index: SplitBackward(stage) for index, stage in self.stages.items()}
+        self._host_memory: HostMemory | None = None
         self._last = self.placement.num_stages - 1
         self._last_state: StepState | None = None
         """The step in which the last stage runs."""
@@ -64,9 +69,15 @@ class Compute:
         counting = self._counting_of(state, microbatch) if stage == self._last else {}
         with self.around(action), self.random(action):
             output, state.saved[stage, microbatch] = self._backward[stage].forward(
-                lambda: module(hidden, batch, **counting), hidden, split=(stage, microbatch) in state.split
+                lambda: module(hidden, batch, **counting),
+                hidden,
+                split=(stage, microbatch) in state.split,
+                movable=(stage, microbatch) in state.offloaded,
+                shared=[tensor for tensor in batch.values() if isinstance(tensor, Tensor)],
             )
         state.note_peak()
+        if (movable := state.saved[stage, microbatch].movable) is not None:
+            movable.begin_offload(self._host(output.device))
         if stage == self._last:
             assert state.num_items is None or state.num_items.is_known, "a loss before its tokens were counted"
             state.losses[microbatch] = output.detach()
@@ -105,6 +116,25 @@ class Compute:
             for point, tensor in ((HEAD_WEIGHT, getattr(block, "weight", None)), (HEAD, output)):
                 if isinstance(tensor, Tensor):
                     state.note_hidden(point, tensor)
+
+    def offload(self, state: StepState, action: Action) -> None:
+        """Run ``OFFLOAD``: wait until the host has the saved tensors, and free them here."""
+        self._movable(state, action).end_offload()
+
+    def reload(self, state: StepState, action: Action) -> None:
+        """Run ``RELOAD``: start to copy the saved tensors back."""
+        self._movable(state, action).begin_reload()
+        state.note_peak()
+
+    @staticmethod
+    def _movable(state: StepState, action: Action) -> MovableActivations:
+        movable = state.saved[key(action)].movable
+        assert movable is not None
+        return movable
+
+    def _host(self, device: torch.device) -> HostMemory:
+        self._host_memory = self._host_memory or HostMemory(device, self.host_bytes_per_s)
+        return self._host_memory
 
     def _pass_on(self, state: StepState, stage: int, microbatch: int, output: Tensor) -> None:
         local = stage + 1 in self.stages

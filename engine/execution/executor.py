@@ -80,6 +80,8 @@ class Executor:
             Op.B: lambda state, action, _: self.compute.backward(state, action),
             Op.I: lambda state, action, _: self.compute.backward(state, action),
             Op.W: lambda state, action, _: self.compute.weight_backward(state, action),
+            Op.OFFLOAD: lambda state, action, _: self.compute.offload(state, action),
+            Op.RELOAD: lambda state, action, _: self.compute.reload(state, action),
             Op.SEND_F: self._send,
             Op.SEND_B: self._send,
             Op.RECV_F: self._receive,
@@ -101,6 +103,7 @@ class Executor:
             observer.step_begins(schedule.num_microbatches)
         row = schedule.rows[self.rank]
         state.split = {key(action) for slot in row for action in slot if action.op is Op.W}
+        state.offloaded = {key(action) for slot in row for action in slot if action.op is Op.OFFLOAD}
         if self.pairs is not None:
             state.split |= self.pairs.split(row)
         self._post_receives(schedule, state)

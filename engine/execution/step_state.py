@@ -133,6 +133,8 @@ class StepState:
     """True if forwards save tensors for a backward."""
     split: Set[Key] = frozenset()
     """Forwards whose backward has two parts."""
+    offloaded: Set[Key] = frozenset()
+    """Forwards whose saved tensors go to host memory."""
     observers: Sequence[SlotObserver] = ()
     """Observers that are notified of the step's beginning and of every slot."""
     of_logits: Callable[[Tensor, Batch], Tensor] | None = None

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
 
 from weft.conf.schema import LoraConfig, ModelConfig
 from weft.engine.models import batch as packed
@@ -103,6 +104,7 @@ class _Part:
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     activation_bytes: float = 0.0
+    deferred_bytes: float = 0.0
     attention_bytes: float = 0.0
     attention_matmul_flops: float = 0.0
     attended_bytes: float = 0.0
@@ -148,12 +150,15 @@ class _Tracer:
     def __init__(self) -> None:
         self.parts: list[_Part] = [_Part()]
         self._known: dict[int, Any] = {}  # weights and saved tensors, kept alive so that no address is reused
+        self._deferred: dict[int, Any] = {}  # inputs of products
+        self._head: nn.Module | None = None
         self._grouped_flops = 0.0
         self._forms: dict[int, Any] = {}  # outputs of the first layer of each kind
         self._flops = FlopCounterMode(display=False)
 
     def watch(self, model: PreTrainedModel, layers: list[nn.Module], kinds: list[int]) -> None:
         """Hook the model to assign counts to parts. Skip layers whose kind an earlier layer represents."""
+        self._head = model.get_output_embeddings()  # `loss_work` has the gradient of logits
         storages = (weight.untyped_storage() for weight in model.parameters())
         self._known = {storage._cdata: storage for storage in storages}
         for number, layer in enumerate(layers):
@@ -167,6 +172,9 @@ class _Tracer:
             for module in attention_modules(layer):
                 module.register_forward_pre_hook(self._enter_attention, with_kwargs=True)
                 module.register_forward_hook(self._leave_attention)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | Conv1D) and module.weight.requires_grad:
+                module.register_forward_hook(self._defer)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):  # some examine the ids for padding
                 part.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -212,6 +220,14 @@ class _Tracer:
         part = self.parts[-1]
         part.attention_bytes += part.activation_bytes
         part.attention_matmul_flops += float(self._flops.get_total_flops())
+
+    def _defer(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """Count the input and the output gradient of a product, which wait for its weight gradient."""
+        storage, part = args[0].untyped_storage(), self.parts[-1]
+        if storage._cdata not in self._deferred:
+            self._deferred[storage._cdata] = storage
+            part.deferred_bytes += storage.nbytes()
+        part.deferred_bytes += 0 if module is self._head else output.nbytes
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -320,6 +336,7 @@ def _layer_work(
         attention_flops=part.attention_flops,
         activation_bytes=part.activation_bytes,
         unrecomputed_bytes=0.0 if recomputed else part.activation_bytes,
+        deferred_bytes=part.activation_bytes if experts else part.deferred_bytes,
         attention_bytes=part.attention_bytes,
         attention_matmul_flops=part.attention_matmul_flops,
         routed_bytes=part.routed_bytes,

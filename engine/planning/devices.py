@@ -47,6 +47,11 @@ def usable_memory(device: torch.device, threads: int, cache: Measurements) -> fl
     return _kept("memory of ", device, threads, cache, lambda: _measured_copy(device, threads))[0]
 
 
+def host_copies(device: torch.device, threads: int, cache: Measurements) -> float:
+    """Return the bytes per second of a copy from the device's memory to the host's."""
+    return _kept("copies to host memory of ", device, threads, cache, lambda: _measured_host_copy(device, threads))[0]
+
+
 def _kept(
     what: str, device: torch.device, threads: int, cache: Measurements, measure: Callable[[], tuple[float, float]]
 ) -> tuple[float, bool]:
@@ -138,6 +143,19 @@ def _measured_copy(device: torch.device, threads: int) -> tuple[float, float]:
         float(target[0])
 
     return _fastest(copy, 2 * source.nbytes, repeats=5)
+
+
+@cache
+def _measured_host_copy(device: torch.device, threads: int) -> tuple[float, float]:
+    """Return bytes per second and their spread. Arguments as in `_measured_flops`."""
+    source = torch.ones(1 << 23, device=device)
+    target = torch.empty(source.shape, pin_memory=device.type == "cuda")
+
+    def copy() -> None:
+        target.copy_(source)
+        float(source[0])
+
+    return _fastest(copy, source.nbytes, repeats=5)
 
 
 def _fastest(run: Callable[[], object], work: float, *, repeats: int) -> tuple[float, float]:

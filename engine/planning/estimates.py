@@ -10,7 +10,7 @@ from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.teacher_facts import distilled_work
 from weft.engine.stages.cutting.split import StageSplit
-from weft.pipeline.costs import CostModel, PairCosts, StageCost
+from weft.pipeline.costs import CostModel, LinkCost, PairCosts, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES
 from weft.pipeline.workload import NOTHING, Division, LayerWork, ModelWork, Working, loss_work
 
@@ -62,6 +62,7 @@ def planning_costs(
         local=facts.links.local,
         wan=facts.links.wan,
         wan_links=facts.links.between(facts.layout.site_numbers(facts.layout.reference)),
+        host=LinkCost(bandwidth_bps=facts.host_bps),
         pairs=None if config.pipeline.pairs is PairChoice.never else pairs,
     )
 

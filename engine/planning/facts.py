@@ -104,6 +104,7 @@ class Facts:
         recomputes: whether layers are recomputed in the backward.
         exchange: the chosen context exchange, which is not auto.
         links: links between ranks.
+        host_bps: bits per second in each direction between a device and its host's memory, if activations go there.
         replica_nodes: the node of each rank of a data group, or its site if replicas are at several sites.
         collectives: costs of collectives over these replicas, or None if unknown.
         teacher: a teacher on each rank that computes the loss, or None without distillation.
@@ -128,6 +129,7 @@ class Facts:
     links: Links
     replica_nodes: tuple[int, ...]
     collectives: CollectiveCosts | None = None
+    host_bps: float = inf
     work: ModelWork | None = None
     teacher: TeacherFacts | None = None
     sources: dict[str, str]

@@ -8,6 +8,7 @@ import logging
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from weft.engine.models.sizes import meta_model, model_sizes
 from weft.engine.models.skeleton import hf_model
 from weft.engine.models.tracing import trace_model
 from weft.engine.planning.axis_facts import with_axes, with_chunked_loss, with_exchange
-from weft.engine.planning.devices import usable_flops, usable_memory
+from weft.engine.planning.devices import host_copies, usable_flops, usable_memory
 from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
@@ -173,6 +174,9 @@ def _known_facts(
         sources["stage_costs"] = sources["stage_pairs"] = f"given by pipeline.costs_file={config.pipeline.costs_file}"
     else:
         flops, sources["flops_per_s"] = usable_flops(machine.device, machine.threads, devices_cache(config), run)
+    host_bps = inf
+    if config.pipeline.offload:
+        host_bps, sources["host_bps"] = _host_bps(config, machine)
     trained = hf_config if model is None else model
     work, sources["work"] = _traced(config, hf_config, trained)
     facts = Facts(
@@ -195,6 +199,7 @@ def _known_facts(
         stage_costs={count: costs.stages for count, costs in given.items()},
         stage_pairs={count: costs.pairs for count, costs in given.items() if costs.pairs is not None},
         links=links,
+        host_bps=host_bps,
         replica_nodes=(0,) * layout.data_ranks,
         sources=sources,
     )
@@ -213,6 +218,13 @@ def _known_facts(
     return entry("strands").with_strands(
         config, trained, facts, machine.device, lambda: _speed(config, machine), own_loss=own_loss
     )
+
+
+def _host_bps(config: WeftConfig, machine: _Machine) -> tuple[float, str]:
+    """Return the bits per second of copies to host memory, and their source."""
+    if given := config.pipeline.offload_mbps:
+        return given * 1e6, "given by pipeline.offload_mbps"
+    return 8 * host_copies(machine.device, machine.threads, devices_cache(config)), "a copy on this machine"
 
 
 def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
 
 from weft.conf.schema import Recompute, WeftConfig
 from weft.pipeline.costs import CostModel
@@ -19,19 +19,8 @@ from weft.pipeline.simulation import simulate
 LEVELS = (Recompute.none, Recompute.attention, Recompute.layers)
 Choice = tuple[Recompute, ...]
 """The recomputation of each virtual stage."""
-
-
-@dataclass(frozen=True, order=True)
-class _Result:
-    """The result of a choice, which sorts the better one first.
-
-    Attributes:
-        excess_bytes: bytes over the limit, summed over ranks.
-        step_s: simulated seconds of a step, or infinite if the schedule does not fit.
-    """
-
-    excess_bytes: float
-    step_s: float
+_SHARES = (1.0, 0.7, 0.5, 0.3)
+"""Shares of the limit from which the search starts."""
 
 
 def choose_recompute(
@@ -43,8 +32,9 @@ def choose_recompute(
 ) -> Choice:
     """Return the configured recomputation of each virtual stage, or with `auto` the one with the shortest step.
 
-    The search begins without recomputation. While activations do not fit, it adds the recomputation that frees the
-    most excess bytes per second. Then it takes the single change that shortens the step most, until none does.
+    While activations do not fit, the search adds the recomputation that frees the most excess bytes per second. It does
+    so for the limit and for smaller ones, because more micro-batches in flight may pay. From the best result it takes
+    the single change that shortens the step most, until none does.
 
     Args:
         limit_bytes: bytes of activations that each rank may hold.
@@ -55,15 +45,20 @@ def choose_recompute(
         return (config.pipeline.recompute,) * placement.num_stages
     capped = config.pipeline.schedule.name == "auto"
 
-    def result(choice: Choice) -> _Result:
+    def excess(choice: Choice, limit_bytes: float) -> float:
+        """Return the bytes over the limit, summed over ranks."""
         costs = costs_of(choice)
-        fixed = None if capped else schedule_of(costs)
-        held = _least_held(placement, costs) if fixed is None else _held(fixed, costs)
-        if excess_bytes := sum(max(0.0, num_bytes - limit_bytes) for num_bytes in held):
-            return _Result(excess_bytes, inf)
-        if fixed is not None:
-            return _Result(0.0, simulate(fixed, costs).step_s)
-        return _Result(0.0, quick_step_s(placement, config.pipeline.microbatches, costs, limit_bytes))
+        held = _least_held(placement, costs) if capped else _held(schedule_of(costs), costs)
+        return sum(max(0.0, num_bytes - limit_bytes) for num_bytes in held)
+
+    def step_s(choice: Choice) -> float:
+        """Return the seconds of a step, or infinity if activations do not fit."""
+        costs = costs_of(choice)
+        if excess(choice, limit_bytes):
+            return inf
+        if not capped:
+            return simulate(schedule_of(costs), costs).step_s
+        return quick_step_s(placement, config.pipeline.microbatches, costs, limit_bytes)
 
     def changes(choice: Choice) -> list[Choice]:
         return [
@@ -73,23 +68,29 @@ def choose_recompute(
             if level is not choice[stage]
         ]
 
-    choice = (Recompute.none,) * placement.num_stages
-    best = result(choice)
-    while best.excess_bytes:
-        spent_s = _seconds(costs_of(choice))
-        freed = [
-            ((best.excess_bytes - found.excess_bytes) / max(_seconds(costs_of(other)) - spent_s, 1e-12), other, found)
-            for found, other in ((result(other), other) for other in changes(choice))
-            if found.excess_bytes < best.excess_bytes
-        ]
-        if not freed:
-            return choice  # the schedule's own error names the cap
-        _, choice, best = max(freed, key=lambda entry: entry[0])
+    def start(limit_bytes: float) -> Choice | None:
+        """Add recomputation until activations fit. Return None if they never do."""
+        choice = (Recompute.none,) * placement.num_stages
+        while over := excess(choice, limit_bytes):
+            spent_s = _seconds(costs_of(choice))
+            freed = [
+                ((over - left) / max(_seconds(costs_of(other)) - spent_s, 1e-12), other)
+                for left, other in ((excess(other, limit_bytes), other) for other in changes(choice))
+                if left < over
+            ]
+            if not freed:
+                return None
+            _, choice = max(freed, key=lambda entry: entry[0])
+        return choice
+
+    starts = {choice for share in _SHARES if (choice := start(share * limit_bytes)) is not None}
+    if not starts:
+        return (Recompute.layers,) * placement.num_stages  # the schedule's own error names the cap
+    ordered = sorted(starts, key=lambda choice: [LEVELS.index(kind) for kind in choice])
+    best, choice = min(((step_s(choice), choice) for choice in ordered), key=itemgetter(0))
     while True:
-        able = [other for other in changes(choice) if _least_s(config, placement, costs_of(other)) < best.step_s]
-        found, other = min(
-            ((result(other), other) for other in able), default=(best, choice), key=lambda tried: tried[0]
-        )
+        able = [other for other in changes(choice) if _least_s(config, placement, costs_of(other)) < best]
+        found, other = min(((step_s(other), other) for other in able), default=(best, choice), key=itemgetter(0))
         if found >= best:
             return choice
         choice, best = other, found

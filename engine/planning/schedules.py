@@ -16,7 +16,8 @@ from weft.pipeline.cell import add_relays, pipeline_of, side_by_side, uplink_ord
 from weft.pipeline.choice import choose, placements
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
-from weft.pipeline.lowering import as_run, lower, split_backwards
+from weft.pipeline.generators.offload import add_offloads
+from weft.pipeline.lowering import as_run, lower, open_pairs, split_backwards
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.profile import load_costs, load_pieces
@@ -69,6 +70,8 @@ def plan_placement(
     if len(candidates) == 1:
         return next(iter(candidates.values()))
     cap = float(config.memory_cap_bytes) or None
+    if config.offload:
+        return _shortest(config, candidates, costs_of)
     chosen = choose(candidates, costs_of, config.microbatches, pipelines=pipelines, memory_cap_bytes=cap)
     return chosen.best.schedule.placement.single
 
@@ -146,7 +149,9 @@ def plan_schedule(
     costs = alone.for_cell(pipelines)
     kind = config.schedule.name
     as_one = kind == "auto" and pipelines > 1
-    if kind == "file":
+    if config.offload and cap:
+        schedule = _with_offloads(config, placement, num_microbatches or config.microbatches, alone)
+    elif kind == "file":
         schedule = replace(_schedule_of_file(config, num_microbatches or config.microbatches), placement=placement)
     else:
         schedule = generate(
@@ -158,7 +163,7 @@ def plan_schedule(
             search_seconds=config.search_seconds,
             launch_together=config.launch_together,
         )
-        if overlap is not None and not generators()[kind].looks_at_costs:
+        if overlap is not None and not config.offload and not generators()[kind].looks_at_costs:
             schedule = _with_overlap(schedule, config, alone, overlap)
     if not as_one:
         schedule = side_by_side(schedule, pipelines)
@@ -167,6 +172,66 @@ def plan_schedule(
     lowered = add_relays(lower(schedule, zero_stage=zero_stage), costs)
     validate(lowered, costs=costs, memory_cap_bytes=cap)
     return lowered
+
+
+def _with_offloads(config: PipelineConfig, placement: Placement, num_microbatches: int, costs: CostModel) -> Schedule:
+    """Return the schedule of a kind with the offloads that it needs under the memory cap.
+
+    `auto` adds them to several schedules, its own ones in more memory and the fixed ones of the placement, and takes
+    the shortest, which may have none.
+
+    Raises:
+        ValueError: no schedule fits even so.
+    """
+    kind, cap = config.schedule.name, float(config.memory_cap_bytes)
+    fixed = [name for name, spec in generators().items() if not spec.looks_at_costs and name != "dualpipev"]
+    wanted: list[tuple[str, float]] = [(kind, 0.0)]
+    if kind == "auto":
+        wanted = [("auto", cap * more) for more in (1.0, 1.5, 2.0, 3.0, 4.0)] + [(name, 0.0) for name in fixed]
+    found: list[Schedule] = []
+    errors: list[ValueError] = []
+    for name, memory in wanted:
+        try:
+            made = generate(
+                name,
+                placement,
+                num_microbatches,
+                costs=costs,
+                memory_cap_bytes=memory or None,
+                search_seconds=config.search_seconds / len(wanted),
+                launch_together=config.launch_together,
+            )
+        except ValueError:
+            continue  # another placement, or more memory
+        try:
+            found.append(replace(add_offloads(open_pairs(made), costs, cap), name=kind))
+        except ValueError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return min(found, key=lambda schedule: simulate(lower(schedule), costs).step_s)
+
+
+def _shortest(
+    config: PipelineConfig, candidates: Mapping[str, Placement], costs_of: Callable[[Placement], CostModel]
+) -> Placement:
+    """Return the placement with the shortest step with offloads.
+
+    Raises:
+        ValueError: no placement has a schedule. The message is the first one's.
+    """
+    quick = replace(config, search_seconds=0.0)
+    steps: dict[Placement, float] = {}
+    errors: list[ValueError] = []
+    for placement in candidates.values():
+        try:
+            costs = costs_of(placement)
+            steps[placement] = simulate(plan_schedule(quick, placement, costs=costs), costs).step_s
+        except ValueError as error:
+            errors.append(error)
+    if not steps:
+        raise errors[0]
+    return min(steps, key=steps.__getitem__)
 
 
 def _with_overlap(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:

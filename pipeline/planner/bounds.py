@@ -293,6 +293,7 @@ def _share(work: LayerWork, parts: int) -> LayerWork:
         attention_flops=work.attention_flops / parts,
         activation_bytes=work.activation_bytes / parts,
         unrecomputed_bytes=work.unrecomputed_bytes / parts,
+        deferred_bytes=work.deferred_bytes / parts,
         routed_bytes=work.routed_bytes / parts,
         routed_layers=work.routed_layers / parts,
     )

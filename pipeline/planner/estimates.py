@@ -32,6 +32,7 @@ FIELDS = (
     "attention_flops",
     "activation_bytes",
     "unrecomputed_bytes",
+    "deferred_bytes",
     "working_bytes",
     "logits",
     "head_flops",

@@ -30,6 +30,7 @@ CASES = {
         "replicas compared, ZeRO-1": {"stages": 1, "zero": 1, "compare_every": 1},
         "tensor 2": {"stages": 1, "tensor": 2},
         "context 2, ring": {"stages": 1, "context": 2, "exchange": "ring"},
+        "pipeline, offload": {"stages": 2, "offload_cap": 6_000_000},
         "pipeline, bf16": {"stages": 2, "precision": "bf16"},
         "pipeline, fp16": {"stages": 2, "precision": "fp16"},
     },

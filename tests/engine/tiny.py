@@ -57,6 +57,7 @@ def tiny_config(
     expert: int = 1,
     tensor: int = 1,
     exchange: str = "auto",
+    offload_cap: int = 0,
 ) -> WeftConfig:
     """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared.
 
@@ -84,6 +85,8 @@ def tiny_config(
             placement=PlacementKind[placement],
             microbatches=microbatches,
             search_seconds=0.1,
+            offload=offload_cap > 0,
+            memory_cap_bytes=offload_cap,
             debug=True,
         ),
         cluster=ClusterConfig(

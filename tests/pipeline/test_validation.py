@@ -45,6 +45,15 @@ ONE = Placement.straight(1)
         (by_hand(ONE, 1, "0F0 0B0 0SEND_F0"), r"0SEND_F0: nothing moves there between ranks", "0SEND_F0"),
         (by_hand(TWO, 1, "0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0"), r"1SEND_B0 is missing", "1B0  (end)"),
         (by_hand(TWO, 1, "0F0 0B0 0STEP", "1F0 1B0"), r"1STEP is missing", "1B0  (end)"),
+        (by_hand(ONE, 1, "0F0 0OFFLOAD0 0B0"), r"0B0 comes after its OFFLOAD without a RELOAD between them", "0B0"),
+        (by_hand(ONE, 1, "0F0 0OFFLOAD0 0B0 0RELOAD0"), r"0B0 comes after its OFFLOAD without a RELOAD", "0B0"),
+        (by_hand(ONE, 1, "0F0 0OFFLOAD0 0RELOAD0 0OFFLOAD0 0B0"), r"0OFFLOAD0 stands twice", "0OFFLOAD0"),
+        (by_hand(ONE, 1, "0F0 0B0 0OFFLOAD0"), r"0OFFLOAD0 comes after the backward that frees its", "0OFFLOAD0"),
+        (
+            by_hand(ONE, 1, "0F0 0RELOAD0 0B0"),
+            r"0RELOAD0 on rank 0 waits for 0OFFLOAD0, which no rank does",
+            "0RELOAD0",
+        ),
         (by_hand(Placement.fold(1), 1, "0F0 1F0 1B0 0B0 1STEP"), r"1STEP: STEP names the lowest stage", "1STEP"),
     ],
 )
