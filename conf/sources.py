@@ -74,7 +74,7 @@ def _pair_problems(config: WeftConfig) -> Iterator[str]:
             yield f"train.{name}={size}: it counts sequences, of which a pair has two; choose an even number"
     if config.distill.enabled:
         yield "distill.enabled=true: pairs have a loss of their own; set data.kind=text or chat"
-    if not config.model.path:
+    if config.model.arch and not config.model.path:
         yield "model.path='': the reference is the model before training; set it to a trained model"
 
 

@@ -208,8 +208,6 @@ class WeftEngine(PipelineEngine):
             begin_batch(self, data_iter)
             plan = self.plan_for(self.micro_batches)
             batches = self._read(self.micro_batches)
-            if self.scores is not None:
-                self.scores.attach(batches)
             state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
             trace = self._begin_step(plan, state)
 
@@ -256,8 +254,12 @@ class WeftEngine(PipelineEngine):
         self.schedule = self._plan(schedules).schedule
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
+        """Return the next micro-batches, with the scores that their loss needs."""
         with self.watcher.timing("data"):
-            return draw(self.data_iterator, count, self.prepare, what=f"train_batch, step {self.global_steps + 1}")
+            batches = draw(self.data_iterator, count, self.prepare, what=f"train_batch, step {self.global_steps + 1}")
+        if self.scores is not None:
+            self.scores.attach(batches)
+        return batches
 
     def prepare(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return a micro-batch in the form that stages take: this rank's part of its sequences, on the device."""

@@ -49,6 +49,7 @@ def opened(monkeypatch, *, every, start=0, replicas=1):
         optimizer=SimpleNamespace(cur_scale=1.0),
         fp16_enabled=lambda: False,
         get_global_grad_norm=lambda: 1.0,
+        scores=None,
     )
     monkeypatch.setattr(module, "open_logs", lambda *_: [log])
     monkeypatch.setattr(module, "together", lambda action: action())

@@ -266,8 +266,8 @@ def test_an_architecture_that_works_is_found_exact(packing):
 @pytest.mark.parametrize(
     ("arch", "given", "message"),
     [
-        ("gemma2", {"attention": "eager"}, "model.attn_implementation=eager does not say how .* set it to sdpa"),
-        ("llama", {"attention": "flash_attention_2"}, "model.attn_implementation=flash_attention_2 does not say"),
+        ("gemma2", {"attention": "eager"}, "model.attn_implementation=eager cannot merge .* set it to sdpa"),
+        ("llama", {"attention": "flash_attention_2"}, "model.attn_implementation=flash_attention_2 cannot merge"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 drops .* set model.overrides.attention_dropout=0"),
     ],
 )

@@ -112,9 +112,18 @@ def test_by_atlas_rules_3_and_4_no_transfer_waits_and_backwards_come_first():
             if link in self.problem.shared:
                 self.waited += max(0.0, self._link_free_s[link] - now_s - self.problem.seconds[node])
             if self.problem.op(node) is Op.F:
-                ready, _ = self._candidates(rank, now_s)
-                self.passed_over += any(self.problem.op(other) is Op.I for _, other, _ in ready)
+                self.passed_over += any(self._is_ready_gradient(queue, now_s) for queue in self._rank_queues[rank])
             super()._start(rank, nodes, now_s)
+
+        def _is_ready_gradient(self, queue, now_s):
+            count, need = queue.started, queue.remote_need
+            node = queue.first_node + count
+            if count == problem.num_microbatches or problem.op(node) is not Op.I:
+                return False
+            start_s = now_s if need < 0 else self._arrival_s[need + count]
+            if self.rule.backlog_of_gradients:
+                start_s = max(start_s, self._link_has_room_s(node))
+            return start_s <= now_s and all(each.started > count for each in queue.needs)
 
     placement = replace(Placement.straight(4, (1, 2, 1)), pipelines=3)
     problem = Problem(placement, 6, costs_of(placement.single).for_cell(3))
