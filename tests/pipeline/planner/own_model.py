@@ -99,7 +99,8 @@ class Own:
                     input_s=input_s,
                     weight_s=weight_s,
                     activation_bytes=saved,
-                    weight_saved_bytes=saved,
+                    # Recomputed values wait for the weight gradient like others.
+                    weight_saved_bytes=saved_bytes(part, count, replace(layout, checkpointing=False), self.work),
                     output_bytes=self.work.message_bytes * layout.microbatch_size,
                 )
             )

@@ -130,6 +130,7 @@ def scaled(work, weights, activations):
             trained_flops=None,
             activation_bytes=one.activation_bytes * activations,
             unrecomputed_bytes=one.unrecomputed_bytes * activations,
+            deferred_bytes=None,
         )
 
     return replace(work, before=part(work.before), layers=tuple(map(part, work.layers)), after=part(work.after))
