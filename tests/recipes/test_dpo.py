@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.inference.scorers import KEY, worker
-from tests.recipes.preferences import STEPS, losses, losses_of_trl, prepare, train
+from tests.recipes.preferences import STEPS, losses, losses_of_trl, prepare, train, train_with_key
 from weft.conf import load
 from weft.tools.ranks import run_ranks
 
@@ -34,12 +34,11 @@ def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", ["", "stopped", "nan"])
-def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_path, monkeypatch):
-    monkeypatch.setenv("WEFT_API_KEY", KEY)
+def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_path):
     settings = [*prepare(tmp_path), *TWO, "inference.enabled=true", "inference.scores.enabled=true"]
     with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), fault) as (url, lengths):
         ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
-        run_ranks(2, train, [*settings, ahead, f"inference.boards={tmp_path / 'boards'}"], timeout_s=300)
+        run_ranks(2, train_with_key, KEY, [*settings, ahead, f"inference.boards={tmp_path / 'boards'}"], timeout_s=300)
     assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
     records = map(json.loads, (tmp_path / "runs" / "dpo" / "metrics.jsonl").read_text().splitlines())
     shares = [record["scores_ahead"] for record in records if record["kind"] == "train"]
