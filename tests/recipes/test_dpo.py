@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.inference.scorers import KEY, worker
 from tests.recipes.preferences import STEPS, losses, losses_of_trl, prepare, train, train_with_key
 from weft.conf import load
 from weft.tools.ranks import run_ranks
@@ -35,6 +34,8 @@ def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tm
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", ["", "stopped", "nan"])
 def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_path):
+    from tests.inference.scorers import KEY, worker  # with the feature prefill only
+
     settings = [*prepare(tmp_path), *TWO, "inference.enabled=true", "inference.scores.enabled=true"]
     with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), fault) as (url, lengths):
         ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
