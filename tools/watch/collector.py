@@ -238,11 +238,11 @@ def _remove_stale(own: Path) -> None:
 
 def rounds(collector: Collector) -> Iterator[None]:
     """Poll and flush until all ranks have ended, and yield after each round."""
-    begun = seen = published = due = monotonic()
+    last_open = published = due = monotonic()
     was_open = False
     while True:
-        if collector.poll():
-            was_open, seen = True, monotonic()
+        polled, is_open = monotonic(), collector.poll()
+        was_open = was_open or is_open
         if monotonic() - published > PUBLISH_S:
             collector.publish_current()
             published = monotonic()
@@ -250,7 +250,9 @@ def rounds(collector: Collector) -> Iterator[None]:
             collector.flush()
             due = monotonic() + max(FLUSH_S, REST * (monotonic() - published))
         yield
-        if collector.is_finished or monotonic() - (seen if was_open else begun) > (END_S if was_open else START_S):
+        if is_open:
+            last_open = monotonic()  # however long this round took
+        if collector.is_finished or polled - last_open > (END_S if was_open else START_S):
             return
         sleep(POLL_S)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -125,6 +126,27 @@ def test_only_the_first_and_the_newest_files_of_spans_are_kept(run, monkeypatch)
 def launch(folder, *settings):
     command = [sys.executable, "-m", "weft.tools.cli", "launch", *TINY_QUICKSTART, f"train.output_dir={folder}"]
     return [*command, "pipeline.stages=2", "cluster.ranks=2", "pipeline.microbatches=4", *settings]
+
+
+def test_however_slow_writes_are_the_collector_ends_after_the_last_rank(monkeypatch):
+    now, opens = [0.0], iter([True] * 50)
+
+    def last(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(collector, "monotonic", lambda: now[0])
+    monkeypatch.setattr(collector, "sleep", last)
+    watched = SimpleNamespace(
+        poll=lambda: next(opens, False),
+        flush=lambda: last(3 * collector.END_S),
+        publish_current=lambda: last(2 * collector.END_S),
+        is_finished=False,
+    )
+    times = []
+    for _ in collector.rounds(watched):
+        times.append(now[0])
+    assert len(times) > 50, "a rank was still running"
+    assert now[0] - times[49] > collector.END_S, "a restarted rank is waited for"
 
 
 @pytest.mark.slow
