@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tests.engine.tiny import batches, own_loss
 from weft.conf.schema import WeftConfig
+
+
+def orthogonalize_in_fp32(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a process in which Newton-Schulz iterations, DeepSpeed's and ours, run in fp32.
+
+    Where the processor supports fp16 they run in it, and the order of a gradient's sum then changes losses by 2e-5.
+    """
+    from deepspeed.runtime.zero.muon import original_muon
+
+    original_muon.ns_compute_dtype = lambda _method="gram": torch.float32
+    return function(*args)
 
 
 def deepspeed_losses(config: WeftConfig, count: int, zero_stages: list[int], steps: int) -> list[list[float]]:
