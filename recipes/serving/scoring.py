@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import cycle
 from math import fsum
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.engine.data.documents import IGNORED, Document
+from weft.inference.worker.scorer import ANSWER_S, Likelihood, likelihoods_in, scoring_request
 from weft.inference.worker.vllm_weights import ROUTE
 
 AT_ONCE = 4
@@ -23,8 +24,6 @@ TRIES = 20
 """Number of requests for a document, of different workers if there are several."""
 PAUSE_S = 1.0
 """Pause before a request is sent again, in seconds."""
-ANSWER_S = 600.0
-"""Longest time for an answer, in seconds. A worker answers when bubbles have had room for the document."""
 STATUS_S = 10.0
 """Longest time for a worker to name its weights, in seconds. It does so while it computes."""
 LOAD_S = 600.0
@@ -33,18 +32,6 @@ LOAD_S = 600.0
 
 class ScoringError(RuntimeError):
     """Raised if no worker has scored a document."""
-
-
-class Likelihood(NamedTuple):
-    """The likelihood of a token.
-
-    Attributes:
-        log: its logarithm.
-        is_best: True if no other token is likelier.
-    """
-
-    log: float
-    is_best: bool
 
 
 @dataclass(frozen=True)
@@ -83,14 +70,8 @@ class Scorer:
         Raises:
             OSError, HTTPException, ValueError: the worker has not answered, or not with likelihoods.
         """
-        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = self._ask("/v1/completions", body, timeout_s=ANSWER_S)
-        try:
-            given = answer["choices"][0]["prompt_logprobs"]
-            found = [each[str(token)] for token, each in list(zip(ids, given, strict=True))[1:]]
-            return [Likelihood(float(each["logprob"]), each["rank"] == 1) for each in found]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"an answer without the likelihood of each token ({error!r})") from error
+        answer = self._ask("/v1/completions", scoring_request(self.model, ids), timeout_s=ANSWER_S)
+        return likelihoods_in(answer, ids)
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
