@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from weft.comm.collectives.primitives import connect_groups
 from weft.comm.links import SiteNetwork
-from weft.conf.features import entry
 from weft.conf.host.processes import LongLived
 from weft.conf.schema import WeftConfig
 from weft.engine.attempt import SetUpTimes
@@ -33,7 +32,7 @@ from weft.engine.models.objective import Objective
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.usage import Usage, gather_usage
-from weft.engine.observability.watcher import BubbleObserver, SlotObserver, Watcher
+from weft.engine.observability.watcher import SlotObserver, Watcher
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import close_axes
 from weft.engine.planning import corrections
@@ -150,15 +149,8 @@ class WeftEngine(PipelineEngine):
         self.executor = construction.make_executor(self)
         self.slot_observers: list[SlotObserver] = []
         """Observers that are notified of every slot of a training step."""
-        self.bubbles: BubbleObserver | None = None
-        if weft.inference.enabled:
-            self.bubbles = entry("prefill").observe_bubbles(
-                weft,
-                self.global_rank,
-                self.device,
-                predicted=plan.predicted(self.line).compute[self.pipe_rank],
-                longest_row=max(map(len, plan.schedule(self.line).rows)) * (1 + weft.pipeline.adapt),  # it may split B
-            )
+        self.bubbles = construction.make_bubbles(self)
+        if self.bubbles is not None:
             self.slot_observers.append(self.bubbles)
         self.scores: StepScores | None = None
         """Attaches a frozen model's scores to the micro-batches of each step."""

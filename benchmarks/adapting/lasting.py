@@ -70,14 +70,14 @@ class RankRun:
     Attributes:
         before_s: seconds of steps before the disturbance.
         during_s: seconds of steps of the disturbance before the schedule changed.
-        turns_s: seconds of steps during the disturbance, by schedule, for each turn.
+        rounds_s: seconds of steps during the disturbance, by schedule, for each turn.
         simulated_s: simulated steps with the measured costs, by schedule.
         proposals: the text of each plan, with the number of steps before it.
     """
 
     before_s: tuple[float, ...]
     during_s: tuple[float, ...]
-    turns_s: Mapping[str, tuple[tuple[float, ...], ...]]
+    rounds_s: Mapping[str, tuple[tuple[float, ...], ...]]
     simulated_s: Mapping[str, float]
     proposals: tuple[tuple[int, str], ...]
 
@@ -150,17 +150,17 @@ def _slow_link(bed: NetBed, signal: Path) -> None:
 
 
 def _adapted(name: str, ranks: Sequence[RankRun]) -> Adapted:
-    turns_s = {
-        kind: [median(mean(rank.turns_s[kind][turn]) for rank in ranks) for turn in range(len(turns))]
-        for kind, turns in ranks[0].turns_s.items()
+    rounds_s = {
+        kind: [median(mean(rank.rounds_s[kind][turn]) for rank in ranks) for turn in range(len(turns))]
+        for kind, turns in ranks[0].rounds_s.items()
     }
     return Adapted(
         name=name,
         before_s=median(s for rank in ranks for s in rank.before_s[2:]),
         during_s=median(s for rank in ranks for s in rank.during_s[1:]),
-        steps_s={kind: median(turns) for kind, turns in turns_s.items()},
+        steps_s={kind: median(turns) for kind, turns in rounds_s.items()},
         simulated_s=ranks[0].simulated_s,
-        gains=tuple(1.0 - new / old for new, old in zip(turns_s["adapted"], turns_s["first"], strict=True)),
+        gains=tuple(1.0 - new / old for new, old in zip(rounds_s["adapted"], rounds_s["first"], strict=True)),
     )
 
 
@@ -194,14 +194,14 @@ def _train(engine: WeftEngine, case: EngineCase, config: WeftConfig, name: str, 
         costs, proposals = engine.adaptation.costs(), _proposals(engine)
         engine.adaptation.close()
         engine.adaptation = None  # from here on schedules change by turns
-        turns_s: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in schedules}
+        rounds_s: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in schedules}
         for kind in [*schedules] * rounds:
             engine.run_schedules({1: schedules[kind]})
-            turns_s[kind].append(tuple(timed_step(engine) for _ in range(_TURN_STEPS))[1:])
+            rounds_s[kind].append(tuple(timed_step(engine) for _ in range(_TURN_STEPS))[1:])
         return RankRun(
             before_s=before_s,
             during_s=tuple(during_s),
-            turns_s={kind: tuple(turns) for kind, turns in turns_s.items()},
+            rounds_s={kind: tuple(turns) for kind, turns in rounds_s.items()},
             simulated_s={kind: simulate(schedule, costs).step_s for kind, schedule in schedules.items()},
             proposals=proposals,
         )

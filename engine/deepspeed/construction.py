@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from weft.comm.collectives import Primitive
+from weft.conf.features import entry
 from weft.conf.schema import LrSchedule, OptimizerConfig
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
@@ -25,6 +26,7 @@ from weft.engine.execution.loss import StepLoss
 from weft.engine.models.hidden_matrices import tag
 from weft.engine.models.objective import Minimised, Objective
 from weft.engine.models.seeding import seeded
+from weft.engine.observability.watcher import BubbleObserver
 from weft.engine.precision import compute_in
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.adapter import exported_frozen
@@ -178,6 +180,19 @@ def make_executor(engine: PipelineEngine) -> Executor:
         debug=pipeline.debug,
         pairs=engine.pairs,
     )
+
+
+def make_bubbles(engine: PipelineEngine) -> BubbleObserver | None:
+    """Create what tells prefill workers of a rank's bubbles, or return None if there are no workers."""
+    weft, plan, line = engine.weft, engine.plan, engine.line
+    if not weft.inference.enabled:
+        return None
+    longest_row = max(map(len, plan.schedule(line).rows)) * (1 + weft.pipeline.adapt)  # it may split B
+    predicted = plan.predicted(line).compute[engine.pipe_rank]
+    observer: BubbleObserver = entry("prefill").observe_bubbles(
+        weft, engine.global_rank, engine.device, predicted=predicted, longest_row=longest_row
+    )
+    return observer
 
 
 def random_of(engine: PipelineEngine, action: Action) -> AbstractContextManager[None]:

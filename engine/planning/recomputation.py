@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
 
@@ -23,77 +24,80 @@ _SHARES = (1.0, 0.7, 0.5, 0.3)
 """Shares of the limit from which the search starts."""
 
 
-def choose_recompute(
-    config: WeftConfig,
-    placement: Placement,
-    limit_bytes: float,
-    costs_of: Callable[[Choice], CostModel],
-    schedule_of: Callable[[CostModel], Schedule],
-) -> Choice:
-    """Return the configured recomputation of each virtual stage, or with `auto` the one with the shortest step.
+@dataclass(frozen=True)
+class RecomputeSearch:
+    """The search for the recomputation of each virtual stage that makes a step shortest (`pipeline.recompute=auto`).
 
-    While activations do not fit, the search adds the recomputation that frees the most excess bytes per second. It does
-    so for the limit and for smaller ones, because more micro-batches in flight may pay. From the best result it takes
+    While activations do not fit, it adds the recomputation that frees the most excess bytes per second. It does so
+    for the limit and for smaller ones, because more micro-batches in flight may pay. From the best result it takes
     the single change that shortens the step most, until none does.
 
-    Args:
+    Attributes:
         limit_bytes: bytes of activations that each rank may hold.
         costs_of: returns the costs of one pipeline with a choice.
         schedule_of: returns the schedule of a step without a memory cap, if the schedule is fixed.
     """
-    if config.pipeline.recompute is not Recompute.auto:
-        return (config.pipeline.recompute,) * placement.num_stages
-    capped = config.pipeline.schedule.name == "auto"
 
-    def excess(choice: Choice, limit_bytes: float) -> float:
-        """Return the bytes over the limit, summed over ranks."""
-        costs = costs_of(choice)
-        held = _least_held(placement, costs) if capped else _held(schedule_of(costs), costs)
-        return sum(max(0.0, num_bytes - limit_bytes) for num_bytes in held)
+    config: WeftConfig
+    placement: Placement
+    limit_bytes: float
+    costs_of: Callable[[Choice], CostModel]
+    schedule_of: Callable[[CostModel], Schedule]
 
-    def step_s(choice: Choice) -> float:
-        """Return the seconds of a step, or infinity if activations do not fit."""
-        costs = costs_of(choice)
-        if excess(choice, limit_bytes):
-            return inf
-        if not capped:
-            return simulate(schedule_of(costs), costs).step_s
-        return quick_step_s(placement, config.pipeline.microbatches, costs, limit_bytes)
+    def choose(self) -> Choice:
+        """Return the best choice that was found."""
+        num_stages = self.placement.num_stages
+        starts = {choice for share in _SHARES if (choice := self._start(share * self.limit_bytes)) is not None}
+        if not starts:
+            return (Recompute.layers,) * num_stages  # the schedule's own error names the cap
+        ordered = sorted(starts, key=lambda choice: [LEVELS.index(kind) for kind in choice])
+        best, choice = min(((self._step_s(choice), choice) for choice in ordered), key=itemgetter(0))
+        while True:
+            able = [other for other in _changes(choice) if self._least_s(other) < best]
+            times = ((self._step_s(other), other) for other in able)
+            found, other = min(times, default=(best, choice), key=itemgetter(0))
+            if found >= best:
+                return choice
+            choice, best = other, found
 
-    def changes(choice: Choice) -> list[Choice]:
-        return [
-            (*choice[:stage], level, *choice[stage + 1 :])
-            for stage in range(placement.num_stages)
-            for level in LEVELS
-            if level is not choice[stage]
-        ]
-
-    def start(limit_bytes: float) -> Choice | None:
+    def _start(self, limit_bytes: float) -> Choice | None:
         """Add recomputation until activations fit. Return None if they never do."""
-        choice = (Recompute.none,) * placement.num_stages
-        while over := excess(choice, limit_bytes):
-            spent_s = _seconds(costs_of(choice))
+        choice = (Recompute.none,) * self.placement.num_stages
+        while over := self._excess(choice, limit_bytes):
+            spent_s = _seconds(self.costs_of(choice))
             freed = [
-                ((over - left) / max(_seconds(costs_of(other)) - spent_s, 1e-12), other)
-                for left, other in ((excess(other, limit_bytes), other) for other in changes(choice))
+                ((over - left) / max(_seconds(self.costs_of(other)) - spent_s, 1e-12), other)
+                for left, other in ((self._excess(other, limit_bytes), other) for other in _changes(choice))
                 if left < over
             ]
             if not freed:
                 return None
-            _, choice = max(freed, key=lambda entry: entry[0])
+            _, choice = max(freed, key=itemgetter(0))
         return choice
 
-    starts = {choice for share in _SHARES if (choice := start(share * limit_bytes)) is not None}
-    if not starts:
-        return (Recompute.layers,) * placement.num_stages  # the schedule's own error names the cap
-    ordered = sorted(starts, key=lambda choice: [LEVELS.index(kind) for kind in choice])
-    best, choice = min(((step_s(choice), choice) for choice in ordered), key=itemgetter(0))
-    while True:
-        able = [other for other in changes(choice) if _least_s(config, placement, costs_of(other)) < best]
-        found, other = min(((step_s(other), other) for other in able), default=(best, choice), key=itemgetter(0))
-        if found >= best:
-            return choice
-        choice, best = other, found
+    @property
+    def _capped(self) -> bool:
+        return self.config.pipeline.schedule.name == "auto"
+
+    def _excess(self, choice: Choice, limit_bytes: float) -> float:
+        """Return the bytes over the limit, summed over ranks."""
+        costs = self.costs_of(choice)
+        held = _least_held(self.placement, costs) if self._capped else _held(self.schedule_of(costs), costs)
+        return sum(max(0.0, num_bytes - limit_bytes) for num_bytes in held)
+
+    def _step_s(self, choice: Choice) -> float:
+        """Return the seconds of a step, or infinity if activations do not fit."""
+        costs = self.costs_of(choice)
+        if self._excess(choice, self.limit_bytes):
+            return inf
+        if not self._capped:
+            return simulate(self.schedule_of(costs), costs).step_s
+        return quick_step_s(self.placement, self.config.pipeline.microbatches, costs, self.limit_bytes)
+
+    def _least_s(self, choice: Choice) -> float:
+        """Return a lower bound on the seconds of a step, whatever the links."""
+        costs = CostModel(stages=self.costs_of(choice).stages)
+        return lower_bound_s(Problem(self.placement, self.config.pipeline.microbatches, costs))
 
 
 def choice_text(choice: Sequence[Recompute]) -> str:
@@ -109,9 +113,14 @@ def _seconds(costs: CostModel) -> float:
     return sum(stage.input_s for stage in costs.stages)
 
 
-def _least_s(config: WeftConfig, placement: Placement, costs: CostModel) -> float:
-    """Return a lower bound on the seconds of a step, whatever the links."""
-    return lower_bound_s(Problem(placement, config.pipeline.microbatches, CostModel(stages=costs.stages)))
+def _changes(choice: Choice) -> list[Choice]:
+    """Return all choices that differ in one stage."""
+    return [
+        (*choice[:stage], level, *choice[stage + 1 :])
+        for stage, chosen in enumerate(choice)
+        for level in LEVELS
+        if level is not chosen
+    ]
 
 
 def _least_held(placement: Placement, costs: CostModel) -> list[float]:

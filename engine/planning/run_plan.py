@@ -13,7 +13,7 @@ from weft.engine.planning.estimates import planning_costs, rank_size, stage_size
 from weft.engine.planning.facts import Facts
 from weft.engine.planning.memory import activation_memory, rank_memory, rank_states
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap, with_collectives
-from weft.engine.planning.recomputation import Choice, choice_text, choose_recompute
+from weft.engine.planning.recomputation import Choice, RecomputeSearch, choice_text
 from weft.engine.planning.schedules import plan_placement, plan_schedule, plan_schedules
 from weft.engine.stages.cutting.split import StageSplit, split_model
 from weft.pipeline.action import Slot
@@ -167,7 +167,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
 def _recompute(
     config: WeftConfig, facts: Facts, placement: Placement, split: StageSplit, states: Sequence[ZeroMemory]
 ) -> Choice:
-    """Return what each virtual stage computes again.
+    """Return what each virtual stage computes again: as configured, or with `auto` as `RecomputeSearch` finds.
 
     Raises:
         ValueError: the model that trains recomputes its layers already.
@@ -178,15 +178,17 @@ def _recompute(
             f"pipeline.recompute={kind.name}: the model recomputes every layer already (gradient checkpointing); "
             "disable that, or set pipeline.recompute=none"
         )
+    if kind is not Recompute.auto:
+        return (kind,) * placement.num_stages
     alone = planning_costs(config, facts, split)
     uncapped = replace(config.pipeline, memory_cap_bytes=0)
-    return choose_recompute(
+    return RecomputeSearch(
         config,
         placement,
         activation_memory(config, alone, placement, states, facts.device_bytes),
-        lambda choice: planning_costs(config, facts, split, choice),
-        lambda costs: plan_schedule(uncapped, placement, costs=costs),
-    )
+        costs_of=cache(lambda choice: planning_costs(config, facts, split, choice)),
+        schedule_of=lambda costs: plan_schedule(uncapped, placement, costs=costs),
+    ).choose()
 
 
 def _own_cap_bytes(config: WeftConfig, cell: Schedule, costs: CostModel) -> float | None:

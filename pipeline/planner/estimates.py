@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -21,25 +21,7 @@ MANY_BYTES = 1e15
 """Large enough that latency is negligible when seconds per byte are derived."""
 STARTING_S = 2e-5
 """Seconds per member to start a collective between hosts (alpha of NCCL's rings)."""
-FIELDS = (
-    "parameters",
-    "expert_parameters",
-    "trained_parameters",
-    "trained_expert_parameters",
-    "whole_parameters",
-    "matmul_flops",
-    "trained_flops",
-    "attention_flops",
-    "activation_bytes",
-    "unrecomputed_bytes",
-    "deferred_bytes",
-    "working_bytes",
-    "logits",
-    "head_flops",
-    "trained_head_flops",
-    "routed_bytes",
-    "routed_layers",
-)
+FIELDS = tuple(field.name for field in fields(LayerWork))
 """The fields of `LayerWork`."""
 _ZERO = [ZeroConfig(stage=stage) for stage in range(4)]
 _ADAMW = OptimizerConfig()
