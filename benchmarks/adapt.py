@@ -10,7 +10,6 @@ from benchmarks.adapting.disturbance import SPEED
 from benchmarks.adapting.lasting import CASES, Adapted, run_lasting
 from benchmarks.adapting.steady import NAMES as STEADY
 from benchmarks.adapting.steady import Steady, run_steady
-from benchmarks.adapting.survey import Surveyed, survey
 from benchmarks.results import finish, parse, show
 from weft.comm.wan.library import load
 from weft.tools.tables import table_of
@@ -18,17 +17,11 @@ from weft.tools.tables import table_of
 GOAL = 0.6
 """Share of the gain on paper that must be measured."""
 NAMES = (*CASES, *STEADY)
-_LAYOUTS_SHOWN = 10
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the cases, and return 1 if one misses its goal."""
     args = parse(_parser(), argv, only=NAMES)
-    if args.survey:
-        layouts = survey(args)
-        shown = [_surveyed_cells(layout) for layout in layouts[:_LAYOUTS_SHOWN]]
-        show(table_of(shown, f"simulated gains of another schedule, the largest of {len(layouts)} layouts"))
-        return finish(args, "adapt", layouts)
     load()  # compiled here, not while a run is timed
     chosen = args.only or NAMES
     adapted = [run_lasting(name, args) for name in CASES if name in chosen]
@@ -64,22 +57,9 @@ def _steady_cells(case: Steady) -> dict[str, Any]:
     }
 
 
-def _surveyed_cells(layout: Surveyed) -> dict[str, Any]:
-    return {
-        "placement": layout.placement,
-        "micro-batches": layout.microbatches,
-        "cap over 1F1B": f"{layout.cap:g}",
-        "slow rank": layout.slow_rank,
-        "first s": f"{layout.first_s:.3f}",
-        "adapted s": f"{layout.adapted_s:.3f}",
-        "gain": f"{layout.gain:.1%}",
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks adapt", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--survey", action="store_true", help="only simulate layouts with a slow rank")
     parser.add_argument("--layer", type=float, default=25.0, help="a layer's forward in ms, and each of its gradients")
     parser.add_argument("--short", type=float, default=10.0, help="the same without a lasting change")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each schedule, or pairs of runs")

@@ -44,7 +44,7 @@ _TURN_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Lasting:
-    """A case of `benchmarks.adapting.survey`, straight on two sites of two ranks.
+    """A case with a large simulated gain, straight on two sites of two ranks.
 
     Attributes:
         microbatches: micro-batches per step.
