@@ -29,7 +29,7 @@ LAYOUTS = (
     ("train.precision=bf16",),
     ("train.precision=fp16",),
     ("pipeline.schedule=auto",),
-    ("model.gradient_checkpointing=true",),
+    ("pipeline.recompute=layers",),
     ("train.precision=bf16", "train.microbatch_size=8"),
     ("train.precision=bf16", "model.lora.enabled=true"),
 )

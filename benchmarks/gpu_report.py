@@ -69,7 +69,7 @@ def items(out: Path) -> tuple[Item, ...]:
         heads = ("model.overrides.num_attention_heads=32", "model.overrides.num_key_value_heads=8")
         more = (
             "train.precision=bf16",
-            "model.gradient_checkpointing=true",
+            "pipeline.recompute=layers",
             "train.max_seconds=40",
             "model.self_check=false",
         )

@@ -41,7 +41,7 @@ LAYOUTS = (
     ("pipeline.stages=4",),
     ("pipeline.stages=2", "zero.stage=1"),
     ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=1"),
-    ("pipeline.stages=1", "model.gradient_checkpointing=true"),
+    ("pipeline.stages=1", "pipeline.recompute=layers"),
     ("pipeline.stages=4", _MANY_TOKENS),
     ("pipeline.stages=2", "parallel.tensor=2", _MANY_TOKENS),
     ("pipeline.stages=1", "parallel.tensor=4", "model.overrides.num_key_value_heads=4", _MANY_TOKENS),

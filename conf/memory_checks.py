@@ -36,17 +36,15 @@ def _offload(config: WeftConfig) -> Iterator[str]:
 
 def _recompute(config: WeftConfig) -> Iterator[str]:
     pipeline, parallel = config.pipeline, config.parallel
-    if pipeline.recompute is Recompute.none:
+    if pipeline.recompute in (Recompute.none, Recompute.layers):
         return
     name = f"pipeline.recompute={pipeline.recompute.name}"
-    if config.model.gradient_checkpointing:
-        yield f"{name}: model.gradient_checkpointing=true recomputes every layer already; set only one of them"
     shared = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
     for axis, size in shared.items():
         if size > 1:
             yield (
                 f"{name}: parallel.{axis}={size} ranks share layers, whose collectives a choice per stage would "
-                "repeat; set model.gradient_checkpointing=true, or pipeline.recompute=none"
+                "repeat; set pipeline.recompute=layers or none"
             )
     if pipeline.recompute is Recompute.auto and pipeline.costs_file:
         yield (

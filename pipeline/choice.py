@@ -83,6 +83,7 @@ def choose(
     pipelines: int = 1,
     memory_cap_bytes: float | None = None,
     search_seconds: float = 0.0,
+    schedule_of: Callable[[Placement, CostModel], Schedule] | None = None,
 ) -> Choice:
     """Schedule every placement with `auto`, and order them by step time.
 
@@ -94,6 +95,7 @@ def choose(
         pipelines: pipelines of the DP-cell, which is scheduled as a whole.
         memory_cap_bytes: see `generate_auto`; for every placement.
         search_seconds: nominal search time over all placements.
+        schedule_of: schedules a placement instead of `generate_auto`; a ValueError leaves it out.
 
     Raises:
         ValueError: no placement has a schedule; the message is the first placement's.
@@ -112,7 +114,10 @@ def choose(
         known.append((bound_s, name, placement, costs))
 
     def plan(placement: Placement, costs: CostModel, name: str, bound_s: float, seconds: float) -> Option:
-        schedule = generate_auto(placement, num_microbatches, costs, memory_cap_bytes, seconds)
+        if schedule_of is None:
+            schedule = generate_auto(placement, num_microbatches, costs, memory_cap_bytes, seconds)
+        else:
+            schedule = schedule_of(placement, costs)
         return Option(
             name=name,
             schedule=schedule,

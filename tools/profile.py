@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from weft.conf.checks import check
 from weft.conf.compose import compose
 from weft.conf.host.files import write_atomic
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import Recompute, WeftConfig
 from weft.engine.models.tracing import trace_model
 from weft.engine.planning.devices import data_sheet
 from weft.engine.planning.layer_costs import measure_layers, measured_layers
@@ -137,7 +137,7 @@ def _measured(config: WeftConfig, hf_config: PreTrainedConfig, device: torch.dev
         "sequence_length": config.data.sequence_length,
         "microbatch_size": config.train.microbatch_size,
         "precision": config.train.precision.value,
-        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "gradient_checkpointing": config.pipeline.recompute is Recompute.layers,
     }
 
 

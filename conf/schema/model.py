@@ -107,8 +107,6 @@ class ModelConfig:
     flex_attention, and flash_attention_2, _3 and _4 (packages of their own)."""
     kernels: Kernels = Kernels.none
     """fused: norms, rotary embeddings and gated MLPs as kernels of Liger-Kernel (needs it, Triton and a GPU)."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass to save activation memory."""
     chunked_loss: ChunkedLoss = ChunkedLoss.auto
     """When the loss is computed in chunks of logits, which then never exist as a whole, but are computed once more for
     the head's weight gradient: auto (if memory does not suffice without), always, or never. Custom losses, and heads

@@ -79,8 +79,8 @@ class PipelineConfig:
     schedule=auto one that it sets itself and that the dry run prints."""
     recompute: Recompute = Recompute.none
     """Values that backwards compute again to save activation memory: none, attention (modules of attention), layers
-    (all of each layer), or auto, which chooses for each virtual stage what costs least time under `memory_cap_bytes`,
-    or in the device's memory. The dry run prints the choice."""
+    (all of each layer: gradient checkpointing), or auto, which chooses for each virtual stage what costs least time
+    under `memory_cap_bytes`, or in the device's memory. The dry run prints the choice."""
     offload: bool = False
     """Copy activations to the host's memory and back where the schedule does not fit under `memory_cap_bytes`
     otherwise."""

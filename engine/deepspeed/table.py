@@ -95,9 +95,7 @@ _OFFLOAD = Refusal(
 )
 _QUANTISED = Refusal("leave it out; communication_data_type=bf16 halves what gradients move", (False,))
 REFUSED: Mapping[str, Refusal] = {
-    "activation_checkpointing": Refusal(
-        "set weft.model.gradient_checkpointing=true", tuning=frozenset({"number_checkpoints"})
-    ),
+    "activation_checkpointing": Refusal("set weft.pipeline.recompute=layers", tuning=frozenset({"number_checkpoints"})),
     "autotuning": Refusal("plan with `weft launch dry_run=true`"),
     "bf16.bf16_master_weights_and_grads": _OFF,
     "bf16.bf16_optimizer_states": _OFF,

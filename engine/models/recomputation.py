@@ -27,7 +27,7 @@ def recompute(model: PreTrainedModel, kind: Recompute) -> None:
     Raises:
         ValueError: the model does not support it.
     """
-    if kind is Recompute.layers:
+    if kind is Recompute.layers and not model.is_gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif kind is Recompute.attention:
         for module in require_attention(model):

@@ -195,7 +195,8 @@ def _known_facts(
         device_bytes=machine.device_bytes,
         device=machine.device.type,
         keeps_frozen=machine.device.type == "cpu" and _keeps_frozen(config, model),
-        recomputes=config.model.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
+        recomputes=config.pipeline.recompute is Recompute.layers
+        or bool(getattr(model, "is_gradient_checkpointing", False)),
         stage_costs={count: costs.stages for count, costs in given.items()},
         stage_pairs={count: costs.pairs for count, costs in given.items() if costs.pairs is not None},
         links=links,
@@ -232,8 +233,7 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
     model = hashlib.sha256(hf_config.to_json_string(use_diff=False).encode()).hexdigest()[:8]
     shape = f"{config.train.microbatch_size} x {config.data.sequence_length} tokens"
     kind = config.pipeline.recompute
-    again = ", recomputed" if config.model.gradient_checkpointing else ""
-    again += "" if kind is Recompute.none else f", recompute {kind.name}"
+    again = "" if kind is Recompute.none else f", recompute {kind.name}"
     lora = ", lora" if config.model.lora.enabled else ""
     lora += ", 4 bits" if quantization_of(config.model) else ""
     teacher = f", taught by {config.distill.teacher}" if config.distill.enabled else ""

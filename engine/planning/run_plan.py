@@ -170,13 +170,13 @@ def _recompute(
     """Return what each virtual stage computes again: as configured, or with `auto` as `RecomputeSearch` finds.
 
     Raises:
-        ValueError: the model that trains recomputes its layers already.
+        ValueError: the model that trains recomputes its layers already, and less is configured.
     """
     kind = config.pipeline.recompute
-    if kind is not Recompute.none and facts.recomputes:
+    if kind not in (Recompute.none, Recompute.layers) and facts.recomputes:
         raise ValueError(
             f"pipeline.recompute={kind.name}: the model recomputes every layer already (gradient checkpointing); "
-            "disable that, or set pipeline.recompute=none"
+            "disable that, or set pipeline.recompute=layers"
         )
     if kind is not Recompute.auto:
         return (kind,) * placement.num_stages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,16 @@ def plan_placement(
     if len(candidates) == 1:
         return next(iter(candidates.values()))
     cap = float(config.memory_cap_bytes) or None
-    if config.offload:
-        return _shortest(config, candidates, costs_of)
-    chosen = choose(candidates, costs_of, config.microbatches, pipelines=pipelines, memory_cap_bytes=cap)
+    quick = replace(config, search_seconds=0.0)
+    offloading = partial(_with_offloads, quick, num_microbatches=config.microbatches)
+    chosen = choose(
+        candidates,
+        costs_of,
+        config.microbatches,
+        pipelines=pipelines,
+        memory_cap_bytes=cap,
+        schedule_of=offloading if config.offload and cap else None,
+    )
     return chosen.best.schedule.placement.single
 
 
@@ -150,7 +158,7 @@ def plan_schedule(
     kind = config.schedule.name
     as_one = kind == "auto" and pipelines > 1
     if config.offload and cap:
-        schedule = _with_offloads(config, placement, num_microbatches or config.microbatches, alone)
+        schedule = _with_offloads(config, placement, alone, num_microbatches or config.microbatches)
     elif kind == "file":
         schedule = replace(_schedule_of_file(config, num_microbatches or config.microbatches), placement=placement)
     else:
@@ -174,7 +182,7 @@ def plan_schedule(
     return lowered
 
 
-def _with_offloads(config: PipelineConfig, placement: Placement, num_microbatches: int, costs: CostModel) -> Schedule:
+def _with_offloads(config: PipelineConfig, placement: Placement, costs: CostModel, num_microbatches: int) -> Schedule:
     """Return the schedule of a kind with the offloads that it needs under the memory cap.
 
     `auto` adds them to several schedules, its own ones in more memory and the fixed ones of the placement, and takes
@@ -210,28 +218,6 @@ def _with_offloads(config: PipelineConfig, placement: Placement, num_microbatche
     if not found:
         raise errors[0]
     return min(found, key=lambda schedule: simulate(lower(schedule), costs).step_s)
-
-
-def _shortest(
-    config: PipelineConfig, candidates: Mapping[str, Placement], costs_of: Callable[[Placement], CostModel]
-) -> Placement:
-    """Return the placement with the shortest step with offloads.
-
-    Raises:
-        ValueError: no placement has a schedule. The message is the first one's.
-    """
-    quick = replace(config, search_seconds=0.0)
-    steps: dict[Placement, float] = {}
-    errors: list[ValueError] = []
-    for placement in candidates.values():
-        try:
-            costs = costs_of(placement)
-            steps[placement] = simulate(plan_schedule(quick, placement, costs=costs), costs).step_s
-        except ValueError as error:
-            errors.append(error)
-    if not steps:
-        raise errors[0]
-    return min(steps, key=steps.__getitem__)
 
 
 def _with_overlap(schedule: Schedule, config: PipelineConfig, costs: CostModel, overlap: OverlapPlan) -> Schedule:

@@ -27,7 +27,6 @@ def teacher_model(config: WeftConfig) -> ModelConfig:
         overrides={},
         parallel_block=False,
         sliding_window=0,
-        gradient_checkpointing=False,
         lora=LoraConfig(),
     )
 

@@ -121,7 +121,7 @@ def _traced(config: WeftConfig, trained: PreTrainedConfig | nn.Module, facts: Fa
         exchange=facts.exchange,
         microbatch_size=config.train.microbatch_size,
         sequence_length=config.data.sequence_length,
-        checkpointing=config.model.gradient_checkpointing,
+        checkpointing=facts.recomputes,
         lora=config.model.lora,
         dtype=DTYPES[config.train.precision],
         own_loss=own_loss,

@@ -42,7 +42,7 @@ PINS = {
     "parallel.tensor": "tensor",
     "parallel.context": "context",
     "parallel.expert": "expert",
-    "model.gradient_checkpointing": "checkpointing",
+    "pipeline.recompute": "checkpointing",
 }
 """Fields that a request may fix, by their names in the configuration."""
 
@@ -173,10 +173,10 @@ def _value(name: str, text: str) -> Any:
         if text not in LEGS:
             raise ValueError(f"{name}={short_repr(text)}: choose one of {', '.join(LEGS)}")
         return text
-    if name == "model.gradient_checkpointing":
-        if text not in ("true", "false"):
-            raise ValueError(f"{name}={short_repr(text)}: expected true or false")
-        return text == "true"
+    if name == "pipeline.recompute":
+        if text not in ("none", "layers"):
+            raise ValueError(f"{name}={short_repr(text)}: plans compare none and layers; choose one of them")
+        return text == "layers"
     value = number(text, name)
     whole = int(value) if value == int(value) else value
     if name == "zero.stage" and whole not in range(4):

@@ -89,7 +89,7 @@ BAD = [
     ({"train_micro_batch_size_per_gpu": "auto"}, 'train_micro_batch_size_per_gpu="auto"'),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "only the Hugging Face Trainer"),
     ({"pipeline": {"stages": 2}}, "set weft.pipeline"),
-    ({"activation_checkpointing": {"partition_activations": True}}, "set weft.model.gradient_checkpointing=true"),
+    ({"activation_checkpointing": {"partition_activations": True}}, "set weft.pipeline.recompute=layers"),
     ({"compile": {"deepcompile": True}}, "leave it out"),
     ({"compile": {"offload_parameters": True}}, "leave it out"),
     ({"tensor_parallel": {"autotp_size": 2}}, "leave it out"),

@@ -8,7 +8,7 @@ import torch
 
 from tests.engine.parallel.axis_training import go_on_all
 from tests.engine.tiny import many_losses, tiny_config
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import Recompute, WeftConfig
 from weft.engine.deepspeed.construction import random_of
 from weft.pipeline.action import Action, Op
 from weft.tools.ranks import run_ranks
@@ -22,7 +22,7 @@ CHECKPOINTED = {"microbatches": 2, "schedule": "gpipe", "checkpointing": True}
 def dropping(*, dropout=0.3, checkpointing=False, **keywords):
     config = tiny_config(layers=4, **keywords)
     config.model.overrides["attention_dropout"] = dropout
-    config.model.gradient_checkpointing = checkpointing
+    config.pipeline.recompute = Recompute.layers if checkpointing else Recompute.none
     return config
 
 

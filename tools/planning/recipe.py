@@ -47,10 +47,11 @@ def write_recipe(
             "links": list(_links(found, layout)),
             **_routes(found, layout),
         },
-        "model": {**_model(config, model), **_adapters(lora), "gradient_checkpointing": layout.checkpointing},
+        "model": {**_model(config, model), **_adapters(lora)},
         "data": {"sequence_length": found.work.sequence_length},
         "pipeline": {
             "stages": layout.num_stages,
+            "recompute": "layers" if layout.checkpointing else "none",
             "schedule": layout.schedule,
             "placement": layout.arrangement,
             "chunks_per_rank": max(2, len(layout.legs)),

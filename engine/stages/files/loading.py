@@ -192,7 +192,7 @@ def build_model(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> nn.Mod
     """Make or load the whole model, with the same weights that `load_stages` gives all stages together."""
     hf_config = load_hf_config(config)
     cls = model_class(hf_config)
-    return _dress(_load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed), config, seed)
+    return _with_adapters(_load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed), config, seed)
 
 
 def load_stages(
@@ -233,7 +233,7 @@ def load_stages(
     if split.num_stages > 1:
         return new_stages(cls, hf_config, split, stages, dtype=dtype, seed=seed, source=config, axes=axes)
     model = _load_part(config, cls, hf_config, lambda model: None, dtype=dtype, seed=seed, axes=axes)
-    dressed = _dress(model, config, seed)
+    dressed = _with_adapters(model, config, seed)
     cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
     return [Stage(dressed, index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
 
@@ -287,7 +287,7 @@ def _load_stage(
     _require_tied(model, tied, config, window.stop == outline.num_layers)
     shared = {parameter for name, parameter in model.named_parameters(remove_duplicate=False) if name in tied}
     port = open_port(model, outline, window, frozenset(tied))
-    dressed = _dress(model, config, seed)
+    dressed = _with_adapters(model, config, seed)
     cuts = named_parts(model, axes, PREFIX if config.lora.enabled else "")
     inner = PREFIX if dressed is not model else ""
     return Stage(
@@ -371,8 +371,6 @@ def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, i
         )
 
 
-def _dress(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Enable the configured gradient checkpointing, add the configured adapters, and return the resulting model."""
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+def _with_adapters(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
+    """Add the configured adapters, and return the resulting model."""
     return add_adapters(model, config.lora, seed=seed) if config.lora.enabled else model

@@ -17,6 +17,7 @@ from weft.conf.schema import (
     ParallelConfig,
     Partition,
     PlacementKind,
+    Recompute,
     SiteConfig,
     WeftConfig,
 )
@@ -52,7 +53,7 @@ def axis_config(
         schedule, placement, stages=stages, zero=zero, microbatches=microbatches, layers=4, precision=precision
     )
     config.model.arch = arch
-    config.model.gradient_checkpointing = checkpointing
+    config.pipeline.recompute = Recompute.layers if checkpointing else Recompute.none
     config.model.lora = LoraConfig(enabled=lora)
     if arch == "mixtral":
         config.model.overrides |= EXPERTS

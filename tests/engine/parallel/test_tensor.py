@@ -10,8 +10,9 @@ import torch
 from tests.engine.parallel.members import items_of, micro_batches, require_same, whole_model
 from tests.engine.stages.small_configs import small_config
 from tests.engine.stages.tiny_models import tiny_model
-from weft.conf.schema import LoraConfig, ModelConfig, SplitKind
+from weft.conf.schema import LoraConfig, ModelConfig, Recompute, SplitKind
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
+from weft.engine.models.recomputation import recompute
 from weft.engine.parallel.axis import UnshareableError
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.stages.checking.axis_check import check_axes
@@ -81,7 +82,7 @@ def test_adapters():
 
 
 def test_gradient_checkpointing():
-    require_equal(dataclasses.replace(wide("llama"), gradient_checkpointing=True), stages=2, tensor=2)
+    require_equal(wide("llama"), stages=2, tensor=2, adjust=lambda model: recompute(model, Recompute.layers))
 
 
 def test_with_context():

@@ -16,6 +16,7 @@ from weft.conf.schema import (
     ParallelConfig,
     PipelineConfig,
     Precision,
+    Recompute,
     SiteConfig,
     WeftConfig,
 )
@@ -36,7 +37,7 @@ MIXTRAL = MixtralConfig(
 def plan_of(folder, hf_config=LLAMA, *, checkpointing=False, precision=Precision.fp32, device="cpu", **axes):
     config = WeftConfig(parallel=ParallelConfig(**axes), pipeline=PipelineConfig(stages=2))
     config.train.precision = precision
-    config.model.gradient_checkpointing = checkpointing
+    config.pipeline.recompute = Recompute.layers if checkpointing else Recompute.none
     config.cluster.ranks = 4
     config.data.cache_dir = str(folder)
     facts = facts_before_start(config, hf_config)
@@ -151,7 +152,7 @@ def ring_choice(tmp_path, *, memory, checkpointing=False):
     config = WeftConfig(parallel=ParallelConfig(context=2))
     config.cluster.ranks = 2
     config.data.cache_dir, config.data.sequence_length = str(tmp_path), 1 << 14
-    config.model.gradient_checkpointing = checkpointing
+    config.pipeline.recompute = Recompute.layers if checkpointing else Recompute.none
     facts = facts_before_start(config, LLAMA)
     found = axis_facts.with_exchange(config, LLAMA, replace(facts, device_bytes=memory))
     return found.exchange.value, found.sources["exchange"]

@@ -77,7 +77,6 @@ def test_auto_does_not_recompute_where_waiting_is_cheaper():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["model.gradient_checkpointing=true"], "recomputes every layer already"),
         (["parallel.tensor=2"], "parallel.tensor=2 ranks share layers"),
         (["parallel.context=2", "data.sequence_length=64"], "parallel.context=2 ranks share layers"),
         (["pipeline.costs_file=costs.yaml"], "has costs of one choice only"),

@@ -11,16 +11,19 @@ import torch
 
 from benchmarks.verification.shared_architectures import small_model
 from tests.engine.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
-from weft.conf.schema import Attention, LoraConfig, ModelConfig
+from weft.conf.schema import Attention, LoraConfig, ModelConfig, Recompute
 from weft.engine.models import seeding
 from weft.engine.models.lora import add_adapters, require_adapters
+from weft.engine.models.recomputation import recompute
 from weft.engine.stages.checking.self_check import tried_batch
 from weft.engine.stages.files.loading import load_hf_config
 
 
-def check(config, count, *, dtype=torch.float32, packed=False, masked=False):
+def check(config, count, *, dtype=torch.float32, packed=False, masked=False, again=Recompute.none):
     reference = whole(config, dtype=dtype)
     stages = stages_of(config, count, dtype=dtype)
+    for model in (reference, *(stage.hf_model for stage in stages)):
+        recompute(model, again)
     data = batch(packed=packed)
     if masked:
         data["attention_mask"] = torch.ones_like(data["input_ids"])
@@ -94,9 +97,7 @@ def test_padded(arch):
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt2", "mixtral"])
 def test_bf16_with_checkpointing(arch):
-    config = tiny(arch)
-    config.gradient_checkpointing = True
-    check(config, 2, dtype=torch.bfloat16)
+    check(tiny(arch), 2, dtype=torch.bfloat16, again=Recompute.layers)
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["all-linear"]])

@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.tiny import tiny_config
 from tests.engine.zero.matrix import TOLERANCE, cases, worst
-from weft.conf.schema import ChunkedLoss, OptimizerKind, Precision
+from weft.conf.schema import ChunkedLoss, OptimizerKind, Precision, Recompute
 
 
 def special(
@@ -20,7 +20,7 @@ def special(
     """Small buckets, so that stages hold many buckets."""
     config = tiny_config(zero=zero, layers=4, **keywords)
     config.zero.reduce_bucket_size = 3000
-    config.model.gradient_checkpointing = checkpointed
+    config.pipeline.recompute = Recompute.layers if checkpointed else Recompute.none
     if chunked:
         config.model.chunked_loss, config.model.loss_chunk_mb = ChunkedLoss.always, 1e-3
     config.zero.reduce_every = reduce_every

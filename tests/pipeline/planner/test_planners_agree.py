@@ -14,6 +14,7 @@ from weft.conf.schema import (
     ParallelConfig,
     PipelineConfig,
     Precision,
+    Recompute,
     TrainConfig,
     WeftConfig,
     ZeroConfig,
@@ -51,8 +52,10 @@ PRECISE = {"rel": 0.01, "abs": 1e-12}
 
 def run_of(folder, stages, replicas, tensor, context, zero, checkpointing, lora):
     config = WeftConfig(
-        model=ModelConfig(overrides=SHAPE, gradient_checkpointing=checkpointing, lora=LoraConfig(enabled=lora)),
-        pipeline=PipelineConfig(stages=stages, microbatches=4),
+        model=ModelConfig(overrides=SHAPE, lora=LoraConfig(enabled=lora)),
+        pipeline=PipelineConfig(
+            stages=stages, microbatches=4, recompute=Recompute.layers if checkpointing else Recompute.none
+        ),
         cluster=ClusterConfig(ranks=stages * replicas * tensor * context),
         parallel=ParallelConfig(tensor=tensor, context=context, context_exchange=ContextExchange.gather),
         zero=ZeroConfig(stage=zero),

@@ -21,8 +21,8 @@ from weft.pipeline.planner.request import FREE, PINS, Objective, Request, read_p
         ("pipeline.placement=fold", {"arrangement": "fold"}),
         ("zero.stage=0", {"zero_stage": 0}),
         ("zero.stage=3", {"zero_stage": 3}),
-        ("model.gradient_checkpointing=true", {"checkpointing": True}),
-        ("model.gradient_checkpointing=false", {"checkpointing": False}),
+        ("pipeline.recompute=layers", {"checkpointing": True}),
+        ("pipeline.recompute=none", {"checkpointing": False}),
         ("comm.cell=2", {"cell": 2}),
     ],
 )
@@ -47,7 +47,7 @@ def test_a_field_is_fixed_to_a_value_of_its_kind(word, pin):
         (["pipeline.placement=w"], "choose one of straight, fold"),
         (["zero.stage=4"], "choose one of 0, 1, 2 and 3"),
         (["zero.stage=0.5"], "choose one of 0, 1, 2 and 3"),
-        (["model.gradient_checkpointing=1"], "expected true or false"),
+        (["pipeline.recompute=auto"], "plans compare none and layers"),
         (["comm.cell=2", "parallel.tensor=4"], "GPUs of parallel.tensor=4 work at the same time"),
         (
             ["comm.cell=2", "parallel.context=2", "parallel.expert=8"],

@@ -156,7 +156,7 @@ def test_plan_reads_the_profile_that_weft_profile_writes(tmp_path):
         (("parallel.tensor=1", "pipeline.stages=3", "replicas=4"), "3 stages on 3 ranks x 4 replicas"),
         (("parallel.tensor=2", "pipeline.stages=2", "replicas=2"), "2 ranks x 2 replicas x tensor 2"),
         (("parallel.context=2", "parallel.tensor=2", "pipeline.stages=1"), "x context 2 x tensor 2"),
-        (("zero.stage=3", "model.gradient_checkpointing=true", "replicas=2"), "x 2 replicas"),
+        (("zero.stage=3", "pipeline.recompute=layers", "replicas=2"), "x 2 replicas"),
         (("zero.stage=2", "pipeline.stages=4", "comm.cell=2", "replicas=2"), "4 stages on 4 ranks x 2 replicas"),
         (("pipeline.stages=4", "comm.cell=3", "replicas=4"), "4 stages on 4 ranks x 4 replicas"),
         (("pipeline.placement=site_fold", "pipeline.stages=4", "comm.cell=2", "replicas=2"), "8 stages on 4 ranks x 2"),
