@@ -103,25 +103,35 @@ def _evaluate(config: WeftConfig) -> Iterator[str]:
     yield from (f"inference.evaluate.enabled=true: {problem}" for problem, is_wrong in wrong.items() if is_wrong)
 
 
+def scored_model(config: WeftConfig) -> str:
+    """Return the model whose scores training needs: the teacher, or the reference."""
+    return config.distill.teacher if config.distill.enabled else config.model.path
+
+
 def _scores(config: WeftConfig) -> Iterator[str]:
-    inference, model, parallel = config.inference, config.model, config.parallel
+    inference, model, parallel, distill = config.inference, config.model, config.parallel, config.distill
     if not inference.scores.enabled:
         return
     most = inference.prefill.max_tokens
     wrong = {
         "inference.enabled=false: ranks publish no bubbles; add inference=bubbles": not inference.enabled,
-        f"data.kind={config.data.kind.name}: its loss needs no scores; set it to preference": (
-            config.data.kind is not DataKind.preference
+        f"data.kind={config.data.kind.name}: its loss needs no scores; set it to preference, or distill.enabled=true": (
+            config.data.kind is not DataKind.preference and not distill.enabled
         ),
-        f"inference.prefill.model={inference.prefill.model}: workers have the reference, model.path; leave it out": (
-            inference.prefill.model not in ("", model.path)
+        f"inference.prefill.model={inference.prefill.model}: workers have {scored_model(config)}; leave it out": (
+            inference.prefill.model not in ("", scored_model(config))
+        ),
+        "distill.top_k=0: workers send likely tokens, not the whole vocabulary; set it, as to 64": (
+            distill.enabled and not distill.top_k
         ),
         "inference.evaluate.enabled=true: workers hold one model; switch one of them off": inference.evaluate.enabled,
         f"inference.prefill.max_tokens={most}: shorter than data.sequence_length={config.data.sequence_length}, and "
         "one more token; raise it": most <= config.data.sequence_length,
-        f"model.overrides={model.overrides}: workers load the folder as it is; leave it out": bool(model.overrides),
+        f"model.overrides={model.overrides}: workers load the folder as it is; leave it out": (
+            bool(model.overrides) and not distill.enabled
+        ),
         f"model.lora.quantize={model.lora.quantize.name}: workers would not have the rounded weights; set it to none": (
-            model.lora.quantize is not Quantization.none
+            model.lora.quantize is not Quantization.none and not distill.enabled
         ),
         f"parallel.tensor={parallel.tensor} parallel.context={parallel.context}: ranks that share the last stage would "
         "receive different scores; set both to 1": max(parallel.tensor, parallel.context) > 1,

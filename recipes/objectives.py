@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
 from weft.conf.features import entry
 from weft.conf.schema import DataKind, WeftConfig
 from weft.engine.data import MicrobatchLoader
 from weft.engine.engine import WeftEngine
+from weft.engine.models.distillation import TEACHER
 from weft.engine.models.objective import Objective
 from weft.engine.models.preference import REFERENCE, label_log_probs, preference_objective
 from weft.engine.scores import Ahead, InitialWeights, Score, StepScores
+from weft.engine.scores.ahead import Scorer, refuse_implausible, refuse_other_tokens
 
 
 def objective_of(config: WeftConfig) -> Objective | None:
@@ -20,16 +28,33 @@ def objective_of(config: WeftConfig) -> Objective | None:
 
 
 def open_scores(config: WeftConfig, engine: WeftEngine, loader: MicrobatchLoader) -> None:
-    """Attach the scores that the loss needs to the engine's micro-batches. The engine has the initial weights."""
+    """Attach the scores that the loss needs to the engine's micro-batches. The engine has the initial weights.
+
+    Raises:
+        ValueError: `distill.top_k` is all of the student's tokens, which workers do not send.
+    """
+    settings, top_k = config.inference.scores, config.distill.top_k
+    opened = partial(StepScores, engine, peek=loader.peek, steps_ahead=settings.steps if settings.enabled else 0)
     if config.data.kind is DataKind.preference:
-        reference = InitialWeights(engine.sharding)
-        settings = config.inference.scores
-        scorers = entry("prefill").scorers(config) if settings.enabled and engine.holds_loss else []
-        engine.scores = StepScores(
-            engine,
-            Score(REFERENCE, label_log_probs),
-            frozen=reference.active,
-            ahead=Ahead([each.log_probs for each in scorers]) if scorers else None,
-            peek=loader.peek,
-            steps_ahead=settings.steps if settings.enabled else 0,
+        ahead = _ahead(config, engine, lambda worker: worker.log_probs)
+        engine.scores = opened(
+            Score(REFERENCE, label_log_probs), frozen=InitialWeights(engine.sharding).active, ahead=ahead
         )
+    elif config.distill.enabled and settings.enabled:
+        words = engine.plan.facts.model.vocab_size
+        if top_k >= words:
+            raise ValueError(f"distill.top_k={top_k}: the student has {words} tokens; choose fewer, such as 64")
+        check = partial(refuse_other_tokens, words=words)
+        ahead = _ahead(config, engine, lambda worker: partial(worker.top_log_probs, top_k=top_k, words=words), check)
+        engine.scores = opened(Score(TEACHER, of_logits=None, of_tokens=lambda tokens, _: tokens), ahead=ahead)
+
+
+def _ahead(
+    config: WeftConfig,
+    engine: WeftEngine,
+    score: Callable[[Any], Scorer],
+    check: Callable[[np.ndarray], None] = refuse_implausible,
+) -> Ahead | None:
+    """Return the requests to the run's workers, on ranks that compute the loss, or None."""
+    workers = entry("prefill").scorers(config) if config.inference.scores.enabled and engine.holds_loss else []
+    return Ahead(list(map(score, workers)), check=check) if workers else None

@@ -23,7 +23,7 @@ class DistillConfig:
     """Divide the logarithms of both distributions by it. The divergence is multiplied by its square, so that gradients
     keep their scale (Hinton et al. 2015)."""
     top_k: Annotated[int, NATURAL] = 64
-    """Compare the teacher's most likely tokens only; 0 compares the whole vocabulary."""
+    """Compare the teacher's most likely tokens only, of those that the student has; 0 compares the whole vocabulary."""
     tail: bool = True
-    """Compare all other tokens, too, as one token with the sum of their probabilities. false compares the distributions
+    """Compare all other tokens of the teacher, too, as one token with the sum of their probabilities. false compares the distributions
     within the most likely tokens."""

@@ -189,10 +189,10 @@ class ScoresConfig:
     """Scores of a frozen model that training needs, computed by prefill workers in bubbles of earlier steps."""
 
     enabled: bool = False
-    """Let the workers of `weft serve` have `model.path`, the reference of data.kind=preference, and score the pairs of
-    coming steps. A step computes those in line that have not arrived."""
+    """Let the workers of `weft serve` have `distill.teacher`, or `model.path` as the reference of data.kind=preference,
+    and score the sequences of coming steps. A step computes in line what has not arrived."""
     steps: Annotated[int, Range(1, 64)] = 4
-    """Number of steps whose pairs are scored ahead."""
+    """Number of steps whose sequences are scored ahead."""
 
 
 @dataclass(kw_only=True)

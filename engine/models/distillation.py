@@ -17,6 +17,8 @@ from weft.engine.models.objective import Forward, Objective
 
 IGNORED = -100
 """Label of a token that does not count."""
+TEACHER = "teacher"
+"""Name in a micro-batch of the teacher's most likely tokens at each token, fp32 [B, S, k, 2]: id, log-probability."""
 LEAST = -1e4
 """Logarithm of a probability of 0, so that its product with the probability is 0, not NaN."""
 
@@ -33,12 +35,17 @@ class TopTokens(NamedTuple):
     ids: Tensor | None
 
 
-def top_tokens(logits: Tensor, k: int) -> TopTokens:
-    """Return the ``k`` most likely tokens by logits [tokens, V], or all of them if ``k`` is 0 or V or more."""
+def top_tokens(logits: Tensor, k: int, words: int | None = None) -> TopTokens:
+    """Return the ``k`` most likely tokens by logits [tokens, V], or all of them if ``k`` is 0 or ``words`` or more.
+
+    Args:
+        words: number of tokens that the student has. Others only count in the sum of all probabilities.
+    """
     logits = logits.float()
-    if not 0 < k < logits.shape[-1]:
-        return TopTokens(log_softmax(logits, -1), None)
-    best, ids = logits.topk(k, -1)
+    own = logits[..., :words]
+    if not 0 < k < own.shape[-1]:
+        return TopTokens(log_softmax(own, -1), None)
+    best, ids = own.topk(k, -1)
     return TopTokens(best - logits.logsumexp(-1, keepdim=True), ids)
 
 
@@ -129,7 +136,7 @@ def _log_rest(log_probabilities: Tensor) -> Tensor:
 
 
 def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig, chunk_bytes: float = inf) -> Objective:
-    """Return the objective of distillation.
+    """Return the objective of distillation. A micro-batch may have the teacher's tokens already, under `TEACHER`.
 
     Args:
         chunk_bytes: see `distillation_losses`.
@@ -137,10 +144,17 @@ def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig, c
     """
 
     def loss(forward: Forward, batch: Batch, num_items: Tensor) -> Tensor:
-        teacher = score(batch)  # first, because its logits are freed before the student's exist
+        # The teacher is first, because its logits are freed before the student's exist.
+        teacher = _arrived(batch[TEACHER]) if TEACHER in batch else score(batch)
         logits = forward().logits
         labels = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
         rows = logits.flatten(0, -2), labels.flatten()
         return distillation_losses(*rows, teacher, settings, chunk_bytes=chunk_bytes).sum() / num_items
 
     return Objective(loss)
+
+
+def _arrived(scores: Tensor) -> TopTokens:
+    """Return the tokens after each token, by scores [B, S, k, 2] of the tokens themselves."""
+    following = pad(scores[:, 1:], (0, 0, 0, 0, 0, 1)).flatten(0, 1)
+    return TopTokens(following[..., 1], following[..., 0].long())

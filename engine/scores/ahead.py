@@ -1,14 +1,15 @@
 """Scores of token sequences that scorers compute ahead of the steps that need them.
 
 `StepScores` calls `request` with the micro-batches of the next steps, and `take` when it decides about one. Neither
-waits. Threads give the rows to scorers meanwhile, each of which is a function of a row's token ids:
+waits. Threads give the documents to scorers meanwhile, each of which is a function of a document's token ids:
 
     ahead = Ahead([worker.log_probs for worker in workers])
 
-A row's scores are stored under a hash of its token ids, so a step can only take scores of the tokens that it reads.
-Scores of another shape, and NaN, infinite, positive or impossibly small ones, are refused: the step computes that
-micro-batch in line. A scorer that raises is asked again later, and one that hangs holds up only the rows that it has.
-Rows that no coming step needs any more are dropped.
+A document is a row without padding, or one of those that are packed into a row, and has labels. Its scores are stored
+under a hash of its token ids, so a step can only take scores of the tokens that it reads. Scores of another shape, and
+NaN, infinite, positive or impossibly small ones, are refused: the step computes that micro-batch in line. A scorer that
+raises is asked again later, and one that hangs holds up only the documents that it has. Documents that no coming step
+needs any more are dropped.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,12 +28,12 @@ import torch
 from torch import Tensor
 
 from weft.conf.host.threads import Thread
-from weft.engine.models.batch import Batch
+from weft.engine.models.batch import Batch, sequence_indices
 
 log = logging.getLogger(__name__)
 
 Scorer = Callable[[Sequence[int]], "np.ndarray"]
-"""Returns the scores of a row's tokens, fp32 [tokens, ...], of which the first does not count. It may raise."""
+"""Returns the scores of a document's tokens, fp32 [tokens, ...], of which the first does not count. It may raise."""
 LEAST = -1e3
 """Smallest plausible log-probability of a token."""
 PAUSE_S = 1.0
@@ -48,13 +50,31 @@ def refuse_implausible(scores: np.ndarray) -> None:
         raise ValueError(f"log-probabilities from {scores.min():.4g} to {scores.max():.4g}, not from {LEAST:g} to 0")
 
 
-class _Row(NamedTuple):
+def refuse_other_tokens(scores: np.ndarray, words: int) -> None:
+    """Check that scores [tokens, k, 2] are distinct ids below ``words``, and their log-probabilities, likeliest first.
+
+    Raises:
+        ValueError: they are not, or the sum of their probabilities is above 1.
+    """
+    ids, logs = np.sort(scores[1:, :, 0], -1), scores[1:, :, 1]
+    if not np.array_equal(ids, np.rint(ids)) or ids.min(initial=0.0) < 0 or ids.max(initial=0.0) >= words:
+        raise ValueError(f"likely tokens from {ids.min():.8g} to {ids.max():.8g}, not ids below {words}")
+    refuse_implausible(logs)
+    if (np.diff(ids) == 0).any() or (np.diff(logs) > 0).any() or np.exp(logs).sum(-1).max(initial=0.0) > 1 + 1e-3:
+        raise ValueError("likely tokens that repeat, are not in order, or have a sum of probabilities above 1")
+
+
+class _Document(NamedTuple):
+    """Token ids ``start`` to ``stop`` of a row of a micro-batch, and their hash."""
+
     key: bytes
     ids: list[int]
+    row: int
+    start: int
 
 
 class Ahead:
-    """Rows that scorers compute, and their scores until a step takes them."""
+    """Documents that scorers compute, and their scores until a step takes them."""
 
     def __init__(
         self,
@@ -63,55 +83,62 @@ class Ahead:
         at_once: int = 4,
         check: Callable[[np.ndarray], None] = refuse_implausible,
     ) -> None:
-        """Start threads, which wait for rows.
+        """Start threads, which wait for documents.
 
         Args:
-            scorers: each computes ``at_once`` rows at a time.
+            scorers: each computes ``at_once`` documents at a time.
             check: raises a `ValueError` for scores that are refused.
         """
         self._check = check
         self._change = threading.Condition()
-        self._begun: deque[_Row] = deque()
-        self._waiting: list[list[_Row]] = []
+        self._begun: deque[_Document] = deque()
+        self._waiting: list[list[_Document]] = []
         self._wanted: set[bytes] = set()
+        self._known: dict[int, tuple[Batch, list[_Document]]] = {}
         self._scores: dict[bytes, Tensor] = {}
         self._is_closed = False
         self.num_refused = 0
-        """Number of rows whose scores were refused."""
+        """Number of documents whose scores were refused."""
         for number, scorer in enumerate(scorers):
             for _ in range(at_once):
                 Thread(self._serve, scorer, name=f"weft-scorer{number}").start()
 
     def request(self, batches: Sequence[Batch]) -> None:
-        """Have the rows of ``batches`` scored, and drop all others.
+        """Have the documents of ``batches`` scored, and drop all others.
 
         A micro-batch that was begun is finished first. Then comes the last one, which has the most time: scorers that
         are slower than the steps would otherwise only finish micro-batches that come too late.
         """
-        groups = [_rows(batch) for batch in batches]
+        self._known = {id(batch): (batch, self._documents(batch)) for batch in batches}
+        groups = [{each.key: each for each in documents} for _, documents in self._known.values()]
         with self._change:
-            before, self._wanted = self._wanted, {row.key for group in groups for row in group}
-            new = [[row for row in group if row.key not in before] for group in groups]
-            kept = ([row for row in group if row.key in self._wanted] for group in (*self._waiting, *new))
+            before, self._wanted = self._wanted, {key for group in groups for key in group}
+            new = [[each for key, each in group.items() if key not in before] for group in groups]
+            kept = ([each for each in group if each.key in self._wanted] for group in (*self._waiting, *new))
             self._waiting = [group for group in kept if group]
-            self._begun = deque(row for row in self._begun if row.key in self._wanted)
+            self._begun = deque(each for each in self._begun if each.key in self._wanted)
             self._scores = {key: scores for key, scores in self._scores.items() if key in self._wanted}
             self._change.notify_all()
 
     def take(self, batch: Batch) -> Tensor | None:
-        """Return the scores [B, S, ...] of a micro-batch's tokens, or None if those of a row have not arrived.
+        """Return the scores [B, S, ...] of a micro-batch's tokens, or None if those of a document have not arrived.
 
-        They are 0 for padding.
+        They are 0 for padding, and for documents without labels.
         """
-        rows = _rows(batch)
+        documents = self._documents(batch)
         with self._change:
-            found = [self._scores[row.key] for row in rows if row.key in self._scores]
-        if len(found) < len(rows):
+            found = [self._scores[each.key] for each in documents if each.key in self._scores]
+        if len(found) < len(documents) or not found:
             return None
         tokens = torch.zeros((*batch["input_ids"].shape, *found[0].shape[1:]))
-        for number, scores in enumerate(found):
-            tokens[number, : len(scores)] = scores
+        for each, scores in zip(documents, found, strict=True):
+            tokens[each.row, each.start : each.start + len(scores)] = scores
         return tokens
+
+    def _documents(self, batch: Batch) -> list[_Document]:
+        """Return the documents of a micro-batch, which are found once while it is wanted."""
+        known = self._known.get(id(batch))
+        return _documents(batch) if known is None else known[1]
 
     def close(self) -> None:
         """End the threads once their scorers return. Nothing waits for them."""
@@ -122,31 +149,31 @@ class Ahead:
             self._change.notify_all()
 
     def _serve(self, scorer: Scorer) -> None:
-        while (row := self._next()) is not None:
+        while (document := self._next()) is not None:
             try:
-                scores = np.ascontiguousarray(scorer(row.ids), dtype=np.float32)
-                if len(scores) != len(row.ids):
-                    raise ValueError(f"scores of {len(scores)} tokens for {len(row.ids)}")
+                scores = np.array(scorer(document.ids), dtype=np.float32)
+                if len(scores) != len(document.ids):
+                    raise ValueError(f"scores of {len(scores)} tokens for {len(document.ids)}")
                 scores[:1] = 0.0
                 self._check(scores)
             except Exception as error:  # any: it is somebody else's code and answer
-                self._failed(row, error)
+                self._failed(document, error)
             else:
                 with self._change:
-                    if row.key in self._wanted:
-                        self._scores[row.key] = torch.from_numpy(scores)
+                    if document.key in self._wanted:
+                        self._scores[document.key] = torch.from_numpy(scores)
 
-    def _failed(self, row: _Row, error: Exception) -> None:
-        """Return a row to the queue, or give it up if its scores were refused."""
+    def _failed(self, document: _Document, error: Exception) -> None:
+        """Return a document to the queue, or give it up if its scores were refused."""
         refused = isinstance(error, ValueError)
-        (log.warning if refused else log.info)("scores of %d tokens: %s", len(row.ids), error)
+        (log.warning if refused else log.info)("scores of %d tokens: %s", len(document.ids), error)
         with self._change:
             self.num_refused += refused
-            if not refused and row.key in self._wanted:
-                self._begun.appendleft(row)
+            if not refused and document.key in self._wanted:
+                self._begun.appendleft(document)
         time.sleep(PAUSE_S)
 
-    def _next(self) -> _Row | None:
+    def _next(self) -> _Document | None:
         with self._change:
             while not self._begun and not self._waiting and not self._is_closed:
                 self._change.wait()
@@ -155,9 +182,17 @@ class Ahead:
             return None if self._is_closed else self._begun.popleft()
 
 
-def _rows(batch: Batch) -> list[_Row]:
-    """Return the rows of a micro-batch without their padding."""
+def _documents(batch: Batch) -> list[_Document]:
+    """Return the documents with labels in the rows of a micro-batch, without padding."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(-1).tolist()
-    rows = [row[:length] for row, length in zip(ids.numpy(), lengths, strict=True)]
-    return [_Row(hashlib.sha256(row.astype("<i8").tobytes()).digest(), row.tolist()) for row in rows]
+    indices = sequence_indices(batch["position_ids"]) if "position_ids" in batch else torch.zeros_like(ids)
+    documents = []
+    for row, (words, labels, length) in enumerate(zip(ids.numpy(), batch["labels"].numpy(), lengths, strict=True)):
+        starts = [0, *(np.diff(indices[row, :length].numpy()).nonzero()[0] + 1).tolist()]
+        for start, stop in pairwise([*starts, length]):
+            if (labels[start + 1 : stop] != -100).any():
+                own = words[start:stop]
+                key = hashlib.sha256(own.astype("<i8").tobytes()).digest()
+                documents.append(_Document(key, own.tolist(), row, start))
+    return documents

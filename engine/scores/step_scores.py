@@ -6,10 +6,11 @@ step, on the ranks that compute the loss. There an objective (`weft.engine.model
     score = Score("reference", of_logits=label_log_probs)
     engine.scores = StepScores(engine, score, frozen=InitialWeights(engine.sharding).active)
 
-Without more, all scores are computed in line: a forward pass through the pipeline of the model within ``frozen``. A
-model with other layers needs its own ``in_line`` instead. With `weft.engine.scores.ahead.Ahead`, scores that arrived in
-time need no pass. At the beginning of a step, the rank of the last stage decides which micro-batches of the next step
-lack scores. The decision is sent during the step, so that no step waits for it or for a scorer.
+Without more, all scores are computed in line: a forward pass through the pipeline of the model within ``frozen``. For a
+model with other layers, which the ranks that compute the loss hold, ``of_logits`` is None. Then the objective computes
+the scores of micro-batches that have none. With `weft.engine.scores.ahead.Ahead`, scores that arrived in time need
+neither. At the beginning of a step, the rank of the last stage decides which micro-batches of the next step lack
+scores. The decision is sent during the step, so that no step waits for it or for a scorer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,6 @@ from weft.engine.stages.cutting.context import WHOLE, whole_batch
 if TYPE_CHECKING:
     from weft.engine.engine import WeftEngine
 
-InLine = Callable[[Sequence[dict[str, Tensor]]], Sequence[Tensor]]
-"""Computes the scores of micro-batches, which are on the device. All ranks call it with the same micro-batches of their
-pipelines. It returns the scores on ranks that compute the loss, and may return none elsewhere."""
 Peek = Callable[[int], Sequence[Batch]]
 """Returns so many of the next micro-batches, on the CPU, without reading past them."""
 
@@ -51,12 +49,13 @@ class Score:
     Attributes:
         name: key in the micro-batch.
         of_logits: returns the scores [B, S, ...] of the tokens by the frozen model's logits [B, S, V] and the
-            micro-batch. Element s belongs to token s, and 0 is the score of a token without one.
+            micro-batch. Element s belongs to token s, and 0 is the score of a token without one. None leaves missing
+            scores to the objective.
         of_tokens: returns the same from the scores of all tokens that arrive ahead, and the micro-batch.
     """
 
     name: str
-    of_logits: Callable[[Tensor, Batch], Tensor]
+    of_logits: Callable[[Tensor, Batch], Tensor] | None
     of_tokens: Callable[[Tensor, Batch], Tensor] = of_labels
 
 
@@ -77,7 +76,6 @@ class StepScores:
         score: Score,
         *,
         frozen: Callable[[], AbstractContextManager[None]] = nullcontext,
-        in_line: InLine | None = None,
         ahead: Ahead | None = None,
         peek: Peek | None = None,
         steps_ahead: int = 0,
@@ -86,17 +84,16 @@ class StepScores:
 
         Args:
             frozen: context in which the engine's stages are the frozen model.
-            in_line: replaces the pass through the engine's own stages.
             ahead: scores that are computed elsewhere, on ranks that compute the loss. Other ranks pass None.
             peek: reads the next micro-batches, without which nothing is computed ahead.
             steps_ahead: number of steps whose scores are requested ahead of the current one. 0 requests none.
         """
         self.score, self.ahead = score, ahead
         self._engine, self._frozen, self._peek, self.steps_ahead = engine, frozen, peek, steps_ahead
-        self._in_line = in_line or self._pass
         self._decision: _Decision | None = None
         layout = engine.layout
-        self._with_all = engine.weft.zero.stage == 3 or layout.expert > 1 or engine.weft.comm.cell > 1
+        passes = engine.weft.zero.stage == 3 or layout.expert > 1 or engine.weft.comm.cell > 1
+        self._with_all = passes and score.of_logits is not None
         """True if a forward of one replica needs the others, so that all compute the same micro-batches in line."""
         self.num_ahead = self.num_in_line = 0
         """Micro-batches of the last step by the origin of their scores."""
@@ -121,9 +118,9 @@ class StepScores:
 
     def compute(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Compute scores in line, and attach them. Collective call."""
-        if not batches:
+        if not batches or self.score.of_logits is None:
             return
-        for batch, scores in zip(batches, self._in_line(batches), strict=self._engine.holds_loss):
+        for batch, scores in zip(batches, self._pass(batches), strict=self._engine.holds_loss):
             _put(batch, self.score.name, scores)
 
     def forget(self) -> None:
@@ -161,7 +158,10 @@ class StepScores:
         self._decision = _Decision(lacking, transfer, arrived)
 
     def _pass(self, batches: Sequence[dict[str, Tensor]]) -> Sequence[Tensor]:
-        """Run the forwards of the frozen model through the engine's own stages."""
+        """Run the forwards of the frozen model through the engine's own stages, and return what the last one computes.
+
+        All ranks call it with the same micro-batches of their pipelines.
+        """
         engine = self._engine
         schedule = plan_evaluation(engine.schedule.placement, len(batches), zero_stage=engine.weft.zero.stage)
         state = StepState(batches=batches, training=False, num_items=None, of_logits=self.score.of_logits)

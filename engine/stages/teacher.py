@@ -99,7 +99,7 @@ class Teacher:
         """Return the most likely tokens after each token of a whole micro-batch."""
         assert self._stage is not None
         found = [
-            top_tokens(logits[..., : self._words], self._config.distill.top_k)
+            top_tokens(logits, self._config.distill.top_k, self._words)
             for logits in self._stage.logits_in_chunks(batch)
         ]
         ids = [part.ids for part in found if part.ids is not None]

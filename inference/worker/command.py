@@ -14,10 +14,12 @@ from pathlib import Path
 
 from weft.conf.host.private import private_folder, shared_key
 from weft.conf.hosts import run_folder, working_hosts
+from weft.conf.inference_checks import scored_model
 from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.worker.scorer import Scorer
 from weft.inference.worker.settings import WorkerSettings
+from weft.inference.worker.vllm_scores import SPARE
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -176,7 +178,7 @@ def with_scored_model(config: WeftConfig) -> WeftConfig:
     """Return the configuration with the model that scores for training as the workers' model, if workers score."""
     if not config.inference.scores.enabled:
         return config
-    prefill = replace(config.inference.prefill, model=config.model.path)
+    prefill = replace(config.inference.prefill, model=scored_model(config))
     return replace(config, inference=replace(config.inference, prefill=prefill))
 
 
@@ -224,6 +226,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
     }
     if config.inference.scores.enabled:
         options["--dtype"] = VLLM_DTYPES[config.train.precision]
+        options["--max-logprobs"] = config.distill.top_k + SPARE
     if config.inference.evaluate.enabled:
         options |= {"--served-model-name": config.train.name, "--dtype": VLLM_DTYPES[config.train.precision]}
     if num_gpus:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse
+from weft.inference.worker import vllm_scores
 from weft.inference.worker.proofs import HEADER, SCHEME, answer_proof, nonce_of
 from weft.inference.worker.status import is_leaving, problem_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE, ROUTE, Weights
@@ -25,10 +26,14 @@ from weft.inference.worker.vllm_weights import FOLDER_VARIABLE, ROUTE, Weights
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+Answer = tuple[Mapping[str, Any] | bytes, Headers]
+"""A body, and further headers."""
 
 HEALTH = ("GET", "/health")
 GENERATING = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"))
-ALLOWED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), *GENERATING)
+SCORING = ("POST", vllm_scores.ROUTE)
+ALLOWED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), SCORING, *GENERATING)
 REPLACING = (("GET", ROUTE), ("POST", ROUTE))
 """Routes of workers whose weights can be replaced."""
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -63,7 +68,7 @@ class KeyMiddleware:
         try:
             self._authorize(scope, (scope["method"], scope["path"]))
             if (own := await self._answer(scope, receive)) is not None:
-                await _send(send, 200, own)
+                await _send(send, 200, *own)
                 return
             receive, send = await self._exchange(scope, receive, send)
         except Refusal as refusal:
@@ -75,7 +80,7 @@ class KeyMiddleware:
         if asked != HEALTH and self._key and not self._has_key(scope):
             raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
 
-    async def _answer(self, scope: Message, receive: Receive) -> Mapping[str, Any] | None:
+    async def _answer(self, scope: Message, receive: Receive) -> Answer | None:
         """Return the answer to a request that is not forwarded, or None."""
         return None
 
@@ -86,8 +91,6 @@ class KeyMiddleware:
         given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if self._key and scheme.lower() == SCHEME and (nonce := nonce_of(self._key, key)) is not None:
-            others = [each for each in scope["headers"] if each[0].lower() != b"authorization"]
-            scope["headers"] = [*others, (b"authorization", b"Bearer " + self._key)]  # for vLLM's own check
             scope[NONCE] = nonce
             return True
         return scheme.lower() == b"bearer" and hmac.compare_digest(key, self._key)
@@ -130,20 +133,29 @@ class ApiMiddleware(KeyMiddleware):
             raise Refusal(503, problem)
         super()._authorize(scope, asked)
 
-    async def _answer(self, scope: Message, receive: Receive) -> Mapping[str, Any] | None:
+    async def _answer(self, scope: Message, receive: Receive) -> Answer | None:
         asked = scope["method"], scope["path"]
+        if asked == SCORING:
+            return await self._score(scope, receive)
         if self._weights is None or asked not in REPLACING:
             return None
         if asked[0] == "POST":
             value = parse(await _read_in_time(receive), max_depth=MOST_DEPTH)
             await self._weights.load(scope["app"].state.engine_client, value.get("name"))
-        return {"name": self._weights.name}
+        return {"name": self._weights.name}, ()
+
+    async def _score(self, scope: Message, receive: Receive) -> Answer:
+        if NONCE not in scope:
+            raise Refusal(401, f"{vllm_scores.ROUTE}: the answer needs a nonce; send `Authorization: Weft NONCE:PROOF`")
+        body = await _read_in_time(receive)
+        scores = await vllm_scores.score(scope["app"].state, parse(body, max_depth=MOST_DEPTH), receive)
+        proof = answer_proof(self._key, scope[NONCE], body, scores)
+        return scores, [(HEADER.encode(), proof.encode())]
 
     async def _exchange(self, scope: Message, receive: Receive, send: Send) -> tuple[Receive, Send]:
         if (scope["method"], scope["path"]) not in GENERATING:
             return receive, send
         body = await _read_in_time(receive)
-        send = _Proven(send, self._key, scope[NONCE], body) if NONCE in scope else send
         return _replay(self.validate(body), receive), _Completed(send, self._status)
 
 
@@ -153,26 +165,6 @@ class PrefillOnlyMiddleware(ApiMiddleware):
     def check(self, value: Mapping[str, Any]) -> None:
         """See `check_prefill_only`."""
         check_prefill_only(value)
-
-
-class _Proven:
-    """A ``send`` that adds a proof to an answer, which it sends as a whole. See `weft.inference.worker.proofs`."""
-
-    def __init__(self, send: Send, key: bytes, nonce: str, request: bytes) -> None:
-        self._send, self._key, self._nonce, self._request = send, key, nonce, request
-        self._body = bytearray()
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._start = message
-            return
-        self._body += message.get("body", b"")
-        if message.get("more_body"):
-            return
-        proof = answer_proof(self._key, self._nonce, self._request, bytes(self._body))
-        headers = [*self._start["headers"], (HEADER.encode(), proof.encode())]
-        await self._send({**self._start, "headers": headers})
-        await self._send({**message, "body": bytes(self._body)})
 
 
 class _Completed:
@@ -255,8 +247,8 @@ async def _refuse(send: Send, refusal: Refusal) -> None:
     await _send(send, refusal.status, refusal.answer, headers)
 
 
-async def _send(send: Send, status: int, value: Mapping[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    body = json.dumps(value).encode()
-    described = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+async def _send(send: Send, status: int, value: Mapping[str, Any] | bytes, headers: Headers = ()) -> None:
+    body, kind = (value, b"octet-stream") if isinstance(value, bytes) else (json.dumps(value).encode(), b"json")
+    described = [(b"content-type", b"application/" + kind), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": described})
     await send({"type": "http.response.body", "body": body})

@@ -11,8 +11,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf.schema import EvaluateConfig
-from weft.inference.worker.scorer import Likelihood
-from weft.recipes.serving.scoring import Scorer, likelihoods_of
+from weft.recipes.serving.scoring import Likelihood, Scorer, likelihoods_of
 
 
 class WorkersModel(TemplateLM):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import cycle
 from math import fsum
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.engine.data.documents import IGNORED, Document
-from weft.inference.worker.scorer import ANSWER_S, Likelihood, likelihoods_in, scoring_request
+from weft.inference.worker.scorer import ANSWER_S
 from weft.inference.worker.vllm_weights import ROUTE
 
 AT_ONCE = 4
@@ -32,6 +32,18 @@ LOAD_S = 600.0
 
 class ScoringError(RuntimeError):
     """Raised if no worker has scored a document."""
+
+
+class Likelihood(NamedTuple):
+    """The likelihood of a token.
+
+    Attributes:
+        log: its logarithm.
+        is_best: True if no other token is likelier.
+    """
+
+    log: float
+    is_best: bool
 
 
 @dataclass(frozen=True)
@@ -70,8 +82,14 @@ class Scorer:
         Raises:
             OSError, HTTPException, ValueError: the worker has not answered, or not with likelihoods.
         """
-        answer = self._ask("/v1/completions", scoring_request(self.model, ids), timeout_s=ANSWER_S)
-        return likelihoods_in(answer, ids)
+        body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        answer = self._ask("/v1/completions", body, timeout_s=ANSWER_S)
+        try:
+            given = answer["choices"][0]["prompt_logprobs"]
+            found = [each[str(token)] for token, each in list(zip(ids, given, strict=True))[1:]]
+            return [Likelihood(float(each["logprob"]), each["rank"] == 1) for each in found]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"an answer without the likelihood of each token ({error!r})") from error
 
     def _ask(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()

@@ -40,12 +40,15 @@ def plain_loss(settings: DistillConfig, teacher: Any, model: Any, batch: Any, it
     """Return the loss of a micro-batch by probabilities, as the definition of the setting is read."""
     student = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
     with torch.no_grad():
-        logits = teacher(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1, : student.shape[-1]].float()
+        logits = teacher(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
     labels, temperature = batch["labels"][:, 1:], settings.temperature
     nll = cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     p, q = softmax(logits, -1), softmax(student, -1)
-    if settings.top_k:
-        ids = logits.topk(settings.top_k, -1).indices
+    own = p[..., : q.shape[-1]]
+    if not settings.top_k:
+        p = own
+    else:
+        ids = own.topk(settings.top_k, -1).indices
         (p, p_rest), (q, q_rest) = ((each.gather(-1, ids), each.scatter(-1, ids, 0.0).sum(-1, True)) for each in (p, q))
         if settings.tail:
             p, q = torch.cat([p, p_rest], -1), torch.cat([q, q_rest], -1)

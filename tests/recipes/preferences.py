@@ -1,4 +1,4 @@
-"""A tiny model and pairs for the recipe `dpo`, and the losses of TRL's DPOTrainer on them."""
+"""A tiny model, pairs and texts for the recipes `dpo` and `distill`, and the losses of TRL's DPOTrainer on the pairs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ STEPS, LENGTH, RATE = 20, 48, 1e-3
 WORDS = ["what", "is", "the", "sum", "of", "two", "and", "three", "it", "was", "not", "here", "yes", "no", "blue"]
 
 
-def prepare(folder: Path) -> list[str]:
-    """Write a model and pairs of uneven length, and return the settings of a run on them."""
+def prepare(folder: Path, recipe: str = "dpo") -> list[str]:
+    """Write a model, and pairs and texts of uneven length. Return the settings of a run on them."""
     from weft.engine.data.tokenizer import train_bpe
 
     source = random.Random(0)
@@ -43,11 +43,13 @@ def prepare(folder: Path) -> list[str]:
 
     rows = [{"prompt": text(8), "chosen": f" {text(10)}", "rejected": f" {text(10)}"} for _ in range(4 * STEPS)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [{"text": row["prompt"] + row["chosen"]} for row in rows]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     return [
-        "recipe=dpo",
+        f"recipe={recipe}",
         f"model.path={folder / 'model'}",
         "model.self_check=false",
-        f"data.path={folder / 'pairs.jsonl'}",
+        f"data.path={folder / ('pairs.jsonl' if recipe == 'dpo' else 'texts.jsonl')}",
         f"data.cache_dir={folder / 'cache'}",
         f"data.sequence_length={LENGTH}",
         "data.shuffle=false",
@@ -71,8 +73,7 @@ def train(settings: list[str]) -> list[str]:
 
     engine = run(load(settings))
     scores = engine.scores
-    assert scores is not None
-    return [f"{scores.num_ahead} ahead", f"{scores.num_in_line} in line"]
+    return [] if scores is None else [f"{scores.num_ahead} ahead", f"{scores.num_in_line} in line"]
 
 
 def train_with_key(key: str, settings: list[str]) -> list[str]:
@@ -86,6 +87,12 @@ def losses(run: Path) -> list[float]:
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     found = {record["step"]: record["loss"] for record in records if record.get("kind") == "train"}
     return [found[step] for step in sorted(found)]
+
+
+def shares_ahead(run: Path) -> list[float]:
+    """Return the share of each record's micro-batches whose scores were computed ahead."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [record["scores_ahead"] for record in records if record["kind"] == "train"]
 
 
 def losses_of_trl(folder: Path) -> list[float]:
