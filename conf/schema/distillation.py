@@ -25,5 +25,5 @@ class DistillConfig:
     top_k: Annotated[int, NATURAL] = 64
     """Compare the teacher's most likely tokens only, of those that the student has; 0 compares the whole vocabulary."""
     tail: bool = True
-    """Compare all other tokens of the teacher, too, as one token with the sum of their probabilities. false compares the distributions
-    within the most likely tokens."""
+    """Compare all other tokens of the teacher, too, as one token with the sum of their probabilities. false compares
+    the distributions within the most likely tokens."""

@@ -17,9 +17,9 @@ from weft.conf.hosts import run_folder, working_hosts
 from weft.conf.inference_checks import scored_model
 from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.layout import board_path, boards_folder
+from weft.inference.worker.score_arrays import SPARE
 from weft.inference.worker.scorer import Scorer
 from weft.inference.worker.settings import WorkerSettings
-from weft.inference.worker.vllm_scores import SPARE
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.inference.worker.proofs import HEADER, answer_proof, new_nonce, request_proof
-from weft.inference.worker.vllm_scores import ROUTE, TYPE
+from weft.inference.worker.score_arrays import ROUTE, TYPE
 
 ANSWER_S = 600.0
 """Longest time for an answer, in seconds. A worker answers when bubbles have had room for the prompt."""

@@ -20,6 +20,7 @@ from typing import Any
 from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse
 from weft.inference.worker import vllm_scores
 from weft.inference.worker.proofs import HEADER, SCHEME, answer_proof, nonce_of
+from weft.inference.worker.score_arrays import ROUTE as SCORES
 from weft.inference.worker.status import is_leaving, problem_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE, ROUTE, Weights
 
@@ -32,7 +33,7 @@ Answer = tuple[Mapping[str, Any] | bytes, Headers]
 
 HEALTH = ("GET", "/health")
 GENERATING = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"))
-SCORING = ("POST", vllm_scores.ROUTE)
+SCORING = ("POST", SCORES)
 ALLOWED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), SCORING, *GENERATING)
 REPLACING = (("GET", ROUTE), ("POST", ROUTE))
 """Routes of workers whose weights can be replaced."""
@@ -146,7 +147,7 @@ class ApiMiddleware(KeyMiddleware):
 
     async def _score(self, scope: Message, receive: Receive) -> Answer:
         if NONCE not in scope:
-            raise Refusal(401, f"{vllm_scores.ROUTE}: the answer needs a nonce; send `Authorization: Weft NONCE:PROOF`")
+            raise Refusal(401, f"{SCORES}: the answer needs a nonce; send `Authorization: Weft NONCE:PROOF`")
         body = await _read_in_time(receive)
         scores = await vllm_scores.score(scope["app"].state, parse(body, max_depth=MOST_DEPTH), receive)
         proof = answer_proof(self._key, scope[NONCE], body, scores)

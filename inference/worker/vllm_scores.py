@@ -1,9 +1,4 @@
-"""The route of a worker that returns log-probabilities of a prompt's tokens, as an array.
-
-vLLM's own route returns a JSON object for each likely token, which takes seconds to make and to read: 64 likely tokens
-of 1024 are 5 MB. The array is fp32 [tokens, k, 2], little-endian: of each token's k likeliest candidates the id and the
-log-probability. With k = 0 it has the prompt's own tokens, [tokens, 1, 2]. The first token has zeros.
-"""
+"""The route of a worker that scores a prompt. See `weft.inference.worker.score_arrays`."""
 
 from __future__ import annotations
 
@@ -15,11 +10,7 @@ from uuid import uuid4
 import numpy as np
 
 from weft.inference.requests import Refusal
-
-ROUTE = "/weft/scores"
-TYPE = "<f4"
-SPARE = 8
-"""Number of further candidates to compute if some tokens of the model do not count."""
+from weft.inference.worker.score_arrays import SPARE, as_array
 
 
 async def score(state: Any, value: Mapping[str, Any], receive: Callable[[], Awaitable[Any]]) -> bytes:
@@ -54,28 +45,10 @@ async def score(state: Any, value: Mapping[str, Any], receive: Callable[[], Awai
     return as_array(pairs[:, 1:] if top_k else pairs, top_k, words).tobytes()
 
 
-def as_array(candidates: np.ndarray, top_k: int, words: int) -> np.ndarray:
-    """Return the array of an answer.
-
-    Args:
-        candidates: the ids and log-probabilities [tokens - 1, n, 2] of the tokens after the first, likeliest first.
-
-    Raises:
-        Refusal: fewer than ``top_k`` of a token's candidates count.
-    """
-    if top_k:
-        counts = candidates[..., 0] < words
-        if counts.sum(-1).min(initial=top_k) < top_k:
-            raise Refusal(422, f"fewer than {top_k} of the likeliest tokens are below {words}")
-        first = np.argsort(~counts, -1, kind="stable")[:, :top_k]
-        candidates = np.take_along_axis(candidates, first[..., None], 1)
-    return np.pad(candidates.astype(TYPE), ((1, 0), (0, 0), (0, 0)))
-
-
 def _checked(value: Mapping[str, Any]) -> tuple[str, list[int], int, int]:
     model, prompt, top_k, words = (value.get(name) for name in ("model", "prompt", "top_k", "words"))
-    whole = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
-    if not whole or len(prompt) < 2:
+    prompt = prompt if isinstance(prompt, list) else []
+    if len(prompt) < 2 or not all(type(token) is int and token >= 0 for token in prompt):
         raise Refusal(400, "prompt: not a list of at least two token ids", field="prompt")
     if type(top_k) is not int or type(words) is not int or top_k < 0 or words < 1:
         raise Refusal(400, f"top_k={top_k!r:.20} words={words!r:.20}: give numbers from 0 and from 1")
@@ -86,9 +59,7 @@ async def _compute(engine: Any, prompt: list[int], most: int) -> Any:
     from vllm import SamplingParams, TokensPrompt
     from vllm.exceptions import VLLMClientError
 
-    params = SamplingParams(
-        max_tokens=1, temperature=0.0, prompt_logprobs=most, flat_logprobs=True, detokenize=False
-    )
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=most, flat_logprobs=True, detokenize=False)
     found = None
     try:
         async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), params, f"weft-{uuid4().hex}"):

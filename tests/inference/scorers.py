@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from weft.inference.worker.proofs import HEADER, answer_proof, nonce_of
-from weft.inference.worker.vllm_scores import ROUTE, SPARE, as_array
+from weft.inference.worker.score_arrays import ROUTE, SPARE, as_array
 
 KEY = "secret"
 SLOW_S = 0.5

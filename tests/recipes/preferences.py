@@ -1,4 +1,4 @@
-"""A tiny model, pairs and texts for the recipes `dpo` and `distill`, and the losses of TRL's DPOTrainer on the pairs."""
+"""A tiny model, pairs and texts for the recipes `dpo` and `distill`, and the losses of TRL's DPOTrainer."""
 
 from __future__ import annotations
 

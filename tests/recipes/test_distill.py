@@ -42,7 +42,8 @@ def plain_losses(settings, folder):
     """Return the losses of a loop of transformers over the same texts."""
     config = load(settings)
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("model", "teacher"))
-    documents = next(open_source(config.data, AutoTokenizer.from_pretrained(folder / "model")).blocks({}, 0)).documents
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    documents = next(open_source(config.data, tokenizer, evaluation=False).blocks({}, 0)).documents
     assert not config.optimizer.weight_decay
     optimizer = torch.optim.AdamW(student.parameters(), lr=config.optimizer.lr, weight_decay=0.0)
     found = []
@@ -55,7 +56,7 @@ def plain_losses(settings, folder):
             for ids in rows
         ]
         sum(parts).backward()
-        found.append(float(sum(parts)))
+        found.append(float(sum(parts).detach()))
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -112,4 +113,6 @@ def test_packed_documents_have_the_losses_that_they_have_in_line(tmp_path):
 def test_settings_with_which_workers_cannot_score_are_refused(settings, problem):
     given = {name: value for name, _, value in (each.partition("=") for each in [*SCORES, *settings])}
     with pytest.raises(ValueError, match=problem):
-        load(["recipe=distill", "model.path=a/b", "distill.teacher=c/d", "data.path=e/f", *map("=".join, given.items())])
+        load(
+            ["recipe=distill", "model.path=a/b", "distill.teacher=c/d", "data.path=e/f", *map("=".join, given.items())]
+        )

@@ -17,6 +17,7 @@ from weft.engine.scores.ahead import refuse_other_tokens
 from weft.engine.scores.step_scores import of_labels
 from weft.inference.worker import vllm_scores
 from weft.inference.worker.proofs import HEADER, answer_proof, request_proof
+from weft.inference.worker.score_arrays import ROUTE
 from weft.inference.worker.scorer import Scorer
 from weft.inference.worker.vllm_middleware import KEY_VARIABLE, ApiMiddleware
 
@@ -127,7 +128,7 @@ def ask(monkeypatch):
 
         given = credentials or f"Weft abc:{request_proof(KEY.encode(), 'abc')}"
         headers = [(b"authorization", given.encode())]
-        scope = {"type": "http", "method": "POST", "path": vllm_scores.ROUTE, "headers": headers, "app": app}
+        scope = {"type": "http", "method": "POST", "path": ROUTE, "headers": headers, "app": app}
         asyncio.run(ApiMiddleware(None)(scope, receive, send))
         return sent[0]["status"], dict(sent[0]["headers"]), sent[1]["body"], body
 
@@ -215,5 +216,5 @@ def likely(ids, logs):
 )
 def test_likely_tokens_that_no_model_gives_are_refused(ids, logs):
     refuse_other_tokens(likely([1, 2, 49], [-1, -2, -2]), 50)
-    with pytest.raises(ValueError, match="tokens|log-probabilities"):
+    with pytest.raises(ValueError, match=r"tokens|log-probabilities"):
         refuse_other_tokens(likely(ids, logs), 50)
