@@ -256,13 +256,12 @@ class WeftTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
         """Return None, because the engine counts tokens itself."""
 
-    def _clip_grad_norm(self, model: nn.Module) -> float:
+    def _clip_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
         """Return the gradient norm of the last step, before clipping, or 0 if there is none."""
         assert self.engine is not None
         return self.engine.get_global_grad_norm() or 0.0
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        return self._clip_grad_norm(model)
+    _get_grad_norm = _clip_grad_norm
 
     def _get_learning_rate(self) -> float:
         """Return the learning rate that the last step used."""
@@ -349,10 +348,7 @@ class WeftTrainer(Trainer):
         return EvalLoopOutput(None, None, metrics, num_rows)
 
     def _planned_steps(self) -> int:
-        """Return the steps of the learning-rate schedule, or 1 without training data.
-
-        An evaluation before training needs them.
-        """
+        """Return the steps of the schedule, which an evaluation before training needs, or 1 without training data."""
         if self.engine is not None or self.train_dataset is None:
             return 1
         return self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]

@@ -102,6 +102,5 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
         else:
             position[rank] = len(row)
         clock_s[rank] = now_s
-    if any(position[rank] < len(row) for rank, row in enumerate(rows)):
-        return None
-    return Timing(max(clock_s), clock_s, end_s, cause, arrival_s, producer, blocked_by)
+    has_ended = all(position[rank] == len(row) for rank, row in enumerate(rows))
+    return Timing(max(clock_s), clock_s, end_s, cause, arrival_s, producer, blocked_by) if has_ended else None

@@ -31,14 +31,20 @@ def writer(path):
     writer.close()
 
 
-def one_step(writer, works=2, pause_s=0.003):
-    writer.begin(8)
-    for _ in range(works):
+@pytest.fixture
+def reader(writer, path):
+    return BoardReader(path)
+
+
+def run_steps(writer, count=3, works=2, pause_s=0.003):
+    for _ in range(count):
+        writer.begin(8)
+        for _ in range(works):
+            time.sleep(pause_s)
+            writer.busy()
+            writer.idle()
         time.sleep(pause_s)
         writer.busy()
-        writer.idle()
-    time.sleep(pause_s)
-    writer.busy()
 
 
 def test_only_the_owner_can_open_it(writer, path):
@@ -65,8 +71,7 @@ def test_another_version_is_not_read(writer, path):
     assert "the same Weft" in BoardReader(path).state().why_not
 
 
-def test_nothing_is_granted_on_a_plan_alone_but_it_is_foretold(writer, path):
-    reader = BoardReader(path)
+def test_nothing_is_granted_on_a_plan_alone_but_it_is_foretold(writer, reader):
     writer.begin(8)
     state = reader.state()
     assert state.alive and state.step == 1 and state.bubble is None
@@ -76,10 +81,9 @@ def test_nothing_is_granted_on_a_plan_alone_but_it_is_foretold(writer, path):
     assert second[1] - second[0] == pytest.approx(0.3)
 
 
-def test_an_open_bubble_closes_when_it_closed_before(writer, path):
-    reader = BoardReader(path)
+def test_an_open_bubble_closes_when_it_closed_before(writer, reader):
     for _ in range(3):
-        one_step(writer, pause_s=0.02)
+        run_steps(writer, 1, pause_s=0.02)
         state = reader.state()
         assert state.bubble is None and state.busy_since_s
     writer.begin(8)
@@ -92,10 +96,8 @@ def test_an_open_bubble_closes_when_it_closed_before(writer, path):
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
-def test_measured_work_is_what_was_marked(writer, path):
-    reader = BoardReader(path)
-    for _ in range(3):
-        one_step(writer)
+def test_measured_work_is_what_was_marked(writer, reader):
+    run_steps(writer)
     steps = reader.work()
     assert [step for step, _ in steps] == [1, 2]
     assert all(len(work) == 3 for _, work in steps)
@@ -103,30 +105,24 @@ def test_measured_work_is_what_was_marked(writer, path):
     assert times == sorted(times)
 
 
-def test_only_steps_of_one_kind_are_compared(writer, path):
-    reader = BoardReader(path)
-    for _ in range(3):
-        one_step(writer)
+def test_only_steps_of_one_kind_are_compared(writer, reader):
+    run_steps(writer)
     writer.begin(4)
     assert reader.state().bubble is None
 
 
-def test_after_another_plan_only_its_steps_predict(writer, path):
-    reader = BoardReader(path)
-    for _ in range(3):
-        one_step(writer)
+def test_after_another_plan_only_its_steps_predict(writer, reader):
+    run_steps(writer)
     writer.replan([(0.4, 0.5), (0.7, 0.8)])
     writer.begin(8)
     state = reader.state()
     assert state.bubble is None and reader.upcoming(10.0)[0][1] - state.now_s == pytest.approx(0.4, abs=0.05)
-    for _ in range(3):
-        one_step(writer)
+    run_steps(writer)
     writer.begin(8)
     assert reader.state().bubble is not None
 
 
-def test_marks_may_be_nested_and_too_many(writer, path):
-    reader = BoardReader(path)
+def test_marks_may_be_nested_and_too_many(writer, reader):
     for _ in range(3):
         writer.begin(8)
         writer.busy()
@@ -136,15 +132,12 @@ def test_marks_may_be_nested_and_too_many(writer, path):
             writer.idle()
             writer.busy()
     assert reader.state().bubble is None
-    # Of 16 marks the first is the step's begin.
-    assert [len(work) for _, work in reader.work()] == [8, 8]
+    assert [len(work) for _, work in reader.work()] == [8, 8], "of 16 marks the first is the step's begin"
 
 
-def test_more_bubbles_than_before_are_not_granted(writer, path):
-    reader = BoardReader(path)
-    for _ in range(3):
-        one_step(writer)
-    one_step(writer)
+def test_more_bubbles_than_before_are_not_granted(writer, reader):
+    run_steps(writer)
+    run_steps(writer, 1)
     writer.idle()
     assert reader.state().bubble is None
 
@@ -157,8 +150,7 @@ def waits_for_ever(reader, state):
     return thread.is_alive()
 
 
-def test_a_waiting_reader_is_woken(writer, path):
-    reader = BoardReader(path)
+def test_a_waiting_reader_is_woken(writer, reader):
     timer = threading.Timer(0.2, writer.begin, (8,))  # the reader sleeps by then, or finds that the word has changed
     timer.start()
     assert not waits_for_ever(reader, reader.state())
@@ -166,8 +158,7 @@ def test_a_waiting_reader_is_woken(writer, path):
     assert reader.state().step == 1
 
 
-def test_a_wake_between_reading_and_waiting_is_not_lost(writer, path):
-    reader = BoardReader(path)
+def test_a_wake_between_reading_and_waiting_is_not_lost(writer, reader):
     state = reader.state()
     writer.begin(8)
     assert not waits_for_ever(reader, state)
@@ -229,7 +220,7 @@ def test_threads_that_share_a_reader_outlive_boards_that_come_and_go(path):
 
 
 def test_a_row_that_is_being_rewritten_is_not_read(writer, path):
-    one_step(writer)
+    run_steps(writer, 1)
     memory, _ = map_board(path)
     words = memoryview(memory).cast("Q")
     reader = BoardReader(path)
@@ -240,8 +231,7 @@ def test_a_row_that_is_being_rewritten_is_not_read(writer, path):
 
 def test_a_row_that_is_rewritten_while_it_is_read_is_not_taken(writer, path):
     """The writer laps the ring between the look at a row's number and that at its edges."""
-    for _ in range(3):
-        one_step(writer, works=1, pause_s=0.0)
+    run_steps(writer, works=1, pause_s=0.0)
     view = BoardView(path)
 
     class Meddled:
@@ -253,8 +243,7 @@ def test_a_row_that_is_rewritten_while_it_is_read_is_not_taken(writer, path):
         def __getitem__(self, key):
             if isinstance(key, slice) and self.laps:
                 self.laps -= 1
-                for _ in range(ROWS):
-                    one_step(writer, works=3, pause_s=0.0)
+                run_steps(writer, ROWS, works=3, pause_s=0.0)
             return self.words[key]
 
     before = view.running()
@@ -265,8 +254,7 @@ def test_a_row_that_is_rewritten_while_it_is_read_is_not_taken(writer, path):
     assert view.running().step == 3 + ROWS
 
 
-def test_readers_never_see_a_torn_step(writer, path):
-    reader = BoardReader(path)
+def test_readers_never_see_a_torn_step(writer, reader):
     stop = threading.Event()
 
     def write():
@@ -311,11 +299,10 @@ def test_a_header_that_does_not_fit_the_file_is_named(writer, path, word, value)
     assert "its header says" in BoardReader(path).state().why_not
 
 
-def test_work_is_found_while_it_goes_on_and_after_it_has_ended(writer, path):
-    reader = BoardReader(path)
+def test_work_is_found_while_it_goes_on_and_after_it_has_ended(writer, reader):
     begin_s = time.monotonic()
     assert reader.busy_from(begin_s, begin_s + 60) is None
-    one_step(writer)
+    run_steps(writer, 1)
     assert reader.busy_from(begin_s, time.monotonic()) is not None
     writer.begin(8)
     (_, work) = reader.work()[0]

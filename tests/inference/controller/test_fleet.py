@@ -49,17 +49,8 @@ def learnt(path, steps=TRUSTED, token_s=1e-3):
 
 
 def ticket(expected_s, work_s=4.0, placed_s=0.0, worker=0):
-    return Ticket(
-        worker=worker,
-        work_s=work_s,
-        placed_s=placed_s,
-        expected_s=expected_s,
-        passed_s=0.0,
-        queued_s=work_s,
-        slowdown=0.0,
-        waited=False,
-        others_done_s=0.0,
-    )
+    times = {"work_s": work_s, "placed_s": placed_s, "expected_s": expected_s, "queued_s": work_s}
+    return Ticket(worker=worker, **times, passed_s=0.0, slowdown=0.0, waited=False, others_done_s=0.0)
 
 
 def always_idle(now_s=1000.0):
@@ -97,6 +88,9 @@ def test_the_last_bubbles_stay_for_a_while_when_none_are_predicted():
     assert worker.bubbles == [(1.0, 2.0)]
     worker.update_bubbles([[]], 100.0 + QUIET_S + 0.01)
     assert worker.bubbles == []
+    worker.update_bubbles([[(1.0, 2.0)]], 200.0)
+    worker.update_bubbles([None], 200.1)
+    assert worker.bubbles == [], "they end at once with training"
 
 
 def test_a_cost_model_is_read_again_when_its_file_changes(tmp_path):
@@ -120,12 +114,29 @@ def test_a_cost_model_is_read_again_when_its_file_changes(tmp_path):
     assert not Worker(0, address(), [Board()]).learning, "one without a file is not waited for"
 
 
-def fleet_of(*boards, clock, cost="", peers=None, **settings):
-    controller = ControllerConfig(**settings)
-    made = Fleet([(address(cost), [board]) for board in boards], controller, PrefillConfig(), clock, peers)
-    for worker in made.workers:
-        made.set_up(worker, True)
-    return made
+def fleet_of(*boards, clock, addresses=None, cost="", peers=None, **settings):
+    """A fleet of workers that are up, each with one board."""
+    served = zip(addresses or [address(cost)] * len(boards), ([board] for board in boards), strict=True)
+    return all_up(Fleet(list(served), ControllerConfig(**settings), PrefillConfig(), clock, peers))
+
+
+def all_up(fleet):
+    for worker in fleet.workers:
+        fleet.set_up(worker, True)
+    return fleet
+
+
+def accepted(*fleets, prompts=200):
+    """Return how many prompts are accepted by fleets that get them by turns."""
+    count = 0
+    for number in range(prompts):
+        try:
+            fleets[number % len(fleets)].place(200, 5.0)
+        except Refusal as refusal:
+            assert refusal.status == 503 and refusal.retry_after_s > 0
+        else:
+            count += 1
+    return count
 
 
 def test_bubbles_that_have_been_are_counted_once():
@@ -264,13 +275,6 @@ def test_histograms_have_these_bounds():
     assert found == {"ttft_predicted_seconds": seconds, "ttft_seconds": seconds, "lateness_seconds": late}
 
 
-def test_bubbles_end_at_once_with_training():
-    worker = Worker(0, address(), [Board()])
-    worker.update_bubbles([[(1.0, 2.0)]], 100.0)
-    worker.update_bubbles([None], 100.1)
-    assert worker.bubbles == []
-
-
 def test_prompts_behind_an_overdue_one_are_still_to_come():
     """A worker that was stopped has done nothing of them, however late they are."""
     worker = always_idle()
@@ -281,18 +285,6 @@ def test_prompts_behind_an_overdue_one_are_still_to_come():
 def test_two_controllers_count_each_others_prompts(tmp_path):
     """The placed work of one controller is excluded for the other, until it has finished; see test_admission.py as
     well."""
-
-    def accepted(*fleets):
-        count = 0
-        for number in range(200):
-            try:
-                fleets[number % len(fleets)].place(200, 5.0)
-            except Refusal as refusal:
-                assert refusal.status == 503 and refusal.retry_after_s > 0
-            else:
-                count += 1
-        return count
-
     clock = Clock()
     alone = accepted(fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500))
     peers = [Peers(tmp_path / "boards") for _ in range(2)]
@@ -336,26 +328,19 @@ def test_controllers_that_place_at_the_same_time_accept_no_more_than_fits(tmp_pa
     clock, folder = Clock(), tmp_path / "boards"
     made = [fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500, peers=Peers(folder)) for _ in range(2)]
     alone = fleet_of(Board((1000.0, 1010.0)), clock=clock, max_queue=500)
-
-    def place(fleet):
-        try:
-            return fleet.place(200, 5.0)
-        except Refusal:
-            return None
-
-    fits = sum(place(alone) is not None for _ in range(200))
+    fits = accepted(alone)
     made[0].refresh()
-    publish, accepted = made[0]._peers.publish, []
+    publish, placed = made[0]._peers.publish, []
 
     def publish_after_the_other(work):
         made[0]._peers.publish = publish
-        accepted.append(place(made[1]))
+        placed.append(accepted(made[1], prompts=1))
         publish(work)
 
     for _ in range(100):
         made[0]._peers.publish = publish_after_the_other
-        accepted.append(place(made[0]))
-    assert fits - 2 <= sum(ticket is not None for ticket in accepted) <= fits
+        placed.append(accepted(made[0], prompts=1))
+    assert fits - 2 <= sum(placed) <= fits
     for fleet in made:
         fleet.close()
 
@@ -364,18 +349,10 @@ def test_controllers_may_reach_a_worker_by_different_addresses(tmp_path):
     clock, folder = Clock(), tmp_path / "boards"
     urls = ("http://127.0.0.1:8301", "http://localhost:8301/")
     one, other = (
-        Fleet(
-            [(PrefillWorkerConfig(url=url, boards=["x"]), [Board((1000.0, 1010.0))])],
-            ControllerConfig(),
-            PrefillConfig(),
-            clock,
-            Peers(folder),
-        )
+        fleet_of(Board((1000.0, 1010.0)), clock=clock, addresses=[replace(address(), url=url)], peers=Peers(folder))
         for url in urls
     )
     one.refresh()
-    for fleet in (one, other):
-        fleet.set_up(fleet.workers[0], True)
     before = one.place(1000, 5.0)
     assert other.place(1000, 5.0).expected_s > before.expected_s + before.work_s / 2
     for fleet in (one, other):
@@ -386,11 +363,8 @@ def test_a_worker_that_has_learnt_little_gets_prompts_that_would_wait_elsewhere(
     """Otherwise it would learn nothing as long as others are fast enough for the deadline."""
     learnt(tmp_path / "known.json")
     learnt(tmp_path / "fresh.json", steps=TRUSTED - 1)
-    clock = Clock()
-    workers = [(address(tmp_path / f"{name}.json"), [Board((1000.0, 1010.0))]) for name in ("known", "fresh")]
-    made = Fleet(workers, ControllerConfig(), PrefillConfig(), clock)
-    for worker in made.workers:
-        made.set_up(worker, True)
+    addresses = [address(tmp_path / f"{name}.json") for name in ("known", "fresh")]
+    made = fleet_of(*(Board((1000.0, 1010.0)) for _ in addresses), clock=Clock(), addresses=addresses)
     tickets = [made.place(100, 60.0) for _ in range(TRUSTED + 3)]
     assert [each.worker for each in tickets] == [0, *[1] * TRUSTED, 0, 0], "as many as it has to learn"
     made.done(tickets[1])
@@ -401,17 +375,8 @@ def test_workers_that_have_learnt_little_promise_no_more_than_a_few_prompts_too_
     """Their first burst would be late otherwise, whatever its deadline."""
     known = fleet_of(Board((1000.0, 1010.0)), clock=Clock(), max_queue=500)
     fresh = fleet_of(Board((1000.0, 1010.0)), clock=Clock(), max_queue=500, cost=tmp_path / "none.json")
-    accepted = []
-    for made in (known, fresh):
-        number = 0
-        try:
-            while number < 200:
-                made.place(200, 5.0)
-                number += 1
-        except Refusal:
-            pass
-        accepted.append(number)
-    assert accepted[0] < 100 and accepted[1] <= accepted[0] + TRUSTED
+    most = accepted(known)
+    assert most < 100 and accepted(fresh) <= most + TRUSTED
 
 
 def test_a_pipeline_gets_prompts_although_its_ranks_are_never_idle_together(tmp_path):
@@ -420,8 +385,7 @@ def test_a_pipeline_gets_prompts_although_its_ranks_are_never_idle_together(tmp_
         learnt(stage_file(path, stage))
     first, second = (Board(*((1000.0 + n + shift_s, 1000.4 + n + shift_s) for n in range(9))) for shift_s in (0.0, 0.5))
     of_two = replace(address(path), boards=["x", "y"], stages=2)
-    made = Fleet([(of_two, [first, second])], ControllerConfig(), PrefillConfig(), clock)
-    made.set_up(made.workers[0], True)
+    made = all_up(Fleet([(of_two, [first, second])], ControllerConfig(), PrefillConfig(), clock))
     one, other = made.place(100, 8.0), made.place(100, 8.0)
     assert one.expected_s > 1000.5, "in the second stage's bubble"
     assert one.expected_s < other.expected_s < one.expected_s + 1.5

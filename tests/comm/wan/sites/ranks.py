@@ -67,9 +67,19 @@ def reduction(rng: random.Random, dtype: torch.dtype) -> Any:
     return rng.choice([dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX])
 
 
-def operations(
-    rng: random.Random, generator: torch.Generator, size: int
-) -> Iterator[tuple[str, Callable[[Any], list[Tensor]]]]:
+def written(make: Callable[[], list[Tensor]], operation: Callable[..., Any]) -> Run:
+    """An operation that writes into new outputs."""
+
+    def run(group: Any) -> list[Tensor]:
+        outputs = make()
+        for work in operation(outputs, group) or ():
+            work.wait()
+        return outputs
+
+    return run
+
+
+def operations(rng: random.Random, generator: torch.Generator, size: int) -> Iterator[tuple[str, Run]]:
     """One of each collective on random tensors; each is called with a group, and returns what it wrote."""
     me = dist.get_rank()
     dtype, shape = rng.choice(DTYPES), rng.choice(SHAPES)
@@ -82,17 +92,6 @@ def operations(
 
     part, neighbours = parts[0], ((me + 1) % size, (me - 1) % size)
     sent, arriving = splits[me], [row[me] for row in splits]
-
-    def written(make: Callable[[], list[Tensor]], operation: Callable[..., Any]) -> Callable[[Any], list[Tensor]]:
-        """An operation that writes into new outputs."""
-
-        def run(group: Any) -> list[Tensor]:
-            outputs = make()
-            for work in operation(outputs, group) or ():
-                work.wait()
-            return outputs
-
-        return run
 
     def reduce(group: Any) -> list[Tensor]:
         mine = tensor.clone()
