@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import gc
+import inspect
 import os
 import shutil
 import tempfile
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 gc.disable()  # until all tests are collected: each search for garbage would look through what is there so far
+COROUTINE_LIMIT_S = 60.0
 NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 # What runs of this user have measured (~/.cache/weft) decides no test; compiled code and models may be shared.
@@ -79,6 +82,15 @@ def pytest_collection_finish() -> None:
     """Freeze the imported and collected objects: no garbage collection examines them."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine to its end, within a hard limit."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), COROUTINE_LIMIT_S))
+    return True
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:

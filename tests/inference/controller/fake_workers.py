@@ -177,8 +177,3 @@ async def controller(
     ):
         client.fleet = fleet
         yield client
-
-
-def run(scenario):
-    """Run a coroutine, for 20 seconds at most."""
-    return asyncio.run(asyncio.wait_for(scenario, 20))

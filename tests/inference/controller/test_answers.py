@@ -14,7 +14,6 @@ from tests.inference.controller.fake_workers import (
     FakeBoard,
     FakeWorkers,
     controller,
-    run,
 )
 from weft.conf.schema import OtherModelConfig
 
@@ -28,29 +27,26 @@ def counted(text, prefill, reason=""):
 
 
 @pytest.mark.parametrize(("path", "body"), [(PATH, WHOLE), ("/v1/chat/completions", CHAT)])
-def test_a_worker_computes_the_prompt_and_the_decode_server_the_answer(path, body):
-    async def scenario():
-        workers = FakeWorkers(1)
-        async with controller(workers, decode_url=DECODE) as client:
-            sent = {"X-Request-Id": "abc", "traceparent": "00-1-2-03"}
-            answer = await client.post(path, json=body | {"seed": 4, "stop": ["x"], "logprobs": None}, headers=sent)
-            assert answer.status_code == 200
-            assert answer.json() == {"choices": [{"text": "hi", "finish_reason": "stop"}]}
-            assert (answer.headers["x-server"], answer.headers["x-weft-worker"]) == ("stock", "0")
-            assert answer.headers["x-request-id"] == "abc"
-            ((_, first, part),) = workers.seen
-            ((second, whole),) = workers.decoded
-            assert whole == body | {"seed": 4, "stop": ["x"], "logprobs": None} | HANDED
-            assert part["kv_transfer_params"]["do_remote_decode"] and part["max_tokens"] == 1
-            assert part.keys() == (body.keys() - {"max_completion_tokens"}) | {"max_tokens", "kv_transfer_params"}
-            for request in (first, second):
-                assert (request.url.path, request.headers["x-request-id"]) == (path, "abc")
-                assert request.headers["traceparent"] == "00-1-2-03"
-            metrics = (await client.get("/metrics")).text
-            assert counted(metrics, "bubble")
-            assert 'weft_answer_begin_seconds_count{prefill="bubble"} 1.0' in metrics
-
-    run(scenario())
+async def test_a_worker_computes_the_prompt_and_the_decode_server_the_answer(path, body):
+    workers = FakeWorkers(1)
+    async with controller(workers, decode_url=DECODE) as client:
+        sent = {"X-Request-Id": "abc", "traceparent": "00-1-2-03"}
+        answer = await client.post(path, json=body | {"seed": 4, "stop": ["x"], "logprobs": None}, headers=sent)
+        assert answer.status_code == 200
+        assert answer.json() == {"choices": [{"text": "hi", "finish_reason": "stop"}]}
+        assert (answer.headers["x-server"], answer.headers["x-weft-worker"]) == ("stock", "0")
+        assert answer.headers["x-request-id"] == "abc"
+        ((_, first, part),) = workers.seen
+        ((second, whole),) = workers.decoded
+        assert whole == body | {"seed": 4, "stop": ["x"], "logprobs": None} | HANDED
+        assert part["kv_transfer_params"]["do_remote_decode"] and part["max_tokens"] == 1
+        assert part.keys() == (body.keys() - {"max_completion_tokens"}) | {"max_tokens", "kv_transfer_params"}
+        for request in (first, second):
+            assert (request.url.path, request.headers["x-request-id"]) == (path, "abc")
+            assert request.headers["traceparent"] == "00-1-2-03"
+        metrics = (await client.get("/metrics")).text
+        assert counted(metrics, "bubble")
+        assert 'weft_answer_begin_seconds_count{prefill="bubble"} 1.0' in metrics
 
 
 @pytest.mark.parametrize(
@@ -70,16 +66,13 @@ def test_a_worker_computes_the_prompt_and_the_decode_server_the_answer(path, bod
         {"prompt": None, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     ],
 )
-def test_what_one_cache_cannot_serve_goes_to_the_decode_server_unchanged(field):
-    async def scenario():
-        workers = FakeWorkers(1)
-        async with controller(workers, decode_url=DECODE) as client:
-            answer = await client.post(PATH, json=WHOLE | field)
-            assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, "request")
-            assert not workers.seen and workers.decoded[0][1] == WHOLE | field
-            assert counted((await client.get("/metrics")).text, "decode", "request")
-
-    run(scenario())
+async def test_what_one_cache_cannot_serve_goes_to_the_decode_server_unchanged(field):
+    workers = FakeWorkers(1)
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post(PATH, json=WHOLE | field)
+        assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, "request")
+        assert not workers.seen and workers.decoded[0][1] == WHOLE | field
+        assert counted((await client.get("/metrics")).text, "decode", "request")
 
 
 @pytest.mark.parametrize(
@@ -94,42 +87,36 @@ def test_what_one_cache_cannot_serve_goes_to_the_decode_server_unchanged(field):
         ("slow", "late"),
     ],
 )
-def test_users_never_wait_for_training(case, reason):
-    async def scenario():
-        workers = FakeWorkers(1)
-        bubbles = {"no trainer": (), "far": ((5.0, 9.0),)}.get(case, ((0.0, 10.0),))
-        async with controller(workers, [FakeBoard(bubbles)], decode_url=DECODE, deadline_s=0.5) as client:
-            workers.fault = {"w0": case}
-            async with asyncio.timeout(0.9):
-                answer = await client.post(PATH, json=WHOLE)
-            assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, reason)
-            assert workers.decoded[0][1] == WHOLE
-            assert not client.fleet.workers[0].tickets
-            metrics = (await client.get("/metrics")).text
-            assert counted(metrics, "decode", reason) and "weft_prefill_refusals_total{" not in metrics
-            assert (workers.cancelled == ["w0"]) == (case == "slow")
-
-    run(scenario())
+async def test_users_never_wait_for_training(case, reason):
+    workers = FakeWorkers(1)
+    bubbles = {"no trainer": (), "far": ((5.0, 9.0),)}.get(case, ((0.0, 10.0),))
+    async with controller(workers, [FakeBoard(bubbles)], decode_url=DECODE, deadline_s=0.5) as client:
+        workers.fault = {"w0": case}
+        async with asyncio.timeout(0.9):
+            answer = await client.post(PATH, json=WHOLE)
+        assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, reason)
+        assert workers.decoded[0][1] == WHOLE
+        assert not client.fleet.workers[0].tickets
+        metrics = (await client.get("/metrics")).text
+        assert counted(metrics, "decode", reason) and "weft_prefill_refusals_total{" not in metrics
+        assert (workers.cancelled == ["w0"]) == (case == "slow")
 
 
 @pytest.mark.parametrize("decode_url", ["", DECODE])
 @pytest.mark.parametrize("key", ["", "outer"])
-def test_other_models_are_answered_by_their_servers_which_get_no_key_of_ours(decode_url, key):
-    async def scenario():
-        workers, others = FakeWorkers(1), [OtherModelConfig(name="other", url="http://other/")]
-        async with controller(workers, decode_url=decode_url, models=others, keys={"other": key}) as client:
-            answer = await client.post(PATH, json=WHOLE | {"model": "other"}, headers={"Authorization": "Bearer mine"})
-            assert answer.json() == {"model": "other"} and not workers.seen
-            ((request, body),) = workers.decoded
-            assert body == WHOLE | {"model": "other"}
-            assert request.headers.get("authorization") == (f"Bearer {key}" if key else None)
-            listed = (await client.get("/v1/models")).json()["data"]
-            assert [model["id"] for model in listed] == ["tiny", "other"]
-            workers.fault = {"other": "dead"}
-            assert (await client.post(PATH, json=WHOLE | {"model": "other"})).status_code == 503
-            assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["tiny"]
-
-    run(scenario())
+async def test_other_models_are_answered_by_their_servers_which_get_no_key_of_ours(decode_url, key):
+    workers, others = FakeWorkers(1), [OtherModelConfig(name="other", url="http://other/")]
+    async with controller(workers, decode_url=decode_url, models=others, keys={"other": key}) as client:
+        answer = await client.post(PATH, json=WHOLE | {"model": "other"}, headers={"Authorization": "Bearer mine"})
+        assert answer.json() == {"model": "other"} and not workers.seen
+        ((request, body),) = workers.decoded
+        assert body == WHOLE | {"model": "other"}
+        assert request.headers.get("authorization") == (f"Bearer {key}" if key else None)
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["tiny", "other"]
+        workers.fault = {"other": "dead"}
+        assert (await client.post(PATH, json=WHOLE | {"model": "other"})).status_code == 503
+        assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["tiny"]
 
 
 NAMES = ["prompt", "messages", "max_tokens", "n", "stream", "echo", "logprobs", "tools", "kv_transfer_params", "model"]
@@ -159,94 +146,73 @@ def test_whatever_a_client_sends_is_answered_or_refused_and_never_an_internal_er
             if answer.status_code != 200:
                 assert answer.json()["error"]["message"]
 
-    run(scenario())
+    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_decode_server_with_a_full_queue_names_the_seconds_until_a_retry(stream):
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.fault = {"decode": "full"}
-        async with controller(workers, decode_url=DECODE) as client:
-            answer = await client.post(PATH, json=WHOLE | {"stream": stream})
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-            assert answer.json()["error"]["message"] == "busy"
-
-    run(scenario())
+async def test_a_decode_server_with_a_full_queue_names_the_seconds_until_a_retry(stream):
+    workers = FakeWorkers(1)
+    workers.fault = {"decode": "full"}
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post(PATH, json=WHOLE | {"stream": stream})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert answer.json()["error"]["message"] == "busy"
 
 
 @pytest.mark.parametrize("fault", ["dead", "leaving"])
-def test_without_a_decode_server_one_is_asked_to_come_again(fault):
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.fault = {"decode": fault}
-        async with controller(workers, decode_url=DECODE) as client:
-            answer = await client.post(PATH, json=WHOLE)
-            assert answer.status_code == 503 and answer.headers["retry-after"]
-            assert "the decode server" in answer.json()["error"]["message"]
-            ready = await client.get("/ready")
-            assert ready.status_code == (503 if fault == "dead" else 200)
-            assert ready.json() == {"workers": 1, "up": 1, "serving": 1, "decode": int(fault != "dead")}
-            assert (await client.get("/health")).status_code == 200
-
-    run(scenario())
+async def test_without_a_decode_server_one_is_asked_to_come_again(fault):
+    workers = FakeWorkers(1)
+    workers.fault = {"decode": fault}
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post(PATH, json=WHOLE)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert "the decode server" in answer.json()["error"]["message"]
+        ready = await client.get("/ready")
+        assert ready.status_code == (503 if fault == "dead" else 200)
+        assert ready.json() == {"workers": 1, "up": 1, "serving": 1, "decode": int(fault != "dead")}
+        assert (await client.get("/health")).status_code == 200
 
 
-def test_without_training_it_is_ready():
-    async def scenario():
-        async with controller(FakeWorkers(1), [FakeBoard(())], decode_url=DECODE) as client:
-            ready = await client.get("/ready")
-            assert (ready.status_code, ready.json()["serving"]) == (200, 0)
-            assert (await client.get("/v1/models")).json() == {"data": [{"id": "tiny"}]}
-
-    run(scenario())
+async def test_without_training_it_is_ready():
+    async with controller(FakeWorkers(1), [FakeBoard(())], decode_url=DECODE) as client:
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()["serving"]) == (200, 0)
+        assert (await client.get("/v1/models")).json() == {"data": [{"id": "tiny"}]}
 
 
-def test_an_error_of_the_decode_server_is_the_callers():
-    async def scenario():
-        async with controller(FakeWorkers(1), decode_url=DECODE) as client:
-            answer = await client.post(PATH, json=WHOLE | {"temperature": -1})
-            assert (answer.status_code, answer.json()) == (400, {"error": {"message": "temperature"}})
-
-    run(scenario())
+async def test_an_error_of_the_decode_server_is_the_callers():
+    async with controller(FakeWorkers(1), decode_url=DECODE) as client:
+        answer = await client.post(PATH, json=WHOLE | {"temperature": -1})
+        assert (answer.status_code, answer.json()) == (400, {"error": {"message": "temperature"}})
 
 
 @pytest.mark.parametrize(
     ("field", "name"),
     [(HANDED, "kv_transfer_params"), ({"vllm_xargs": {"kv_transfer_params": "x"}}, "vllm_xargs")],
 )
-def test_caches_of_others_are_refused_with_field_and_remedy(field, name):
-    async def scenario():
-        workers = FakeWorkers(1)
-        async with controller(workers, decode_url=DECODE) as client:
-            answer = await client.post(PATH, json=WHOLE | field)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["param"]) == (400, name)
-            assert "leave it out" in error["message"] or "give it as a field" in error["message"]
-            assert not workers.seen and not workers.decoded
-
-    run(scenario())
+async def test_caches_of_others_are_refused_with_field_and_remedy(field, name):
+    workers = FakeWorkers(1)
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post(PATH, json=WHOLE | field)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name)
+        assert "leave it out" in error["message"] or "give it as a field" in error["message"]
+        assert not workers.seen and not workers.decoded
 
 
-def test_a_proxy_gets_prompts_from_the_same_address():
-    async def scenario():
-        workers = FakeWorkers(1)
-        async with controller(workers, decode_url=DECODE) as client:
-            answer = await client.post(PATH, json=WHOLE | REMOTE)
-            assert answer.json() == {"worker": "w0"} | HANDED
-            assert not workers.decoded
-
-    run(scenario())
+async def test_a_proxy_gets_prompts_from_the_same_address():
+    workers = FakeWorkers(1)
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post(PATH, json=WHOLE | REMOTE)
+        assert answer.json() == {"worker": "w0"} | HANDED
+        assert not workers.decoded
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("POST", "/v1/responses", 404), ("GET", PATH, 405)])
-def test_other_routes_are_refused_with_those_that_exist(method, path, status):
-    async def scenario():
-        async with controller(FakeWorkers(1), decode_url=DECODE) as client:
-            answer = await client.request(method, path)
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (status, status)
-            assert f"{method} {path}: not served here" in error["message"]
-            assert "POST /v1/chat/completions" in error["message"]
-
-    run(scenario())
+async def test_other_routes_are_refused_with_those_that_exist(method, path, status):
+    async with controller(FakeWorkers(1), decode_url=DECODE) as client:
+        answer = await client.request(method, path)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (status, status)
+        assert f"{method} {path}: not served here" in error["message"]
+        assert "POST /v1/chat/completions" in error["message"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inference.controller.fake_workers import DECODE, PATH, FakeWorkers, controller, run
+from tests.inference.controller.fake_workers import DECODE, PATH, FakeWorkers, controller
 from weft.inference.controller import clients as module
 from weft.inference.controller.clients import Client, Clients, Limits
 from weft.inference.requests import Refusal
@@ -96,62 +96,50 @@ def test_a_client_gets_its_rate_and_one_burst_and_a_retry_in_time_is_served(per_
             assert sum(served[:-1]) <= per_minute * (1 + clock_s / 60) * (1 + 1e-9)
 
 
-def test_requests_are_limited_by_key_until_their_answers_have_been_sent(clients_file):
+async def test_requests_are_limited_by_key_until_their_answers_have_been_sent(clients_file):
     path = clients_file("alice: {key: a, at_once: 1}\nbob: {key: b, requests_per_minute: 2}")
-
-    async def scenario():
-        workers = FakeWorkers(1)
-        async with controller(workers, clients=path, decode_url=DECODE) as client:
-            assert (await client.post(PATH, json=WHOLE)).status_code == 401
-            workers.gate.clear()
-            first = asyncio.create_task(client.post(PATH, json=WHOLE | {"stream": True}, headers=bearer("a")))
-            while not workers.decoded:
-                await asyncio.sleep(0.01)
-            second = await client.post(PATH, json=WHOLE, headers=bearer("a"))
-            assert (second.status_code, second.headers["retry-after"]) == (429, "1")
-            assert "alice: more than at_once=1" in second.json()["error"]["message"]
-            workers.gate.set()
-            assert (await first).status_code == 200
-            assert (await client.post(PATH, json=WHOLE, headers=bearer("a"))).status_code == 200
-            codes = [(await client.post(PATH, json=WHOLE, headers=bearer("b"))).status_code for _ in range(3)]
-            assert codes == [200, 200, 429]
-            metrics = (await client.get("/metrics", headers=bearer("b"))).text
-            assert 'weft_client_requests_total{client="bob"} 2.0' in metrics
-            assert 'weft_client_prompt_tokens_total{client="alice"} 6.0' in metrics
-            assert 'weft_prefill_refusals_total{status="429"} 2.0' in metrics
-
-    run(scenario())
+    workers = FakeWorkers(1)
+    async with controller(workers, clients=path, decode_url=DECODE) as client:
+        assert (await client.post(PATH, json=WHOLE)).status_code == 401
+        workers.gate.clear()
+        first = asyncio.create_task(client.post(PATH, json=WHOLE | {"stream": True}, headers=bearer("a")))
+        while not workers.decoded:
+            await asyncio.sleep(0.01)
+        second = await client.post(PATH, json=WHOLE, headers=bearer("a"))
+        assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+        assert "alice: more than at_once=1" in second.json()["error"]["message"]
+        workers.gate.set()
+        assert (await first).status_code == 200
+        assert (await client.post(PATH, json=WHOLE, headers=bearer("a"))).status_code == 200
+        codes = [(await client.post(PATH, json=WHOLE, headers=bearer("b"))).status_code for _ in range(3)]
+        assert codes == [200, 200, 429]
+        metrics = (await client.get("/metrics", headers=bearer("b"))).text
+        assert 'weft_client_requests_total{client="bob"} 2.0' in metrics
+        assert 'weft_client_prompt_tokens_total{client="alice"} 6.0' in metrics
+        assert 'weft_prefill_refusals_total{status="429"} 2.0' in metrics
 
 
-def test_what_has_no_known_prompt_counts_by_its_bytes(clients_file):
+async def test_what_has_no_known_prompt_counts_by_its_bytes(clients_file):
     path = clients_file("alice: {key: a, tokens_per_minute: 100}")
-
-    async def scenario():
-        async with controller(FakeWorkers(1), clients=path, decode_url=DECODE) as client:
-            body = WHOLE | {"prompt": {"unknown": "x" * 3000}}
-            codes = [(await client.post(PATH, json=body, headers=bearer("a"))).status_code for _ in range(2)]
-            assert codes == [200, 429]
-
-    run(scenario())
+    async with controller(FakeWorkers(1), clients=path, decode_url=DECODE) as client:
+        body = WHOLE | {"prompt": {"unknown": "x" * 3000}}
+        codes = [(await client.post(PATH, json=body, headers=bearer("a"))).status_code for _ in range(2)]
+        assert codes == [200, 429]
 
 
-def test_a_client_that_leaves_is_not_counted_any_more(clients_file):
+async def test_a_client_that_leaves_is_not_counted_any_more(clients_file):
     path = clients_file("alice: {key: a, at_once: 1}")
-
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.fault = {"w0": "slow"}
-        async with controller(workers, clients=path) as client:
-            prefill = WHOLE | {"max_tokens": 1}
-            lost = asyncio.create_task(client.post(PATH, json=prefill, headers=bearer("a")))
-            while not workers.seen:
-                await asyncio.sleep(0.01)
-            lost.cancel()
-            await asyncio.wait([lost])
-            workers.fault = {}
-            begun_s = time.monotonic()
-            while (await client.post(PATH, json=prefill, headers=bearer("a"))).status_code == 429:
-                assert time.monotonic() - begun_s < 5
-                await asyncio.sleep(0.01)
-
-    run(scenario())
+    workers = FakeWorkers(1)
+    workers.fault = {"w0": "slow"}
+    async with controller(workers, clients=path) as client:
+        prefill = WHOLE | {"max_tokens": 1}
+        lost = asyncio.create_task(client.post(PATH, json=prefill, headers=bearer("a")))
+        while not workers.seen:
+            await asyncio.sleep(0.01)
+        lost.cancel()
+        await asyncio.wait([lost])
+        workers.fault = {}
+        begun_s = time.monotonic()
+        while (await client.post(PATH, json=prefill, headers=bearer("a"))).status_code == 429:
+            assert time.monotonic() - begun_s < 5
+            await asyncio.sleep(0.01)

@@ -60,146 +60,117 @@ async def ask(port, *parts):
     return answer
 
 
-def run(scenario):
-    return asyncio.run(asyncio.wait_for(scenario, 30))
-
-
-def test_callers_that_never_finish_are_sent_away_and_others_are_served():
-    async def scenario():
-        async with server(FakeWorkers(1)) as (port, _):
-            half_head, half_body, whole, second = await asyncio.gather(
-                ask(port, HEAD[:20]),
-                ask(port, HEAD, PREFILL[:5]),
-                ask(port, HEAD, PREFILL),
-                ask(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", HEAD[:20]),
-            )
-            assert half_head == b""
-            assert half_body.startswith(b"HTTP/1.1 408")
-            assert whole.startswith(b"HTTP/1.1 200")
-            assert second.startswith(b"HTTP/1.1 200")
-
-    run(scenario())
+async def test_callers_that_never_finish_are_sent_away_and_others_are_served():
+    async with server(FakeWorkers(1)) as (port, _):
+        half_head, half_body, whole, second = await asyncio.gather(
+            ask(port, HEAD[:20]),
+            ask(port, HEAD, PREFILL[:5]),
+            ask(port, HEAD, PREFILL),
+            ask(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", HEAD[:20]),
+        )
+        assert half_head == b""
+        assert half_body.startswith(b"HTTP/1.1 408")
+        assert whole.startswith(b"HTTP/1.1 200")
+        assert second.startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("is_declared", [True, False])
-def test_a_client_that_sends_too_much_reads_why(is_declared):
+async def test_a_client_that_sends_too_much_reads_why(is_declared):
     """Over TCP, where closing a connection that still receives resets it."""
     body = b"x" * 30_000_000
     chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     encoding = b"Transfer-Encoding: chunked\r\n\r\n" + chunk
     length = b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-    async def scenario():
-        async with server(FakeWorkers(1), max_body_bytes=1000, receive_timeout_s=10.0) as (port, _):
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-            answer = await ask(port, head, length if is_declared else encoding)
-            assert answer.startswith(b"HTTP/1.1 413")
-
-    run(scenario())
+    async with server(FakeWorkers(1), max_body_bytes=1000, receive_timeout_s=10.0) as (port, _):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+        answer = await ask(port, head, length if is_declared else encoding)
+        assert answer.startswith(b"HTTP/1.1 413")
 
 
-def test_more_connections_than_allowed_get_an_error():
-    async def scenario():
-        async with server(FakeWorkers(1), max_connections=4, receive_timeout_s=2.0) as (port, _):
-            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-            assert (await ask(port, HEAD, PREFILL)).startswith(b"HTTP/1.1 503")
-            for _, writer in idle:
-                writer.close()
-
-    run(scenario())
-
-
-def test_the_work_of_a_caller_that_has_left_is_given_up():
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.fault = {"w0": "slow"}
-        async with server(workers) as (port, fleet):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(HEAD + PREFILL)
-            while not fleet.workers[0].tickets:
-                await asyncio.sleep(0.01)
+async def test_more_connections_than_allowed_get_an_error():
+    async with server(FakeWorkers(1), max_connections=4, receive_timeout_s=2.0) as (port, _):
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert (await ask(port, HEAD, PREFILL)).startswith(b"HTTP/1.1 503")
+        for _, writer in idle:
             writer.close()
-            async with asyncio.timeout(0.9):
-                while fleet.workers[0].tickets:
-                    await asyncio.sleep(0.01)
 
-    run(scenario())
+
+async def test_the_work_of_a_caller_that_has_left_is_given_up():
+    workers = FakeWorkers(1)
+    workers.fault = {"w0": "slow"}
+    async with server(workers) as (port, fleet):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + PREFILL)
+        while not fleet.workers[0].tickets:
+            await asyncio.sleep(0.01)
+        writer.close()
+        async with asyncio.timeout(0.9):
+            while fleet.workers[0].tickets:
+                await asyncio.sleep(0.01)
 
 
 STREAMED = json.dumps({"prompt": "hello", "stream": True}).encode()
 STREAM_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(STREAMED)
 
 
-def test_a_stream_begins_before_it_ends_and_keeps_its_headers():
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.gate.clear()
-        async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(STREAM_HEAD + STREAMED)
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            assert b"x-server: stock" in head and b"x-weft-worker: 0" in head
-            assert b"content-type: text/event-stream; charset=utf-8" in head
-            assert head.count(b"date:") == 1
-            workers.gate.set()
-            body = await reader.readuntil(b"[DONE]\n\n")
-            assert body.count(b"data: ") == 3
-            writer.close()
-
-    run(scenario())
+async def test_a_stream_begins_before_it_ends_and_keeps_its_headers():
+    workers = FakeWorkers(1)
+    workers.gate.clear()
+    async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM_HEAD + STREAMED)
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert b"x-server: stock" in head and b"x-weft-worker: 0" in head
+        assert b"content-type: text/event-stream; charset=utf-8" in head
+        assert head.count(b"date:") == 1
+        workers.gate.set()
+        body = await reader.readuntil(b"[DONE]\n\n")
+        assert body.count(b"data: ") == 3
+        writer.close()
 
 
 @pytest.mark.parametrize("fault", ["dying", "leaving"])
-def test_a_stream_that_breaks_off_ends_with_an_error(fault):
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.fault = {"decode": fault}
-        async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(STREAM_HEAD + STREAMED)
-            body = await reader.readuntil(b"[DONE]\n\n")
-            assert b'data: {"error": {"message": "the decode server ends, starts' in body
-            writer.close()
-
-    run(scenario())
+async def test_a_stream_that_breaks_off_ends_with_an_error(fault):
+    workers = FakeWorkers(1)
+    workers.fault = {"decode": fault}
+    async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM_HEAD + STREAMED)
+        body = await reader.readuntil(b"[DONE]\n\n")
+        assert b'data: {"error": {"message": "the decode server ends, starts' in body
+        writer.close()
 
 
 @pytest.mark.parametrize("where", ["worker", "decode", "stream"])
-def test_a_caller_that_leaves_ends_its_work_on_worker_and_decode_server(where):
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.fault = {"w0": "slow"} if where == "worker" else {}
-        workers.gate.clear()
-        async with server(workers, DECODE, receive_timeout_s=10.0, probe_s=60.0) as (port, fleet):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(STREAM_HEAD + STREAMED if where == "stream" else HEAD + PREFILL)
-            while not (fleet.workers[0].tickets if where == "worker" else workers.decoded):
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
-            assert not workers.cancelled
-            writer.close()
-            async with asyncio.timeout(0.9):
-                while not workers.cancelled:
-                    await asyncio.sleep(0.01)
-            assert workers.cancelled[0] == {"worker": "w0"}.get(where, where)
-            assert bool(workers.decoded) == (where != "worker")
-
-    run(scenario())
-
-
-def test_accepted_requests_are_answered_after_sigterm():
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.gate.clear()
-        async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(STREAM_HEAD + STREAMED)
-            await reader.readuntil(b"\r\n\r\n")
-            asyncio.get_running_loop().call_later(0.3, workers.gate.set)
-        assert (await reader.read()).count(b"data: ") == 3
+async def test_a_caller_that_leaves_ends_its_work_on_worker_and_decode_server(where):
+    workers = FakeWorkers(1)
+    workers.fault = {"w0": "slow"} if where == "worker" else {}
+    workers.gate.clear()
+    async with server(workers, DECODE, receive_timeout_s=10.0, probe_s=60.0) as (port, fleet):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM_HEAD + STREAMED if where == "stream" else HEAD + PREFILL)
+        while not (fleet.workers[0].tickets if where == "worker" else workers.decoded):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert not workers.cancelled
         writer.close()
+        async with asyncio.timeout(0.9):
+            while not workers.cancelled:
+                await asyncio.sleep(0.01)
+        assert workers.cancelled[0] == {"worker": "w0"}.get(where, where)
+        assert bool(workers.decoded) == (where != "worker")
 
-    run(scenario())
+
+async def test_accepted_requests_are_answered_after_sigterm():
+    workers = FakeWorkers(1)
+    workers.gate.clear()
+    async with server(workers, DECODE, receive_timeout_s=10.0) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STREAM_HEAD + STREAMED)
+        await reader.readuntil(b"\r\n\r\n")
+        asyncio.get_running_loop().call_later(0.3, workers.gate.set)
+    assert (await reader.read()).count(b"data: ") == 3
+    writer.close()
 
 
 def test_who_listens_to_others_needs_a_key(tmp_path):
@@ -237,22 +208,18 @@ def write_certificate(folder):
     return {"ssl_certfile": str(folder / "cert"), "ssl_keyfile": str(folder / "key")}
 
 
-def test_clients_with_the_certificate_are_served_by_https(tmp_path):
+async def test_clients_with_the_certificate_are_served_by_https(tmp_path):
     files = write_certificate(tmp_path)
     config = WeftConfig()
     config.inference.controller = ControllerConfig(**files)
     check_certificate(config)
     assert controller_url(config) == "https://127.0.0.1:8300"
-
-    async def scenario():
-        async with server(FakeWorkers(1), **files) as (port, _):
-            trust = ssl.create_default_context(cafile=files["ssl_certfile"])
-            async with httpx.AsyncClient(verify=trust) as client:
-                answer = await client.post(f"https://127.0.0.1:{port}/v1/completions", content=PREFILL)
-                assert answer.status_code == 200
-            assert not await ask(port, HEAD + PREFILL), "plain HTTP gets no answer"
-
-    run(scenario())
+    async with server(FakeWorkers(1), **files) as (port, _):
+        trust = ssl.create_default_context(cafile=files["ssl_certfile"])
+        async with httpx.AsyncClient(verify=trust) as client:
+            answer = await client.post(f"https://127.0.0.1:{port}/v1/completions", content=PREFILL)
+            assert answer.status_code == 200
+        assert not await ask(port, HEAD + PREFILL), "plain HTTP gets no answer"
 
 
 @pytest.mark.parametrize("broken", ["ssl_certfile", "ssl_keyfile", "no certificate"])

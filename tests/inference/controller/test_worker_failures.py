@@ -10,180 +10,144 @@ from tests.inference.controller.fake_workers import (
     FakeBoard,
     FakeWorkers,
     controller,
-    run,
 )
 
 FAULTS = ["dead", "dying", "hung", "broken"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_when_a_worker_fails_another_takes_over(fault):
-    async def scenario():
-        workers = FakeWorkers(2)
-        # The second worker's bubble is later, so the first worker is the one that is asked first.
-        async with controller(workers, [FakeBoard(), FakeBoard(((5.0, 10.0),))]) as client:
-            workers.fault = {"w0": fault}
-            answers = [await client.post(PATH, json=PREFILL) for _ in range(4)]
-            assert [answer.json().get("worker") for answer in answers] == ["w1"] * 4
-            # One that answers with an error lives.
-            up = float(fault == "broken")
-            assert f'weft_prefill_worker_up{{worker="0"}} {up}' in (await client.get("/metrics")).text
-
-    run(scenario())
+async def test_when_a_worker_fails_another_takes_over(fault):
+    workers = FakeWorkers(2)
+    # The second worker's bubble is later, so the first worker is the one that is asked first.
+    async with controller(workers, [FakeBoard(), FakeBoard(((5.0, 10.0),))]) as client:
+        workers.fault = {"w0": fault}
+        answers = [await client.post(PATH, json=PREFILL) for _ in range(4)]
+        assert [answer.json().get("worker") for answer in answers] == ["w1"] * 4
+        # One that answers with an error lives.
+        up = float(fault == "broken")
+        assert f'weft_prefill_worker_up{{worker="0"}} {up}' in (await client.get("/metrics")).text
 
 
 @pytest.mark.parametrize("fault", ["dead", "hung"])
-def test_the_caller_gets_an_error_when_all_workers_fail(fault):
-    async def scenario():
-        workers = FakeWorkers(2)
-        async with controller(workers) as client:
-            workers.fault = {"w0": fault, "w1": fault}
+async def test_the_caller_gets_an_error_when_all_workers_fail(fault):
+    workers = FakeWorkers(2)
+    async with controller(workers) as client:
+        workers.fault = {"w0": fault, "w1": fault}
+        answer = await client.post(PATH, json=PREFILL)
+        if fault == "hung":  # it may have been the prompt's fault
+            assert answer.status_code == 502
+            assert "2 workers stopped answering while processing this prompt" in answer.json()["error"]["message"]
             answer = await client.post(PATH, json=PREFILL)
-            if fault == "hung":  # it may have been the prompt's fault
-                assert answer.status_code == 502
-                assert "2 workers stopped answering while processing this prompt" in answer.json()["error"]["message"]
-                answer = await client.post(PATH, json=PREFILL)
-            assert answer.status_code == 503
-            assert "no worker answers" in answer.json()["error"]["message"]
-            assert answer.headers["retry-after"]
-            ready = await client.get("/ready")
-            assert (ready.status_code, ready.json()) == (503, {"workers": 2, "up": 0, "serving": 0})
-            assert (await client.get("/health")).status_code == 200
-
-    run(scenario())
+        assert answer.status_code == 503
+        assert "no worker answers" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"]
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"workers": 2, "up": 0, "serving": 0})
+        assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(("fault", "status", "up"), [("broken", 500, 4), ("dying", 502, 2)])
-def test_a_prompt_that_breaks_workers_meets_two_of_them_only(fault, status, up):
-    async def scenario():
-        workers = FakeWorkers(4)
-        async with controller(workers) as client:
-            workers.fault = dict.fromkeys(workers.names, fault)
-            answer = await client.post(PATH, json=PREFILL)
-            assert answer.status_code == status
-            assert len(workers.seen) == len({name for name, *_ in workers.seen}) == 2
-            assert (await client.get("/ready")).json()["up"] == up
-            for name in workers.names:
-                if workers.fault[name] == fault:
-                    del workers.fault[name]
-            assert (await client.post(PATH, json=PREFILL)).status_code == 200
-
-    run(scenario())
+async def test_a_prompt_that_breaks_workers_meets_two_of_them_only(fault, status, up):
+    workers = FakeWorkers(4)
+    async with controller(workers) as client:
+        workers.fault = dict.fromkeys(workers.names, fault)
+        answer = await client.post(PATH, json=PREFILL)
+        assert answer.status_code == status
+        assert len(workers.seen) == len({name for name, *_ in workers.seen}) == 2
+        assert (await client.get("/ready")).json()["up"] == up
+        for name in workers.names:
+            if workers.fault[name] == fault:
+                del workers.fault[name]
+        assert (await client.post(PATH, json=PREFILL)).status_code == 200
 
 
-def test_a_slow_worker_keeps_its_prompts():
+async def test_a_slow_worker_keeps_its_prompts():
     """Later than expected by many times the slack, and still asked once only."""
-
-    async def scenario():
-        workers = FakeWorkers(2)
-        async with controller(workers, answer_slack_s=0.05, probe_s=0.05) as client:
-            workers.fault = dict.fromkeys(workers.names, "slow")
-            answers = await asyncio.gather(*(client.post(PATH, json=PREFILL) for _ in range(20)))
-            assert [answer.status_code for answer in answers] == [200] * 20
-            assert len(workers.seen) == 20
-            assert workers.asked < 100  # not by each of those that wait
-            assert (await client.get("/ready")).json() == {"workers": 2, "up": 2, "serving": 2}
-
-    run(scenario())
+    workers = FakeWorkers(2)
+    async with controller(workers, answer_slack_s=0.05, probe_s=0.05) as client:
+        workers.fault = dict.fromkeys(workers.names, "slow")
+        answers = await asyncio.gather(*(client.post(PATH, json=PREFILL) for _ in range(20)))
+        assert [answer.status_code for answer in answers] == [200] * 20
+        assert len(workers.seen) == 20
+        assert workers.asked < 100  # not by each of those that wait
+        assert (await client.get("/ready")).json() == {"workers": 2, "up": 2, "serving": 2}
 
 
 @pytest.mark.parametrize("fault", ["mute", "crossing"])
-def test_a_worker_that_does_not_say_how_it_is_counts_as_alive_for_a_while(fault):
-    async def scenario():
-        workers = FakeWorkers(1)
-        async with controller(workers, answer_slack_s=0.05, probe_s=0.05, silence_s=30.0) as client:
-            workers.fault = {"w0": fault}
-            answers = [await client.post(PATH, json=PREFILL) for _ in range(2)]
-            assert [answer.status_code for answer in answers] == [200, 200]
-            assert len(workers.seen) == 2
-
-    run(scenario())
+async def test_a_worker_that_does_not_say_how_it_is_counts_as_alive_for_a_while(fault):
+    workers = FakeWorkers(1)
+    async with controller(workers, answer_slack_s=0.05, probe_s=0.05, silence_s=30.0) as client:
+        workers.fault = {"w0": fault}
+        answers = [await client.post(PATH, json=PREFILL) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert len(workers.seen) == 2
 
 
-def test_a_prompt_that_is_never_answered_is_given_up():
-    async def scenario():
-        workers = FakeWorkers(1)
-        async with controller(workers, answer_slack_s=0.05, answer_timeout_s=0.2) as client:
-            workers.fault = {"w0": "slow"}
-            answer = await client.post(PATH, json=PREFILL)
-            assert answer.status_code == 504
-            assert not client.fleet.workers[0].tickets
-
-    run(scenario())
+async def test_a_prompt_that_is_never_answered_is_given_up():
+    workers = FakeWorkers(1)
+    async with controller(workers, answer_slack_s=0.05, answer_timeout_s=0.2) as client:
+        workers.fault = {"w0": "slow"}
+        answer = await client.post(PATH, json=PREFILL)
+        assert answer.status_code == 504
+        assert not client.fleet.workers[0].tickets
 
 
-def test_a_look_that_fails_is_not_the_last(monkeypatch):
+async def test_a_look_that_fails_is_not_the_last(monkeypatch):
     monkeypatch.setattr("weft.inference.controller.worker.QUIET_S", 0.0)
-
-    async def scenario():
-        workers, board = FakeWorkers(1), FakeBoard()
-        async with controller(workers, [board], probe_s=0.02) as client:
-            board.upcoming = None
-            await asyncio.sleep(0.1)
-            del board.upcoming
-            board.bubbles = ()
-            while (await client.get("/ready")).status_code != 503:
-                await asyncio.sleep(0.02)
-
-    run(scenario())
+    workers, board = FakeWorkers(1), FakeBoard()
+    async with controller(workers, [board], probe_s=0.02) as client:
+        board.upcoming = None
+        await asyncio.sleep(0.1)
+        del board.upcoming
+        board.bubbles = ()
+        while (await client.get("/ready")).status_code != 503:
+            await asyncio.sleep(0.02)
 
 
-def test_a_worker_that_comes_back_is_used_again():
-    async def scenario():
-        workers = FakeWorkers(1)
-        workers.fault = {"w0": "dead"}
-        async with controller(workers, probe_s=0.05) as client:
-            assert (await client.post(PATH, json=PREFILL)).status_code == 503
-            workers.fault.clear()
-            while (await client.get("/ready")).status_code == 503:
-                await asyncio.sleep(0.02)
-            assert (await client.post(PATH, json=PREFILL)).status_code == 200
-
-    run(scenario())
+async def test_a_worker_that_comes_back_is_used_again():
+    workers = FakeWorkers(1)
+    workers.fault = {"w0": "dead"}
+    async with controller(workers, probe_s=0.05) as client:
+        assert (await client.post(PATH, json=PREFILL)).status_code == 503
+        workers.fault.clear()
+        while (await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.02)
+        assert (await client.post(PATH, json=PREFILL)).status_code == 200
 
 
-def test_an_error_of_the_worker_about_the_request_is_the_callers():
-    async def scenario():
-        workers = FakeWorkers(2)
-        workers.fault = {"w0": "strict", "w1": "strict"}
-        async with controller(workers) as client:
-            answer = await client.post(PATH, json=PREFILL)
-            assert (answer.status_code, answer.json()) == (404, {"error": "no such model"})
-            metrics = (await client.get("/metrics")).text
-            assert "weft_prefill_ttft_seconds_count 0.0" in metrics
-            assert 'weft_prefill_refusals_total{status="404"} 1.0' in metrics
-            assert "weft_prefill_work_seconds_total{" not in metrics
-            assert client.fleet.workers[0].slowdown.factor(0.0) == 1.0
-        assert len(workers.seen) == 1
-
-    run(scenario())
+async def test_an_error_of_the_worker_about_the_request_is_the_callers():
+    workers = FakeWorkers(2)
+    workers.fault = {"w0": "strict", "w1": "strict"}
+    async with controller(workers) as client:
+        answer = await client.post(PATH, json=PREFILL)
+        assert (answer.status_code, answer.json()) == (404, {"error": "no such model"})
+        metrics = (await client.get("/metrics")).text
+        assert "weft_prefill_ttft_seconds_count 0.0" in metrics
+        assert 'weft_prefill_refusals_total{status="404"} 1.0' in metrics
+        assert "weft_prefill_work_seconds_total{" not in metrics
+        assert client.fleet.workers[0].slowdown.factor(0.0) == 1.0
+    assert len(workers.seen) == 1
 
 
 @pytest.mark.parametrize("fault", ["leaving", "full"])
-def test_a_prompt_that_a_worker_drops_is_moved_and_not_counted_as_answered(fault):
-    async def scenario():
-        workers = FakeWorkers(4)
-        boards = [FakeBoard()] * 3 + [FakeBoard([(5.0, 10.0)])]
-        async with controller(workers, boards) as client:
-            workers.fault = dict.fromkeys(workers.names[:3], fault)
-            answer = await client.post(PATH, json=PREFILL)  # more workers than a prompt may break
-            assert (answer.status_code, answer.json()["worker"]) == (200, "w3")
-            workers.fault["w3"] = fault
-            answer = await client.post(PATH, json=PREFILL)
-            assert answer.status_code == 503 and answer.headers["retry-after"]
-            assert "weft_prefill_ttft_seconds_count 1.0" in (await client.get("/metrics")).text
-
-    run(scenario())
+async def test_a_prompt_that_a_worker_drops_is_moved_and_not_counted_as_answered(fault):
+    workers = FakeWorkers(4)
+    boards = [FakeBoard()] * 3 + [FakeBoard([(5.0, 10.0)])]
+    async with controller(workers, boards) as client:
+        workers.fault = dict.fromkeys(workers.names[:3], fault)
+        answer = await client.post(PATH, json=PREFILL)  # more workers than a prompt may break
+        assert (answer.status_code, answer.json()["worker"]) == (200, "w3")
+        workers.fault["w3"] = fault
+        answer = await client.post(PATH, json=PREFILL)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert "weft_prefill_ttft_seconds_count 1.0" in (await client.get("/metrics")).text
 
 
-def test_a_slow_list_of_models_takes_no_worker_down():
-    async def scenario():
-        workers = FakeWorkers(2)
-        async with controller(workers) as client:
-            workers.fault = {"w0": "slow"}
-            assert (await client.get("/v1/models")).status_code == 200
-            workers.fault["w1"] = "slow"
-            assert (await client.get("/v1/models")).status_code == 503
-            assert (await client.get("/ready")).json()["up"] == 2
-
-    run(scenario())
+async def test_a_slow_list_of_models_takes_no_worker_down():
+    workers = FakeWorkers(2)
+    async with controller(workers) as client:
+        workers.fault = {"w0": "slow"}
+        assert (await client.get("/v1/models")).status_code == 200
+        workers.fault["w1"] = "slow"
+        assert (await client.get("/v1/models")).status_code == 503
+        assert (await client.get("/ready")).json()["up"] == 2
