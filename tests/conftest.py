@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 gc.disable()  # until all tests are collected: each search for garbage would look through what is there so far
-COROUTINE_LIMIT_S = 60.0
+COROUTINE_LIMIT_S = 120.0
 NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 # What runs of this user have measured (~/.cache/weft) decides no test; compiled code and models may be shared.

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from time import monotonic
 
 import psutil
@@ -100,25 +101,22 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def scenario(folder, play, **order):
-    """Play a scenario against a fresh agent."""
-
-    async def run():
-        bed = Bed(folder, **order)
-        await bed.open()
-        try:
-            bed.start()
-            await play(bed)
-        finally:
-            bed.agent.kill()
-            bed.agent.wait()
-            bed.agent.stdout.close()
-            await bed.server.close()
-            page = page_path(folder, bed.order.host)
-            for left in page.parent.glob(f"{page.name}*"):  # of an agent that had no time to clear up
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def started_agent(folder, **order):
+    """A fresh agent and its driver."""
+    bed = Bed(folder, **order)
+    await bed.open()
+    try:
+        bed.start()
+        yield bed
+    finally:
+        bed.agent.kill()
+        bed.agent.wait()
+        bed.agent.stdout.close()
+        await bed.server.close()
+        page = page_path(folder, bed.order.host)
+        for left in page.parent.glob(f"{page.name}*"):  # of an agent that had no time to clear up
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 HOLD = "import sys, time, weft.conf.host.run_lock as r, pathlib as p; r.RunLock(p.Path(sys.argv[1])); time.sleep(99)"

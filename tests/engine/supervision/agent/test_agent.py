@@ -11,14 +11,14 @@ import msgspec
 import psutil
 import pytest
 
-from tests.engine.supervision.agent.agent_bed import LIMIT_S, NOTHING_YET, TARGET, gone, scenario, until
+from tests.engine.supervision.agent.agent_bed import LIMIT_S, NOTHING_YET, TARGET, gone, started_agent, until
 from weft.engine.supervision.progress_page import Ownership, make_page, page_path
 
 """The driver's answer to an agent that has connected, and whose ranks are not needed yet."""
 
 
-def test_ranks_get_their_environment_and_their_ends_are_reported(tmp_path):
-    async def play(bed):
+async def test_ranks_get_their_environment_and_their_ends_are_reported(tmp_path):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [4, 5, 6], "exit0", "5:exit7", "6:raise")
         await until(lambda: bed.codes(1) == {4: 0, 5: 7, 6: 1})
         facts = bed.facts(1, 5)
@@ -46,14 +46,12 @@ def test_ranks_get_their_environment_and_their_ends_are_reported(tmp_path):
         assert sorted(log.read_text().splitlines()) == ["and says so", "rank 4 does exit0"]
         assert bed.agent.returncode == 0 and not page_path(tmp_path, "here").exists()
 
-    scenario(tmp_path, play)
-
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_an_agent_that_has_been_replaced_leaves_its_successor_what_is_in_memory(tmp_path, replaced):
+async def test_an_agent_that_has_been_replaced_leaves_its_successor_what_is_in_memory(tmp_path, replaced):
     """As after a cut in which the driver has given it up, and started another on the same host."""
 
-    async def play(bed):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [4], "exit0")
         await until(lambda: bed.codes(1) == {4: 0})
         page = page_path(tmp_path, bed.order.host)
@@ -63,30 +61,27 @@ def test_an_agent_that_has_been_replaced_leaves_its_successor_what_is_in_memory(
         await until(lambda: bed.agent.poll() is not None)
         assert page.exists() == memory.exists() == replaced
 
-    scenario(tmp_path, play)
 
-
-def test_an_agent_that_is_not_wanted_touches_nothing_of_its_host(tmp_path):
+async def test_an_agent_that_is_not_wanted_touches_nothing_of_its_host(tmp_path):
     """As one that was started while the way to its host was cut, where the host's own is heard again first."""
     page = page_path(tmp_path, "here")
     make_page(page, 3)
     before = page.stat().st_ino
 
-    async def play(bed):
+    async with started_agent(tmp_path, answer={"end": True, "replaced": True}, preload=["nowhere"]) as bed:
         printed, _ = await asyncio.to_thread(bed.agent.communicate)
         assert bed.agent.returncode == 0 and not printed and not bed.reports
         assert page.stat().st_ino == before and list(page.parent.glob(f"{page.name}*")) == [page]
 
-    scenario(tmp_path, play, answer={"end": True, "replaced": True}, preload=["nowhere"])
-
 
 @pytest.mark.parametrize(("dies", "yields_s"), [(False, 0.3), (True, 10 * LIMIT_S)])
-def test_an_agent_lets_one_that_is_alive_come_back_first(tmp_path, dies, yields_s):
+async def test_an_agent_lets_one_that_is_alive_come_back_first(tmp_path, dies, yields_s):
     page = page_path(tmp_path, "here")
     make_page(page, 3)
     other = Ownership(page)
 
-    async def play(bed):
+    before = page.stat().st_ino
+    async with started_agent(tmp_path, answer=None, yields_s=yields_s) as bed:
         await until(lambda: bed.server.connected)
         if dies:
             await asyncio.sleep(0.5)
@@ -98,20 +93,15 @@ def test_an_agent_lets_one_that_is_alive_come_back_first(tmp_path, dies, yields_
         await until(lambda: bed.reports[-1]["ready"])
         assert page.stat().st_ino != before
 
-    before = page.stat().st_ino
-    scenario(tmp_path, play, answer=None, yields_s=yields_s)
 
-
-def test_an_agent_says_when_ranks_can_start(tmp_path):
-    async def play(bed):
+async def test_an_agent_says_when_ranks_can_start(tmp_path):
+    async with started_agent(tmp_path, preload=["torch"]) as bed:
         await until(lambda: bed.reports and bed.reports[-1]["ready"])
         assert not bed.reports[0]["ready"]
 
-    scenario(tmp_path, play, preload=["torch"])
 
-
-def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_path):
-    async def play(bed):
+async def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_path):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0, 1], "wait")
         await until(lambda: bed.written(1, 0, 1))
         pids = [bed.facts(1, rank)["pid"] for rank in (0, 1)]
@@ -127,11 +117,9 @@ def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_path):
         await until(lambda: bed.codes(2) == {7: None})
         assert bed.facts(2, 7)["LOCAL_RANK"] == "0"
 
-    scenario(tmp_path, play)
 
-
-def test_the_same_order_twice_starts_nothing_twice(tmp_path):
-    async def play(bed):
+async def test_the_same_order_twice_starts_nothing_twice(tmp_path):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0], "wait")
         await until(lambda: bed.written(1, 0))
         pid = bed.facts(1, 0)["pid"]
@@ -143,11 +131,9 @@ def test_the_same_order_twice_starts_nothing_twice(tmp_path):
         await until(lambda: len(bed.reports) > seen + 3)
         assert not bed.written(1, 0) and bed.codes(1) == {0: -signal.SIGKILL}
 
-    scenario(tmp_path, play)
 
-
-def test_survivors_keep_their_process_and_the_others_are_new(tmp_path):
-    async def play(bed):
+async def test_survivors_keep_their_process_and_the_others_are_new(tmp_path):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0, 1, 2], "wait", "0:park", "1:park")
         await until(lambda: bed.written(1, 0, 1, 2))
         bed.want(1, [0, 1, 2], run=False, drop=[1])
@@ -160,22 +146,18 @@ def test_survivors_keep_their_process_and_the_others_are_new(tmp_path):
         bed.want(2, [0, 1], run=False)
         await until(lambda: bed.codes(2) == {0: -signal.SIGTERM, 1: -signal.SIGTERM})
 
-    scenario(tmp_path, play)
 
-
-def test_an_exit_code_of_0_in_the_middle_of_training_is_no_success(tmp_path):
-    async def play(bed):
+async def test_an_exit_code_of_0_in_the_middle_of_training_is_no_success(tmp_path):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0, 1], "early", "1:exit0")
         await until(lambda: bed.codes(1) == {0: 1, 1: 0})
         (end,) = bed.reports[-1]["ends"].values()
         assert end["kind"] == "other" and "exit code 0 in step 18" in end["message"]
 
-    scenario(tmp_path, play)
-
 
 @pytest.mark.parametrize("by", ["driver", "signal"])
-def test_ranks_that_are_asked_to_stop_have_the_time_to_save(tmp_path, by):
-    async def play(bed):
+async def test_ranks_that_are_asked_to_stop_have_the_time_to_save(tmp_path, by):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0, 1], "save")
         await until(lambda: (tmp_path / "0.ready").exists() and (tmp_path / "1.ready").exists())
         if by == "driver":
@@ -186,13 +168,11 @@ def test_ranks_that_are_asked_to_stop_have_the_time_to_save(tmp_path, by):
         assert {end["kind"] for end in bed.reports[-1]["ends"].values()} == {"stopped"}
         assert bed.reports[-1]["leaving"] == (by == "signal")
 
-    scenario(tmp_path, play)
 
-
-def test_an_agent_that_takes_the_host_of_a_stopped_one_ends_it_and_its_ranks(tmp_path):
+async def test_an_agent_that_takes_the_host_of_a_stopped_one_ends_it_and_its_ranks(tmp_path):
     """They would hold the run's folder against the ranks of the next attempt."""
 
-    async def play(bed):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0, 1], "wait")
         await until(lambda: bed.written(1, 0, 1))
         stopped = bed.agent
@@ -205,22 +185,18 @@ def test_an_agent_that_takes_the_host_of_a_stopped_one_ends_it_and_its_ranks(tmp
         bed.want(2, [0, 1], "wait")
         await until(lambda: bed.written(2, 0, 1))
 
-    scenario(tmp_path, play)
 
-
-def test_a_stopped_forkserver_goes_on(tmp_path):
-    async def play(bed):
+async def test_a_stopped_forkserver_goes_on(tmp_path):
+    async with started_agent(tmp_path) as bed:
         await until(lambda: bed.reports)
         (forkserver,) = psutil.Process(bed.agent.pid).children()
         forkserver.suspend()
         bed.want(1, [0], "wait")
         await until(lambda: bed.written(1, 0))
 
-    scenario(tmp_path, play)
 
-
-def test_ranks_start_though_somebody_has_removed_the_folder_in_shared_memory(tmp_path):
-    async def play(bed):
+async def test_ranks_start_though_somebody_has_removed_the_folder_in_shared_memory(tmp_path):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0], "wait")
         await until(lambda: bed.written(1, 0))
         page = page_path(tmp_path, "here")
@@ -230,19 +206,15 @@ def test_ranks_start_though_somebody_has_removed_the_folder_in_shared_memory(tmp
         await until(lambda: bed.codes(2) == {0: 1})
         assert page.exists()
 
-    scenario(tmp_path, play)
 
-
-def test_a_file_system_that_hangs_does_not_hold_up_the_heartbeat(tmp_path):
+async def test_a_file_system_that_hangs_does_not_hold_up_the_heartbeat(tmp_path):
     """Opening a pipe without a reader blocks, as opening a file does while storage is away."""
     log = tmp_path / "supervisor" / "logs" / "attempt1" / "rank0.log"
     log.parent.mkdir(parents=True)
     os.mkfifo(log)
 
-    async def play(bed):
+    async with started_agent(tmp_path) as bed:
         bed.want(1, [0], "wait")
         await until(lambda: bed.written(1, 0))
         before = len(bed.reports)
         await until(lambda: len(bed.reports) > before + 3)
-
-    scenario(tmp_path, play)
