@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -28,7 +30,9 @@ from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.layout import boards_folder
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.command import cost_file, stage_file, workers_of
+from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 from weft.recipes.serving.checks import model_bytes
+from weft.recipes.serving.scoring import Scorer, likelihoods_of, with_weights
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.ranks import run_ranks
 
@@ -36,7 +40,9 @@ NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = (0, 3)
 """Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end. A worker of two
 stages spans them, one of four stages all ranks."""
-LONGEST_PROMPT = 2048
+LONGEST_PROMPT, LONGEST_DOCUMENT = 2048, 512
+AGAIN = "again"
+"""Folder of a copy of the workers' weights."""
 STATED = re.compile(r"stage (\d+) of \d+: (\d+) bytes of weights, (\d+) bytes of KV cache")
 """The memory that a stage logs."""
 RUN_S = 1800.0
@@ -57,18 +63,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--real", action="store_true", help="real compute on shared cores, instead of emulated on one")
     parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
+    parser.add_argument(
+        "--evaluate", type=int, metavar="DOCUMENTS", help="instead load weights and score documents in each round"
+    )
     parser.add_argument("--stalls", type=int, metavar="ROUNDS", help="instead stop a worker under bursts")
     args = parse(parser, argv)
-    if args.trace is None and args.stalls is None:
+    if args.trace is None and args.stalls is None and args.evaluate is None:
         raise ValueError("--trace: no trace is given; name the CSV of an Azure LLM inference trace")
-    if args.stalls is not None and args.stalls < 1:
-        raise ValueError(f"--stalls={args.stalls}: give a number of rounds above 0")
+    for name, number in (("stalls", args.stalls), ("evaluate", args.evaluate)):
+        if number is not None and number < 1:
+            raise ValueError(f"--{name}={number}: give a number above 0")
+    if args.evaluate and args.stages > 1:
+        raise ValueError(f"--stages={args.stages}: workers of several stages score no documents; use --stages 1")
     if args.stalls is not None:
         with tempfile.TemporaryDirectory(prefix="weft-stalls-") as folder:
             bench = _Bench(args, Path(folder))
             write_model(bench.folder / "model")
             return measure_stalls(args, bench.config, bench.folder)
-    trace = read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=args.rounds * args.window)
+    over_s = args.rounds * args.window
+    trace = [] if args.evaluate else read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=over_s)
     with tempfile.TemporaryDirectory(prefix="weft-bubbles-") as folder:
         return _Bench(args, Path(folder)).run(trace)
 
@@ -99,6 +112,9 @@ class _Bench:
 
     def run(self, trace: Sequence[Request]) -> int:
         write_model(self.folder / "model")
+        if self.args.evaluate:
+            shutil.copytree(self.folder / "model", self.folder / AGAIN)
+            os.environ[FOLDER_VARIABLE] = self.config.inference.prefill.model
         serving = weft_server(self.config, "serve", "--trace", str(self.folder), key=self.key)
         with self._bed() as bed, serving as serve:
             until_ready(self.urls, serve)
@@ -163,6 +179,8 @@ class _Bench:
                 ranks.result()
             time.sleep(0.1)
         with self._window("warm"):
+            if self.args.evaluate:
+                self._score(1)
             replay(trace[: len(trace) // 8], self.urls, key=self.key, seed=10**6)
         each = -(-len(trace) // self.args.rounds)
         for part in range(self.args.rounds):
@@ -170,9 +188,27 @@ class _Bench:
             with self._window("off"):
                 time.sleep(self.args.window)
             with self._window("on"):
+                if self.args.evaluate:
+                    self._score(part)
+                    continue
                 shifted = [Request(r.after_s - requests[0].after_s, r.tokens) for r in requests]
                 self.asked.append((shifted, 1000 * part))
                 self.answers += replay(shifted, self.urls, key=self.key, seed=1000 * part)
+
+    def _score(self, number: int) -> None:
+        """Load weights into all workers, as after a checkpoint, and let them score documents of all lengths."""
+        scorers = [Scorer(url, self.key, self.config.inference.prefill.model) for url in self.urls]
+        draw, begin_s = random.Random(number), time.monotonic()
+        prompts = [
+            [draw.randrange(256) for _ in range(draw.randint(2, LONGEST_DOCUMENT))] for _ in range(self.args.evaluate)
+        ]
+        ready = with_weights(scorers, AGAIN if number % 2 else "model")
+        loaded_s = time.monotonic() - begin_s
+        found = likelihoods_of(ready, prompts)
+        print(
+            f"{len(found)} documents of {sum(map(len, prompts))} tokens scored by {len(ready)} workers in "
+            f"{time.monotonic() - begin_s:.1f} s, of which weights {loaded_s:.1f} s"
+        )
 
     @contextlib.contextmanager
     def _window(self, name: str) -> Iterator[None]:

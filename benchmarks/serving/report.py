@@ -79,10 +79,10 @@ def report_serving(found: Findings) -> dict[str, object]:
     late = [record["late_s"] for record in records]
     good = sorted(answer.ttft_s for answer in found.answers if answer.status == 200)
     split = _bubbles_per_request(records)
-    print(
-        f"{len(good)} of {len(found.answers)} requests answered; TTFT p50 {_at(good, 0.5):.2f} s, "
-        f"p90 {_at(good, 0.9):.2f} s; bubbles per prompt: median {median(split):g}, most {max(split)}"
-    )
+    print(f"bubbles per prompt: median {median(split):g}, most {max(split)}")
+    if found.answers:
+        times = f"TTFT p50 {_at(good, 0.5):.2f} s, p90 {_at(good, 0.9):.2f} s"
+        print(f"{len(good)} of {len(found.answers)} requests answered; {times}")
     return figures | {"late_s": late, "ttft_s": good, "bubbles_per_prompt": split}
 
 
