@@ -56,6 +56,8 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
         # Files of the user may have changed since they were composed.
         composed = _composed.__wrapped__ if is_users_file or any(_SEARCH in choice for choice in chosen) else _composed
         tree = copy.deepcopy(composed(*chosen))
+        if not tree.model.path and any(each.key_or_group == "model.path" and each.value() for each in settings):
+            OmegaConf.update(tree, "model.overrides", {}, merge=False)  # they describe the recipe's new model
         ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), tree)
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException) as error:

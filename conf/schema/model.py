@@ -93,7 +93,8 @@ class ModelConfig:
     arch: str = "llama"
     """`model_type` of a new model, as in a Hugging Face config.json."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Hugging Face config fields to override, for new and loaded models."""
+    """Hugging Face config fields to override, for new and loaded models. With `path` on the command line, a recipe's
+    that describe a new model are left out."""
     parallel_block: bool = False
     """Compute attention and MLP of each layer from the same input (MegaScale 3.1); a new model of an `arch` that does
     so, such as cohere2 or gpt_neox. false leaves it to the `arch`."""

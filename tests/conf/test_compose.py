@@ -55,6 +55,16 @@ def test_every_group_has_options():
     assert {path.name for path in FOLDER.iterdir() if path.is_dir()} >= {"recipe", *groups()}
 
 
+@pytest.mark.parametrize("new", [["recipe=pretrain"], ["recipe=quickstart"], ["model=tiny_llama"]])
+def test_the_form_of_a_recipes_new_model_is_not_that_of_a_given_one(new, tmp_path):
+    assert compose(new).model.overrides.keys() > {"hidden_size"}
+    given = compose([*new, "model.path=a/b", "model.overrides.rope_theta=2"])
+    assert given.model.overrides == {"rope_theta": 2}
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "a/b", "overrides": {"rope_theta": 2}}}))
+    assert compose([f"recipe={file}", "model.path=c/d"]).model.overrides == {"rope_theta": 2}
+
+
 def test_nothing_departs_by_default():
     assert compose() == WeftConfig()
 
