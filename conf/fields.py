@@ -42,6 +42,8 @@ ELSEWHERE = {
     "num_microbatches": "pipeline.microbatches",
     "pipeline_parallel_size": "pipeline.stages",
     "num_stages": "pipeline.stages",
+    "gradient_checkpointing": "pipeline.recompute",
+    "activation_checkpointing": "pipeline.recompute",
     "tensor_parallel_size": "parallel.tensor",
     "context_parallel_size": "parallel.context",
     "expert_parallel_size": "parallel.expert",
