@@ -22,9 +22,10 @@ from weft.pipeline.action import Action
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 
-NUM_RANKS, STEPS, TIMEOUT_S = 2, 3, 200
-FLOPS_PER_S = 2e9
-"""Speed of the emulated ranks: an action takes a tenth of a second, of which the CPU computes a few hundredths."""
+NUM_RANKS, STEPS, TIMEOUT_S = 2, 3, 400
+FLOPS_PER_S = 5e8
+"""Speed of the emulated ranks: an action takes about half a second, of which the CPU computes a few hundredths, or
+tenths if it is busy."""
 COMMON = (
     "pipeline.stages=2",
     "pipeline.schedule=auto",
