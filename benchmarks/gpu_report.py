@@ -76,12 +76,20 @@ def items(out: Path) -> tuple[Item, ...]:
         return run(name, shows, 1, "pipeline.stages=1", *overrides, *heads, *batch, *more, limit_s=100.0)
 
     def bench(
-        name: str, shows: str, *more: str, on: tuple[str, ...] = (), num_gpus: int = 0, limit_s: float = 60.0
+        name: str,
+        shows: str,
+        *more: str,
+        on: tuple[str, ...] = (),
+        part: str = "",
+        num_gpus: int = 0,
+        limit_s: float = 60.0,
     ) -> Item:
-        return Item(
-            name, shows, (*on, *BENCHMARKS, name, *more, "--json", str(out / f"{name}.json")), num_gpus, limit_s
-        )
+        parts = ("--parts", part) if part else ()
+        command = (*on, *BENCHMARKS, name, *parts, *more, "--json", str(out / f"{part or name}.json"))
+        return Item(part or name, shows, command, num_gpus, limit_s)
 
+    of_block = "a block of a Llama-8B at 4k and 8k tokens: MFU by kernels and attention"
+    of_kernels = "its kernels and its loss, compared with torch.compile and Liger"
     cache = str(out / "cache")
     profile = ("profile", *LLAMA_7B, "--seconds", "30", "--out", str(out / "profile.yaml"), f"data.cache_dir={cache}")
     on_two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -91,9 +99,11 @@ def items(out: Path) -> tuple[Item, ...]:
     return (
         Item("machine", "GPUs and drivers", ("nvidia-smi",), 0, 10.0),
         Item("tests", "every test that needs a GPU", ("-m", "pytest", "-v", "-m", "gpu", *tests), 0, 150.0),
+        bench("block", of_block, "--seconds", "140", part="block", num_gpus=1, limit_s=180.0),
         bench("device", "memory against the plan, host waits and host time of steps", num_gpus=1, limit_s=90.0),
         model("llama-1b", "a Llama-1B on one GPU: step time, MFU, peak memory", *LLAMA_1B),
         model("llama-8b-blocks", "blocks of a Llama-8B on one GPU: step time, MFU, peak memory", *LLAMA_8B_BLOCKS),
+        bench("block", of_kernels, "--seconds", "60", part="kernels", num_gpus=1, limit_s=90.0),
         run("two", "a pipeline over NCCL", 2, "pipeline.stages=2"),
         run("replicas", "ZeRO over NCCL", 2, "pipeline.stages=1", "zero.stage=3"),
         Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile), 1, 100.0),

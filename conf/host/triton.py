@@ -9,6 +9,11 @@ PACKAGES = {"triton": "triton", "liger_kernel": "liger-kernel"}
 """Packages that fused kernels need, by module."""
 
 
+def is_interpreted() -> bool:
+    """True if Triton interprets kernels instead of compiling them, on any device."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def kernel_obstacle(on_gpu: bool) -> str:
     """Return why fused kernels do not run on this host, with the remedy, or an empty string if they do.
 
@@ -18,6 +23,6 @@ def kernel_obstacle(on_gpu: bool) -> str:
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
         return f"{' and '.join(missing)} not installed; pip install {' '.join(missing)}, or set it to none"
-    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if not on_gpu and not is_interpreted():
         return "Triton has no CPU backend; train on GPUs, or set it to none (or, for tests, TRITON_INTERPRET=1)"
     return ""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from weft.conf.host.triton import kernel_obstacle
+from weft.conf.host.triton import is_interpreted, kernel_obstacle
 from weft.engine.models.seeding import seeded
 
 ROTARY = "apply_rotary_pos_emb"
@@ -53,7 +53,7 @@ def fuse(model: PreTrainedModel, device: torch.device) -> Counter[str]:
     """
     if obstacle := kernel_obstacle(device.type != "cpu"):
         raise ValueError(f"model.kernels=fused: {obstacle}")
-    if device.type == "cpu":
+    if is_interpreted():
         from weft.engine.models.interpreter import complete_interpreter
 
         complete_interpreter()
@@ -160,12 +160,13 @@ def _gated_mlp(module: nn.Module) -> Kernel | None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if packed else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(_product(activation, gate, up))
+        return self.down_proj(gated_product(activation, gate, up))
 
     return Kernel({"silu": "SwiGLU", "gelu": "GeGLU"}[activation], forward)
 
 
-def _product(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+def gated_product(activation: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Return ``activation(gate) * up`` by a fused kernel, for "silu" or "gelu", of which tensors are overwritten."""
     if activation == "silu":
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -197,14 +198,16 @@ def _rotary(module: nn.Module) -> Kernel | None:
     function = plain.__globals__.get(ROTARY)
     if not callable(function) or not _rotates_halves(function):
         return None
-    names = plain.__globals__ | {ROTARY: _fused_rotation(function)}
+    names = plain.__globals__ | {ROTARY: fused_rotation(function)}
     forward = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
     forward.__kwdefaults__ = plain.__kwdefaults__
     return Kernel("rotary", forward)
 
 
 @cache
-def _fused_rotation(plain: Callable[..., Any]) -> Callable[..., Any]:
+def fused_rotation(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that rotates queries and keys by a fused kernel, or by ``plain`` where the kernel cannot."""
+
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys [B, heads, S, D] in place. No operation before the rotation has saved them."""
         from liger_kernel.ops.rope import LigerRopeFunction

@@ -1,0 +1,1 @@
+"""A transformer block and its kernels, measured on one device."""
