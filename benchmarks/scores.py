@@ -46,8 +46,8 @@ from weft.tools.tables import table_of
 LOSSES = ("dpo", "distill")
 MODES = ("none", "in line", "ahead", "slow", "stopped", "killed", "nan")
 """``none`` trains without scores. The others after ``in line`` are states of all workers."""
-SLOWER = 3.0
-"""Factor by which a slow worker takes longer."""
+OVERLOAD = 2.0
+"""Work that slow workers receive over what fits into all bubbles."""
 STEPS_AHEAD, TOP_K, WORDS = 4, 64, 1000
 NOISE = 1.02
 """Largest step of a run with bad workers over that in line."""
@@ -104,12 +104,14 @@ def _measure(loss: str, args: argparse.Namespace) -> list[Mode]:
     work = EmulatedWork(forward_s=forward_s, input_s=forward_s, weight_s=forward_s)
     case = EngineCase(num_ranks=_RANKS, num_layers=_RANKS, num_microbatches=args.microbatches, work=work)
     scored_s = _RANKS * forward_s if loss == "dpo" else args.teacher / 1e3
+    bubbles_s = _RANKS * (_RANKS - 1) * 3 * forward_s  # of all ranks in a step of 1F1B
+    slow_s = OVERLOAD * bubbles_s / args.microbatches
     with tempfile.TemporaryDirectory(prefix="weft-scores-") as folder:
         config = WeftConfig()
         config.cluster.ranks = config.pipeline.stages = _RANKS
         config.pipeline.microbatches = args.microbatches
         config.inference.enabled, config.inference.boards = True, folder
-        with real_time(), _workers(Path(folder), scored_s) as urls:
+        with real_time(), _workers(Path(folder), scored_s, slow_s) as urls:
             ranks = run_ranks(_RANKS, _train, case, config, loss, urls, args, timeout_s=1200.0)
     steps_s = {mode: [max(rank[mode][turn][0] for rank in ranks) for turn in range(args.rounds)] for mode in MODES}
     return [
@@ -226,12 +228,12 @@ class _Batches(Iterator[Batch]):
 
 
 @contextmanager
-def _workers(boards: Path, scored_s: float) -> Iterator[list[str]]:
+def _workers(boards: Path, scored_s: float, slow_s: float) -> Iterator[list[str]]:
     """Run a worker for each rank, and yield their URLs."""
     spawn = multiprocessing.get_context("spawn")
     ends = [spawn.Pipe() for _ in range(_RANKS)]
     processes = [
-        spawn.Process(target=_serve, args=(end, board_path(boards, rank), scored_s), daemon=True)
+        spawn.Process(target=_serve, args=(end, board_path(boards, rank), scored_s, slow_s), daemon=True)
         for rank, (_, end) in enumerate(ends)
     ]
     for process in processes:
@@ -244,8 +246,8 @@ def _workers(boards: Path, scored_s: float) -> Iterator[list[str]]:
             process.join()
 
 
-def _serve(end: Any, board: Path, scored_s: float) -> None:
-    """Serve scores, each after ``scored_s`` within bubbles of a rank. The model's name is the worker's state."""
+def _serve(end: Any, board: Path, scored_s: float, slow_s: float) -> None:
+    """Serve scores, each after some seconds within bubbles of a rank. The model's name is the worker's state."""
     reader, device = BoardReader(board), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -255,7 +257,7 @@ def _serve(end: Any, board: Path, scored_s: float) -> None:
             if value["model"] == "stopped":
                 sleep(3600.0)
             with device:
-                _compute(reader, scored_s * (SLOWER if value["model"] == "slow" else 1.0))
+                _compute(reader, slow_s if value["model"] == "slow" else scored_s)
             body = _answer(value).tobytes()
             nonce = nonce_of(_KEY.encode(), self.headers["authorization"].partition(" ")[2].encode())
             self.send_response(200)
