@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.recipes.preferences import STEPS, losses, losses_of_trl, prepare, shares_ahead, train, train_with_key
 from weft.conf import load
+from weft.conf.host.processes import free_port
 from weft.tools.ranks import run_ranks
 
 TWO = ["cluster.ranks=2", "pipeline.microbatches=4", "train.microbatch_size=2"]
@@ -40,6 +41,26 @@ def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_pat
         run_ranks(2, train_with_key, KEY, [*settings, ahead, f"inference.boards={tmp_path / 'boards'}"], timeout_s=300)
     assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
     assert lengths and (fault == "slow" or any(shares_ahead(tmp_path / "runs" / "dpo")) == (fault == ""))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_losses(rank, tmp_path, monkeypatch):
+    from tests.engine.supervision.test_supervised_launch import events, start  # with the features only
+    from tests.inference.scorers import KEY, worker
+
+    (tmp_path / "hosts").write_text("left slots=1\nright slots=1\n")
+    hosts = [f"cluster.hostfile={tmp_path / 'hosts'}", "cluster.manager=local", f"cluster.master_port={free_port()}"]
+    settings = [*prepare(tmp_path), *TWO, *hosts, *SCORES, "checkpoint.every=5", f"inference.boards={tmp_path / 'boards'}"]
+    monkeypatch.setenv("WEFT_API_KEY", KEY)
+    with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), "slow") as (url, asked):
+        ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
+        process, folder = start([*settings, ahead], "dpo", faults=f"1:{rank}:8:SIGKILL 2:{1 - rank}:12:SIGSTOP")
+        assert process.wait(300) == 0
+    assert [fault["culprit"]["rank"] for fault in events(folder, "fault")] == [rank, 1 - rank]
+    assert losses(folder) == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
+    assert len(asked) > 12, "scores were requested by each attempt"
 
 
 @pytest.mark.parametrize(
