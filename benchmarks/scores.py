@@ -16,11 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from math import log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -62,6 +63,7 @@ class Mode:
         step_s: median step.
         ratios: the step over that in line, of each round.
         ahead: share of micro-batches whose scores had arrived.
+        more_bytes: resident memory of the last stage's rank after a turn, more than after a turn in line.
     """
 
     loss: str
@@ -69,6 +71,15 @@ class Mode:
     step_s: float
     ratios: tuple[float, ...]
     ahead: float
+    more_bytes: float
+
+
+class Turn(NamedTuple):
+    """The median step of a rank, the share ahead, and the resident memory."""
+
+    step_s: float
+    ahead: float
+    resident_bytes: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,6 +107,7 @@ def _cells(mode: Mode) -> Mapping[str, Any]:
         "/ in line": f"{median(mode.ratios):.3f}",
         "rounds": " ".join(f"{ratio:.3f}" for ratio in mode.ratios),
         "ahead": f"{mode.ahead:.0%}",
+        "more MB": f"{mode.more_bytes / 1e6:+.1f}",
     }
 
 
@@ -113,14 +125,19 @@ def _measure(loss: str, args: argparse.Namespace) -> list[Mode]:
         config.inference.enabled, config.inference.boards = True, folder
         with real_time(), _workers(Path(folder), scored_s, slow_s) as urls:
             ranks = run_ranks(_RANKS, _train, case, config, loss, urls, args, timeout_s=1200.0)
-    steps_s = {mode: [max(rank[mode][turn][0] for rank in ranks) for turn in range(args.rounds)] for mode in MODES}
+    steps_s = {
+        mode: [max(turn.step_s for turn in turns) for turns in zip(*(rank[mode] for rank in ranks), strict=True)]
+        for mode in MODES
+    }
+    usual, last = ranks[-1]["in line"], ranks[-1]
     return [
         Mode(
             loss=loss,
             mode=mode,
             step_s=median(steps_s[mode]),
             ratios=tuple(own / other for own, other in zip(steps_s[mode], steps_s["in line"], strict=True)),
-            ahead=median(share for _, share in ranks[0][mode]),
+            ahead=median(turn.ahead for turn in last[mode]),
+            more_bytes=median(own.resident_bytes - u.resident_bytes for own, u in zip(last[mode], usual, strict=True)),
         )
         for mode in MODES
     ]
@@ -128,8 +145,8 @@ def _measure(loss: str, args: argparse.Namespace) -> list[Mode]:
 
 def _train(
     case: EngineCase, config: WeftConfig, loss: str, urls: Sequence[str], args: argparse.Namespace
-) -> Mapping[str, list[tuple[float, float]]]:
-    """Train a rank, and return the median step and the share ahead of each turn, by mode."""
+) -> Mapping[str, list[Turn]]:
+    """Train a rank, and return its turns by mode."""
     device, batches = join(config), _Batches(args.tokens)
     teacher_s = args.teacher / 1e3 if loss == "distill" else 0.0
     engine = engine_of(
@@ -139,7 +156,7 @@ def _train(
         lambda run, index: _Stage(case.work, teacher_s, index=index, layers=run.plan.split.layers),
         batches,
     )
-    reference, found = InitialWeights(engine.sharding), {mode: list[tuple[float, float]]() for mode in MODES}
+    reference, found = InitialWeights(engine.sharding), {mode: list[Turn]() for mode in MODES}
     for mode in MODES * args.rounds:
         for stage in engine.module.stages.values():
             stage.teacher_s = 0.0 if mode == "none" else teacher_s
@@ -147,7 +164,7 @@ def _train(
         dist.barrier()
         steps = [(timed_step(engine), _share(engine)) for _ in range(args.steps)][_UNCOUNTED:]
         seconds, shares = zip(*steps, strict=True)
-        found[mode].append((median(seconds), sum(shares) / len(shares)))
+        found[mode].append(Turn(median(seconds), fmean(shares), psutil.Process().memory_info().rss))
         if engine.scores is not None:
             engine.scores.close()
     engine.scores = None

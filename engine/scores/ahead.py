@@ -36,8 +36,8 @@ Scorer = Callable[[Sequence[int]], "np.ndarray"]
 """Returns the scores of a document's tokens, fp32 [tokens, ...], of which the first does not count. It may raise."""
 LEAST = -1e3
 """Smallest plausible log-probability of a token."""
-PAUSE_S = 1.0
-"""Seconds after which a scorer that has failed is asked again."""
+PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
+"""Seconds after which a scorer that has failed is asked again. They double with each failure in a row."""
 
 
 def refuse_implausible(scores: np.ndarray) -> None:
@@ -56,10 +56,11 @@ def refuse_other_tokens(scores: np.ndarray, words: int) -> None:
     Raises:
         ValueError: they are not, or the sum of their probabilities is above 1.
     """
-    ids, logs = np.sort(scores[1:, :, 0], -1), scores[1:, :, 1]
+    logs = scores[1:, :, 1]
+    refuse_implausible(logs)
+    ids = np.sort(scores[1:, :, 0], -1)
     if not np.array_equal(ids, np.rint(ids)) or ids.min(initial=0.0) < 0 or ids.max(initial=0.0) >= words:
         raise ValueError(f"likely tokens from {ids.min():.8g} to {ids.max():.8g}, not ids below {words}")
-    refuse_implausible(logs)
     if (np.diff(ids) == 0).any() or (np.diff(logs) > 0).any() or np.exp(logs).sum(-1).max(initial=0.0) > 1 + 1e-3:
         raise ValueError("likely tokens that repeat, are not in order, or have a sum of probabilities above 1")
 
@@ -149,6 +150,7 @@ class Ahead:
             self._change.notify_all()
 
     def _serve(self, scorer: Scorer) -> None:
+        pause_s = PAUSE_S
         while (document := self._next()) is not None:
             try:
                 scores = np.array(scorer(document.ids), dtype=np.float32)
@@ -158,10 +160,13 @@ class Ahead:
                 self._check(scores)
             except Exception as error:  # any: it is somebody else's code and answer
                 self._failed(document, error)
-            else:
-                with self._change:
-                    if document.key in self._wanted:
-                        self._scores[document.key] = torch.from_numpy(scores)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                continue
+            pause_s = PAUSE_S
+            with self._change:
+                if document.key in self._wanted:
+                    self._scores[document.key] = torch.from_numpy(scores)
 
     def _failed(self, document: _Document, error: Exception) -> None:
         """Return a document to the queue, or give it up if its scores were refused."""
@@ -171,7 +176,6 @@ class Ahead:
             self.num_refused += refused
             if not refused and document.key in self._wanted:
                 self._begun.appendleft(document)
-        time.sleep(PAUSE_S)
 
     def _next(self) -> _Document | None:
         with self._change:

@@ -52,7 +52,14 @@ def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_
 
     (tmp_path / "hosts").write_text("left slots=1\nright slots=1\n")
     hosts = [f"cluster.hostfile={tmp_path / 'hosts'}", "cluster.manager=local", f"cluster.master_port={free_port()}"]
-    settings = [*prepare(tmp_path), *TWO, *hosts, *SCORES, "checkpoint.every=5", f"inference.boards={tmp_path / 'boards'}"]
+    settings = [
+        *prepare(tmp_path),
+        *TWO,
+        *hosts,
+        *SCORES,
+        "checkpoint.every=5",
+        f"inference.boards={tmp_path / 'boards'}",
+    ]
     monkeypatch.setenv("WEFT_API_KEY", KEY)
     with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), "slow") as (url, asked):
         ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
