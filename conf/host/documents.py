@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,14 @@ def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
     return text
 
 
-def parse_json(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
-
-    Args:
-        pairs: see ``object_pairs_hook`` of `json.loads`.
 
     Raises:
         ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
-        return json.loads(text, object_pairs_hook=pairs)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
 

@@ -137,12 +137,6 @@ class Evaluation:
         """Return the work and the number of layers of a rank if all ranks have equally much."""
         return self._bounds.part(shape.num_stages), max(1, len(self._work.layers) // shape.num_stages)
 
-    def across_bound(self, shape: Shape) -> float:
-        """Return the least score of a shape if its replicas are at different sites and reduce over the WAN."""
-        across_s = self._estimates.least_across_s(self._bounds.part(shape.num_stages), shape)
-        price = shape.gpus * self._least_price
-        return self._request.score_of(across_s, None, price, self._least_egress(shape), self._tokens(shape))
-
     def sites_of_several(self) -> int:
         """The maximum number of sites of a pipeline if replicas have routes of their own; 1 if there are many sites."""
         return self._request.max_sites if len(self._cluster.sites) <= FEW_SITES else 1

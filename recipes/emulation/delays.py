@@ -178,19 +178,18 @@ class CheckedDelays:
             raise EmulationError(f"--delays {self._name}: {what} raised {type(error).__name__}: {error}") from error
 
 
-def delay_model(given: str, known: Mapping[str, Callable[[Job], Any]] = BUILT_IN) -> tuple[str, Callable[[Job], Any]]:
+def delay_model(given: str) -> tuple[str, Callable[[Job], Any]]:
     """Return the name of a delay model, and the function that creates it.
 
     Args:
         given: ``NAME``, ``trace:FILE``, ``FILE.py:CLASS`` or ``package.module:CLASS``.
-        known: functions that create the built-in models, by name.
 
     Raises:
         EmulationError: there is no such model, or it cannot be loaded.
     """
     name, _, option = given.partition(":")
-    if name in known:
-        make: Callable[..., Any] = known[name]
+    if name in BUILT_IN:
+        make: Callable[..., Any] = BUILT_IN[name]
         return given, partial(make, file=option) if option else make
     offered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     try:
@@ -201,7 +200,7 @@ def delay_model(given: str, known: Mapping[str, Callable[[Job], Any]] = BUILT_IN
             return given, getattr(_module(place), name)
     except Exception as error:
         raise EmulationError(f"--delays {given}: cannot be loaded: {type(error).__name__}: {error}") from error
-    names = ", ".join(sorted({*known, *offered}))
+    names = ", ".join(sorted({*BUILT_IN, *offered}))
     raise EmulationError(f"--delays {given}: not known; choose from {names}, or give FILE.py:CLASS or MODULE:CLASS")
 
 

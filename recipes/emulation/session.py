@@ -27,7 +27,7 @@ from weft.pipeline.action import slot_text
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.profile import fit_costs
 from weft.pipeline.timeline import COMPUTE_LANE, Timeline
-from weft.recipes.emulation.delays import BUILT_IN, CheckedDelays, Job, delay_model
+from weft.recipes.emulation.delays import CheckedDelays, Job, delay_model
 from weft.recipes.emulation.job import EmulatedJob, hosts_of, sites_of
 from weft.recipes.emulation.step import TwinStep
 from weft.recipes.emulation.what_if import WhatIf
@@ -205,7 +205,7 @@ class Session:
             links={LinkClass.intra: _line(setting.inside), LinkClass.inter: _line(setting.between)},
             wan=_line(setting.what_if.costs(self.plan.costs).wan) if len(facts.layout.sites) > 1 else None,
         )
-        name, make = delay_model(setting.delays, BUILT_IN)
+        name, make = delay_model(setting.delays)
         return CheckedDelays(name, make, job)
 
     def _tied_of(self, rank: int, mine: dict[str, bool]) -> dict[str, bool]:

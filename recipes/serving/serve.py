@@ -258,34 +258,25 @@ def _decode_server(config: WeftConfig) -> ServerProcess:
 
 def _controller_server(config: WeftConfig, overrides: Sequence[str]) -> ServerProcess:
     """Return the process of `weft controller` with the same settings, not started."""
-
-    def launch() -> Launch:
-        folder = private_folder(boards_folder(config, os.getuid()))
-        return Launch(
-            words=[sys.executable, "-m", "weft.tools.cli", "controller", *overrides],
-            env=os.environ,
-            folder=None,
-            log=folder / "controller.log",
-            become=end_with_parent,
-        )
-
+    launch = partial(_launch, config, ["controller", *overrides], "controller.log", end_with_parent)
     return ServerProcess("controller", controller_url(config), launch, max_starts=1)
 
 
 def _evaluation(config: WeftConfig, overrides: Sequence[str]) -> ServerProcess:
     """Return the process of `weft evaluate` with the same settings, not started."""
-
-    def launch() -> Launch:
-        folder = private_folder(boards_folder(config, os.getuid()))
-        return Launch(
-            words=[sys.executable, "-m", "weft.tools.cli", "evaluate", *overrides],
-            env=os.environ,
-            folder=None,
-            log=folder / "evaluation.log",
-            become=_yielding(config),
-        )
-
+    launch = partial(_launch, config, ["evaluate", *overrides], "evaluation.log", _yielding(config))
     return ServerProcess("evaluation", "", launch)
+
+
+def _launch(config: WeftConfig, words: Sequence[str], log: str, become: Callable[[], None]) -> Launch:
+    """Return how to start a command of `weft`, whose output goes to a file beside the boards."""
+    return Launch(
+        words=[sys.executable, "-m", "weft.tools.cli", *words],
+        env=os.environ,
+        folder=None,
+        log=private_folder(boards_folder(config, os.getuid())) / log,
+        become=become,
+    )
 
 
 def _package(folder: Path) -> Path:

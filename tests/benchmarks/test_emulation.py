@@ -1,7 +1,5 @@
 """Tests of the criteria for an emulated step compared with the real one."""
 
-from __future__ import annotations
-
 import json
 import threading
 from types import SimpleNamespace

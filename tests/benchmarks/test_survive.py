@@ -1,7 +1,5 @@
 """The faults of `benchmarks survive`, without a run: settings that load, orders that are known, judgements."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from types import SimpleNamespace

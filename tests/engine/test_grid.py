@@ -1,7 +1,5 @@
 """The grid of a rank against DeepSpeed's own, rank by rank."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import deepspeed

@@ -1,7 +1,5 @@
 """The first SIGTERM or SIGINT is a request, the second one ends the process, and children get none of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Schedules, placements and costs for property tests."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from tests.pipeline.pair_costs import scaled

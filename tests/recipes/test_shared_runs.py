@@ -1,7 +1,5 @@
 """A run's folder is its owner's alone, unless the run is shared."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

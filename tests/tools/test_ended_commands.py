@@ -1,7 +1,5 @@
 """A command that is ended by SIGTERM leaves nothing behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Tests of a rank's messages, compared with what the others expect of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from weft.comm.emulated.operation_log import Mismatch, Operation, Recorder

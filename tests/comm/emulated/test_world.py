@@ -1,7 +1,5 @@
 """A rank among emulated ones, as torch.distributed, channels and small values meet them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A checkpoint of one layout is restored in any other, exactly, and training goes on from it."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from math import prod

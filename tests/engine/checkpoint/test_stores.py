@@ -1,7 +1,5 @@
 """Ranks find out which of them share a folder, in few collectives, however they do."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

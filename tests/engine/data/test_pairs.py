@@ -1,7 +1,5 @@
 """Preference pairs become the tokens that TRL's DPOTrainer makes of them."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from itertools import islice

@@ -22,6 +22,11 @@ from weft.engine.data.documents import Part, document_key
 TEXTS = [f"what is {n}?\nit is {2 * n}." for n in range(30)]
 
 
+def text_data(folder: Path, path: str, **more) -> DataConfig:
+    cache_dir = str(folder / "cache")
+    return DataConfig(**{"kind": DataKind.text, "path": path, "sequence_length": 64, "cache_dir": cache_dir} | more)
+
+
 def ids_of(config, tokenizer) -> list[str]:
     """Texts of one unshuffled, unpacked epoch."""
     config.packing = config.shuffle = False
@@ -90,35 +95,19 @@ def make(tmp_path: Path, form: str) -> str:
     "form", ["jsonl", "json", "parquet", "saved", "folder", "txt", "tar", "tars", "file", "memory"]
 )
 def test_every_form_gives_the_same_documents(tmp_path, tokenizer, form, streaming):
-    config = DataConfig(
-        kind=DataKind.text,
-        path=make(tmp_path, form),
-        streaming=streaming,
-        sequence_length=64,
-        cache_dir=str(tmp_path / "cache"),
-    )
+    config = text_data(tmp_path, make(tmp_path, form), streaming=streaming)
     assert ids_of(config, tokenizer) == TEXTS
 
 
 def test_a_file_that_changes_is_read_again(tmp_path, tokenizer, write):
-    config = DataConfig(
-        kind=DataKind.text,
-        path=write("a.jsonl", [{"text": "one"}]),
-        sequence_length=64,
-        cache_dir=str(tmp_path / "cache"),
-    )
+    config = text_data(tmp_path, write("a.jsonl", [{"text": "one"}]))
     assert ids_of(config, tokenizer) == ["one"]
     write("a.jsonl", [{"text": "one"}, {"text": "two"}])
     assert ids_of(config, tokenizer) == ["one", "two"]
 
 
 def test_the_cache_serves_the_second_time(tmp_path, tokenizer, write, monkeypatch):
-    config = DataConfig(
-        kind=DataKind.text,
-        path=write("a.jsonl", [{"text": "one"}]),
-        sequence_length=64,
-        cache_dir=str(tmp_path / "cache"),
-    )
+    config = text_data(tmp_path, write("a.jsonl", [{"text": "one"}]))
     assert ids_of(config, tokenizer) == ["one"]
     monkeypatch.setattr(opening.TextEncoder, "__call__", None)
     assert ids_of(config, tokenizer) == ["one"]
@@ -126,25 +115,14 @@ def test_the_cache_serves_the_second_time(tmp_path, tokenizer, write, monkeypatc
 
 def test_the_cache_is_of_one_field(tmp_path, tokenizer, write):
     """Another field of the same file is not served from the first one's tokens."""
-    config = DataConfig(
-        kind=DataKind.text,
-        path=write("a.jsonl", [{"text": "one", "other": "two"}]),
-        sequence_length=64,
-        cache_dir=str(tmp_path / "cache"),
-    )
+    config = text_data(tmp_path, write("a.jsonl", [{"text": "one", "other": "two"}]))
     assert ids_of(config, tokenizer) == ["one"]
     config.text_field = "other"
     assert ids_of(config, tokenizer) == ["two"]
 
 
 def test_texts_are_closed_and_empty_ones_left_out(tmp_path, tokenizer, write):
-    config = DataConfig(
-        kind=DataKind.text,
-        path=write("a.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two"}]),
-        sequence_length=64,
-        shuffle=False,
-        cache_dir=str(tmp_path / "cache"),
-    )
+    config = text_data(tmp_path, write("a.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two"}]), shuffle=False)
     loader = build_loader(config, tokenizer, microbatch_size=1, replica=0, num_replicas=1, seed=0)
     assert "2 documents" in loader.description and "1 left out" in loader.description
     row = next(loader)["input_ids"][0].tolist()
@@ -154,14 +132,8 @@ def test_texts_are_closed_and_empty_ones_left_out(tmp_path, tokenizer, write):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_long_documents_are_cut_only_where_nothing_is_packed(tmp_path, tokenizer, write, streaming):
-    config = DataConfig(
-        kind=DataKind.text,
-        path=write("a.jsonl", [{"text": "one two three " * 20}]),
-        sequence_length=16,
-        streaming=streaming,
-        packing=False,
-        cache_dir=str(tmp_path / "cache"),
-    )
+    path = write("a.jsonl", [{"text": "one two three " * 20}])
+    config = text_data(tmp_path, path, sequence_length=16, streaming=streaming, packing=False)
     loader = build_loader(config, tokenizer, microbatch_size=1, replica=0, num_replicas=1, seed=0)
     next(loader), next(loader)
     assert loader.state_dict()["epoch"] == 1

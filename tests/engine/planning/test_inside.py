@@ -147,12 +147,11 @@ def test_an_exchange_is_chosen_by_what_it_was_measured_to_take(tmp_path, monkeyp
     assert facts.exchange is ContextExchange.all_to_all and " ms " not in facts.sources["exchange"]
 
 
-def ring_choice(tmp_path, *, memory, checkpointing=False):
+def ring_choice(tmp_path, *, memory):
     """Return the choice of ranks with so many bytes, for two members of a long sequence, and its reason."""
     config = WeftConfig(parallel=ParallelConfig(context=2))
     config.cluster.ranks = 2
     config.data.cache_dir, config.data.sequence_length = str(tmp_path), 1 << 14
-    config.pipeline.recompute = Recompute.layers if checkpointing else Recompute.none
     facts = facts_before_start(config, LLAMA)
     found = axis_facts.with_exchange(config, LLAMA, replace(facts, device_bytes=memory))
     return found.exchange.value, found.sources["exchange"]

@@ -1,7 +1,5 @@
 """A supervised run survives its ranks, and computes what it would have without faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -168,14 +168,6 @@ def test_a_route_costs_what_its_sites_do_and_the_rest_the_least(route, shape, an
     assert found == pytest.approx(((an_hour + FREE) * step_s / 3600 + egress) / tokens, rel=1e-9)
 
 
-def test_a_shape_apart_scores_at_least_what_reducing_over_the_wan_takes():
-    shape = replace(SHAPE, routes=2)
-    across_s = Estimates(TWO, WORK).least_across_s(bounds().part(2), shape)
-    assert evaluation().across_bound(shape) == pytest.approx(across_s / TOKENS)
-    money = evaluation(objective=Objective.cost).across_bound(shape)
-    assert money == pytest.approx(((8 * 2.0 + FREE) * across_s / 3600 + REDUCED_PRICE) / TOKENS)
-
-
 def test_a_shape_is_crowded_where_memory_holds_few_micro_batches():
     shape = replace(SHAPE, zero_stage=0)
     estimates, part = Estimates(TWO, WORK), bounds().part(2)

@@ -84,7 +84,7 @@ def test_bounds_are_below_what_they_bound(some, objective, experts):
     request = replace(REQUEST, objective=objective, sequences=48)
     evaluation = Evaluation(some, work, request)
     for shape in islice((shape for shape in shapes(some, work, request) if shape.routes > 1), 0, None, 3):
-        bound = max(evaluation.shape_bound(shape) or 0.0, evaluation.across_bound(shape))
+        bound = evaluation.shape_bound(shape) or 0.0
         for route in islice(ways(some, shape), 20):
             parts = [Route(route.sites[:place], route.stages[:place]) for place in range(1, len(route.sites) + 1)]
             for candidate in evaluation.candidates(shape, route):

@@ -1,7 +1,5 @@
 """`weft emulate`: bad input."""
 
-from __future__ import annotations
-
 import pytest
 
 from weft.recipes.emulation.command import main

@@ -1,7 +1,5 @@
 """Delay models: those that come along, a user's own, and what is wrong with one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

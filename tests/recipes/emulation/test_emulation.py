@@ -1,7 +1,5 @@
 """Real ranks in rotation among emulated ones, with the unchanged engine and DeepSpeed."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.peers.case import EngineCase

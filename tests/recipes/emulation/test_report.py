@@ -1,7 +1,5 @@
 """Tests of an emulation's report."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

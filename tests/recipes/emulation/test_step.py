@@ -1,7 +1,5 @@
 """Tests of a real rank's slots: the host's own work counts, and waiting does not."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

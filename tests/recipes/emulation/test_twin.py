@@ -1,7 +1,5 @@
 """The online twin against the simulator: with a real rank that does what the simulator says, all is as simulated."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tests of what-if conditions, by name."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

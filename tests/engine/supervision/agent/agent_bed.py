@@ -1,7 +1,5 @@
 """An agent under test, with a driver that records its reports."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """An agent starts ranks, notices their ends, and leaves nothing behind, whoever ends."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

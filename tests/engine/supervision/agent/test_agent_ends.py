@@ -1,7 +1,5 @@
 """An agent and its ranks end with each other, and act without a driver."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Failed checks of a host become reasons to leave it out, and so does a check that cannot run."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """`weft launch` on one host: what is left when a rank, or the launch itself, is killed; where inputs are checked."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

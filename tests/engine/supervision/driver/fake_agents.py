@@ -1,7 +1,5 @@
 """A job whose agents are played, with a journal and a clock that is set."""
 
-from __future__ import annotations
-
 from weft.conf.schema.supervision import SuperviseConfig
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.driver.detector import SETTLE_S

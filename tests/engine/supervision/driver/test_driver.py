@@ -1,7 +1,5 @@
 """Tests of a driver's use of a run's folder: layouts with their own configurations, deny-list, newest checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Which variables agents on other hosts get."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Which sites are silent, in one pass over all hosts."""
 
-from __future__ import annotations
-
 import random
 from itertools import chain, pairwise
 

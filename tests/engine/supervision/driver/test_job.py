@@ -1,7 +1,5 @@
 """Tests of a driver's decisions about ranks and attempts, with simulated agents and a simulated clock."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import pytest

@@ -1,7 +1,5 @@
 """Hosts whose ranks keep failing are examined."""
 
-from __future__ import annotations
-
 from tests.engine.supervision.driver.fake_agents import HOSTS, World
 from weft.engine.supervision.agent.processes import DOCTOR_S
 from weft.engine.supervision.driver.state import Stage

@@ -1,7 +1,5 @@
 """Tests of a driver's decisions about hosts and sites: silent, given up, evicted, back again."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.supervision.driver.fake_agents import HOSTS, World

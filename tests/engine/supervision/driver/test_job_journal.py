@@ -1,7 +1,5 @@
 """A driver that is started again continues from its journal."""
 
-from __future__ import annotations
-
 from tests.engine.supervision.driver.fake_agents import HOSTS, World
 from weft.engine.supervision.driver.fleet import CONNECT_S
 from weft.engine.supervision.driver.state import Stage

@@ -1,7 +1,5 @@
 """A run that a signal ends early: every rank saves after the same step, and the run ends only then."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory checkpoints of ranks on emulated hosts: what a host or a bit takes away, another host gives back."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from pathlib import Path
