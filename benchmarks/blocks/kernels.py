@@ -42,9 +42,8 @@ class Candidate(NamedTuple):
     @contextmanager
     def passes(self) -> Iterator[Passes]:
         """Context with its passes, with the same inputs and gradients for all implementations."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            inputs = [make() for make in self.inputs]
+        torch.manual_seed(0)
+        inputs = [make() for make in self.inputs]
         gradients: list[Tensor] = []
 
         def prepare() -> list[Tensor]:
@@ -81,7 +80,7 @@ def candidates(shape: Shape, tokens: int, device: torch.device) -> Iterator[Cand
         complete_interpreter()
 
     def normal(*size: int) -> Callable[[], Tensor]:
-        return lambda: torch.randn(*size).to(device, DTYPE)
+        return lambda: torch.randn(*size, device=device, dtype=DTYPE)
 
     def heads(count: int) -> Callable[[], Tensor]:
         # As the block has them: the projection's output, transposed.

@@ -119,11 +119,11 @@ class Block:
     @contextmanager
     def passes(self, variant: Variant, tokens: int) -> Iterator[Passes]:
         """Context with the passes of a variant, for one sequence of so many tokens and always the same numbers."""
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(_IDS, (1, tokens), generator=generator)
+        torch.manual_seed(0)
+        ids = torch.randint(_IDS, (1, tokens))
         batch = prepare_batch({"input_ids": ids, "labels": ids}, self._device)
         shape, dtype = self.stage.hidden_spec(batch)
-        hidden, gradient = (torch.randn(shape, generator=generator).to(self._device, dtype) for _ in range(2))
+        hidden, gradient = (torch.randn(shape, device=self._device, dtype=DTYPE).to(dtype) for _ in range(2))
         self._apply(variant)
         backwards = None if variant.compiled else SplitBackward(self.stage)
         try:
