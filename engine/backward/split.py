@@ -76,21 +76,15 @@ class SplitBackward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Hook the modules that own matrices. `remove` removes the hooks."""
+        """Create the backwards. The first split forward hooks the modules that own matrices; `remove` removes hooks."""
         self._module = module
         self._strand = _Strand()
         self._played: Tape | None = None
         """Tape of the running backward, which autograd may run, with its recomputation, in a separate thread."""
         self._mode = _Intercept(self)
-        self._hooks = []
+        self._hooks: list[Any] = []
         self._unsplit: tuple[str, ...] | None = None
         self._activation_bytes: dict[tuple[torch.Size | None, bool], int] = {}
-        for child in module.modules():
-            if any(p.dim() >= 2 for p in child.parameters(recurse=False)):
-                self._hooks += [
-                    child.register_forward_pre_hook(self._enter, prepend=True),
-                    child.register_forward_hook(self._exit, always_call=True),
-                ]
 
     @property
     def unsplit(self) -> tuple[str, ...]:
@@ -119,6 +113,8 @@ class SplitBackward:
         Returns:
             The output, and the saved state for the micro-batch's backward.
         """
+        if split and not self._hooks:
+            self._hook_matrices()
         saved = SavedForward(hidden, split=split)
         with self._recording(saved.tape):
             output = self._stored(run, saved, shared) if movable else self._measured(run, saved)
@@ -167,6 +163,15 @@ class SplitBackward:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+    def _hook_matrices(self) -> None:
+        """Intercept products of the modules that own matrices. Hooks cost host time that other forwards do without."""
+        for child in self._module.modules():
+            if any(p.dim() >= 2 for p in child.parameters(recurse=False)):
+                self._hooks += [
+                    child.register_forward_pre_hook(self._enter, prepend=True),
+                    child.register_forward_hook(self._exit, always_call=True, prepend=True),
+                ]
 
     def _report(self, tape: Tape) -> None:
         self._unsplit = tuple(

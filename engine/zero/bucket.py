@@ -124,7 +124,9 @@ class Bucket:
         self.users: set[User | None] = set()
         """Running computations that need the full weights."""
         self._buffer: Tensor | None = None
-        self._arrived: set[nn.Parameter] = set()
+        self._places: dict[Member, Tensor] = {}
+        """Views of the buffer, in which gradients accumulate."""
+        self._arrived: set[Member] = set()
         self._gradient: Tensor | None = None
         self._reduction: tuple[Handle, Tensor] | None = None
         self._gathering: Handle | None = None
@@ -168,21 +170,29 @@ class Bucket:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def add_gradient(self, parameter: nn.Parameter, place: Tensor) -> None:
-        """Move ``parameter.grad`` to ``place`` (`gradient_place`), and add it to the gradients there."""
+    def add_gradient(self, member: Member) -> None:
+        """Move the ``grad`` of a member's parameter into the buffer, and add it to the gradients there.
+
+        This runs once for each parameter and micro-batch, so it hashes no parameter where it need not.
+        """
+        parameter = member.parameter
         assert parameter.grad is not None
-        self.present.add(parameter)
-        if parameter in self._arrived:
+        place = self._places.get(member)
+        if place is None:
+            place = self._places[member] = self._gradient_place(member)
+        if member in self._arrived:
             place.add_(parameter.grad)
         else:
             place.copy_(parameter.grad)
-            self._arrived.add(parameter)
+            self._arrived.add(member)
+            self.present.add(parameter)
         parameter.grad = None
-        self.missing[parameter] -= 1
-        if self.missing[parameter] <= 0:
-            del self.missing[parameter]
+        if self.missing:
+            self.missing[parameter] -= 1
+            if self.missing[parameter] <= 0:
+                del self.missing[parameter]
 
-    def gradient_place(self, member: Member) -> Tensor:
+    def _gradient_place(self, member: Member) -> Tensor:
         """Return the view in which the gradients of ``member`` accumulate."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.length, dtype=self._master.dtype, device=self._master.device)
@@ -191,8 +201,8 @@ class Bucket:
     def reduce(self) -> None:
         """Start to reduce over the replicas the gradients that have accumulated since the last call."""
         for member in self.members:
-            if member.parameter not in self._arrived:
-                self.gradient_place(member).zero_()
+            if member not in self._arrived:
+                self._gradient_place(member).zero_()
         self._arrived.clear()
         whole = self._buffer
         assert whole is not None
@@ -203,6 +213,7 @@ class Bucket:
             return
         self._settle()
         self._buffer = None
+        self._places.clear()
         target = whole if self._collectives.num_replicas == 1 else whole.new_empty(self._shard.numel())
         self._reduction = self._collectives.reduce(whole, target), target
 

@@ -157,7 +157,7 @@ class Sharding:
 
     def _gradient_arrived(self, bucket: Bucket, member: Member, parameter: nn.Parameter) -> None:
         assert bucket not in self._reduced, f"{member.name}: a gradient came after the last one"
-        bucket.add_gradient(parameter, bucket.gradient_place(member))
+        bucket.add_gradient(member)
         if self._running is None:
             return
         stage = self._running.stage
