@@ -52,12 +52,13 @@ AT_SITES: dict[str, dict[str, Any]] = {
 }
 
 
-def without_each_wait(cases: dict[str, dict[str, Any]], folder: str, sites: bool = False) -> dict[str, str]:
-    """Return what noticed the removal of each wait that the cases execute: races, wrong losses or an error.
+def without_each_wait(case: str, keywords: dict[str, Any], folder: str, known: list[str], sites: bool = False) -> None:
+    """Note what notices the removal of each wait that a case executes: races, wrong losses or an error.
 
     Args:
-        cases: keywords of `tiny_config` by name.
-        folder: for memory checkpoints.
+        keywords: keywords of `tiny_config`.
+        folder: for memory checkpoints, and for the notes: a line for each wait when it begins, and one for its result.
+        known: waits that are left out.
         sites: True if each rank is a site.
     """
     import torch.distributed as dist
@@ -70,22 +71,18 @@ def without_each_wait(cases: dict[str, dict[str, Any]], folder: str, sites: bool
     over = Sites((0, 1), CommConfig(connections=2, timeout_s=60.0), reduce=True) if sites else None
     init_distributed(60.0, sites=over)
     store = dist.distributed_c10d._get_default_store()
-    found: dict[str, str] = {}
-    for number, (case, keywords) in enumerate(cases.items()):
-        lags = LONG_LAGS if case == "memory checkpoints" else LAGS
-        run = partial(_run, case, keywords, Path(folder), lags=lags)
-        expected, faults = run("")
-        assert not faults, (case, faults)
-        key = f"waits of {number} on rank"
-        store.set(f"{key} {dist.get_rank()}", json.dumps(sorted(instrument.waited)))
-        by_rank = (json.loads(store.get(f"{key} {rank}")) for rank in range(dist.get_world_size()))
-        noticed = {wait for wait, what in found.items() if not what.endswith(NOTHING)}
-        for wait in sorted(set().union(*by_rank) - noticed):
+    lags = LONG_LAGS if case == "memory checkpoints" else LAGS
+    run = partial(_run, case, keywords, Path(folder, "memory"), lags=lags)
+    expected, faults = run("")
+    assert not faults, (case, faults)
+    store.set(f"waits {dist.get_rank()}", json.dumps(sorted(instrument.waited)))
+    by_rank = (json.loads(store.get(f"waits {rank}")) for rank in range(dist.get_world_size()))
+    with Path(folder, f"{dist.get_rank()}.notes").open("a", buffering=1) as notes:
+        for wait in sorted(set().union(*by_rank) - set(known)):
+            print(wait, case, "crash", sep="\t", file=notes)
             losses, faults = run(wait)
             wrong = ["wrong values"] * (losses != expected[: len(losses)])
-            found[wait] = f"{case}: {', '.join(faults + wrong) or NOTHING}"
-            print(wait, found[wait], flush=True)
-    return found
+            print(wait, case, ", ".join(faults + wrong) or NOTHING, sep="\t", file=notes)
 
 
 def _run(
@@ -216,35 +213,64 @@ def _staged() -> bool:
     return bool((copies[0] == 2).all())
 
 
-def unnoticed(cases: dict[str, dict[str, Any]], folder: Path, *, sites: bool) -> set[str]:
-    """Return the waits whose removal nothing notices, without those that `EXPLAINED` lists.
+def noticed(cases: dict[str, dict[str, Any]], folder: Path, *, sites: bool) -> dict[str, str]:
+    """Return what noticed the removal of each wait, on any rank, and in which case.
 
     Args:
         cases: keywords of `tiny_config` by name.
-        folder: for memory checkpoints.
-        sites: True if each of the two ranks is a site.
+        folder: for memory checkpoints and notes.
+        sites: True if each of the two ranks is a site. Waits that runs within a site use as well are left out.
     """
     from tests.device.ranks import run_on_devices
 
-    by_rank = run_on_devices(
-        2, without_each_wait, cases, str(folder), sites, runs="mutants", first_device=int(not sites), timeout_s=1200.0
-    )
-    found: dict[str, list[str]] = {}
-    for noticed in by_rank:
-        for wait, what in noticed.items():
-            found.setdefault(wait, []).append(what)
-    silent = {wait for wait, each in found.items() if all(what.endswith(NOTHING) for what in each)}
-    # Waits that both runs use are noticed in the run within a site.
-    return {wait for wait in silent - set(EXPLAINED) if not sites or "/wan/" in wait}
+    found: dict[str, str] = {}
+    (folder / "memory").mkdir(exist_ok=True)
+    for case, keywords in cases.items():
+        crashed, before = "at first", None
+        while crashed:
+            known = [wait for wait, what in found.items() if not what.startswith(NOTHING) or what.endswith(f"({case})")]
+            if known == before:
+                raise RuntimeError(crashed)
+            before, crashed, arguments = known, "", (case, keywords, str(folder), known, sites)
+            runs = "mutants" if case == "parts" else ""
+            try:
+                run_on_devices(
+                    2, without_each_wait, *arguments, runs=runs, first_device=int(not sites), timeout_s=1500.0
+                )
+            except RuntimeError as error:  # without a wait, memory of a call in a thread can be freed
+                crashed = str(error)
+            _read_notes(folder, found)
+    return {wait: what for wait, what in found.items() if not sites or "/wan/" in wait}
+
+
+def _read_notes(folder: Path, found: dict[str, str]) -> None:
+    """Add what ranks have noted to ``found``, and remove the notes."""
+    for path in folder.glob("*.notes"):
+        last = {wait: (what, case) for wait, case, what in (line.split("\t") for line in path.read_text().splitlines())}
+        path.unlink()
+        for wait, (what, case) in last.items():
+            if found.get(wait, NOTHING).startswith(NOTHING):
+                found[wait] = f"{what} ({case})"
+        print(*(f"{wait}: {found[wait]}" for wait in last), sep="\n", file=sys.stderr, flush=True)
+
+
+def unnoticed(found: dict[str, str]) -> set[str]:
+    """Return the waits whose removal nothing noticed, without those that `EXPLAINED` lists."""
+    return {wait for wait, what in found.items() if what.startswith(NOTHING)} - set(EXPLAINED)
 
 
 def main() -> int:
-    """Remove every wait in turn, and print those that nothing notices."""
+    """Remove every wait in turn, and print what noticed it."""
     with TemporaryDirectory() as folder:
-        left = unnoticed(CASES, Path(folder), sites=False) | unnoticed(AT_SITES, Path(folder), sites=True)
-    print("\n".join(sorted(left)) or "all noticed")
+        found = noticed(CASES, Path(folder), sites=False) | noticed(AT_SITES, Path(folder), sites=True)
+    for wait, what in sorted(found.items()):
+        print(f"| `{wait}` | {what}{f' ({EXPLAINED[wait]})' if wait in EXPLAINED else ''} |")
+    left = unnoticed(found)
+    print(f"{len(found)} waits; not noticed and not explained:", ", ".join(sorted(left)) or "none")
     return 1 if left else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from tests.device import mutants  # ranks import functions by this name, and not from `__main__`
+
+    sys.exit(mutants.main())
