@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -38,6 +38,7 @@ class Item:
 
 
 WEFT = ("-m", "weft.tools.cli")
+PYTEST_GPU = ("-m", "pytest", "-v", "-m", "gpu")
 BENCHMARKS = ("-m", "benchmarks")
 QUICKSTART = ("launch", "recipe=quickstart", "train.max_seconds=120", "train.export=false", "train.sample=")
 LLAMA_1B = (2048, 8192, 16)
@@ -45,14 +46,21 @@ LLAMA_8B_BLOCKS = (4096, 14336, 4)
 """Width, inner width and layers of models that one GPU trains."""
 LEAST_S = 15.0
 """Seconds that have to be left for an item to begin."""
+EMULATED_GPUS = 2
+EMULATED_LIMITS = 10
+"""Emulated GPUs take so many times as long at most."""
+SITE = Path("tests/device/site").absolute()
+"""A Python with this folder in its path has emulated GPUs."""
 LLAMA_7B = ("model.arch=llama", "train.precision=bf16", "train.microbatch_size=1", "data.sequence_length=2048")
+LLAMA_TINY = ("recipe=quickstart", "train.precision=bf16", "pipeline.stages=1")
 
 
-def items(out: Path) -> tuple[Item, ...]:
+def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
     """Return the programs to run, in order.
 
     Args:
         out: output folder.
+        emulated: True for the same programs with small models, as a dry run on emulated GPUs.
     """
     # Other files may import what a GPU machine without network does not have.
     tests = sorted(str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
@@ -63,9 +71,12 @@ def items(out: Path) -> tuple[Item, ...]:
         return Item(name, shows, command, ranks, limit_s)
 
     def model(name: str, shows: str, width: int, inner: int, layers: int) -> Item:
-        shape = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size=128256"
-        overrides = (f"model.overrides.{each}" for each in f"{shape} max_position_embeddings=4096".split())
-        batch = ("data.sequence_length=4096", "train.microbatch_size=1", "pipeline.microbatches=4")
+        words, tokens = 128256, 4096
+        if emulated:
+            width, inner, layers, words, tokens = 128, 256, 2, 512, 128
+        shape = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size={words}"
+        overrides = (f"model.overrides.{each}" for each in f"{shape} max_position_embeddings={tokens}".split())
+        batch = (f"data.sequence_length={tokens}", "train.microbatch_size=1", "pipeline.microbatches=4")
         heads = ("model.overrides.num_attention_heads=32", "model.overrides.num_key_value_heads=8")
         more = (
             "train.precision=bf16",
@@ -91,19 +102,21 @@ def items(out: Path) -> tuple[Item, ...]:
     of_block = "a block of a Llama-8B at 4k and 8k tokens: MFU by kernels and attention"
     of_kernels = "its kernels and its loss, compared with torch.compile and Liger"
     cache = str(out / "cache")
-    profile = ("profile", *LLAMA_7B, "--seconds", "30", "--out", str(out / "profile.yaml"), f"data.cache_dir={cache}")
+    seven, seconds = (LLAMA_TINY, "2") if emulated else (LLAMA_7B, "30")
+    profile = ("profile", *seven, "--seconds", seconds, "--out", str(out / "profile.yaml"), f"data.cache_dir={cache}")
+    on_emulated, steps, tiny = (("--device=emulated",), ("--steps", "1"), ("--tiny",)) if emulated else ((), (), ())
     on_two = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     node = (*WEFT, "doctor", "node", "--cache", f"{cache}/best.json")
     # Their layers sleep, and their ranks talk over gloo, whatever the machine has.
     engines = ("host", "--cases", "2", "--engines", "weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b")
     return (
         Item("machine", "GPUs and drivers", ("nvidia-smi",), 0, 10.0),
-        Item("tests", "every test that needs a GPU", ("-m", "pytest", "-v", "-m", "gpu", *tests), 0, 150.0),
-        bench("block", of_block, "--seconds", "140", part="block", num_gpus=1, limit_s=180.0),
-        bench("device", "memory against the plan, host waits and host time of steps", num_gpus=1, limit_s=90.0),
+        Item("tests", "every test that needs a GPU", (*PYTEST_GPU, *on_emulated, *tests), 0, 150.0),
+        bench("block", of_block, "--seconds", "140", *tiny, part="block", num_gpus=1, limit_s=180.0),
+        bench("device", "memory against the plan, host waits and host time of steps", *steps, num_gpus=1, limit_s=90.0),
         model("llama-1b", "a Llama-1B on one GPU: step time, MFU, peak memory", *LLAMA_1B),
         model("llama-8b-blocks", "blocks of a Llama-8B on one GPU: step time, MFU, peak memory", *LLAMA_8B_BLOCKS),
-        bench("block", of_kernels, "--seconds", "60", part="kernels", num_gpus=1, limit_s=90.0),
+        bench("block", of_kernels, "--seconds", "60", *tiny, part="kernels", num_gpus=1, limit_s=90.0),
         run("two", "a pipeline over NCCL", 2, "pipeline.stages=2"),
         run("replicas", "ZeRO over NCCL", 2, "pipeline.stages=1", "zero.stage=3"),
         Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile), 1, 100.0),
@@ -124,13 +137,22 @@ def write_report(argv: Sequence[str]) -> int:
         "--out", type=Path, default=Path("gpu-report"), help="folder; FOLDER.tar.gz is made alongside it"
     )
     parser.add_argument("--seconds", type=float, default=720.0, help="limit of all items together; each has its own")
+    parser.add_argument(
+        "--emulated", action="store_true", help="a dry run on the tests' emulated GPUs, which takes longer"
+    )
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    num_gpus = EMULATED_GPUS if args.emulated else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    slower = EMULATED_LIMITS if args.emulated else 1
+    emulated = {"PYTHONPATH": os.pathsep.join([str(SITE), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])}
+    env = os.environ | {"NO_COLOR": "1"}
+    if args.emulated:
+        env |= emulated | {"WEFT_EMULATED_GPUS": str(EMULATED_GPUS), "DS_ACCELERATOR": "cuda"}
     results: list[tuple[Item, str, int | None]] = []
-    end = perf_counter() + args.seconds
-    for item in items(args.out):
-        results.append((item, *_run(item, args.out, min(item.limit_s, end - perf_counter()), num_gpus)))
+    end = perf_counter() + args.seconds * slower
+    for item in items(args.out, emulated=args.emulated):
+        limit_s = min(item.limit_s * slower, end - perf_counter())
+        results.append((item, *_run(item, args.out, limit_s, num_gpus, env)))
         print(f"{item.name:15s} {results[-1][1]}", flush=True)
         # Written before the next item begins, because the machine may be taken away at any time.
         (args.out / "report.md").write_text("\n".join(_report(results, args.out, num_gpus)) + "\n")
@@ -141,7 +163,7 @@ def write_report(argv: Sequence[str]) -> int:
     return int(any(code not in (0, None) for _, _, code in results))
 
 
-def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int | None]:
+def _run(item: Item, out: Path, limit_s: float, num_gpus: int, env: Mapping[str, str]) -> tuple[str, int | None]:
     """Run a program; return its result, and its exit code or None if it could not be started."""
     if item.num_gpus > num_gpus:
         return f"left out: needs {item.num_gpus} GPUs, this machine has {num_gpus}", None
@@ -151,7 +173,6 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int) -> tuple[str, int
     start = perf_counter()
     with (out / f"{item.name}.txt").open("w") as file:
         try:
-            env = os.environ | {"NO_COLOR": "1"}
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)
         except FileNotFoundError:
             return f"left out: there is no {command[0]} here", None

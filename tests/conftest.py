@@ -54,10 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
         if os.environ.get(instrument.FOLDER):
             instrument.install()
-        cuda.install(1)
-        from tests.device import group
+        if cuda.native is None:  # otherwise every Python of this environment has it
+            cuda.install(1)
+            from tests.device import group
 
-        group.register()
+            group.register()
         NUM_GPUS = 1
 
 

@@ -29,7 +29,7 @@ def test_every_item_is_accounted_for(tmp_path, monkeypatch, capsys):
         Item("gone", "a program that is not here", ("no-such-program",), 0),
         Item("many", "more than there is", ("-m", "this"), 1000),
     )
-    monkeypatch.setattr(gpu_report, "items", lambda out: made)
+    monkeypatch.setattr(gpu_report, "items", lambda out, **_: made)
     out = tmp_path / "found"
     assert write_report(["--out", str(out), "--seconds", "60"]) == 1
     text = (out / "report.md").read_text()
@@ -47,7 +47,7 @@ def test_an_item_beyond_its_limit_is_terminated_and_then_killed(tmp_path, monkey
         "terminated", "that it ends", ("sh", "-c", "trap 'echo got SIGTERM' TERM; while :; do sleep 0.1; done"), 0, 3.0
     )
     after = Item("after", "that it is started all the same", ("true",), 0)
-    monkeypatch.setattr(gpu_report, "items", lambda out: (terminated, after))
+    monkeypatch.setattr(gpu_report, "items", lambda out, **_: (terminated, after))
     monkeypatch.setattr(gpu_report, "LEAVE_S", 1.0)
     assert write_report(["--out", str(tmp_path), "--seconds", "60"]) == 1
     text = (tmp_path / "report.md").read_text()
@@ -60,7 +60,7 @@ def test_items_without_time_are_left_out_and_results_are_written_before_the_next
     second = Item("second", "the report so far", ("cat", str(tmp_path / "report.md")), 0)
     late = Item("late", "that it needs more time than is left", ("true",), 0, 1000.0)
     monkeypatch.setattr(gpu_report, "LEAST_S", 500.0)
-    monkeypatch.setattr(gpu_report, "items", lambda out: (first, second, late))
+    monkeypatch.setattr(gpu_report, "items", lambda out, **_: (first, second, late))
     assert write_report(["--out", str(tmp_path), "--seconds", "300"]) == 0
     assert "| first | that it has a result | passed after" in (tmp_path / "second.txt").read_text()
     assert (
@@ -119,7 +119,7 @@ def test_two_ranks_race_collectives(tmp_path, monkeypatch):
     """The command for two GPUs, soon done on two processes."""
     (item,) = (item for item in gpu_report.items(tmp_path) if item.name == "collectives")
     soon = replace(item, num_gpus=0, limit_s=250.0, command=(*item.command, "--sizes=65536", "--repeats=1"))
-    monkeypatch.setattr(gpu_report, "items", lambda out: [soon])
+    monkeypatch.setattr(gpu_report, "items", lambda out, **_: [soon])
     assert write_report(["--out", str(tmp_path), "--seconds", "250"]) == 0, (tmp_path / "report.md").read_text()
     raced = json.loads((tmp_path / "collectives.json").read_text())["figures"]
     assert [row["plain_s"] > 0 for row in raced] == [True] * 3
