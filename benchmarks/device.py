@@ -1,4 +1,4 @@
-"""Memory, host waits and host time of training steps on one GPU, compared with the plan."""
+"""Memory, host waits and host time of training steps on GPUs, compared with the plan."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import gc
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.memory import VOCABULARY, random_batches
 from benchmarks.results import finish, parse, show
@@ -19,26 +21,43 @@ from weft.tools.tables import table_of
 
 BASE = (
     "recipe=quickstart",
-    "pipeline.stages=1",
-    "pipeline.placement=straight",
     f"model.overrides.vocab_size={VOCABULARY}",
     "model.self_check=false",
+    "pipeline.stages=1",
+    "pipeline.microbatches=4",
+    "model.overrides.num_key_value_heads=4",
 )
+"""In fp32, torch's fused attention needs as many heads of keys as of queries. Other kinds store scores."""
 LAYOUTS = (
-    (),
-    ("train.precision=bf16",),
-    ("train.precision=fp16",),
-    ("pipeline.schedule=auto",),
-    ("pipeline.recompute=layers",),
-    ("train.precision=bf16", "train.microbatch_size=8"),
-    ("train.precision=bf16", "model.lora.enabled=true"),
+    (1, ()),
+    (1, ("train.precision=bf16",)),
+    (1, ("train.precision=fp16",)),
+    (1, ("pipeline.schedule=auto",)),
+    (1, ("pipeline.recompute=layers",)),
+    (1, ("train.precision=bf16", "train.microbatch_size=8")),
+    (1, ("train.precision=bf16", "model.lora.enabled=true")),
+    (2, ("zero.stage=1",)),
+    (2, ("zero.stage=2", "train.precision=bf16")),
+    (2, ("zero.stage=3",)),
+    (2, ("zero.stage=3", "train.precision=bf16", "model.lora.enabled=true")),
+    (2, ("parallel.tensor=2",)),
+    (2, ("parallel.context=2", "train.precision=bf16")),
+    (2, ("pipeline.stages=2", "pipeline.placement=straight", "pipeline.schedule=gpipe")),
+    (2, ("pipeline.stages=2", "pipeline.schedule=interleaved", "train.precision=bf16")),
+    (2, ("pipeline.stages=2", "pipeline.schedule=w", "pipeline.recompute=layers")),
+    (2, ("pipeline.stages=2", "pipeline.schedule=zbv", "train.precision=fp16")),
+    (2, ("pipeline.stages=2", "pipeline.schedule=auto", "pipeline.offload=true", "pipeline.memory_cap_bytes=40000000")),
+    (4, ("pipeline.stages=2", "pipeline.schedule=dualpipev", "zero.stage=1", "train.precision=bf16")),
+    (4, ("pipeline.stages=2", "pipeline.schedule=auto", "zero.stage=2", "pipeline.recompute=attention")),
 )
-"""Departures from the quickstart on one rank."""
+"""Numbers of ranks, and departures from the quickstart."""
 STEPS = 4
+EMULATED_STEPS = 2
+TIMEOUT_S = 1500.0
 
 
-def measure(layout: Sequence[str]) -> dict[str, Any]:
-    """Train a layout on the GPU and return its row of the table."""
+def measure(layout: Sequence[str], steps: int = STEPS) -> dict[str, Any]:
+    """Train a layout on this rank's GPU and return figures of the rank. A collective call."""
     from weft.engine.initialize import initialize
 
     gc.collect()
@@ -48,26 +67,46 @@ def measure(layout: Sequence[str]) -> dict[str, Any]:
     engine, *_ = initialize(config=config)
     engine.set_dataiterator(random_batches(config))
     host_s, waits = [], Counter[str]()
-    for step in range(STEPS):
+    for step in range(steps):
         start = time.process_time()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn" if step == STEPS - 1 else "default")
+            torch.cuda.set_sync_debug_mode("warn" if step == steps - 1 else "default")
             engine.train_batch()
             torch.cuda.set_sync_debug_mode("default")
         waits.update(f"{each.filename}:{each.lineno}" for each in caught if "synchroniz" in str(each.message))
         host_s.append(time.process_time() - start)
     measured = torch.cuda.max_memory_allocated() - before
     predicted = engine.plan.memory[engine.pipe_rank].total
+    if dist.is_initialized():
+        dist.barrier()
     engine.destroy()
     return {
         "layout": " ".join(layout) or "quickstart",
-        "predicted MB": f"{predicted / 1e6:.1f}",
-        "measured MB": f"{measured / 1e6:.1f}",
-        "error": f"{predicted / measured - 1:+.1%}",
-        "host ms a micro-batch": f"{1e3 * min(host_s) / config.pipeline.microbatches:.1f}",
-        "host waits": ", ".join(f"{line} ({count})" for line, count in waits.items()) or "none",
+        "rank": engine.global_rank,
+        "predicted": predicted,
+        "measured": measured,
+        "error": predicted / measured - 1,
+        "host_ms": 1e3 * min(host_s) / config.pipeline.microbatches,
+        "waits": ", ".join(f"{line} ({count})" for line, count in waits.items()) or "none",
     }
+
+
+def measure_emulated(layouts: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return figures of this rank's emulated GPU in each of the layouts, whose attention stores no scores."""
+    cuda = import_module("tests.device.cuda")  # a peer only, which is not checked with Weft
+    cuda.native.emulated_fuse_attention()
+    return [measure(layout, EMULATED_STEPS) for layout in layouts]
+
+
+def emulated() -> Iterator[dict[str, Any]]:
+    """Yield the figures of the rank with the worst prediction in each layout, on emulated GPUs (docs/device.md)."""
+    run_on_devices = import_module("tests.device.ranks").run_on_devices
+    for num_ranks in sorted({ranks for ranks, _ in LAYOUTS}):
+        layouts = [layout for ranks, layout in LAYOUTS if ranks == num_ranks]
+        by_rank = run_on_devices(num_ranks, measure_emulated, layouts, timeout_s=TIMEOUT_S)
+        for found in zip(*by_rank, strict=True):
+            yield max(found, key=lambda rank: abs(rank["error"])) | {"ranks": num_ranks}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,15 +116,38 @@ def main(argv: Sequence[str]) -> int:
         ValueError: there is no GPU.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks device", description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of a layout on a GPU")
+    parser.add_argument("--emulated", action="store_true", help="memory of all layouts, on the tests' emulated GPUs")
     args = parse(parser, argv)
+    if args.emulated:
+        table = table_of(
+            map(_memory_row, emulated()), "peak of tensors on the rank with the worst prediction, emulated GPUs"
+        )
+        show(table)
+        return finish(args, "device-memory", table)
     if not torch.cuda.is_available():
         raise ValueError(
-            "no GPU: this benchmark compares a GPU's memory with the plan; `benchmarks memory` is for CPUs"
+            "no GPU: this benchmark compares a GPU's memory with the plan; add --emulated for the tests' emulated "
+            "GPUs, or use `benchmarks memory` for CPUs"
         )
     rows = []
-    for layout in LAYOUTS:
-        rows.append(measure(layout))
+    for num_ranks, layout in LAYOUTS:
+        if num_ranks > 1:
+            continue
+        found = measure(layout, args.steps)
+        figures = {"host ms a micro-batch": f"{found['host_ms']:.1f}", "host waits": found["waits"]}
+        rows.append(_memory_row(found) | figures)
         print(rows[-1], flush=True)
     table = table_of(rows, "one rank of the quickstart on a GPU")
     show(table)
     return finish(args, "device", table)
+
+
+def _memory_row(found: dict[str, Any]) -> dict[str, object]:
+    return {
+        "layout": found["layout"],
+        **({"ranks": found["ranks"], "rank": found["rank"]} if "ranks" in found else {}),
+        "predicted MB": f"{found['predicted'] / 1e6:.1f}",
+        "measured MB": f"{found['measured'] / 1e6:.1f}",
+        "error": f"{found['error']:+.1%}",
+    }

@@ -73,7 +73,7 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
     def model(name: str, shows: str, width: int, inner: int, layers: int) -> Item:
         words, tokens = 128256, 4096
         if emulated:
-            width, inner, layers, words, tokens = 128, 256, 2, 512, 128
+            width, inner, layers, words, tokens = 128, 256, 2, 8192, 128
         shape = f"hidden_size={width} intermediate_size={inner} num_hidden_layers={layers} vocab_size={words}"
         overrides = (f"model.overrides.{each}" for each in f"{shape} max_position_embeddings={tokens}".split())
         batch = (f"data.sequence_length={tokens}", "train.microbatch_size=1", "pipeline.microbatches=4")

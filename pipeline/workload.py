@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from weft.pipeline.action import Op
 from weft.pipeline.costs import StageCost
 
-WORK_FORM = 9
+WORK_FORM = 10
 """The version of work that is stored in files; another number makes old entries unread."""
 LOSS_BYTES = 4
 """Bytes per logit that the loss saves: the fp32 logarithms of probabilities."""
@@ -23,6 +23,9 @@ CHUNK_WORKING = {2: 1.5, 4: 1.0}
 GATHERED_WIDTHS = 2
 """Gathered hidden states that members of a tensor group save per layer: the inputs of attention and of the
 feed-forward part."""
+GRADIENT_COPIES, GRADIENT_STATES = 3, 4
+"""Temporary gradients in a layer's backward: as many copies of its widest product's output, where two branches of a
+feed-forward part are multiplied, and as many hidden states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,8 @@ class LayerWork:
     """Those of `matmul_flops` that a module of attention has."""
     working_bytes: float = 0.0
     """Additional bytes of its backward, if large: those of the loss."""
+    gradient_bytes: float = 0.0
+    """Temporary gradients of a layer's backward: see `GRADIENT_COPIES`."""
     logits: float = 0.0
     """Logits whose loss can be computed in chunks; the bytes above are those of a loss from whole logits."""
     head_flops: float = 0.0
@@ -269,8 +274,10 @@ class ModelWork:
         again = (part.activation_bytes - part.unrecomputed_bytes) / max(1, num_layers)
         of_attention = part.attention_bytes / max(1, num_layers) if division.recomputes_attention else 0.0
         again = again + self._gathered_bytes(division) if division.recomputes else of_attention
-        # the logits' gradient is among what an input gradient keeps for the weight gradient
-        of_input = max(of_loss - LOSS_BYTES * part.logits, again) if of_loss else again
+        gradients = part.gradient_bytes / max(1, num_layers)
+        # what an input gradient keeps for the weight gradient replaces temporary gradients
+        of_input = max(of_loss - part.deferred_bytes, again)
+        again = again + gradients if division.recomputes else max(again, gradients)
         whole = max(division.of_rank(max(of_loss, again)), of_head)
         return Working(chunk, whole, division.of_rank(of_input), of_head)
 

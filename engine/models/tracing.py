@@ -25,7 +25,7 @@ from weft.engine.models.recomputation import attention_modules
 from weft.engine.models.sizes import divided_parameters, meta_model, part_size
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
 from weft.engine.parallel.experts import expert_modules
-from weft.pipeline.workload import LayerWork, ModelWork, loss_work
+from weft.pipeline.workload import GRADIENT_COPIES, GRADIENT_STATES, LayerWork, ModelWork, loss_work
 
 assert packed  # transformers cannot detect packed rows on the meta device
 _TRACED = "weft_traced"
@@ -105,6 +105,7 @@ class _Part:
     attention_flops: float = 0.0
     activation_bytes: float = 0.0
     deferred_bytes: float = 0.0
+    widest_bytes: float = 0.0
     attention_bytes: float = 0.0
     attention_matmul_flops: float = 0.0
     attended_bytes: float = 0.0
@@ -173,8 +174,10 @@ class _Tracer:
                 module.register_forward_pre_hook(self._enter_attention, with_kwargs=True)
                 module.register_forward_hook(self._leave_attention)
         for module in model.modules():
-            if isinstance(module, nn.Linear | Conv1D) and module.weight.requires_grad:
-                module.register_forward_hook(self._defer)
+            if isinstance(module, nn.Linear | Conv1D):
+                module.register_forward_hook(self._note_width)
+                if module.weight.requires_grad:
+                    module.register_forward_hook(self._defer)
         for part in model.modules():
             if isinstance(part, PreTrainedModel):  # some examine the ids for padding
                 part.warn_if_padding_and_no_attention_mask = lambda *_: None
@@ -229,6 +232,10 @@ class _Tracer:
             part.deferred_bytes += storage.nbytes()
         part.deferred_bytes += 0 if module is self._head else output.nbytes
 
+    def _note_width(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if module is not self._head:
+            self.parts[-1].widest_bytes = max(self.parts[-1].widest_bytes, float(output.nbytes))
+
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
@@ -280,22 +287,23 @@ def _work(model: PreTrainedModel, path: str, tracer: _Tracer, name: str, tokens:
     ends = {id(weight) for at, weight in model.named_parameters() if not at.startswith(f"{path}.")}
     of_head = set() if head is None else {id(weight) for weight in head.parameters()}
     whole = _whole_factors(model, path)
+    message_bytes = float(tokens * text.hidden_size * dtype.itemsize)
     return ModelWork(
         name=name,
         sequence_length=tokens,
-        before=_layer_work(before, model, ends if tied else ends - of_head, whole, recomputed=False),
+        before=_layer_work(before, model, ends if tied else ends - of_head, whole),
         layers=tuple(
-            _layer_work(part, model, {id(weight) for weight in layer.parameters()}, whole, layer)
+            _layer_work(part, model, {id(weight) for weight in layer.parameters()}, whole, layer, message_bytes)
             for part, layer in zip(inner, layers, strict=True)
         ),
-        after=_layer_work(after, model, of_head, whole, recomputed=False)
+        after=_layer_work(after, model, of_head, whole)
         + loss_work(
             float(tokens * text.vocab_size),
             text.hidden_size,
             trained=head is not None and any(weight.requires_grad for weight in head.parameters()),
         ),
         tied_parameters=head_weights if tied else 0,
-        message_bytes=float(tokens * text.hidden_size * dtype.itemsize),
+        message_bytes=message_bytes,
         attended_bytes=max((part.attended_bytes for part in inner), default=0.0),
         heads=gcd(*(int(getattr(text, name, 0) or 0) for name in ("num_attention_heads", "num_key_value_heads"))),
         experts=gcd(*(int(getattr(module, "num_experts", 0)) for _, module in expert_modules(model))),
@@ -319,10 +327,9 @@ def _layer_work(
     wanted: set[int],
     whole: set[int],
     layer: nn.Module | None = None,
-    *,
-    recomputed: bool = True,
+    message_bytes: float = 0.0,
 ) -> LayerWork:
-    """Return the work of the parameters whose ``id`` is in ``wanted``."""
+    """Return the work of the parameters whose ``id`` is in ``wanted``, of a decoder layer or of modules around them."""
     size = part_size(model, {}, wanted)
     experts, trained_experts = (0, 0) if layer is None else (expert_parameters(layer), expert_parameters(layer, True))
     return LayerWork(
@@ -335,9 +342,10 @@ def _layer_work(
         trained_flops=part.matmul_flops * (size.active_trained / size.active if size.active else 1.0),
         attention_flops=part.attention_flops,
         activation_bytes=part.activation_bytes,
-        unrecomputed_bytes=0.0 if recomputed else part.activation_bytes,
+        unrecomputed_bytes=0.0 if layer is not None else part.activation_bytes,
         deferred_bytes=part.activation_bytes if experts else part.deferred_bytes,
         attention_bytes=part.attention_bytes,
+        gradient_bytes=0.0 if layer is None else GRADIENT_COPIES * part.widest_bytes + GRADIENT_STATES * message_bytes,
         attention_matmul_flops=part.attention_matmul_flops,
         routed_bytes=part.routed_bytes,
         routed_layers=float(experts > 0),

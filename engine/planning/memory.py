@@ -147,8 +147,15 @@ def rank_memory(
         ]
         activations, most = max(saved, default=0.0), max(used, default=0.0)
         beside = state.buffers if config.zero.stage == 3 else max(0.0, max(reducing, default=0.0) - most)
+        beside += message_bytes(single.placement, costs, rank)
         found.append(RankMemory(state, activations, most - activations, beside, stepping[rank]))
     return tuple(found)
+
+
+def message_bytes(placement: Placement, costs: CostModel, rank: int) -> float:
+    """Return the bytes of a rank's messages: one in each direction of each hop to or from another rank."""
+    hops = list(enumerate(zip(placement.stage_ranks, placement.stage_ranks[1:], strict=False)))
+    return sum(2 * costs.stages[stage].output_bytes for stage, ends in hops if rank in ends and len(set(ends)) > 1)
 
 
 def activation_memory(

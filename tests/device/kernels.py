@@ -23,6 +23,8 @@ def _flash(
     query: Tensor, key: Tensor, value: Tensor, p: float = 0.0, causal: bool = False, mask: bool = False, **named: Any
 ) -> tuple[Any, ...]:
     assert not p, "no kernel with dropout"
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value))
     output, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, p, causal, **named)
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
@@ -30,8 +32,12 @@ def _flash(
 
 
 def _flash_backward(*args: Any, **named: Any) -> tuple[Tensor, ...]:
-    *tensors, _, _, _, _, p, causal, _, _ = args
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, p, causal, **named)
+    gradient, query, *shared, output, sums, _, _, _, _, p, causal, _, _ = args
+    groups = query.shape[1] // shared[0].shape[1]
+    repeated = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in shared)
+    tensors = gradient, query, *repeated, output, sums
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, p, causal, **named)
+    return found[0], *(tensor.unflatten(1, (-1, groups)).sum(2) if groups > 1 else tensor for tensor in found[1:])
 
 
 def _efficient(

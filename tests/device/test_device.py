@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.device import measure_emulated
 from tests.device import mutants, observations, training, uses
 from tests.device.build import obstacle
 from tests.device.lines import FOLDER, require
@@ -99,7 +100,7 @@ def test_memory_and_random_numbers_are_those_of_a_caching_allocator_and_a_genera
 
 def test_the_removal_of_each_wait_between_host_and_device_is_noticed(tmp_path):
     """Only of those with lags that a busy host does not exceed; `python -m tests.device.mutants` removes all."""
-    assert not mutants.unnoticed({"parts": mutants.CASES["parts"]}, tmp_path, sites=False)
+    assert not mutants.unnoticed(mutants.noticed({"parts": mutants.CASES["parts"]}, tmp_path, sites=False))
 
 
 def test_gpu_tests_pass_on_an_emulated_gpu_without_races(tmp_path):
@@ -155,6 +156,15 @@ def test_ranks_at_two_sites_train_on_devices_like_on_cpus():
 def test_the_number_of_events_does_not_grow_with_steps():
     (runs,) = run_on_devices(1, training.train, [{"stages": 1, "layers": 2, "microbatches": 2}], 13)
     assert len(set(runs[0].events[-4:])) == 1, runs[0].events
+
+
+def test_predicted_memory_is_that_of_the_device():
+    """Layouts with W, temporary gradients and recomputation; `python -m benchmarks device --emulated` has more."""
+    settings = ("pipeline.stages=2", "pipeline.placement=fold", "model.overrides.num_hidden_layers=4")
+    layouts = [(*settings, "pipeline.schedule=zbv"), (*settings, "pipeline.schedule=w", "pipeline.recompute=layers")]
+    for found in run_on_devices(2, measure_emulated, layouts):
+        for row in found:
+            assert abs(row["error"]) < 0.05, row
 
 
 @pytest.mark.parametrize("num_ranks", CASES)

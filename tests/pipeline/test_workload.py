@@ -103,3 +103,14 @@ def test_a_loss_in_chunks_keeps_hidden_states_instead_of_logits_and_computes_log
     assert [time / once for time in products] == [1, 1, 1] and [time / once for time in again] == [2, 0, 2]
     frozen = loss_work(float(tokens * words), width, trained=False)
     assert chunked.working_bytes(frozen, 0, alone, 4) == (chunk, 0, 0, 0) and not frozen.trained_head_flops
+
+
+def test_temporary_gradients_count_with_a_recomputed_layer_and_not_with_what_an_input_gradient_keeps():
+    layer = LayerWork(parameters=0, activation_bytes=40.0, deferred_bytes=30.0, gradient_bytes=16.0)
+    loss = loss_work(1.0, 1, trained=True)
+    work = model(NOTHING, [layer, layer], loss)
+    plain = Division(microbatch_size=1, tensor=1, context=1, recomputes=False)
+    for division, backward in ((plain, 16.0), (replace(plain, recomputes=True), 40.0 + 16.0)):
+        used = work.working_bytes(layer + layer, 2, division, 4)
+        assert used.whole == backward and used.input == backward - 16.0
+    assert work.working_bytes(layer + layer + loss, 2, plain, 4).input == 0, "less than I keeps for W"

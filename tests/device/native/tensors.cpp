@@ -1,8 +1,10 @@
 // Operators that are not kernels of the CPU on other memory: allocation, views of storages, copies, record_stream.
 #include "tensors.hpp"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
@@ -132,12 +134,16 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (Block* block = block_at(lock, self.storage().data())) block->users.insert(number_of(stream));
 }
 
-// By default attention runs by plain operators (0), of which every one is checked; 2 is memory-efficient attention.
-int64_t attention = 0;
+// By default attention runs by plain operators, of which every one is checked.
+bool fused_attention = false;
 
-int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                         const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
-  return attention;
+// CUDA's choice without dropout: 1 is flash attention, 2 is memory-efficient attention, which takes masks.
+int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor&,
+                         const std::optional<at::Tensor>& mask, double dropout, bool, std::optional<double>, bool) {
+  if (!fused_attention || dropout > 0) return 0;
+  auto& allowed = at::globalContext();
+  if (query.element_size() == 2 && !mask) return allowed.userEnabledFlashSDP() ? 1 : 0;
+  return query.size(-3) == key.size(-3) && allowed.userEnabledMemEfficientSDP() ? 2 : 0;
 }
 
 // Rows of equal length at equal distances, or all bytes from the first to the last.
@@ -193,7 +199,7 @@ uint64_t next_seed() {
 }
 
 extern "C" {
-void emulated_set_attention(int choice) { attention = choice; }
+void emulated_fuse_attention() { fused_attention = true; }
 void emulated_seed(uint64_t seed, uint64_t offset) { random_state = {seed, offset}; }
 uint64_t emulated_initial_seed() { return random_state.seed; }
 uint64_t emulated_random_offset() { return random_state.offset; }
@@ -215,7 +221,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("copy_", &copy);
   m.impl("record_stream", &record_stream);
-  m.impl("_fused_sdp_choice", &choose_attention);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
 }
 
 TORCH_LIBRARY(emulated, m) {

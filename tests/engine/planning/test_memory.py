@@ -1,8 +1,13 @@
 """Tests of a schedule's live activations: the simulator's count against the engine's, the W against 1F1B."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.engine.tiny import measured_peaks, tiny_config
+from weft.engine.planning.memory import message_bytes
+from weft.pipeline.costs import CostModel
+from weft.pipeline.placement import Placement
 from weft.tools.ranks import run_ranks
 
 # Two layers per chunk: with fewer, what the loss saves (on the fold's first rank) outweighs them.
@@ -22,3 +27,11 @@ def test_predicted_and_measured_peaks():
     for name, (predicted, measured, _) in by_case.items():
         assert measured == predicted, name
     assert max(by_case["w"][2]) <= 1.03 * max(by_case["1f1b"][2])
+
+
+def test_each_hop_to_another_rank_has_a_message_in_each_direction():
+    costs = CostModel.unit(4)
+    costs = replace(costs, stages=tuple(replace(stage, output_bytes=10.0**i) for i, stage in enumerate(costs.stages)))
+    fold, straight = Placement.fold(2), Placement.straight(4)
+    assert [message_bytes(fold, costs, rank) for rank in range(2)] == [2 * (1 + 100), 2 * (1 + 100)]
+    assert [message_bytes(straight, costs, rank) for rank in range(4)] == [2, 2 * 11, 2 * 110, 2 * 100]
