@@ -32,6 +32,7 @@ HEADER = 16
 RECORD = Struct("3Q2d")
 DTYPE = np.dtype([("first", "u8"), ("second", "u8"), ("step", "u8"), ("start", "f8"), ("end", "f8")])
 """A record, as numpy reads it."""
+NO_RECORDS = np.empty(0, DTYPE)
 CURRENT = Struct("3Qd")
 SECTIONS = ("data", "gradients", "weights", "sums", "checkpoint", "evaluation", "step")
 """Kinds of events besides actions: reading the batch, waits for collectives, stalls between steps, and whole steps."""
@@ -135,6 +136,7 @@ class RingReader:
 
     Attributes:
         rank, pid: the rank, and its process.
+        inode: number of its file, which another ring of the rank replaces.
         lost: records that were overwritten before they were read.
     """
 
@@ -162,18 +164,24 @@ class RingReader:
             raise ValueError(f"{path}: no ring of events of version {VERSION}; rank and collector need the same Weft")
         if size != words[Header.CAPACITY] * RECORD.size:
             raise ValueError(f"{path}: {size} bytes do not hold {words[Header.CAPACITY]} records; remove it")
-        self._records = np.frombuffer(memory, dtype=DTYPE, offset=HEADER * WORD)
+        # As numbers: copying records compares their types each time.
+        self._records = np.frombuffer(memory, dtype="u8", offset=HEADER * WORD).reshape(-1, len(DTYPE))
         self.rank, self.pid, self._started = words[Header.RANK], words[Header.PID], words[Header.STARTED]
         self.wall_s = words[Header.WALL] / 1e9
         """Seconds since the epoch when the host's `time.perf_counter` was 0, by its clock when the rank began."""
+        self.inode = found.st_ino
         self._seen = 0
         self.lost = 0
 
     def read(self) -> np.ndarray:
         """Return the records since the last call, oldest first."""
         written, capacity = int(self._words[Header.WRITTEN]), len(self._records)
+        if written == self._seen:
+            return NO_RECORDS
         first = max(self._seen, written - capacity)
-        found = self._records[np.arange(first, written) % capacity]
+        at, count = first % capacity, written - first
+        words = np.concatenate([self._records[at : at + count], self._records[: max(0, at + count - capacity)]])
+        found = words.view(DTYPE)[:, 0]
         overwritten = int(self._words[Header.WRITTEN]) - capacity + 1  # the next record may be half written
         skip = min(max(0, overwritten - first), len(found)) if written > capacity else 0
         self.lost += first + skip - self._seen

@@ -46,6 +46,8 @@ WINDOW = 20
 """Steps after which a deviation is judged."""
 OWN = ("compute", "data", "SEND_F", "SEND_B")
 """Work of a rank itself. The rest are waits, which others cause."""
+READ = (*COMPUTE_SECTIONS, *OWN[1:], "step")
+"""Sections from which `OWN` is summed."""
 LEAST_DEVIATION = 0.05
 LEAST_SHARE = 0.01
 """Share of a step below which a deviation has no effect worth a name."""
@@ -77,12 +79,11 @@ def _lower_median(values: np.ndarray) -> np.ndarray:
     return np.sort(values, axis=-1)[..., (values.shape[-1] - 1) // 2]
 
 
-def _own_work(record: RunRecord, first: int, last: int) -> Seconds:
+def _own_work(found: Seconds) -> Seconds:
     """Return the seconds of `OWN` and of the whole step, by step and rank."""
-    found = record.steps.window(first, last, (*COMPUTE_SECTIONS, *OWN[1:], "step"))
-    count = len(COMPUTE_SECTIONS)
-    seconds = np.concatenate([found.seconds[..., :count].sum(axis=-1, keepdims=True), found.seconds[..., count:]], -1)
-    return found._replace(sections=(*OWN, "step"), seconds=seconds)
+    compute = sum(found.seconds[..., found.sections.index(name)] for name in COMPUTE_SECTIONS)
+    others = [found.seconds[..., found.sections.index(name)] for name in (*OWN[1:], "step")]
+    return found._replace(sections=(*OWN, "step"), seconds=np.stack([compute, *others], axis=-1))
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,9 @@ class Deviation:
         return f"{where}: {what} takes {self.share:.0%} longer than {self.reference}, {self.lost_s * 1e3:.1f} ms a step"
 
 
-def outliers(record: RunRecord, last: int | None = None, window: int = WINDOW) -> list[Deviation]:
+def outliers(
+    record: RunRecord, last: int | None = None, window: int = WINDOW, recent: Seconds | None = None
+) -> list[Deviation]:
     """Return the ranks that are slower than their class over a window of steps, the worst first.
 
     The reference is the lower median of the rank's class. A rank without peers is compared with its own first steps,
@@ -115,10 +118,13 @@ def outliers(record: RunRecord, last: int | None = None, window: int = WINDOW) -
 
     Args:
         last: last step of the window. None means the newest.
+        recent: seconds of the window, if they have been read.
     """
     begun, newest = record.step_range
     last = newest if last is None else last
-    own = _own_work(record, max(begun + WARM_UP, last - window + 1), last)
+    if recent is None:
+        recent = record.steps.window(max(begun + WARM_UP, last - window + 1), last, READ)
+    own = _own_work(recent)
     if int(own.is_recorded.any(axis=1).sum()) < max(1, window // 2):
         return []
     step_s, found = float(np.nanmedian(own.of("step"))), []
@@ -183,7 +189,7 @@ def _alone(
     first, last = before[0], min(before[1], before[0] + WINDOW - 1)
     if last - first + 1 < WINDOW // 2:
         return 0.0, ""
-    own = _own_work(record, first, last).of(section)[:, place]
+    own = _own_work(record.steps.window(first, last, READ)).of(section)[:, place]
     if np.isnan(own).all():
         return 0.0, ""
     return float(np.nanquantile(own, LOW)), f"in steps {first} to {last}"
@@ -196,14 +202,20 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
     """
     begun, newest = record.step_range
     first = min(max(begun + WARM_UP, newest - window + 1), newest)
-    totals = record.steps.totals(first, newest, tuple(LABELS))
-    counts = totals.is_recorded.sum(axis=0)
-    ranks, counts = totals.ranks[counts > 0], counts[counts > 0]
+    recent_first = min(max(begun + WARM_UP, newest - WINDOW + 1), newest)
+    recent = record.steps.window(recent_first, newest, tuple(LABELS))
+    of_map = slice(max(0, first - recent_first), None)
+    seconds, counts = recent.seconds[of_map].sum(axis=0), recent.is_recorded[of_map].sum(axis=0)
+    if first < recent_first:
+        earlier = record.steps.totals(first, recent_first - 1, tuple(LABELS))
+        seconds, counts = seconds + earlier.seconds, counts + earlier.is_recorded.sum(axis=0)
+    is_shown = counts > 0
+    ranks, counts = recent.ranks[is_shown], counts[is_shown]
     if not len(ranks):
         return {"first": 0, "last": 0, "sections": [], "ranks": [], "mean_s": [], "deviation": [], "outliers": []}
-    means = totals.seconds[totals.is_recorded.any(axis=0)] / counts[:, None]
+    means = seconds[is_shown] / counts[:, None]
     shown = np.flatnonzero((means > 0).any(axis=0))
-    means, sections = means[:, shown], [totals.sections[number] for number in shown]
+    means, sections = means[:, shown], [recent.sections[number] for number in shown]
     reference, alone = np.broadcast_to(_lower_median(means.T), means.shape).copy(), np.full(len(ranks), True)
     for group in _groups(record):
         places = np.flatnonzero(np.isin(ranks, group))
@@ -218,7 +230,9 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
         "mean_s": means.round(9).tolist(),
         "deviation": deviation.round(4).tolist(),
         "alone": alone.tolist(),
-        "outliers": [{"rank": o.rank, "section": o.section, "text": o.text(record)} for o in outliers(record)],
+        "outliers": [
+            {"rank": o.rank, "section": o.section, "text": o.text(record)} for o in outliers(record, recent=recent)
+        ],
     }
 
 

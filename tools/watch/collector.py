@@ -10,10 +10,11 @@ import fcntl
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ PUBLISH_S = 1.0
 FLUSH_S = 2.0
 REST = 10.0
 """Least time between two writes, as a multiple of the last one's."""
+MOST_UNWRITTEN = 500_000
+"""Events after which files are written without that rest, so that memory is limited."""
 START_S = 60.0
 """Seconds that the collector waits for the first ring."""
 END_S = 3.0
@@ -44,7 +47,7 @@ SPAN_PARTS = 64
 LATE_STEPS = 2
 """Steps for which the events of a step may still arrive from the device."""
 STEP = encode("step")
-STORED = np.dtype([("rank", "i4"), *DTYPE.descr])
+STORED = np.dtype([("rank", "i8"), *DTYPE.descr])
 
 
 @dataclass
@@ -63,71 +66,85 @@ class Collector:
         """Write to a run's folder, after the files of earlier collectors of this host."""
         self._folder, self._host = run_folder / FOLDER, host
         self._rings_folder = rings_folder(run_folder)
-        self._readers: dict[Path, tuple[int, RingReader]] = {}
-        self._waiting: dict[int, list[np.ndarray]] = {}
+        self._readers: dict[str, RingReader] = {}
+        self._waiting: list[np.ndarray] = []
+        self._newest = np.zeros(0, "u8")  # step of each rank
         known = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(f"steps-{host}-*.parquet")]
         self._part = Part(max(known, default=0) + 1)
         self.last_steps: dict[int, tuple[int, float]] = {}
+        self.unwritten = 0
+        """Events read since the last `flush`."""
 
     def poll(self) -> bool:
         """Read all rings. Return False if there are none, or all are closed and read to their end."""
-        is_open = False
-        for path in self._rings_folder.glob("rank*"):
-            with suppress(OSError, ValueError):  # it is being replaced
-                inode = path.stat().st_ino
-                if path not in self._readers or self._readers[path][0] != inode:
-                    self._drain(path)
-                    self._readers[path] = inode, RingReader(path)
-        for path in list(self._readers):
-            is_open = is_open or not self._readers[path][1].is_closed  # one open ring is enough
-            self._read(path)
+        opened = self._opened()
+        if replaced := [self._readers[name] for name in opened if name in self._readers]:
+            self._read(replaced)
+            ranks = np.array([reader.rank for reader in replaced])
+            self._complete(lambda events: np.isin(events["rank"], ranks))
+            self._newest[ranks[ranks < len(self._newest)]] = 0  # a restarted rank may repeat steps
+        self._readers |= opened
+        is_open = any(not reader.is_closed for reader in self._readers.values())  # one open ring is enough
+        self._read(self._readers.values())
         return is_open
+
+    def _opened(self) -> dict[str, RingReader]:
+        """Map the rings that are new, by file name."""
+        found = {}
+        with suppress(FileNotFoundError), os.scandir(self._rings_folder) as entries:
+            for entry in entries:
+                known = self._readers.get(entry.name)
+                if (known is None or known.inode != entry.inode()) and entry.name.startswith("rank"):
+                    with suppress(OSError, ValueError):  # it is being replaced
+                        found[entry.name] = RingReader(Path(entry.path))
+        return found
 
     @property
     def is_finished(self) -> bool:
         """True if all ranks have closed their rings at the end of the run."""
-        return bool(self._readers) and all(reader.is_finished for _, reader in self._readers.values())
+        return bool(self._readers) and all(reader.is_finished for reader in self._readers.values())
 
-    def _drain(self, path: Path) -> None:
-        if path in self._readers:
-            self._read(path)
-            self._complete(self._readers[path][1].rank, everything=True)
-
-    def _read(self, path: Path) -> None:
-        reader = self._readers[path][1]
-        found = reader.read()
-        if not len(found):
+    def _read(self, readers: Iterable[RingReader]) -> None:
+        found = [(reader, records) for reader in readers if len(records := reader.read())]
+        if not found:
             return
-        events = np.empty(len(found), STORED)
-        events["rank"] = reader.rank
-        for name in DTYPE.names or ():
-            events[name] = found[name]
+        counts = [len(each) for _, each in found]
+        words = np.empty((sum(counts), len(STORED)), "u8")  # concatenating records compares the types of each pair
+        words[:, 0] = np.repeat([reader.rank for reader, _ in found], counts)
+        np.concatenate([each.view("u8").reshape(-1, len(DTYPE)) for _, each in found], out=words[:, 1:])
+        events = words.view(STORED)[:, 0]
+        wall_s = np.repeat([reader.wall_s for reader, _ in found], counts)
         for name in ("start", "end"):
-            events[name] += reader.wall_s
-        self._waiting.setdefault(reader.rank, []).append(events)
-        ended = found[found["first"] == STEP]
-        if len(ended):
-            self.last_steps[reader.rank] = int(ended[-1]["step"]), float(ended[-1]["end"] - ended[-1]["start"])
+            events[name] += wall_s
+        unknown = int(events["rank"].max()) + 1 - len(self._newest)
+        self._newest = np.pad(self._newest, (0, max(0, unknown)))
+        np.maximum.at(self._newest, events["rank"], events["step"])
+        self._waiting.append(events)
+        self.unwritten += len(events)
+        ended = events[events["first"] == STEP]
+        seconds = (ended["end"] - ended["start"]).tolist()
+        self.last_steps.update(
+            zip(ended["rank"].tolist(), zip(ended["step"].tolist(), seconds, strict=True), strict=True)
+        )
 
-    def _complete(self, rank: int, *, everything: bool = False) -> None:
-        """Move a rank's events of complete steps to the current part."""
-        events = np.concatenate(self._waiting.pop(rank, []) or [np.empty(0, STORED)])
-        if not len(events):
-            return
-        is_done = np.full(len(events), True) if everything else events["step"] + LATE_STEPS <= events["step"].max()
-        if not is_done.all():
-            self._waiting[rank] = [events[~is_done]]
-        self._part.events.append(events[is_done])
-        self._part.rows += int(is_done.sum())
+    def _complete(self, is_complete: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Move the waiting events for which the argument is True to the current part."""
+        batches, self._waiting = self._waiting, []
+        for events in batches:
+            is_done = is_complete(events)
+            done, rest = (events, events[:0]) if is_done.all() else (events[is_done], events[~is_done])
+            self._part.events += [done] if len(done) else []
+            self._part.rows += len(done)
+            self._waiting += [rest] if len(rest) else []
 
     def flush(self, *, everything: bool = False) -> None:
         """Write the current files, and begin others if they are large."""
-        for rank in list(self._waiting):
-            self._complete(rank, everything=everything)
+        self.unwritten = 0
+        self._complete(lambda events: (events["step"] + LATE_STEPS <= self._newest[events["rank"]]) | everything)
         part = self._part
         if not part.rows:
             return
-        events = np.concatenate(part.events)
+        events = part.events[0] if len(part.events) == 1 else np.concatenate(part.events)
         part.events = [events]
         self._write("steps", summaries(events))
         self._write("spans", spans(events))
@@ -144,15 +161,25 @@ class Collector:
         from pyarrow import parquet
 
         with replacing(self._folder / f"{kind}-{self._host}-{self._part.number:05d}.parquet") as draft:
-            parquet.write_table(pa.table(columns), draft, compression="zstd")
+            seconds = [name for name in columns if name.endswith("_s")]
+            parquet.write_table(
+                pa.table(columns),
+                draft,
+                compression="zstd",
+                use_dictionary=[name for name in columns if name not in seconds],
+                column_encoding=dict.fromkeys(
+                    seconds, "BYTE_STREAM_SPLIT"
+                ),  # few values repeat, and most have alike bytes
+            )
 
     def publish_current(self) -> None:
         """Write what each rank does now."""
-        now = {"at": time(), "host": self._host, "ranks": [reader.current() for _, reader in self._readers.values()]}
+        now = {"at": time(), "host": self._host, "ranks": [reader.current() for reader in self._readers.values()]}
         write_atomic(self._folder / f"now-{self._host}.json", json.dumps(now))
 
     def close(self) -> None:
         """Write everything, and remove the rings."""
+        self.poll()  # a rank may have written and ended since the last time
         self.flush(everything=True)
         self.publish_current()
         shutil.rmtree(self._rings_folder, ignore_errors=True)
@@ -200,7 +227,7 @@ def spans(events: np.ndarray) -> dict[str, Any]:
     section, stage = _sections(events["first"])
     return {
         "step": events["step"].astype("i4"),
-        "rank": events["rank"],
+        "rank": events["rank"].astype("i4"),
         "section": section,
         "stage": stage,
         "slot": pa.DictionaryArray.from_arrays(places[inverse.reshape(-1)], texts),
@@ -238,17 +265,15 @@ def _remove_stale(own: Path) -> None:
 
 def rounds(collector: Collector) -> Iterator[None]:
     """Poll and flush until all ranks have ended, and yield after each round."""
-    last_open = published = due = monotonic()
+    last_open = publish_at = flush_at = monotonic()
     was_open = False
     while True:
         polled, is_open = monotonic(), collector.poll()
         was_open = was_open or is_open
-        if monotonic() - published > PUBLISH_S:
-            collector.publish_current()
-            published = monotonic()
-        if published > due:
-            collector.flush()
-            due = monotonic() + max(FLUSH_S, REST * (monotonic() - published))
+        if monotonic() > publish_at:
+            publish_at = _after(collector.publish_current, PUBLISH_S)
+        if monotonic() > flush_at or collector.unwritten > MOST_UNWRITTEN:
+            flush_at = _after(collector.flush, FLUSH_S)
         yield
         if is_open:
             last_open = monotonic()  # however long this round took
@@ -257,10 +282,19 @@ def rounds(collector: Collector) -> Iterator[None]:
         sleep(POLL_S)
 
 
+def _after(write: Callable[[], None], least_s: float) -> float:
+    """Write, and return the time from which to write again."""
+    begun = monotonic()
+    write()
+    return monotonic() + max(least_s, REST * (monotonic() - begun))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``RUN_FOLDER PROMETHEUS_PORT`` until all ranks of this host have ended."""
     run_folder, port = Path(argv[0]), int(argv[1])
     os.nice(10)
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each ring keeps a file open
     lock = _lock(run_folder / FOLDER)
     if lock is None:
         return 0

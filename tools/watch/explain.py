@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -301,15 +303,20 @@ def _checkpoint(run: Measured) -> Iterator[Limit]:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``weft explain RUN`` and return the exit code.
+    """Run ``weft explain RUN [--json]`` and return the exit code.
 
     Raises:
         ValueError: the folder has no run, or no step of it is recorded.
     """
     parser = argparse.ArgumentParser(prog="weft explain", description="Name what limits a run and what to change.")
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/quickstart")
-    record = RunRecord(parser.parse_args(argv).run)
+    parser.add_argument("--json", action="store_true", help="print a list of kind, gain and text")
+    args = parser.parse_args(argv)
+    record = RunRecord(args.run)
     found, (first, last) = limits(record), record.step_range
+    if args.json:
+        print(json.dumps([asdict(limit) for limit in found]))
+        return 0
     shares = Measured(record).shares.values()
     busy, whole = (sum(share[name] for share in shares) for name in ("compute", "step"))
     print(f"{record.name}, steps {first} to {last}: ranks compute for {busy / whole:.0%} of a step")
@@ -318,3 +325,7 @@ def main(argv: list[str]) -> int:
     if not found:
         print(f"nothing was found that would gain {LEAST_GAIN:.0%}")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -9,10 +9,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from threading import Lock
+from subprocess import DEVNULL, PIPE
+from threading import Event, Lock
+from time import monotonic
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -20,11 +26,13 @@ from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Stre
 
 from weft.conf.hosts import is_loopback
 from weft.tools.watch.record import RunRecord
-from weft.tools.watch.views import Views
+from weft.tools.watch.views import EXPLAIN_S, Views
 
 PAGE = Path(__file__).parent / "page"
 COOKIE = "weft_watch"
 LOOK_S = 1.0
+REST = 5.0
+"""Least time between two simulations of what limits the run, as a multiple of the last one's."""
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -51,8 +59,14 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
     """
     if not token and not is_loopback(host):
         raise ValueError(f"--host {host}: others can reach it, and there is no token; give one, or use 127.0.0.1")
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    views, reading = Views(record), Lock()
+
+    @asynccontextmanager
+    async def running(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        explaining.close()
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
+    views, reading, explaining = Views(record), Lock(), Limits(record.folder)
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -81,6 +95,10 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
         if path.parent != PAGE or not path.is_file():
             raise HTTPException(404)
         return FileResponse(path)
+
+    @app.get("/api/explain")
+    def explain() -> Response:
+        return Response(explaining.newest(), media_type="application/json")
 
     @app.get("/api/{view}")
     def view(view: str, step: int | None = None, window: int = 20) -> Response:
@@ -112,6 +130,41 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
         return StreamingResponse(stream(), media_type="text/event-stream")
 
     return app
+
+
+class Limits:
+    """What limits a run, by `weft explain --json` in another process, so that views need not wait for it."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._command = [sys.executable, "-m", "weft.tools.watch.explain", str(run_folder), "--json"]
+        self._lock, self._ended = Lock(), Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._text, self._due = b"[]", 0.0
+
+    def newest(self) -> bytes:
+        """Return the limits as JSON. If they are old, compute them again; meanwhile others get the old ones."""
+        if monotonic() < self._due or not self._lock.acquire(blocking=not self._due):
+            return self._text
+        try:
+            if monotonic() >= self._due and not self._ended.is_set():
+                begun = monotonic()
+                self._process = subprocess.Popen(self._command, stdout=PIPE, stderr=DEVNULL, preexec_fn=_low_priority)
+                text, _ = self._process.communicate()
+                self._text = text if self._process.returncode == 0 else b"[]"  # no step is recorded yet
+                self._due = monotonic() + max(EXPLAIN_S, REST * (monotonic() - begun))
+            return self._text
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """End the other process."""
+        self._ended.set()
+        if self._process is not None:
+            self._process.kill()
+
+
+def _low_priority() -> None:
+    os.nice(10)
 
 
 def _equal(offered: str, token: str) -> bool:

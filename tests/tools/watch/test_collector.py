@@ -123,6 +123,17 @@ def test_only_the_first_and_the_newest_files_of_spans_are_kept(run, monkeypatch)
     assert len(parts(run, "steps")) == 6
 
 
+def test_events_between_the_last_round_and_the_end_are_written(run):
+    ring, found = RingWriter(rings_folder(run), 0, 4096), Collector(run, "h")
+    write_steps(ring, [1])
+    found.poll()
+    write_steps(ring, [2])
+    ring.close(finished=True)
+    assert found.is_finished
+    found.close()
+    assert set(pd.read_parquet(parts(run, "steps")[0]).step) == {1, 2}
+
+
 def launch(folder, *settings):
     command = [sys.executable, "-m", "weft.tools.cli", "launch", *TINY_QUICKSTART, f"train.output_dir={folder}"]
     return [*command, "pipeline.stages=2", "cluster.ranks=2", "pipeline.microbatches=4", *settings]
@@ -141,6 +152,7 @@ def test_however_slow_writes_are_the_collector_ends_after_the_last_rank(monkeypa
         flush=lambda: last(3 * collector.END_S),
         publish_current=lambda: last(2 * collector.END_S),
         is_finished=False,
+        unwritten=0,
     )
     times = []
     for _ in collector.rounds(watched):

@@ -9,8 +9,10 @@ export const PALETTE = {
   data: "data", other: "quiet",
 };
 
+let known = [element("li", { className: "quiet", textContent: "Simulating…" })];
+
 async function overview({ fetched, run }) {
-  const [metrics, limits] = await Promise.all([fetched("/api/metrics"), fetched("/api/explain")]);
+  const metrics = await fetched("/api/metrics");
   const last = run.last, predicted = run.predicted;
   const charts = [
     ["Loss", "loss", last.loss?.toFixed(4) ?? "–", { label: (value) => value.toPrecision(4) }],
@@ -34,10 +36,13 @@ async function overview({ fetched, run }) {
   };
   const list = element("dl", {}, ...Object.entries(facts).flatMap(([name, value]) =>
     [element("dt", { textContent: name }), element("dd", { textContent: value })]));
-  const explained = limits.length
-    ? element("ol", { id: "limits" }, ...limits.map((limit) =>
-      element("li", { textContent: `${limit.text} (+${share(limit.gain)} tokens/s)` })))
-    : element("p", { className: "quiet", textContent: "Nothing found yet." });
+  const explained = element("ol", { id: "limits" });
+  explained.append(...known);
+  fetched("/api/explain").then((limits) => {  // it may take longer than the rest
+    known = limits.map((limit) => element("li", { textContent: `${limit.text} (+${share(limit.gain)} tokens/s)` }));
+    if (!known.length) known = [element("li", { className: "quiet", textContent: "Nothing found yet." })];
+    explained.replaceChildren(...known);
+  }, () => {});
   const log = run.log.length ? panel("Log", element("pre", { id: "log", textContent: run.log.join("\n") })) : null;
   return {
     children: [
