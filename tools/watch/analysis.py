@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,184 +14,10 @@ from weft.pipeline.action import COMPUTE, Action, Op, Slot, parse_slot, receive_
 from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
+from weft.tools.watch.outliers import LABELS, WARM_UP, WINDOW, classes, groups, lower_median, outliers, pauses
 from weft.tools.watch.record import COMPUTE_SECTIONS, RunRecord, producer_of
-from weft.tools.watch.step_files import Seconds
 
-LABELS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "SEND_F": "send activations",
-    "SEND_B": "send gradients",
-    "RECV_F": "wait for activations",
-    "RECV_B": "wait for gradients",
-    "REDUCE_GRAD": "start reductions",
-    "UNSHARD": "gather weights",
-    "STEP": "optimiser",
-    "data": "read data",
-    "gradients": "wait for reductions",
-    "weights": "wait for weights",
-    "sums": "wait for small sums",
-    "checkpoint": "checkpoint",
-    "evaluation": "evaluation",
-    "step": "whole step",
-}
-"""Sections in words, in the order of the heat map."""
 CATEGORIES = ("compute", "optimiser", "exposed transfers", "exposed collectives", "bubbles", "data", "other")
-WARM_UP = 2
-"""First steps of a run, which are left out: memory is allocated and kernels are loaded."""
-WINDOW = 20
-"""Steps after which a deviation is judged."""
-OWN = ("compute", "data", "SEND_F", "SEND_B")
-"""Work of a rank itself. The rest are waits, which others cause."""
-READ = (*COMPUTE_SECTIONS, *OWN[1:], "step")
-"""Sections from which `OWN` is summed."""
-LEAST_DEVIATION = 0.05
-LEAST_SHARE = 0.01
-"""Share of a step below which a deviation has no effect worth a name."""
-LEAST_SIGMAS = 6.0
-LOW = 0.3
-"""Quantile of a section's seconds over the steps that is compared: other processes of a host make some steps longer."""
-SIGMA_OF_SPREAD = 1.45
-"""Standard error of that quantile for one step, in units of the distance between the quantiles LOW - 0.15 and
-LOW + 0.15."""
-LEAST_STEADY = 0.8
-"""Share of the steps in which an outlier exceeds half of its deviation."""
-
-
-def _groups(record: RunRecord) -> list[tuple[int, ...]]:
-    """Return the classes: the ranks of each pipeline stage."""
-    by_stage = defaultdict(list)
-    for place in record.places.values():
-        by_stage[place.stage].append(place.rank)
-    return [tuple(ranks) for ranks in by_stage.values()]
-
-
-def classes(record: RunRecord) -> dict[int, tuple[int, ...]]:
-    """Return each rank's class: the ranks of the same pipeline stage."""
-    return {rank: ranks for ranks in _groups(record) for rank in ranks}
-
-
-def _lower_median(values: np.ndarray) -> np.ndarray:
-    """Return the lower median over the last axis: a fault makes ranks slower, and never faster."""
-    return np.sort(values, axis=-1)[..., (values.shape[-1] - 1) // 2]
-
-
-def _own_work(found: Seconds) -> Seconds:
-    """Return the seconds of `OWN` and of the whole step, by step and rank."""
-    compute = sum(found.seconds[..., found.sections.index(name)] for name in COMPUTE_SECTIONS)
-    others = [found.seconds[..., found.sections.index(name)] for name in (*OWN[1:], "step")]
-    return found._replace(sections=(*OWN, "step"), seconds=np.stack([compute, *others], axis=-1))
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """A section of a rank that is slower than its class.
-
-    Attributes:
-        share: by how much it is slower, as a share of its class's time.
-        lost_s: seconds of a step that this costs the rank.
-    """
-
-    rank: int
-    section: str
-    share: float
-    lost_s: float
-    reference: str
-
-    def text(self, record: RunRecord) -> str:
-        """Describe the deviation in words."""
-        place, what = record.places[self.rank], LABELS.get(self.section, self.section)
-        where = f"rank {self.rank} (stage {place.stage}, pipeline {place.line})"
-        return f"{where}: {what} takes {self.share:.0%} longer than {self.reference}, {self.lost_s * 1e3:.1f} ms a step"
-
-
-def outliers(
-    record: RunRecord, last: int | None = None, window: int = WINDOW, recent: Seconds | None = None
-) -> list[Deviation]:
-    """Return the ranks that are slower than their class over a window of steps, the worst first.
-
-    The reference is the lower median of the rank's class. A rank without peers is compared with its own first steps,
-    or, where a file has measured costs (``pipeline.costs_file``), with the other ranks by these costs.
-
-    Args:
-        last: last step of the window. None means the newest.
-        recent: seconds of the window, if they have been read.
-    """
-    begun, newest = record.step_range
-    last = newest if last is None else last
-    if recent is None:
-        recent = record.steps.window(max(begun + WARM_UP, last - window + 1), last, READ)
-    own = _own_work(recent)
-    if int(own.is_recorded.any(axis=1).sum()) < max(1, window // 2):
-        return []
-    step_s, found = float(np.nanmedian(own.of("step"))), []
-    for section in OWN:
-        seconds = own.of(section)
-        low, usual, high = _quantiles(seconds, (LOW - 0.15, LOW, LOW + 0.15))
-        expected, peers = np.zeros(len(usual)), np.zeros(len(usual), dtype=int)
-        names = {}
-        for group in _groups(record):
-            places = _present(own.ranks, group, usual)
-            peers[places] = len(places)
-            if len(places) > 1:
-                expected[places] = _lower_median(usual[places])
-            elif len(places):
-                place, before = int(places[0]), (begun + WARM_UP, last - window)
-                expected[place], names[place] = _alone(record, own.ranks, usual, place, section, before)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share, spread = usual / expected - 1.0, (high - low) / expected
-            count = (~np.isnan(seconds)).sum(axis=0)
-            is_steady = (seconds > expected * (1 + share / 2)).sum(axis=0) >= LEAST_STEADY * count
-            least = np.maximum(LEAST_DEVIATION, LEAST_SIGMAS * SIGMA_OF_SPREAD * spread / np.sqrt(count))
-            is_slow = (expected > 0) & (share > least) & is_steady & (share * expected > LEAST_SHARE * step_s)
-        for at in np.flatnonzero(is_slow).tolist():
-            name = names.get(at, f"its class of {peers[at]} ranks")
-            lost_s = float(share[at] * expected[at])
-            found.append(Deviation(int(own.ranks[at]), section, float(share[at]), lost_s, name))
-    return sorted(found, key=lambda each: -each.lost_s)
-
-
-def _quantiles(seconds: np.ndarray, of: Sequence[float]) -> np.ndarray:
-    """Return quantiles over steps by rank, NaN for a rank without any step."""
-    if not np.isnan(seconds).any():
-        return np.quantile(seconds, of, axis=0)
-    found = np.full((len(of), seconds.shape[1]), np.nan)
-    is_known = ~np.isnan(seconds).all(axis=0)
-    found[:, is_known] = np.nanquantile(seconds[:, is_known], of, axis=0)
-    return found
-
-
-def _present(ranks: np.ndarray, group: Sequence[int], values: np.ndarray) -> np.ndarray:
-    """Return the indices of the ranks of a group that have a value."""
-    places = np.searchsorted(ranks, group)
-    return places[~np.isnan(values[places])]
-
-
-def _alone(
-    record: RunRecord, ranks: np.ndarray, usual: np.ndarray, place: int, section: str, before: tuple[int, int]
-) -> tuple[float, str]:
-    """Return the expected seconds of a section of a rank without peers, or 0, and their origin in words.
-
-    Args:
-        usual: measured seconds of all ranks.
-        place: index of the rank.
-        before: steps before the window.
-    """
-    is_known = ~np.isnan(usual)
-    if section == "compute" and record.config["pipeline"].get("costs_file") and is_known.sum() > 2:
-        stands = [record.places[each] for each in ranks.tolist()]
-        planned = np.array([record.predictions[one.line].busy_s[one.stage] for one in stands])
-        pace = float(np.median(usual[is_known] / planned[is_known]))
-        return pace * float(planned[place]), "its costs, at the pace of the other ranks"
-    first, last = before[0], min(before[1], before[0] + WINDOW - 1)
-    if last - first + 1 < WINDOW // 2:
-        return 0.0, ""
-    own = _own_work(record.steps.window(first, last, READ)).of(section)[:, place]
-    if np.isnan(own).all():
-        return 0.0, ""
-    return float(np.nanquantile(own, LOW)), f"in steps {first} to {last}"
 
 
 def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
@@ -212,15 +37,24 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
     is_shown = counts > 0
     ranks, counts = recent.ranks[is_shown], counts[is_shown]
     if not len(ranks):
-        return {"first": 0, "last": 0, "sections": [], "ranks": [], "mean_s": [], "deviation": [], "outliers": []}
+        return {
+            "first": 0,
+            "last": 0,
+            "sections": [],
+            "ranks": [],
+            "mean_s": [],
+            "deviation": [],
+            "outliers": [],
+            "pauses": [],
+        }
     means = seconds[is_shown] / counts[:, None]
     shown = np.flatnonzero((means > 0).any(axis=0))
     means, sections = means[:, shown], [recent.sections[number] for number in shown]
-    reference, alone = np.broadcast_to(_lower_median(means.T), means.shape).copy(), np.full(len(ranks), True)
-    for group in _groups(record):
+    reference, alone = np.broadcast_to(lower_median(means.T), means.shape).copy(), np.full(len(ranks), True)
+    for group in groups(record):
         places = np.flatnonzero(np.isin(ranks, group))
         if len(group) > 1 and len(places):
-            reference[places], alone[places] = _lower_median(means[places].T), False
+            reference[places], alone[places] = lower_median(means[places].T), False
     deviation = np.where(reference > 1e-9, means / np.maximum(reference, 1e-9) - 1.0, 0.0)
     return {
         "first": first,
@@ -233,6 +67,7 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
         "outliers": [
             {"rank": o.rank, "section": o.section, "text": o.text(record)} for o in outliers(record, recent=recent)
         ],
+        "pauses": [each.text() for each in pauses(record, recent)],
     }
 
 
@@ -276,12 +111,12 @@ def _waits(record: RunRecord, spans: pd.DataFrame) -> dict[int, list[tuple[float
     whole = spans[spans.section == "step"].groupby("rank")[["start_s", "end_s"]].max()
     every, alike = [tuple(record.places)], sorted(set(classes(record).values()))
     found = defaultdict(list)
-    for section, groups in (("sums", every), ("gradients", alike), ("weights", alike)):
+    for section, members in (("sums", every), ("gradients", alike), ("weights", alike)):
         waits: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for row in spans[spans.section == section].itertuples():
             if row.rank in whole.index and whole.start_s[row.rank] <= row.start_s < whole.end_s[row.rank]:
                 waits[row.rank].append((row.start_s, row.end_s))
-        for group in groups:
+        for group in members:
             rows = [waits[rank] for rank in group]
             are_alike = len(set(map(len, rows))) == 1
             for rank, own in zip(group, rows, strict=True):

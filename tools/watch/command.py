@@ -18,8 +18,10 @@ TOKEN = "WEFT_WATCH_TOKEN"
 def main(argv: list[str]) -> int:
     """Run ``weft watch RUN [--text] [--host ADDRESS] [--port PORT]`` until Ctrl-C, and return the exit code.
 
+    With ``--otlp ADDRESS`` send a step as a trace instead.
+
     Raises:
-        ValueError: there is no run, the port is in use, or a package is missing.
+        ValueError: there is no run, the port is in use, a package is missing, or no one takes the trace.
     """
     args = _parser().parse_args(argv)
     record = RunRecord(args.run)
@@ -27,6 +29,8 @@ def main(argv: list[str]) -> int:
         from weft.tools.watch.text import show
 
         return show(record, once=args.once)
+    if args.otlp:
+        return _send(record, args.otlp, args.step)
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise ValueError(
             f"the page needs {' and '.join(missing)}: pip install 'weft[watch]', or use `weft watch {args.run} --text`"
@@ -44,6 +48,23 @@ def main(argv: list[str]) -> int:
         app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
     )
     uvicorn.Server(config).run([listener])
+    return 0
+
+
+def _send(record: RunRecord, address: str, step: int | None) -> int:
+    if not address.startswith(("http://", "https://")):
+        raise ValueError(f"--otlp {address}: not an address such as http://127.0.0.1:4318/v1/traces")
+    if find_spec("opentelemetry") is None:
+        raise ValueError("--otlp needs OpenTelemetry: pip install opentelemetry-exporter-otlp-proto-http")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    from weft.tools.watch.otlp import send
+
+    try:
+        shown, count = send(record, OTLPSpanExporter(endpoint=address), step)
+    except ValueError as error:
+        raise ValueError(f"--otlp {address}: {error}") from error
+    print(f"{count} spans of step {shown} sent to {address}")
     return 0
 
 
@@ -65,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/quickstart")
     parser.add_argument("--text", action="store_true", help="show it in this terminal instead of on a page")
     parser.add_argument("--once", action="store_true", help="with --text: print it once")
+    parser.add_argument("--otlp", metavar="ADDRESS", help="send a step to this OpenTelemetry collector, and end")
+    parser.add_argument("--step", type=int, help="with --otlp: the step; the newest by default")
     parser.add_argument("--host", default="127.0.0.1", help="address of the page; others than loopback need a token")
     parser.add_argument("--port", type=int, default=8765, help="port of the page; 0 takes a free one")
     return parser

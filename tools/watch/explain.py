@@ -22,7 +22,8 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 from weft.pipeline.text import bytes_text
 from weft.pipeline.timeline import Timeline
-from weft.tools.watch.analysis import Deviation, links, measured_shares, outliers
+from weft.tools.watch.analysis import links, measured_shares
+from weft.tools.watch.outliers import Deviation, outliers, pauses
 from weft.tools.watch.record import RunRecord
 
 STEPS = 8
@@ -33,6 +34,10 @@ SLOW_LINK = 1.5
 LEAST_LINK_S = 5e-4
 """Excess of a transfer below which scheduling of processes may be its cause."""
 SEARCH_S = 1.0
+PAUSE_ADVICE = {
+    "compute": "look for garbage collection (`gc.freeze()`, or `gc.collect()` in the same step on all ranks)",
+    "REDUCE_GRAD": "their peers wait, so look for what delays the start of a reduction",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Limit:
     """A limit on a run's throughput.
 
     Attributes:
-        kind: microbatches, rank, link, data, schedule or checkpoint.
+        kind: microbatches, rank, pauses, link, data, schedule or checkpoint.
         gain: share by which tokens per second would grow without it.
         text: the limit, and what to change.
     """
@@ -147,7 +152,9 @@ def limits(record: RunRecord) -> list[Limit]:
         ValueError: no step is recorded.
     """
     run = Measured(record)
-    found = [limit for each in (_microbatches, _ranks, _links, _data, _schedule, _checkpoint) for limit in each(run)]
+    found = [
+        limit for each in (_microbatches, _ranks, _pauses, _links, _data, _schedule, _checkpoint) for limit in each(run)
+    ]
     return sorted((limit for limit in found if limit.gain >= LEAST_GAIN), key=lambda limit: -limit.gain)
 
 
@@ -213,6 +220,12 @@ def _relieved(costs: CostModel, stages: tuple[int, ...], outlier: Deviation) -> 
         return replace(cost, **{name: getattr(cost, name) / (1 + outlier.share) for name in names})
 
     return replace(costs, stages=tuple(faster(number) for number in range(len(costs.stages))))
+
+
+def _pauses(run: Measured) -> Iterator[Limit]:
+    for each in pauses(run.record):
+        advice = PAUSE_ADVICE.get(each.section, "look for what the ranks do then (`py-spy`)")
+        yield Limit("pauses", run.gain(each.lost_s), f"{each.text()}: {advice}")
 
 
 def _links(run: Measured) -> Iterator[Limit]:

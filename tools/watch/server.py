@@ -15,9 +15,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from math import inf
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
-from threading import Event, Lock
+from subprocess import DEVNULL
+from tempfile import TemporaryFile
+from threading import Lock
 from time import monotonic
 from typing import Any
 
@@ -133,38 +136,36 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
 
 
 class Limits:
-    """What limits a run, by `weft explain --json` in another process, so that views need not wait for it."""
+    """What limits a run, by `weft explain --json` in another process, so that no view waits for it."""
 
     def __init__(self, run_folder: Path) -> None:
         self._command = [sys.executable, "-m", "weft.tools.watch.explain", str(run_folder), "--json"]
-        self._lock, self._ended = Lock(), Event()
+        self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._text, self._due = b"[]", 0.0
+        self._text, self._begun, self._due = b"null", 0.0, 0.0
 
     def newest(self) -> bytes:
-        """Return the limits as JSON. If they are old, compute them again; meanwhile others get the old ones."""
-        if monotonic() < self._due or not self._lock.acquire(blocking=not self._due):
+        """Return the newest limits as JSON, null before the first. If they are old, new ones are computed meanwhile."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._output.seek(0)
+                self._text = self._output.read() if self._process.returncode == 0 else b"[]"  # no step is recorded yet
+                self._due = monotonic() + max(EXPLAIN_S, REST * (monotonic() - self._begun))
+                self._process = None
+            if self._process is None and monotonic() >= self._due:
+                self._begun, self._output = monotonic(), TemporaryFile()  # noqa: SIM115 (until it has been read)
+                self._process = subprocess.Popen(
+                    self._command, stdout=self._output, stderr=DEVNULL, preexec_fn=partial(os.nice, 10)
+                )
             return self._text
-        try:
-            if monotonic() >= self._due and not self._ended.is_set():
-                begun = monotonic()
-                self._process = subprocess.Popen(self._command, stdout=PIPE, stderr=DEVNULL, preexec_fn=_low_priority)
-                text, _ = self._process.communicate()
-                self._text = text if self._process.returncode == 0 else b"[]"  # no step is recorded yet
-                self._due = monotonic() + max(EXPLAIN_S, REST * (monotonic() - begun))
-            return self._text
-        finally:
-            self._lock.release()
 
     def close(self) -> None:
         """End the other process."""
-        self._ended.set()
-        if self._process is not None:
-            self._process.kill()
-
-
-def _low_priority() -> None:
-    os.nice(10)
+        with self._lock:
+            self._due = inf
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
 
 def _equal(offered: str, token: str) -> bool:

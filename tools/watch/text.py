@@ -62,8 +62,11 @@ def _parts(views: Views) -> Iterator[RenderableType]:
     if found["measured"].get("step"):
         yield _shares(found)
     yield _ranks(views.show("ranks"))
-    for outlier in views.show("heat")["outliers"]:
+    heat = views.show("heat")
+    for outlier in heat["outliers"]:
         yield Text(f"outlier: {outlier['text']}", style="red")
+    for text in heat["pauses"]:
+        yield Text(f"irregular: {text}", style="red")
     for limit in views.show("explain"):
         yield Text(f"limit: {limit['text']} (+{limit['gain']:.0%} tokens/s)")
 

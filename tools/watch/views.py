@@ -141,29 +141,8 @@ class Views:
                 for line, timeline in enumerate(record.predictions)
                 for s in _without_sends(timeline)
             ],
-            "needs": self._needs(),
+            "needs": needs_of(record),
         }
-
-    def _needs(self) -> list[dict[str, list[list[Any]]]]:
-        """Return for each line and slot the slots that produce its inputs, each with its rank."""
-        found = []
-        for line, schedule in enumerate(self._record.schedules):
-            ranks = self._record.plan["ranks"][line]
-            makers: dict[Any, tuple[int, str]] = {}
-            visits = [visit for row in visits_of(schedule) for visit in row]
-            for visit in visits:
-                for action in visit.slot:
-                    makers[action] = ranks[visit.rank], slot_text(visit.slot)
-                    if action.op.value == "B":
-                        for op in ("I", "W"):
-                            makers[type(action)(type(action.op)(op), action.stage, action.microbatch)] = makers[action]
-            found.append(
-                {
-                    slot_text(visit.slot): [list(makers[need]) for need in visit.needs if need in makers]
-                    for visit in visits
-                }
-            )
-        return found
 
     def _ranks(self, **_: Any) -> list[dict[str, Any]]:
         record = self._record
@@ -215,3 +194,22 @@ class Views:
 
 def _without_sends(timeline: Timeline) -> list[Any]:
     return [span for span in timeline.spans if span.lane != "send"]
+
+
+def needs_of(record: RunRecord) -> list[dict[str, list[list[Any]]]]:
+    """Return for each line and slot the slots that produce its inputs, each with its rank."""
+    found = []
+    for line, schedule in enumerate(record.schedules):
+        ranks = record.plan["ranks"][line]
+        makers: dict[Any, tuple[int, str]] = {}
+        visits = [visit for row in visits_of(schedule) for visit in row]
+        for visit in visits:
+            for action in visit.slot:
+                makers[action] = ranks[visit.rank], slot_text(visit.slot)
+                if action.op.value == "B":
+                    for op in ("I", "W"):
+                        makers[type(action)(type(action.op)(op), action.stage, action.microbatch)] = makers[action]
+        found.append(
+            {slot_text(visit.slot): [list(makers[need]) for need in visit.needs if need in makers] for visit in visits}
+        )
+    return found

@@ -9,8 +9,9 @@ import pytest
 from tests.tools.watch.recorded import STAGE, Recording
 from weft.pipeline.costs import LinkCost
 from weft.tools.watch import FOLDER
-from weft.tools.watch.analysis import CATEGORIES, heat, links, measured_shares, outliers, where_time_goes
+from weft.tools.watch.analysis import CATEGORIES, heat, links, measured_shares, where_time_goes
 from weft.tools.watch.explain import Measured, limits
+from weft.tools.watch.outliers import READ, outliers, pauses
 from weft.tools.watch.record import RunRecord, producer_of, waits_for
 
 
@@ -68,6 +69,27 @@ def test_slow_ranks_are_named_rightly_with_any_number_of_replicas(tmp_path, line
         )
         right += [(each.rank, each.section) for each in outliers(record)] == [(rank, "compute")]
     assert right == 10
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_pauses_at_different_steps_on_different_ranks_are_named_and_no_rank_is(tmp_path, lines):
+    calls = [(1, {"slow": {step % (4 * lines): 1.5} if step % 2 else {}}) for step in range(24)]
+    record = recorded(tmp_path, (10, {}), *calls, lines=lines, microbatches=4)
+    assert outliers(record) == []
+    found = pauses(record)
+    assert [each.section for each in found] == ["compute"] and found[0].count == 10
+    assert set(found[0].ranks) == set(range(1, 4 * lines, 2)) and found[0].at_once == 1.0
+    assert "compute pauses in 10 of 20 steps, the ranks at different steps" in found[0].text()
+    named = [limit for limit in limits(record) if limit.kind == "pauses"]
+    assert len(named) == 1 and "garbage collection" in named[0].text
+    assert heat(record)["pauses"] == [found[0].text()]
+
+
+@pytest.mark.slow
+def test_no_pause_is_named_in_five_hundred_steps_without_one_nor_for_a_slow_rank(tmp_path):
+    record = recorded(tmp_path, (500, {"jitter": 0.02}), (60, {"slow": {1: 1.1}}), lines=2, stages=2, microbatches=2)
+    windows = [record.steps.window(last - 19, last, READ) for last in range(25, 561, 5)]
+    assert [each for window in windows for each in pauses(record, window)] == []
 
 
 def test_the_heat_map_holds_the_means_of_the_files(tmp_path):

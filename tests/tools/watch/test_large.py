@@ -10,7 +10,8 @@ from pyarrow import parquet
 
 from tests.tools.watch.large import record_large
 from weft.tools.watch import FOLDER
-from weft.tools.watch.analysis import heat, outliers
+from weft.tools.watch.analysis import heat
+from weft.tools.watch.outliers import outliers
 from weft.tools.watch.record import RunRecord
 from weft.tools.watch.step_files import StepFiles
 

@@ -78,11 +78,12 @@ export async function heat({ fetched, query, go }) {
   if (rows < ranks) on.onwheel = (event) => { event.preventDefault(); scroll(top + Math.sign(event.deltaY) * Math.ceil(rows / 8)); };
   on.onclick = keep;
   tell();
-  const named = found.outliers.length
-    ? element("ul", { id: "outliers" }, ...found.outliers.map((outlier) => element("li", { textContent: outlier.text })))
-    : element("p", { className: "quiet", id: "outliers", textContent: "No rank deviates from its class." });
+  const texts = [...found.outliers.map((outlier) => outlier.text), ...found.pauses];
+  const named = texts.length
+    ? element("ul", { id: "outliers" }, ...texts.map((text) => element("li", { textContent: text })))
+    : element("p", { className: "quiet", id: "outliers", textContent: "No rank deviates from its class, and none pauses." });
   const warning = panel("Outliers", named);
-  warning.classList.toggle("warn", found.outliers.length > 0);
+  warning.classList.toggle("warn", texts.length > 0);
   const choice = element("select", { id: "window", onchange: (event) => go({ window: event.target.value }) },
     ...["5", "20", "100", "500"].map((each) => element("option", { value: each, textContent: `last ${each} steps`, selected: each === window_ })));
   return {

@@ -38,11 +38,14 @@ async function overview({ fetched, run }) {
     [element("dt", { textContent: name }), element("dd", { textContent: value })]));
   const explained = element("ol", { id: "limits" });
   explained.append(...known);
-  fetched("/api/explain").then((limits) => {  // it may take longer than the rest
+  const explain = async () => {
+    const limits = await fetched("/api/explain");
+    if (limits === null) { setTimeout(explain, 500); return; }  // they are being computed
     known = limits.map((limit) => element("li", { textContent: `${limit.text} (+${share(limit.gain)} tokens/s)` }));
     if (!known.length) known = [element("li", { className: "quiet", textContent: "Nothing found yet." })];
     explained.replaceChildren(...known);
-  }, () => {});
+  };
+  explain().catch(() => {});
   const log = run.log.length ? panel("Log", element("pre", { id: "log", textContent: run.log.join("\n") })) : null;
   return {
     children: [

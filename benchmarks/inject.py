@@ -1,0 +1,125 @@
+"""The problems of MegaScale's section 6.3 on CPU ranks: a slow host, garbage collection, late reductions."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+from benchmarks.results import finish, parse, show
+from tests.quickstart import TINY_QUICKSTART, train
+from weft.engine.engine import WeftEngine
+from weft.engine.execution.compute import Compute
+from weft.engine.zero.sharding import Sharding
+from weft.tools.ranks import run_ranks
+from weft.tools.tables import table_of
+from weft.tools.watch.explain import Limit, limits
+from weft.tools.watch.outliers import outliers, pauses
+from weft.tools.watch.record import RunRecord
+
+RANKS, STAGES = 4, 2
+WORK_S = 0.03
+"""Seconds of a forward, and of a backward."""
+HOST, SLOWER = (1, 3), 1.1
+"""Ranks of the slow host, which are a pipeline, and the factor of their computations."""
+GARBAGE = 400_000
+"""Objects in cycles that a collection finds."""
+LATE_S = 0.002
+"""Seconds by which a rank starts its reductions later, for each step since the first late one."""
+EXPECTED = {"host": ("rank", "compute"), "garbage": ("pauses", "compute"), "launch": ("pauses", "REDUCE_GRAD")}
+"""For each cause, the kind of limit and the section that are to be named."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``inject CAUSE ...`` and return 0 if the run's views name the cause and nothing else."""
+    args = parse(_parser(), argv)
+    folder = args.output.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    run_ranks(RANKS, train_with, args.cause, folder, args.steps, timeout_s=args.timeout)
+    run = folder / "quickstart"
+    found, named = diagnosis(RunRecord(run))
+    rows = [{"limit": limit.kind, "gain": f"{limit.gain:.0%}", "text": limit.text} for limit in found]
+    show(table_of(rows, f"injected: {args.cause}"), f"weft watch {run}; weft explain {run}")
+    return finish(args, "inject", rows, met=named == expected(args.cause))
+
+
+def expected(cause: str) -> list[tuple[str, int | None]]:
+    """Return the sections and ranks that the views are to name; no rank of pauses, which change ranks."""
+    kind, section = EXPECTED[cause]
+    return [(section, rank) for rank in HOST] if kind == "rank" else [(section, None)]
+
+
+def diagnosis(record: RunRecord) -> tuple[list[Limit], list[tuple[str, int | None]]]:
+    """Return what limits a run, and the sections that are named, with the rank if it is always the same."""
+    steady = sorted((each.section, each.rank) for each in outliers(record))
+    return limits(record), [*steady, *((each.section, None) for each in pauses(record))]
+
+
+def train_with(cause: str, folder: Path, steps: int) -> None:
+    """Train on this rank with emulated compute. The second half of the steps has the cause."""
+    rank, first, step = int(os.environ["RANK"]), steps // 2, 0
+    garbage: list[Any] = []
+
+    def late(number: int, every: int) -> bool:
+        return step >= first and step % every == number % every
+
+    def lasting(compute: Callable[..., None]) -> Callable[..., None]:
+        def work(*arguments: Any) -> None:
+            start, factor = perf_counter(), SLOWER if cause == "host" and rank in HOST and step >= first else 1.0
+            compute(*arguments)
+            sleep(max(0.0, WORK_S * factor - (perf_counter() - start)))
+            if cause == "garbage" and garbage and late(rank, RANKS):
+                garbage.clear()
+                gc.collect()
+
+        return work
+
+    reduce, batch = Sharding.reduce, WeftEngine.train_batch
+
+    def launch(sharding: Sharding, stage: int) -> None:
+        if cause == "launch" and late(rank % (RANKS // STAGES), RANKS // STAGES):
+            sleep(LATE_S * (step - first + 1))
+        reduce(sharding, stage)
+
+    def counted(engine: WeftEngine, *arguments: Any) -> Any:
+        nonlocal step
+        step += 1
+        if cause == "garbage" and late(rank, RANKS):
+            garbage.extend(_cycles(GARBAGE))
+        return batch(engine, *arguments)
+
+    gc.disable()
+    Compute.forward, Compute.backward = lasting(Compute.forward), lasting(Compute.backward)  # type: ignore[method-assign]
+    Sharding.reduce, WeftEngine.train_batch = launch, counted  # type: ignore[method-assign]
+    train(
+        [
+            *TINY_QUICKSTART,
+            f"train.steps={steps}",
+            f"pipeline.stages={STAGES}",
+            f"cluster.ranks={RANKS}",
+            "pipeline.microbatches=4",
+        ],
+        folder,
+    )
+
+
+def _cycles(count: int) -> list[list[Any]]:
+    found: list[list[Any]] = []
+    for _ in range(count):
+        each: list[Any] = []
+        each.append(each)
+        found.append(each)
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks inject", description=__doc__)
+    parser.add_argument("cause", choices=EXPECTED, help="what is injected into the second half of the steps")
+    parser.add_argument("--output", type=Path, default=Path("runs/inject"), help="folder of the run")
+    parser.add_argument("--steps", type=int, default=50, help="steps of the run")
+    parser.add_argument("--timeout", type=float, default=500.0, help="seconds after which the run is aborted")
+    return parser
