@@ -1,4 +1,4 @@
-"""What watching costs: the first heat map and the collector of 10,000 ranks, timers, bytes, and the clocks' error."""
+"""Costs of watching: the first heat map and the collector of 10,000 ranks, timers, bytes, and the clocks' error."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
 
 
 class Limits:
-    """What limits a run, by `weft explain --json` in another process, so that no view waits for it."""
+    """The limits of a run, by `weft explain --json` in another process, so that no view waits for it."""
 
     def __init__(self, run_folder: Path) -> None:
         self._command = [sys.executable, "-m", "weft.tools.watch.explain", str(run_folder), "--json"]
