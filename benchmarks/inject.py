@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     """Run ``inject CAUSE ...`` and return 0 if the run's views name the cause, and no other rank."""
     args = parse(_parser(), argv)
     folder = args.output.absolute()
+    if (folder / "quickstart").exists():
+        raise ValueError(f"--output {args.output}: it has a run, which would be resumed; remove it, or name another")
     folder.mkdir(parents=True, exist_ok=True)
     run_ranks(RANKS, train_with, args.cause, folder, args.steps, timeout_s=args.timeout)
     run = folder / "quickstart"
@@ -102,7 +104,7 @@ def train_with(cause: str, folder: Path, steps: int) -> None:
 
     gc.disable()
     Compute.forward, Compute.backward = lasting(Compute.forward), lasting(Compute.backward)  # type: ignore[method-assign]
-    Sharding.reduce, WeftEngine.train_batch = launch, counted  # type: ignore[method-assign]
+    Sharding.reduce, WeftEngine.train_batch = launch, counted  # type: ignore[method-assign,assignment]
     train(
         [
             *TINY_QUICKSTART,

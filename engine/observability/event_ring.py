@@ -165,7 +165,7 @@ class RingReader:
         if size != words[Header.CAPACITY] * RECORD.size:
             raise ValueError(f"{path}: {size} bytes do not hold {words[Header.CAPACITY]} records; remove it")
         # As numbers: copying records compares their types each time.
-        self._records = np.frombuffer(memory, dtype="u8", offset=HEADER * WORD).reshape(-1, len(DTYPE))
+        self._records = np.frombuffer(memory, dtype="u8", offset=HEADER * WORD).reshape(-1, len(DTYPE.descr))
         self.rank, self.pid, self._started = words[Header.RANK], words[Header.PID], words[Header.STARTED]
         self.wall_s = words[Header.WALL] / 1e9
         """Seconds since the epoch when the host's `time.perf_counter` was 0, by its clock when the rank began."""

@@ -109,9 +109,11 @@ class Collector:
         if not found:
             return
         counts = [len(each) for _, each in found]
-        words = np.empty((sum(counts), len(STORED)), "u8")  # concatenating records compares the types of each pair
+        words = np.empty(
+            (sum(counts), len(STORED.descr)), "u8"
+        )  # concatenating records compares the types of each pair
         words[:, 0] = np.repeat([reader.rank for reader, _ in found], counts)
-        np.concatenate([each.view("u8").reshape(-1, len(DTYPE)) for _, each in found], out=words[:, 1:])
+        np.concatenate([each.view("u8").reshape(-1, len(DTYPE.descr)) for _, each in found], out=words[:, 1:])
         events = words.view(STORED)[:, 0]
         wall_s = np.repeat([reader.wall_s for reader, _ in found], counts)
         for name in ("start", "end"):

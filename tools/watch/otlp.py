@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from opentelemetry import trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Span, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.resources import Resource  # type: ignore[attr-defined,unused-ignore]
+from opentelemetry.sdk.trace import Span, TracerProvider  # type: ignore[attr-defined,unused-ignore]
+from opentelemetry.sdk.trace.export import (  # type: ignore[attr-defined,unused-ignore]
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from weft.tools.watch.record import RunRecord

@@ -142,6 +142,7 @@ class Limits:
         self._command = [sys.executable, "-m", "weft.tools.watch.explain", str(run_folder), "--json"]
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._output: Any = None
         self._text, self._begun, self._due = b"null", 0.0, 0.0
 
     def newest(self) -> bytes:
