@@ -224,7 +224,7 @@ def noticed(cases: dict[str, dict[str, Any]], folder: Path, *, sites: bool) -> d
     from tests.device.ranks import run_on_devices
 
     found: dict[str, str] = {}
-    (folder / "memory").mkdir(exist_ok=True)
+    (folder / "memory").mkdir(0o700, exist_ok=True)
     for case, keywords in cases.items():
         crashed, before = "at first", None
         while crashed:
