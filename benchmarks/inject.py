@@ -24,7 +24,7 @@ from weft.tools.watch.record import RunRecord
 RANKS, STAGES = 4, 2
 WORK_S = 0.03
 """Seconds of a forward, and of a backward."""
-HOST, SLOWER = (1, 3), 1.1
+HOST, SLOWER = (1, 3), 1.25
 """Ranks of the slow host, which are a pipeline, and the factor of their computations."""
 GARBAGE = 400_000
 """Objects in cycles that a collection finds."""
