@@ -167,6 +167,7 @@ class Limits:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
+                self._process = None
 
 
 def _equal(offered: str, token: str) -> bool:
