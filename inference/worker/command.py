@@ -318,6 +318,8 @@ def environment(
     env["WEFT_WORKER_STATUS"] = str(worker.status)
     if config.inference.evaluate.enabled:
         env[FOLDER_VARIABLE] = config.inference.prefill.model
+    if config.inference.evaluate.enabled or config.inference.scores.enabled:
+        env["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # a token after the last position, which is never computed
     if config.inference.prefill.stages > 1:
         env.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", str(STAGE_TIMEOUT_S))
         env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # otherwise each stage needs cores of its own

@@ -193,6 +193,13 @@ def check_engine(config: WeftConfig) -> None:
         raise ValueError(
             f"inference.prefill.stages={prefill.stages}: {prefill.model} has {layers} layers; use at most {layers}"
         )
+    # Whole sequences are scored, and vLLM counts one more token, which is not computed.
+    longest = num_positions(model) + (config.inference.scores.enabled or config.inference.evaluate.enabled)
+    if num_positions(model) and prefill.max_tokens > longest:
+        raise ValueError(
+            f"inference.prefill.max_tokens={prefill.max_tokens}: {prefill.model} has {num_positions(model)} positions "
+            f"(max_position_embeddings); use at most {longest}"
+        )
     has_config = any((model / name).is_file() for name in ("config.json", "params.json"))
     if prefill.model and model.is_dir() and not has_config:
         raise ValueError(f"inference.prefill.model={prefill.model}: the folder has no config.json; name a model's")
@@ -289,6 +296,19 @@ def num_layers(folder: Path) -> int:
     """Return the number of a model's layers, or 0 if its configuration lacks it."""
     try:
         return int(_dimensions(folder)["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0
+
+
+def num_positions(folder: Path) -> int:
+    """Return the number of a model's positions, or 0 if its configuration lacks it or scales them."""
+    try:
+        config = _dimensions(folder)
+        scaled = config.get("rope_scaling") or config.get("rope_parameters", {}).get("rope_type") not in (
+            None,
+            "default",
+        )
+        return 0 if scaled else int(config["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0
 

@@ -132,6 +132,22 @@ def test_a_share_that_cannot_hold_the_model_is_refused_with_one_that_can(config,
         check_memory(config, FIXED_BYTES, 0.0)
 
 
+@pytest.mark.parametrize("scores", [False, True])
+def test_prompts_longer_than_the_models_positions_are_refused(config, llama_8b, scores):
+    """To score a whole sequence takes one more, which is not computed."""
+    described = json.loads((llama_8b / "config.json").read_text())
+    (llama_8b / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 2048}))
+    config.inference.prefill.model, config.inference.scores.enabled = str(llama_8b), scores
+    config.inference.prefill.python = "/bin/true"
+    config.inference.prefill.max_tokens = 2049 + scores
+    with pytest.raises(
+        ValueError, match=f"max_tokens={2049 + scores}: .* has 2048 positions .* at most {2048 + scores}"
+    ):
+        check_engine(config)
+    config.inference.prefill.max_tokens -= 1
+    check_engine(config)
+
+
 def test_more_stages_than_layers_are_refused(config, llama_8b):
     config.inference.prefill.model, config.inference.prefill.python = str(llama_8b), "/bin/true"
     config.inference.prefill.stages = 64
