@@ -63,36 +63,47 @@ def _round_trips(num_bytes: int, way: Way, idle_s: float) -> tuple[float, float]
     elif way is Way.network:
         ends = connect(hops, device=device, timeout_s=TIMEOUT_S, rts_group=between_hosts())
 
+    on = device if way is not Way.shared or not ends else torch.device("cpu")
+
     def send(tensor: Tensor) -> Any:
         return ends[me, other].send("t", tensor) if ends else dist.isend(tensor, other)
 
     def receive(spec: TensorSpec) -> Any:
         if ends:
             return ends[other, me].recv("t", spec)
-        return dist.irecv(torch.empty(spec.shape, dtype=spec.dtype), other)
+        return dist.irecv(torch.empty(spec.shape, dtype=spec.dtype, device=device), other)
 
-    seconds = _one_way_s(send, receive, 4, idle_s), _one_way_s(send, receive, num_bytes, idle_s)
+    # NCCL carries out what two ranks send each other in the order of its calls.
+    ahead = bool(ends) or device.type == "cpu"
+    seconds = [_one_way_s(send, receive, size, idle_s, on=on, ahead=ahead) for size in (4, num_bytes)]
     dist.barrier()
     for end in ends.values():
         end.close()
-    return seconds
+    return seconds[0], seconds[1]
 
 
-def _one_way_s(send: Send, receive: Receive, num_bytes: int, idle_s: float) -> float:
-    """Return half of the median round trip, with both receives posted first."""
+def _one_way_s(send: Send, receive: Receive, num_bytes: int, idle_s: float, *, on: torch.device, ahead: bool) -> float:
+    """Return half of the median round trip.
+
+    Args:
+        on: device of the tensors.
+        ahead: whether both receives are posted first.
+    """
     me = dist.get_rank()
-    tensor = torch.zeros(num_bytes // 4)
+    tensor = torch.zeros(num_bytes // 4, device=on)
     spec = TensorSpec(tuple(tensor.shape), tensor.dtype)
     seconds = []
     for _ in range(ROUND_TRIPS):
-        coming = receive(spec)
+        coming = receive(spec) if ahead else None
         dist.barrier()
         sleep(idle_s)
         start = perf_counter()
         if me == 1:
-            coming.wait()
+            (coming or receive(spec)).wait()
         send(tensor).wait()
         if me == 0:
-            coming.wait()
+            (coming or receive(spec)).wait()
+        if on.type == "cuda":
+            torch.cuda.synchronize(on)  # only the stream has waited
         seconds.append((perf_counter() - start) / 2)
     return median(seconds)

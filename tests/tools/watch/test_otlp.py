@@ -80,6 +80,6 @@ def test_a_collector_gets_the_spans_over_http_and_faults_are_named(record, capsy
     assert "no step is recorded" in capsys.readouterr().err
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     assert main(["watch", str(record.folder), "--otlp", address]) == 2
-    assert "pip install opentelemetry-exporter-otlp-proto-http" in capsys.readouterr().err
+    assert "pip install 'weft[otlp]'" in capsys.readouterr().err
     assert main(["watch", str(record.folder), "--otlp", "localhost"]) == 2
     assert "--otlp localhost: " in capsys.readouterr().err
