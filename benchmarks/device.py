@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
             map(_memory_row, emulated()), "peak of tensors on the rank with the worst prediction, emulated GPUs"
         )
         show(table)
-        return finish(args, "device-memory", table)
+        return finish(args, "device", table)
     if not torch.cuda.is_available():
         raise ValueError(
             "no GPU: this benchmark compares a GPU's memory with the plan; add --emulated for the tests' emulated "

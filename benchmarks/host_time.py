@@ -205,4 +205,4 @@ def main(argv: Sequence[str]) -> int:
     title = f"main thread's processor time per micro-batch and rank, {LAYERS} tiny layers, {MICROBATCHES} micro-batches"
     table = table_of(rows(args.rounds, args.steps, args.profile), title)
     show(table)
-    return finish(args, "host-time", table)
+    return finish(args, "host_time", table)

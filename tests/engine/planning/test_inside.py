@@ -192,12 +192,13 @@ def test_links_between_sites_are_shared_by_members(tmp_path):
 
 def test_an_embeddings_gradient_and_an_optimisers_step_take_memory(tmp_path):
     little = {"context": 2, "context_exchange": ContextExchange.all_to_all, "checkpointing": True}
-    plan = plan_of(tmp_path, **little)
-    embedding = 4 * LLAMA.vocab_size * LLAMA.hidden_size
+    many_tokens = LlamaConfig(**LLAMA.to_dict() | {"vocab_size": 8192})  # the gradient exceeds a layer's temporary ones
+    plan = plan_of(tmp_path, many_tokens, **little)
+    embedding = 4 * many_tokens.vocab_size * many_tokens.hidden_size
     first, last = plan.memory
     assert first.working == embedding - plan.costs.stages[0].activation_bytes
     assert first.stepping == last.stepping == 2 * embedding, "two roots of the largest matrix's second moments"
-    on_gpus = plan_of(tmp_path, device="cuda", **little)
+    on_gpus = plan_of(tmp_path, many_tokens, device="cuda", **little)
     assert [memory.stepping for memory in on_gpus.memory] == [memory.zero.weights for memory in on_gpus.memory]
 
 
