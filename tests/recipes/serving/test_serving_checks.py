@@ -134,7 +134,7 @@ def test_a_share_that_cannot_hold_the_model_is_refused_with_one_that_can(config,
 
 @pytest.mark.parametrize("scores", [False, True])
 def test_prompts_longer_than_the_models_positions_are_refused(config, llama_8b, scores):
-    """To score a whole sequence takes one more, which is not computed."""
+    """A whole sequence that is scored takes one more, which is not computed."""
     described = json.loads((llama_8b / "config.json").read_text())
     (llama_8b / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 2048}))
     config.inference.prefill.model, config.inference.scores.enabled = str(llama_8b), scores
