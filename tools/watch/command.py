@@ -56,7 +56,7 @@ def _send(record: RunRecord, address: str, step: int | None) -> int:
         raise ValueError(f"--otlp {address}: not an address such as http://127.0.0.1:4318/v1/traces")
     if find_spec("opentelemetry") is None:
         raise ValueError("--otlp needs OpenTelemetry: pip install 'weft[otlp]'")
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # type: ignore[attr-defined,unused-ignore]
 
     from weft.tools.watch.otlp import send
 
