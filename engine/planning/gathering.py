@@ -155,16 +155,7 @@ def _known_facts(
     """Return the facts of one process. See `Facts`."""
     layout = RankLayout.of(config, machine.num_ranks)
     own_loss = own_loss and config.data.kind is not DataKind.preference
-    sources = {
-        "layout": "given by cluster and pipeline.stages",
-        "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",
-        "device_bytes": f"memory of this machine's {machine.device.type}",
-        "device": "this machine's",
-        "optimizer_bytes": "counted for muon, or measured in a step of the caller's optimiser",
-        "teacher": "counted from distill.teacher",
-        "run": "named by the configuration",
-        "links": "given by cluster.links",
-    }
+    sources = _constant_sources(config, hf_config, machine)
     run = "" if layout.axis_groups else _run_name(config, hf_config)  # collectives inside of layers cost time, too
     links, flops = _given_links(config.cluster, _uplink_sharing(config.cluster, layout, machine.nodes)), None
     given: dict[int, CostModel] = {}
@@ -219,6 +210,20 @@ def _known_facts(
     return entry("strands").with_strands(
         config, trained, facts, machine.device, lambda: _speed(config, machine), own_loss=own_loss
     )
+
+
+def _constant_sources(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Machine) -> dict[str, str]:
+    """Return the sources of the facts that have one source only."""
+    return {
+        "layout": "given by cluster and pipeline.stages",
+        "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",
+        "device_bytes": f"memory of this machine's {machine.device.type}",
+        "device": "this machine's",
+        "optimizer_bytes": "counted for muon, or measured in a step of the caller's optimiser",
+        "teacher": "counted from distill.teacher",
+        "run": "named by the configuration",
+        "links": "given by cluster.links",
+    }
 
 
 def _host_bps(config: WeftConfig, machine: _Machine) -> tuple[float, str]:
