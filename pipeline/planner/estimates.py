@@ -289,9 +289,14 @@ class Estimates:
             trained=TrainedWeights(sum(self._trained(work, shape)), stepped, largest_trained),
         )
         working = max(self.work.working_bytes(work, num_layers, _division(shape), WEIGHT_BYTES[Precision.bf16]))
-        beside = zero.buffers if shape.zero_stage == 3 else 0.0
+        beside = self._messages(shape) + (zero.buffers if shape.zero_stage == 3 else 0.0)
         stepping = stepping_bytes(_ADAMW, stepped, largest, together=True)
         return RankMemory(zero, activations, working, beside, stepping)
+
+    def _messages(self, shape: Shape) -> float:
+        """Return the bytes of a GPU's messages, one in each direction of each hop, where a rank has most hops."""
+        hops = len(shape.legs) * min(2, shape.num_stages - 1)
+        return 2 * hops * self.work.message_bytes * shape.microbatch_size / (shape.tensor * shape.context)
 
     def _largest(self, shape: Shape) -> tuple[int, float]:
         """Return the weights of the largest layer on each GPU, and the trained weights of the layer with most."""

@@ -110,4 +110,7 @@ def rank_memory(part, layers, shape, work):
     backward *= shape.microbatch_size / (shape.tensor * shape.context)
     stepped = part.parameters / lines if shape.zero_stage else held
     stepping = stepping_bytes(OptimizerConfig(), stepped, largest, together=True)
-    return RankMemory(zero, 0.0, backward, zero.buffers if shape.zero_stage == 3 else 0.0, stepping)
+    sent = work.message_bytes * shape.microbatch_size / shape.tensor / shape.context
+    neighbours = {1: 0, 2: 1}.get(shape.num_stages, 2)
+    messages = 2 * neighbours * len(shape.legs) * sent  # activations one way, gradients the other
+    return RankMemory(zero, 0.0, backward, messages + (zero.buffers if shape.zero_stage == 3 else 0.0), stepping)

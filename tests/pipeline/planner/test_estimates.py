@@ -165,9 +165,10 @@ def test_what_estimates_go_by():
 
 
 def test_memory_is_of_states_activations_and_what_a_backward_needs_besides():
+    messages = 2 * MADE.work.message_bytes  # one in each direction of the hop between two ranks
     found = MADE.memory(LAYER, 1, shape(replicas=4, zero_stage=0, microbatch_size=2), 77.0)
     assert (found.zero.weights, found.zero.gradients, found.zero.optimizer) == (2000, 4000, 12000)
-    assert (found.activations, found.working, found.concurrent_buffers) == (77.0, 140.0, 0.0)
+    assert (found.activations, found.working, found.concurrent_buffers) == (77.0, 140.0, 2 * messages)
     again = MADE.memory(LAYER, 3, shape(checkpointing=True), 0.0)
     assert again.working == 1300.0, "a layer's forward, of three"
     assert MADE.memory(LAYER, 0, shape(checkpointing=True), 0.0).working == 3900.0
@@ -175,8 +176,10 @@ def test_memory_is_of_states_activations_and_what_a_backward_needs_besides():
     assert shared.working == 35.0 * 6 / 8 and shared.zero.weights == 1000.0, "a loss over a part of the vocabulary"
     assert shared.zero.optimizer == 12 * 250
     gathered = MADE.memory(LAYER, 1, shape(replicas=2, zero_stage=3), 0.0)
-    assert gathered.concurrent_buffers == gathered.zero.buffers > 0.0
-    assert MADE.memory(LAYER, 1, shape(replicas=2), 0.0).concurrent_buffers == 0.0
+    assert gathered.concurrent_buffers - messages == gathered.zero.buffers > 0.0
+    assert MADE.memory(LAYER, 1, shape(replicas=2), 0.0).concurrent_buffers == messages
+    for stages, hops in ((1, 0), (3, 2), (9, 2)):
+        assert MADE.memory(LAYER, 1, shape(num_stages=stages), 0.0).concurrent_buffers == hops * messages
 
 
 def test_a_pipeline_has_as_much_of_a_link_as_of_a_hosts_gpus():
