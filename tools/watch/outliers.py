@@ -56,6 +56,8 @@ LEAST_PAUSE = 0.02
 """Share of a step below which a longer section is no pause."""
 SIGMA_BELOW = 1.95
 """Standard deviation of one step, in units of the distance between the quantiles LOW - 0.15 and LOW."""
+MOST_RANKS = 0.9
+"""Share of the ranks whose spread the assumed one is not below."""
 MOST_NAMED = 8
 LEAST_STEADY = 0.8
 """Share of the steps in which an outlier exceeds half of its deviation."""
@@ -245,7 +247,9 @@ def pauses(record: RunRecord, recent: Seconds | None = None) -> list[Pauses]:
         seconds = own.of(section)
         low, usual = _quantiles(seconds, (LOW - 0.15, LOW))
         excess = np.nan_to_num(seconds - usual)
-        is_pause = excess > np.maximum(LEAST_PAUSE * step_s, LEAST_SIGMAS * SIGMA_BELOW * np.nan_to_num(usual - low))
+        spread = np.nan_to_num(usual - low)
+        spread = np.maximum(spread, np.quantile(spread, MOST_RANKS))  # that of one rank's few steps may be too small
+        is_pause = excess > np.maximum(LEAST_PAUSE * step_s, LEAST_SIGMAS * SIGMA_BELOW * spread)
         is_pause[:, [(rank, section) in steady for rank in own.ranks.tolist()]] = False
         begins = is_pause & ~np.roll(is_pause, 1, axis=0)
         lost_s, count = float((excess * is_pause).max(axis=1).mean()), int(is_pause.any(axis=1).sum())

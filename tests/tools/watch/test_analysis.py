@@ -87,7 +87,9 @@ def test_pauses_at_different_steps_on_different_ranks_are_named_and_no_rank_is(t
 
 @pytest.mark.slow
 def test_no_pause_is_named_in_five_hundred_steps_without_one_nor_for_a_slow_rank(tmp_path):
-    record = recorded(tmp_path, (500, {"jitter": 0.02}), (60, {"slow": {1: 1.1}}), lines=2, stages=2, microbatches=2)
+    record = recorded(
+        tmp_path, (500, {"jitter": 0.02}), (60, {"jitter": 0.02, "slow": {1: 1.1}}), lines=2, stages=2, microbatches=2
+    )
     windows = [record.steps.window(last - 19, last, READ) for last in range(25, 561, 5)]
     assert [each for window in windows for each in pauses(record, window)] == []
 
