@@ -57,6 +57,21 @@ def save_and_go_on(config: WeftConfig, folder: str, before: int, after: int, glo
     return {"losses": first + last, "rng": float(torch.rand(1)), "lr": engine.get_lr()[0]}
 
 
+def save_in_background(config: WeftConfig, folder: str, before: int, after: int, global_batches: int) -> list[float]:
+    """Train, begin to save, train on while it is written."""
+    from weft.engine.checkpoint import BackgroundWriter, check_folder, save_engine
+
+    engine = build(config)
+    writer = BackgroundWriter.open()
+    check_folder(engine, Path(folder), keep=2)
+    train(engine, before, global_batches)
+    path = save_engine(engine, Path(folder), client_state={"mark": before}, background=writer)
+    losses = train(engine, after, global_batches)
+    assert writer.wait() == path
+    dist.barrier()
+    return losses
+
+
 def resume(config: WeftConfig, folder: str, after: int, global_batches: int, trained: int = 0) -> dict[str, Any]:
     """Load into a fresh engine (or one that trained a few steps of its own), and train on."""
     engine = build(config)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.checkpoint.engines import PRECISIONS, each, resave, resume, save_and_go_on, tags
+from tests.engine.checkpoint.engines import PRECISIONS, each, resave, resume, save_and_go_on, save_in_background, tags
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import LoraConfig, PlacementKind, ScheduleKind
 from weft.engine.checkpoint import CheckpointError, newest, open_checkpoint
@@ -47,6 +47,15 @@ def test_same_layout_is_bit_equal(tmp_path):
             assert after["client"] == {"mark": 3}, layout
             assert after["path"] == "step-00000003", layout
             assert after["steps"] == 7, layout
+
+
+@pytest.mark.slow
+def test_background(tmp_path):
+    """The checkpoint has the state at the time of the call, not that of later training."""
+    made = config(2, 1)
+    whole = run_ranks(2, save_in_background, made, str(tmp_path), 2, 3, TOTAL)
+    again = run_ranks(2, resume, made, str(tmp_path), 3, TOTAL)
+    assert [rank["losses"] for rank in again] == whole
 
 
 @pytest.mark.slow

@@ -1,11 +1,13 @@
 """Ranks that die are made good from the memory of their host or its partner, and go on as if nothing had been."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
 from tests.engine.supervision.memory.memory_ranks import train
 from tests.engine.tiny import tiny_config
+from weft.engine.supervision.memory.slots import HostMemory
 from weft.tools.ranks import run_ranks
 
 STEPS, TOTAL = 7, 4
@@ -62,6 +64,31 @@ def test_a_host_is_lost(killed, tmp_path, host):
     assert_goes_on(made, losses, root)
 
 
+def newest(host: Path) -> list[Path]:
+    """The files of the newest step that a host holds."""
+    held = list(HostMemory(host).whole())
+    last = max(commit.step for _, commit in held)
+    return [path for path, commit in held if commit.step == last]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def test_flipped_bits(killed, tmp_path):
+    """On one host the copies of the other serve; on both the memory checkpoint before."""
+    made, losses, memories = killed
+    for both, step in ((False, STEPS), (True, STEPS - 1)):
+        root = copy(memories.with_name("undisturbed"), tmp_path / str(both))
+        for host in ("host0", "host1")[: 1 + both]:
+            flip(newest(root / host)[0])
+        for rank, expected in zip(run_ranks(4, train, made, str(root), HOSTS, STEPS, TOTAL), losses, strict=True):
+            assert rank["found"] == (step, {"step": step})
+            assert rank["losses"] == {at: loss for at, loss in expected.items() if at > step}
+
+
 def test_fewer_replicas_and_other_hosts(killed, tmp_path):
     """Two ranks on hosts of their own take over from four; what a host lacks comes from the other."""
     made, losses, memories = killed
@@ -72,3 +99,10 @@ def test_fewer_replicas_and_other_hosts(killed, tmp_path):
         step, _ = rank["found"]
         expected = {at: loss for at, loss in losses[0].items() if at > step}
         assert rank["losses"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_nothing_is_left(killed, tmp_path):
+    made, losses, _ = killed
+    (rank, *_) = run_ranks(4, train, made, str(tmp_path), HOSTS, 2, TOTAL)
+    assert rank["found"] is None
+    assert rank["losses"] == {at: loss for at, loss in losses[0].items() if at <= 2}
