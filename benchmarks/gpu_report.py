@@ -78,12 +78,7 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         overrides = (f"model.overrides.{each}" for each in f"{shape} max_position_embeddings={tokens}".split())
         batch = (f"data.sequence_length={tokens}", "train.microbatch_size=1", "pipeline.microbatches=4")
         heads = ("model.overrides.num_attention_heads=32", "model.overrides.num_key_value_heads=8")
-        more = (
-            "train.precision=bf16",
-            "pipeline.recompute=layers",
-            "train.max_seconds=40",
-            "model.self_check=false",
-        )
+        more = ("train.precision=bf16", "pipeline.recompute=layers", "train.max_seconds=40", "model.self_check=false")
         return run(name, shows, 1, "pipeline.stages=1", *overrides, *heads, *batch, *more, limit_s=100.0)
 
     def bench(

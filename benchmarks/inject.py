@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -29,7 +29,7 @@ HOST, SLOWER = (1, 3), 1.25
 GARBAGE = 400_000
 """Objects in cycles that a collection finds."""
 LATE_S = 0.002
-"""Seconds by which a rank starts its reductions later, for each step since the first late one."""
+"""Delay of a rank's reductions in seconds, per step since the first late one."""
 EXPECTED = {"host": ("rank", "compute"), "garbage": ("pauses", "compute"), "launch": ("pauses", "REDUCE_GRAD")}
 """The kind of limit and the section that are to be named, by cause."""
 
@@ -67,8 +67,12 @@ def diagnosis(record: RunRecord) -> tuple[list[Limit], list[tuple[str, int | Non
     return limits(record), [*steady, *((each.section, None) for each in pauses(record))]
 
 
-def train_with(cause: str, folder: Path, steps: int) -> None:
-    """Train on this rank with emulated compute. The second half of the steps has the cause."""
+def train_with(cause: str, folder: Path, steps: int, slow: Collection[int] = HOST, slower: float = SLOWER) -> None:
+    """Train on this rank with emulated compute. The second half of the steps has the cause.
+
+    Args:
+        slow, slower: ranks of the slow host, and the factor of their computations.
+    """
     rank, first, step = int(os.environ["RANK"]), steps // 2, 0
     garbage: list[Any] = []
 
@@ -80,7 +84,7 @@ def train_with(cause: str, folder: Path, steps: int) -> None:
             start = perf_counter()
             compute(*arguments)
             lasted_s = perf_counter() - start  # longer than WORK_S on a loaded host
-            factor = SLOWER if cause == "host" and rank in HOST and step >= first else 1.0
+            factor = slower if cause == "host" and rank in slow and step >= first else 1.0
             sleep(max(WORK_S, lasted_s) * factor - lasted_s)
             if cause == "garbage" and garbage and late(rank, RANKS):
                 garbage.clear()

@@ -63,6 +63,11 @@ _TRAINED = {
 }
 
 
+def temporary_gradients(widest_bytes: float, hidden_bytes: float) -> float:
+    """Return the bytes of a layer's temporary gradients, by its widest product's output and a hidden state."""
+    return GRADIENT_COPIES * widest_bytes + GRADIENT_STATES * hidden_bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
     """The work of a layer for one sequence, or of the modules before or after all layers."""

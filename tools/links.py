@@ -63,7 +63,7 @@ def _round_trips(num_bytes: int, way: Way, idle_s: float) -> tuple[float, float]
     elif way is Way.network:
         ends = connect(hops, device=device, timeout_s=TIMEOUT_S, rts_group=between_hosts())
 
-    on = device if way is not Way.shared or not ends else torch.device("cpu")
+    on = torch.device("cpu") if way is Way.shared and ends else device
 
     def send(tensor: Tensor) -> Any:
         return ends[me, other].send("t", tensor) if ends else dist.isend(tensor, other)
@@ -75,11 +75,11 @@ def _round_trips(num_bytes: int, way: Way, idle_s: float) -> tuple[float, float]
 
     # NCCL carries out what two ranks send each other in the order of its calls.
     ahead = bool(ends) or device.type == "cpu"
-    seconds = [_one_way_s(send, receive, size, idle_s, on=on, ahead=ahead) for size in (4, num_bytes)]
+    small_s, large_s = (_one_way_s(send, receive, size, idle_s, on=on, ahead=ahead) for size in (4, num_bytes))
     dist.barrier()
     for end in ends.values():
         end.close()
-    return seconds[0], seconds[1]
+    return small_s, large_s
 
 
 def _one_way_s(send: Send, receive: Receive, num_bytes: int, idle_s: float, *, on: torch.device, ahead: bool) -> float:

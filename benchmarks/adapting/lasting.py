@@ -70,7 +70,7 @@ class RankRun:
     Attributes:
         before_s: seconds of steps before the disturbance.
         during_s: seconds of steps of the disturbance before the schedule changed.
-        rounds_s: seconds of steps during the disturbance, by schedule, for each turn.
+        rounds_s: seconds of steps during the disturbance, by schedule and round.
         simulated_s: simulated steps with the measured costs, by schedule.
         proposals: the text of each plan, with the number of steps before it.
     """

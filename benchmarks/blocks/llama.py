@@ -118,7 +118,7 @@ class Block:
 
     @contextmanager
     def passes(self, variant: Variant, tokens: int) -> Iterator[Passes]:
-        """Context with the passes of a variant, for one sequence of so many tokens and always the same numbers."""
+        """Context with the passes of a variant over a sequence of ``tokens`` tokens, whose inputs are always equal."""
         torch.manual_seed(0)
         ids = torch.randint(_IDS, (1, tokens))
         batch = prepare_batch({"input_ids": ids, "labels": ids}, self._device)

@@ -25,7 +25,7 @@ from weft.engine.models.recomputation import attention_modules
 from weft.engine.models.sizes import divided_parameters, meta_model, part_size
 from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
 from weft.engine.parallel.experts import expert_modules
-from weft.pipeline.workload import GRADIENT_COPIES, GRADIENT_STATES, LayerWork, ModelWork, loss_work
+from weft.pipeline.workload import LayerWork, ModelWork, loss_work, temporary_gradients
 
 assert packed  # transformers cannot detect packed rows on the meta device
 _TRACED = "weft_traced"
@@ -345,7 +345,7 @@ def _layer_work(
         unrecomputed_bytes=0.0 if layer is not None else part.activation_bytes,
         deferred_bytes=part.activation_bytes if experts else part.deferred_bytes,
         attention_bytes=part.attention_bytes,
-        gradient_bytes=0.0 if layer is None else GRADIENT_COPIES * part.widest_bytes + GRADIENT_STATES * message_bytes,
+        gradient_bytes=0.0 if layer is None else temporary_gradients(part.widest_bytes, message_bytes),
         attention_matmul_flops=part.attention_matmul_flops,
         routed_bytes=part.routed_bytes,
         routed_layers=float(experts > 0),

@@ -12,16 +12,7 @@ from weft.engine.planning.teacher_facts import distilled_work
 from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.costs import CostModel, LinkCost, PairCosts, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES
-from weft.pipeline.workload import (
-    GRADIENT_COPIES,
-    GRADIENT_STATES,
-    NOTHING,
-    Division,
-    LayerWork,
-    ModelWork,
-    Working,
-    loss_work,
-)
+from weft.pipeline.workload import NOTHING, Division, LayerWork, ModelWork, Working, loss_work, temporary_gradients
 
 SAVED_WIDTHS = 17
 """Hidden states that a layer saves for its backward, in widths of the model: 34 bytes per token
@@ -190,7 +181,7 @@ def _own_work(config: WeftConfig, facts: Facts) -> ModelWork:
             attention_flops=layers * 2.0 * tokens * model.hidden_size * tokens,  # causal: half of 4
             activation_bytes=layers * SAVED_WIDTHS * hidden_bytes,
             attention_bytes=layers * ATTENTION_WIDTHS * hidden_bytes,
-            gradient_bytes=layers * (4 * GRADIENT_COPIES + GRADIENT_STATES) * hidden_bytes,
+            gradient_bytes=layers * temporary_gradients(4 * hidden_bytes, hidden_bytes),
             attention_matmul_flops=layers * 8.0 * tokens * model.hidden_size**2,
         )
 

@@ -7,9 +7,9 @@ waits. Threads give the documents to scorers meanwhile, each of which is a funct
 
 A document is a row without padding, or one of those that are packed into a row, and has labels. Its scores are stored
 under a hash of its token ids, so a step can only take scores of the tokens that it reads. Scores of another shape, and
-NaN, infinite, positive or impossibly small ones, are refused: the step computes that micro-batch in line. A scorer that
-raises is asked again later, and one that hangs holds up only the documents that it has. Documents that no coming step
-needs any more are dropped.
+NaN, infinite, positive or impossibly small ones, are refused: the step computes that micro-batch in line. If a scorer
+raises, its document is requested again later. A hanging scorer delays only its own documents. Documents that no coming
+step needs any more are dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Scorer = Callable[[Sequence[int]], "np.ndarray"]
 LEAST = -1e3
 """Smallest plausible log-probability of a token."""
 PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
-"""Seconds after which a scorer that has failed is asked again. They double with each failure in a row."""
+"""Seconds before the next request to a scorer that has failed. They double with each failure in a row."""
 
 
 def refuse_implausible(scores: np.ndarray) -> None:

@@ -194,10 +194,11 @@ def check_engine(config: WeftConfig) -> None:
             f"inference.prefill.stages={prefill.stages}: {prefill.model} has {layers} layers; use at most {layers}"
         )
     # Whole sequences are scored, and vLLM counts one more token, which is not computed.
-    longest = num_positions(model) + (config.inference.scores.enabled or config.inference.evaluate.enabled)
-    if num_positions(model) and prefill.max_tokens > longest:
+    positions = num_positions(model)
+    longest = positions + (config.inference.scores.enabled or config.inference.evaluate.enabled)
+    if positions and prefill.max_tokens > longest:
         raise ValueError(
-            f"inference.prefill.max_tokens={prefill.max_tokens}: {prefill.model} has {num_positions(model)} positions "
+            f"inference.prefill.max_tokens={prefill.max_tokens}: {prefill.model} has {positions} positions "
             f"(max_position_embeddings); use at most {longest}"
         )
     has_config = any((model / name).is_file() for name in ("config.json", "params.json"))

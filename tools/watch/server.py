@@ -9,33 +9,24 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import os
 import secrets
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
-from math import inf
 from pathlib import Path
-from subprocess import DEVNULL
-from tempfile import TemporaryFile
 from threading import Lock
-from time import monotonic
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, StreamingResponse
 
 from weft.conf.hosts import is_loopback
+from weft.tools.watch.limits import Limits
 from weft.tools.watch.record import RunRecord
-from weft.tools.watch.views import EXPLAIN_S, Views
+from weft.tools.watch.views import Views
 
 PAGE = Path(__file__).parent / "page"
 COOKIE = "weft_watch"
 LOOK_S = 1.0
-REST = 5.0
-"""Least time between two simulations of what limits the run, as a multiple of the last one's."""
 NAMES = ("127.0.0.1", "localhost", "[::1]")
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -73,17 +64,8 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        name = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-        if not token and name not in NAMES:
-            return JSONResponse({"detail": "unknown host"}, 421)
-        if token:
-            offered = request.query_params.get("token")
-            if offered is not None and _equal(offered, token):
-                answer: Response = RedirectResponse(request.url.path, 303)  # the address bar keeps no token
-                answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
-                return answer
-            if not _equal(request.cookies.get(COOKIE, ""), token):
-                return JSONResponse({"detail": "give the token, as in /?token=..."}, 401)
+        if (answer := _refusal(request, token)) is not None:
+            return answer
         answer = await go_on(request)
         answer.headers.update(HEADERS)
         return answer
@@ -110,11 +92,7 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
                 shown = views.show(view, step=step, window=max(1, min(window, 1000)))
         except KeyError:
             raise HTTPException(404) from None
-        try:
-            text = json.dumps(shown, allow_nan=False)
-        except ValueError:
-            text = json.dumps(_finite(shown), allow_nan=False)
-        return Response(text, media_type="application/json")
+        return Response(_json(shown), media_type="application/json")
 
     @app.get("/events")
     async def events(request: Request) -> StreamingResponse:
@@ -135,39 +113,26 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
     return app
 
 
-class Limits:
-    """The limits of a run, by `weft explain --json` in another process, so that no view waits for it."""
+def _json(shown: Any) -> str:
+    try:
+        return json.dumps(shown, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(shown), allow_nan=False)
 
-    def __init__(self, run_folder: Path) -> None:
-        self._command = [sys.executable, "-m", "weft.tools.watch.explain", str(run_folder), "--json"]
-        self._lock = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output: Any = None
-        self._text, self._begun, self._due = b"null", 0.0, 0.0
 
-    def newest(self) -> bytes:
-        """Return the newest limits as JSON, null before the first. If they are old, new ones are computed meanwhile."""
-        with self._lock:
-            if self._process is not None and self._process.poll() is not None:
-                self._output.seek(0)
-                self._text = self._output.read() if self._process.returncode == 0 else b"[]"  # no step is recorded yet
-                self._due = monotonic() + max(EXPLAIN_S, REST * (monotonic() - self._begun))
-                self._process = None
-            if self._process is None and monotonic() >= self._due:
-                self._begun, self._output = monotonic(), TemporaryFile()  # noqa: SIM115 (until it has been read)
-                self._process = subprocess.Popen(
-                    self._command, stdout=self._output, stderr=DEVNULL, preexec_fn=partial(os.nice, 10)
-                )
-            return self._text
-
-    def close(self) -> None:
-        """End the other process."""
-        with self._lock:
-            self._due = inf
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-                self._process = None
+def _refusal(request: Request, token: str) -> Response | None:
+    """Return the answer to a request that is not let in yet, or None. The token in ``?token=`` becomes a cookie."""
+    if not token:
+        name = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+        return None if name in NAMES else JSONResponse({"detail": "unknown host"}, 421)
+    offered = request.query_params.get("token")
+    if offered is not None and _equal(offered, token):
+        answer = RedirectResponse(request.url.path, 303)  # the address bar keeps no token
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        return answer
+    if not _equal(request.cookies.get(COOKIE, ""), token):
+        return JSONResponse({"detail": "give the token, as in /?token=..."}, 401)
+    return None
 
 
 def _equal(offered: str, token: str) -> bool:

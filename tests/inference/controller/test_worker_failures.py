@@ -18,7 +18,7 @@ FAULTS = ["dead", "dying", "hung", "broken"]
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_when_a_worker_fails_another_takes_over(fault):
     workers = FakeWorkers(2)
-    # The second worker's bubble is later, so the first worker is the one that is asked first.
+    # The second worker's bubble is later, so the first worker gets the first request.
     async with controller(workers, [FakeBoard(), FakeBoard(((5.0, 10.0),))]) as client:
         workers.fault = {"w0": fault}
         answers = [await client.post(PATH, json=PREFILL) for _ in range(4)]

@@ -15,7 +15,9 @@ from starlette.testclient import TestClient
 
 from tests.tools.watch.recorded import Recording
 from weft.tools.cli import main
-from weft.tools.watch import command, server
+from weft.tools.watch import command
+from weft.tools.watch import limits as limits_module
+from weft.tools.watch.limits import Limits
 from weft.tools.watch.record import RunRecord
 from weft.tools.watch.server import PAGE, make_app
 from weft.tools.watch.views import Views
@@ -152,9 +154,9 @@ def test_a_port_in_use_and_missing_packages_are_named(record, monkeypatch, capsy
 
 
 def test_views_do_not_wait_for_the_limits_and_old_ones_are_shown_meanwhile(record, monkeypatch):
-    monkeypatch.setattr(server, "REST", 0.0)
-    monkeypatch.setattr(server, "EXPLAIN_S", 0.0)
-    limits = server.Limits(record.folder)
+    monkeypatch.setattr(limits_module, "REST", 0.0)
+    monkeypatch.setattr(limits_module, "EXPLAIN_S", 0.0)
+    limits = Limits(record.folder)
     assert limits.newest() == b"null"
     limits._process.wait(280)  # it has a low priority
     limits._command = ["sleep", "600"]
