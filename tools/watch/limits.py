@@ -1,4 +1,4 @@
-"""What limits a run, simulated in another process, so that no view waits for it."""
+"""The simulation of what limits a run, in another process, so that no view waits for it."""
 
 from __future__ import annotations
 
