@@ -39,11 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(name: str, *rest: str) -> int:
-    """Run the benchmark of this name.
-
-    Raises:
-        ValueError: there is no such benchmark, or it refuses its arguments.
-    """
+    """Run the benchmark of this name. Raise ValueError if there is no such benchmark, or it refuses its arguments."""
     if name not in benches():
         near = difflib.get_close_matches(name, benches(), n=1)
         hint = f"did you mean {near[0]}?" if near else "`python -m benchmarks` lists them"

@@ -78,7 +78,6 @@ class Rows:
     def _tried(
         self, check: Callable[[torch.device], None], passes: Callable[[], AbstractContextManager[Passes]]
     ) -> tuple[Measured | None, str]:
-        """Return what was measured, or None, and a note."""
         if perf_counter() > self._ends:
             return None, "left out: no time is left"
         try:
@@ -158,7 +157,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _device(args: argparse.Namespace) -> torch.device:
-    """Return the device, and check that it runs what is named."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.tiny:
         raise ValueError("no GPU: a block of a Llama-8B takes minutes on a CPU; try the benchmark with --tiny")

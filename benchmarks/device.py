@@ -110,11 +110,7 @@ def emulated() -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table and return the exit code.
-
-    Raises:
-        ValueError: there is no GPU.
-    """
+    """Print the table and return the exit code. Raise ValueError if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks device", description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a layout on a GPU")
     parser.add_argument("--emulated", action="store_true", help="memory of all layouts, on the tests' emulated GPUs")

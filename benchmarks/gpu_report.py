@@ -181,7 +181,6 @@ def _run(item: Item, out: Path, limit_s: float, num_gpus: int, env: Mapping[str,
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End the process if it is running."""
     process.terminate()
     try:
         process.wait(LEAVE_S)

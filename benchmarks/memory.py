@@ -88,7 +88,6 @@ class _InlineExecutor:
     """Runs collectives on the calling thread, so that their allocations are recorded."""
 
     def submit(self, work: Work, after: Pending) -> Pending:
-        """See `InOrderExecutor`."""
         return completed(work(after.result()))
 
     def close(self) -> None:

@@ -146,7 +146,6 @@ def _measure(loss: str, args: argparse.Namespace) -> list[Mode]:
 def _train(
     case: EngineCase, config: WeftConfig, loss: str, urls: Sequence[str], args: argparse.Namespace
 ) -> Mapping[str, list[Turn]]:
-    """Train a rank, and return its turns by mode."""
     device, batches = join(config), _Batches(args.tokens)
     teacher_s = args.teacher / 1e3 if loss == "distill" else 0.0
     engine = engine_of(
@@ -214,7 +213,6 @@ class _Stage(EmulatedStage):
         return super().forward(hidden, batch, num_items)
 
     def logits(self, hidden: Tensor | None, batch: Batch) -> Tensor:
-        """Return the hidden state after all layers."""
         assert hidden is not None
         for layer in self.layers:
             hidden = layer(hidden)
@@ -232,7 +230,6 @@ class _Batches(Iterator[Batch]):
         return self._peeked.popleft() if self._peeked else next(self._source)
 
     def peek(self, count: int) -> Sequence[Batch]:
-        """Return the next ``count`` micro-batches."""
         self._peeked.extend(islice(self._source, max(0, count - len(self._peeked))))
         return list(islice(self._peeked, count))
 
@@ -246,7 +243,6 @@ class _Batches(Iterator[Batch]):
 
 @contextmanager
 def _workers(boards: Path, scored_s: float, slow_s: float) -> Iterator[list[str]]:
-    """Run a worker for each rank, and yield their URLs."""
     spawn = multiprocessing.get_context("spawn")
     ends = [spawn.Pipe() for _ in range(_RANKS)]
     processes = [

@@ -42,11 +42,7 @@ class Run:
 
 
 def compare(rounds: int) -> dict[str, list[Run]]:
-    """Run both sides in turns; return the runs of each.
-
-    Raises:
-        RuntimeError: a run failed.
-    """
+    """Run both sides in turns; return the runs of each. Raise RuntimeError if a run failed."""
     with TemporaryDirectory() as folder:
         _make_inputs(Path(folder))
         runs: dict[str, list[Run]] = {WEFT: [], PEER: []}

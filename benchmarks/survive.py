@@ -62,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> int:
-    """Run the faults, print the table and return the exit code."""
     found: list[Survival] = []
 
     def tell(outcome: Survival) -> None:

@@ -199,7 +199,6 @@ def _watch(
 
 
 def _pass(seconds: float, spinning: bool, post: Callable[[], None]) -> None:
-    """Wait ``seconds``, and post messages every 10 ms."""
     limit = monotonic() + seconds
     while monotonic() < limit:
         _spin(0.01) if spinning else sleep(0.01)

@@ -137,7 +137,6 @@ class AuthenticatedUnixSocket:
     """An abstract Unix socket; the kernel reports the user of the peer."""
 
     def __init__(self, name: str, service: Service = Service.RENDEZVOUS, *, listens: bool) -> None:
-        """See `authenticated_socket`."""
         self.address: Address = name
         self._name = "\0" + name
         self.listener = listen(socket.AF_UNIX, self._name, service) if listens else None
@@ -167,7 +166,6 @@ class AuthenticatedTcpSocket:
     """
 
     def __init__(self, address: tuple[str, int], service: Service = Service.RENDEZVOUS, *, listens: bool) -> None:
-        """See `authenticated_socket`."""
         self._key, self._service = WanKey.from_environment(), service
         self._accepting, self._connecting = contexts(self._key, f"{service.name.lower()} certificate")
         self.address = address
@@ -231,11 +229,7 @@ async def open_connection(
 def listen(
     family: socket.AddressFamily, address: str | tuple[str, int], service: Service = Service.RENDEZVOUS
 ) -> socket.socket:
-    """Return a non-blocking listening socket.
-
-    Raises:
-        ValueError: the address cannot be bound.
-    """
+    """Return a non-blocking listening socket. Raise ValueError if the address cannot be bound."""
     listener = socket.socket(family)
     if family != socket.AF_UNIX:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

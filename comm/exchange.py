@@ -103,7 +103,6 @@ def _length(first: Tensor) -> int:
 
 
 def _decoded(message: Tensor, length: int, kinds: tuple[type, ...]) -> Any:
-    """Decode the value in a rank's message."""
     return decode(message[_LENGTH.size :][:length].numpy().tobytes(), kinds)
 
 

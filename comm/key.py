@@ -20,7 +20,6 @@ class WanKey:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Validate."""
         if len(self.secret) < _LEAST_BYTES:
             raise ValueError(
                 f"{VARIABLE}: {len(self.secret)} bytes are too few, at least {_LEAST_BYTES} are needed; {_REMEDY}"

@@ -77,11 +77,7 @@ class Lifeline:
         self.check()
 
     def check(self) -> None:
-        """Raise an error if a rank is lost.
-
-        Raises:
-            ChannelError: a rank is lost.
-        """
+        """Raise ChannelError if a rank is lost."""
         if self._lost is not None:
             raise self._error()
 

@@ -45,7 +45,6 @@ class Cell:
     number: int = 0
 
     def __post_init__(self) -> None:
-        """Validate."""
         ranks = [*self.near, *self.far]
         if len(self.near) != len(self.far) or not 1 <= len(self.near) <= _MAX_PIPELINES:
             raise ValueError(

@@ -222,7 +222,6 @@ class LoopbackProxy:
                 self._loop.stop()  # this process has closed its store
 
     async def _forward(self, client: Connection, upstream: Connection) -> None:
-        """Forward data in both directions until either end closes."""
         client.forward_to(upstream)
         upstream.forward_to(client)
         await asyncio.wait((client.lost, upstream.lost), return_when=asyncio.FIRST_COMPLETED)

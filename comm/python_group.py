@@ -18,7 +18,6 @@ class PythonGroup(dist.ProcessGroup):
     """Name of the backend of `torch.distributed`."""
 
     def __init__(self, ranks: Sequence[int], position: int) -> None:
-        """Create the group of the global ``ranks``. ``position`` is this rank's index among them."""
         super().__init__(position, len(ranks))
         self.ranks, self._position = tuple(ranks), position
         self._name = self._description = ""

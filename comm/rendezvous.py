@@ -149,11 +149,7 @@ def on_one_host() -> bool:
 
 
 def own_address() -> str:
-    """Return the address of this host on its route to rank 0.
-
-    Raises:
-        ValueError: MASTER_ADDR cannot be resolved.
-    """
+    """Return the address of this host on its route to rank 0. Raise ValueError if MASTER_ADDR cannot be resolved."""
     master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         family, kind, *_, address = socket.getaddrinfo(master, port or 1, type=socket.SOCK_DGRAM)[0]

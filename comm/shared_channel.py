@@ -73,7 +73,6 @@ def share(hops: Collection[Hop], *, timeout_s: float) -> tuple[dict[Hop, SharedS
 
 
 def _socket(timeout_s: float, file: int | None = None) -> socket.socket:
-    """Create a socket, or wrap descriptor ``file``. Blocking calls time out after ``timeout_s``."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=file)
     made.setblocking(True)  # with kernel time-outs, which leave MSG_DONTWAIT usable
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
@@ -96,7 +95,6 @@ class SharedSender:
     """The sending end. See `weft.comm.channel.Sender`."""
 
     def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
-        """Create the end. ``control`` is connected to the receiver's socket."""
         self._control, self._timeout_s = control, timeout_s
         self._link = f"rank {hop[0]} -> rank {hop[1]}"
         self._slots: list[mmap.mmap] = []
@@ -128,7 +126,6 @@ class SharedSender:
         self._control.close()
 
     def _write(self, tag: str, tensor: Tensor) -> None:
-        """Copy the tensor into a slot and announce it to the receiver."""
         slot, files = self._take(tensor.nbytes) if tensor.nbytes else (-1, [])
         if tensor.nbytes:
             memory = torch.frombuffer(self._slots[slot], dtype=tensor.dtype, count=tensor.numel())
@@ -179,7 +176,6 @@ class SharedReceiver:
     """The receiving end. See `weft.comm.channel.Receiver`."""
 
     def __init__(self, control: socket.socket, hop: Hop, timeout_s: float) -> None:
-        """Create the end. ``control`` is connected to the sender's socket."""
         self._control, self._timeout_s = control, timeout_s
         self._link = f"rank {hop[0]} -> rank {hop[1]}"
         self._slots: list[mmap.mmap] = []
@@ -245,7 +241,6 @@ class SharedReceive:
     """A receive whose tensor is read in place. See `weft.comm.channel.SendHandle`."""
 
     def __init__(self, receiver: SharedReceiver, tag: str, spec: TensorSpec) -> None:
-        """Created by `SharedReceiver`, which sets ``tensor``."""
         self._receiver, self.tag, self.spec = receiver, tag, spec
         self.tensor: Tensor | None = None
 

@@ -80,7 +80,6 @@ def _is_record(kind: type) -> bool:
 
 
 def _names(kind: type) -> Sequence[str]:
-    """Return the constructor fields of a dataclass or a named tuple."""
     return [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
 
 

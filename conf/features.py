@@ -107,11 +107,7 @@ def is_installed(name: str) -> bool:
 
 
 def entry(name: str) -> Any:
-    """Import and return a feature's entry module.
-
-    Raises:
-        ValueError: the feature is not installed.
-    """
+    """Import and return a feature's entry module. Raise ValueError if the feature is not installed."""
     require(name, f"the feature {name}")
     return import_module(FEATURES[name].entry)
 

@@ -122,7 +122,6 @@ def _by_ranks(config: WeftConfig) -> Iterator[str]:
 
 
 def _on_routes(cluster: ClusterConfig) -> list[list[SiteConfig]]:
-    """Return the sites of each route."""
     named = {site.name: site for site in cluster.sites}
     return [[named[name] for name in route] for route in routes_of(cluster)]
 

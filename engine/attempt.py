@@ -20,7 +20,6 @@ class SetUpTimes:
     """Durations of the consecutive parts of a rank's set-up, in seconds of wall time and of processor time."""
 
     def __init__(self) -> None:
-        """Begin the first attempt."""
         self.begin()
 
     def begin(self) -> None:
@@ -53,7 +52,6 @@ class ReusedValues:
     """
 
     def __init__(self) -> None:
-        """Start empty, without caching."""
         self.keeps = False
         self._values: dict[str, tuple[Any, Any]] = {}
 
@@ -105,7 +103,6 @@ class Attempt(ExitStack):
     """
 
     def __init__(self, kept: ReusedValues | None = None, set_up: SetUpTimes | None = None) -> None:
-        """Start without resources."""
         super().__init__()
         self.kept, self.set_up = kept or ReusedValues(), set_up or SetUpTimes()
         self.interrupt: Callable[[], None] = do_nothing

@@ -37,7 +37,6 @@ class SharedError(ValueError):
     """
 
     def __init__(self, message: str, kind: str = ValueError.__name__) -> None:
-        """Create the error that `together` raises."""
         super().__init__(message)
         self.kind = kind
 

@@ -18,11 +18,7 @@ _GIVEN, _COMPUTED, _EXACT = "_weft_given", "_weft_computed", "_weft_exact"
 
 
 def check_supported(precision: Precision) -> None:
-    """Check that DeepSpeed trains in this format on this host's devices.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that DeepSpeed trains in this format on this host's devices. Raise ValueError if it does not."""
     if precision is Precision.fp16 and not get_accelerator().is_fp16_supported():
         raise ValueError(
             f"train.precision=fp16: DeepSpeed does not train in fp16 on this host's {get_accelerator().device_name()}; "

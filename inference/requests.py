@@ -202,7 +202,6 @@ class Completion:
     """
 
     def __init__(self) -> None:
-        """Start before the first part."""
         self._ended = False
 
     def is_aborted(self, part: bytes) -> bool:

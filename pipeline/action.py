@@ -74,11 +74,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Parse the text form.
-
-        Raises:
-            ValueError: ``text`` is not exactly one action.
-        """
+        """Parse the text form. Raise ValueError if ``text`` is not exactly one action."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"action {short_repr(text)}: expected STAGE OP MICROBATCH such as '2F7' or '3REDUCE_GRAD'")

@@ -165,7 +165,6 @@ def _relay(post: _Post) -> Slot:
 
 
 def _crosses(placement: Placement, action: Action) -> bool:
-    """True if ``action`` sends from one site to another."""
     if action.op not in SENDS:
         return False
     return placement.crosses_wan(action.stage if action.op is Op.SEND_F else action.stage - 1)

@@ -70,11 +70,7 @@ def number(value: Any, name: str, *, above: float | None = None, free: bool = Fa
 
 
 def count(value: Any, name: str, *, least: int = 1, most: int = 10**9) -> int:
-    """Check that ``value`` is an integer from ``least`` to ``most``, and not a bool.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that ``value`` is an integer from ``least`` to ``most``, and not a bool. Raise ValueError if it is not."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name}={short_repr(value)}: expected a whole number of at least {least} and at most {most}")
     return value

@@ -276,6 +276,5 @@ def _corners(start: float, end: float, top: float, bottom: float) -> list[tuple[
 
 
 def _mix(light: str, dark: str, share: float) -> str:
-    """Return the colour ``share`` of the way from ``light`` to ``dark``."""
     parts = (round(int(light[i : i + 2], 16) * (1 - share) + int(dark[i : i + 2], 16) * share) for i in (1, 3, 5))
     return "#" + "".join(f"{part:02x}" for part in parts)

@@ -160,7 +160,6 @@ def _layers(data: dict[str, Any]) -> tuple[StageCost, ...]:
 
 
 def _length(table: dict[str, Any], name: str) -> int:
-    """Return the number of layers or stages for which a table has values."""
     lengths = [len(value) for value in table.values() if isinstance(value, list)]
     if not lengths or not lengths[0]:
         raise ValueError(f"{name}.count: missing; say how many layers the model has")

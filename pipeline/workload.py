@@ -312,10 +312,6 @@ class ModelWork:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelWork:
-        """Return the work from the output of `to_dict`.
-
-        Raises:
-            TypeError, KeyError: ``data`` has another form.
-        """
+        """Return the work from the output of `to_dict`. Raise TypeError or KeyError if ``data`` has another form."""
         parts = {name: LayerWork(**data[name]) for name in ("before", "after")}
         return cls(**{**data, **parts, "layers": tuple(LayerWork(**layer) for layer in data["layers"])})

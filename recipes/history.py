@@ -16,7 +16,6 @@ class BadData:
     """Positions of the last steps in the data, and the number of returns to a checkpoint without progress."""
 
     def __init__(self) -> None:
-        """Start without any step."""
         self._before: dict[int, int] = {}
         self._beyond, self._times = 0, 0
 

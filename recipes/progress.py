@@ -72,7 +72,6 @@ class Progress:
         self._evaluated = Results(folder) if evaluates else None
 
     def __enter__(self) -> Progress:
-        """Start the display."""
         shows = self._is_writer and self._config.logging.progress
         self._shown = Shown(total=self._config.train.steps, start=self._start, is_on=shows)
         self.note(f"{self._loader.description}; {self._engine.describe()}")
@@ -83,7 +82,6 @@ class Progress:
         self._since, self._read = perf_counter(), self._loader.tokens
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the display and the logs."""
         self._shown.close()
         self._logs.close()
 

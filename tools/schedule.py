@@ -207,11 +207,7 @@ def _choice_lines(choice: Choice) -> Iterator[str]:
 
 
 def emit(text: str, out: Path | None) -> None:
-    """Write ``text`` to a file, or print it.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write ``text`` to a file, or print it. Raise ValueError if the file cannot be written."""
     if out is None:
         sys.stdout.write(text)
     else:
@@ -220,11 +216,7 @@ def emit(text: str, out: Path | None) -> None:
 
 
 def draw(timeline: Timeline, form: str, out: Path | None) -> None:
-    """Write a PNG or a Perfetto trace.
-
-    Raises:
-        ValueError: no file was named, or it cannot be written.
-    """
+    """Write a PNG or a Perfetto trace. Raise ValueError if no file was named, or it cannot be written."""
     if out is None:
         raise ValueError(f"--format={form}: it writes a file; name it with --out")
     with _writing(out):

@@ -76,11 +76,7 @@ class Variant:
     split: bool = False
 
     def check(self, device: torch.device) -> None:
-        """Check that this machine runs it.
-
-        Raises:
-            ValueError: it does not.
-        """
+        """Check that this machine runs it. Raise ValueError if it does not."""
         model = ModelConfig(attn_implementation=self.attention, kernels=self.kernels)
         train = TrainConfig(precision=PRECISION)
         check_device(WeftConfig(model=model, cluster=ClusterConfig(ranks=1), train=train))

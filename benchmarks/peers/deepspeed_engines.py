@@ -68,7 +68,6 @@ def run_pipelined(case: ZeroCase, num_stages: int) -> list[ZeroRun]:
 def _pipeline(
     work: EmulatedWork, num_layers: int, num_stages: int, config: dict[str, Any], kind: type = PipelineModule
 ) -> tuple[PipelineEngine, Callable[[], object]]:
-    """Return the engine of a pipeline, and a function that trains a step."""
     module = kind(
         layers=[EmulatedLayer(work) for _ in range(num_layers)],
         num_stages=num_stages,

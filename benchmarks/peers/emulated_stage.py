@@ -59,11 +59,7 @@ class EmulatedWork:
 
 
 def layers_per_stage(num_layers: int, num_stages: int) -> int:
-    """Return the number of layers of each virtual stage.
-
-    Raises:
-        ValueError: the layers cannot be cut evenly.
-    """
+    """Return the number of layers of each virtual stage. Raise ValueError if the layers cannot be cut evenly."""
     if num_layers % num_stages:
         raise ValueError(f"layers={num_layers}: not a multiple of {num_stages} virtual stages; choose one that is")
     return num_layers // num_stages
@@ -202,7 +198,6 @@ class EmulatedStage(nn.Module):
     """A virtual stage of emulated layers, with the interface of `weft.engine.stages.cutting.stage.Stage`."""
 
     def __init__(self, work: EmulatedWork, *, index: int, layers: Sequence[range]) -> None:
-        """Create stage ``index`` from the layers of every stage."""
         super().__init__()
         self.index = index
         self.is_last = index == len(layers) - 1

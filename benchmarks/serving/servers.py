@@ -80,11 +80,7 @@ def _running(words: Sequence[str], env: dict[str, str], out: object = None) -> I
 
 
 def until_ready(urls: Sequence[str], process: subprocess.Popen, path: str = "/health") -> None:
-    """Wait until all servers answer with success.
-
-    Raises:
-        RuntimeError: a server does not, or its process has ended.
-    """
+    """Wait until all servers answer with success. Raise RuntimeError if a server does not, or its process has ended."""
     deadline_s = time.monotonic() + START_S
     for url in urls:
         while True:

@@ -74,7 +74,6 @@ def measure_stalls(args: argparse.Namespace, config: WeftConfig, folder: Path) -
 
 
 def _processes(worker: Worker) -> list[psutil.Process]:
-    """Return the processes of a worker, including its engine."""
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
         if "weft.inference.worker.vllm_scheduler.BubbleScheduler" in line and str(worker.port) in line:

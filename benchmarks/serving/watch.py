@@ -17,7 +17,6 @@ class Watch:
     """A thread that collects the work of each served rank until `end`."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        """Collect from the ranks of all workers."""
         self.boards = {
             rank: BoardReader(board)
             for worker in workers
@@ -53,7 +52,6 @@ class Windows:
     """Named spans of time."""
 
     def __init__(self) -> None:
-        """Create an empty set of windows."""
         self.spans: dict[str, list[tuple[float, float]]] = {}
 
     @contextlib.contextmanager

@@ -75,7 +75,6 @@ def _blame(rank: RankProcess) -> Inflicted:
 
 
 def _row(run: SupervisedRun, rank: RankProcess) -> list[Slot]:
-    """Return the row that a rank executes, from the run's plan."""
     return list(read_rows((run.folder / "plan.json").read_text()).row(rank.rank))
 
 
@@ -87,7 +86,6 @@ def _kill_in(run: SupervisedRun, number: int, *ops: Op) -> Inflicted:
 
 
 def _kill_in_save(run: SupervisedRun, number: int) -> Inflicted:
-    """Send SIGKILL while the rank saves a checkpoint."""
     return _kill_when(run, number, lambda reading: reading.phase is Phase.checkpoint)
 
 
@@ -103,7 +101,6 @@ def _kill_when(run: SupervisedRun, number: int, due: Callable[[Reading], bool]) 
 
 
 def _stop(run: SupervisedRun, number: int) -> Inflicted:
-    """Stop the rank by SIGSTOP permanently."""
     rank = run.rank(number)
     os.kill(rank.pid, signal.SIGSTOP)
     return _blame(rank)
@@ -129,7 +126,6 @@ def _stop_and_go(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def _hold_lock(run: SupervisedRun, number: int) -> Inflicted:
-    """Make a thread of the rank hold the interpreter's lock."""
     rank = run.rank(number)
     run.order(number, "hold_lock", seconds=60)
     return _blame(rank)
@@ -166,7 +162,6 @@ def _flip(run: SupervisedRun, number: int) -> Inflicted:
 
 
 def _kill_hosts(run: SupervisedRun, *hosts: str) -> Inflicted:
-    """Kill all processes of these hosts at once."""
     victims = run.agents(hosts)
     everyone = [child for agent in victims for child in agent.children(recursive=True)] + victims
     for process in everyone:
@@ -245,7 +240,6 @@ def _complete(run: SupervisedRun) -> list[Path]:
 
 
 def _forget_memory(run: SupervisedRun) -> None:
-    """Remove the copies in hosts' memory."""
     for page in (page_path(run.folder, host) for host in HOSTS):
         for path in page.parent.glob(f"{page.name}.memory*/**/*.safetensors"):
             path.unlink(missing_ok=True)
@@ -256,7 +250,6 @@ def _shard(checkpoint: Path) -> Path:
 
 
 def _truncate(checkpoint: Path) -> None:
-    """Remove the second half of a shard."""
     with open(_shard(checkpoint), "r+b") as file:
         file.truncate(file.seek(0, os.SEEK_END) // 2)
 

@@ -54,7 +54,6 @@ class OneMachine:
     """
 
     def __init__(self, *, stages: int) -> None:
-        """Create settings with two sites, each with half of the ``stages`` pipeline ranks."""
         sites = ", ".join(f"{{name: {site}, ranks: {stages // len(SITES)}}}" for site in SITES)
         self.settings = [f"cluster.ranks={NUM_RANKS}", f"cluster.sites=[{sites}]", "supervise.enabled=true"]
 
@@ -70,7 +69,6 @@ class LocalHosts(OneMachine):
     """Hosts that share this machine's network."""
 
     def __init__(self, folder: Path) -> None:
-        """Write the hostfile to ``folder``."""
         self.settings = [*_cluster(folder), "cluster.manager=local"]
 
 
@@ -149,7 +147,6 @@ class BedHosts(OneMachine):
         self.bed.run(host, ["ip", "link", "set", "lan0", state], check=True)
 
     def _processes(self, host: str) -> list[psutil.Process]:
-        """Return the processes of a host."""
         here = os.stat(self.bed.namespace(host)).st_ino
         found = []
         for process in psutil.process_iter():

@@ -45,7 +45,6 @@ class Metrics:
     """Steps that a run has logged; steps that are repeated after a fault replace earlier ones."""
 
     def __init__(self, path: Path) -> None:
-        """Create the reader of the file at ``path``, which may not exist yet."""
         self._path, self._state = path, (0, 0)
         self._records: dict[int, dict[str, Any]] = {}
 

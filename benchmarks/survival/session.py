@@ -78,7 +78,6 @@ class Outcomes:
     """Runs sessions, and compares the losses after each fault with those of an undisturbed run."""
 
     def __init__(self, folder: Path, settings: Sequence[str], tell: Callable[[Survival], None]) -> None:
-        """Create a session of runs in ``folder``; ``tell`` is called with each outcome."""
         self._folder, self._settings, self._tell = folder, settings, tell
         self._undisturbed: dict[object, Undisturbed] = {}
         self._numbers = 0

@@ -96,7 +96,6 @@ class _FlipInBackward:
 
 
 def _flip(module: Any) -> None:
-    """Flip a bit of this replica's weights."""
     engine = _engine(module)
     engine.slot_observers.append(_FlipInBackward(engine.module))
 
@@ -135,7 +134,6 @@ def _leave_out(_: Any, first: int, after: int) -> None:
 
 
 def _shift_clock(_: Any, seconds: float) -> None:
-    """Shift the wall clock of this process by ``seconds``."""
     true = time.time
     time.time = lambda: true() + seconds
 

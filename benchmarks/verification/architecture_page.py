@@ -154,7 +154,6 @@ def _counts(results: Sequence[ArchitectureResult]) -> str:
 
 
 def _cell(result: ArchitectureResult | None, notes: dict[str, int]) -> str:
-    """Return the cell's text, with the number of its note."""
     if result is None:
         return NOT_TRIED
     if not result.reason:

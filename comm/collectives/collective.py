@@ -83,7 +83,6 @@ class Collective:
     itemsize: int
 
     def __post_init__(self) -> None:
-        """Validate."""
         if self.primitive not in (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather):
             raise ValueError(f"{self.primitive.value}: cannot be planned; use all_reduce, reduce_scatter or all_gather")
         if self.primitive is not Primitive.all_reduce and self.dims[0] % self.group.size:

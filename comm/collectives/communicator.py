@@ -255,7 +255,6 @@ class _Flow:
 
 
 def _open_axis(mesh: Mesh, axis: int, device: torch.device, timeout_s: float, name: str) -> _Axis | None:
-    """Create the process groups along ``axis``, and return this rank's."""
     mine = None
     for line in mesh.subgroups(axis):
         ranks = [mesh.group.ranks[position] for position in line]

@@ -37,7 +37,6 @@ class Group:
     at_sites: bool = False
 
     def __post_init__(self) -> None:
-        """Validate."""
         if not self.ranks or list(self.ranks) != sorted(set(self.ranks)):
             raise ValueError(f"ranks={self.ranks}: a group has at least one rank, in ascending order")
         if len(self.nodes) != len(self.ranks):
@@ -87,7 +86,6 @@ class Mesh:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Validate."""
         if prod(self.shape) != self.group.size or min(self.shape) < 1:
             raise ValueError(f"mesh {self.shape}: its axes must multiply to the group's {self.group.size} ranks")
 

@@ -39,7 +39,6 @@ class Rewrite:
     granularity: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        """Validate."""
         if self.mesh.group != self.collective.group:
             raise ValueError(f"{self}: the mesh belongs to another group")
         if min(self.granularity, default=0.0) <= 0 or not isclose(sum(self.granularity), 1.0):

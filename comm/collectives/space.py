@@ -133,7 +133,6 @@ class Planner:
         """The choices so far, with reasons."""
 
     def __call__(self, collective: Collective) -> Rewrite:
-        """Return the rewrite of ``collective``."""
         if collective not in self.choices:
             self.choices[collective] = self._choose(collective)
         return self.choices[collective].rewrite

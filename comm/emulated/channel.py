@@ -58,16 +58,11 @@ class EmulatedSender:
     """
 
     def __init__(self, world: EmulatedWorld, peer: int) -> None:
-        """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
         self._copies: dict[torch.Size, Tensor] = {}
 
     def send(self, tag: str, tensor: Tensor) -> Sent:
-        """Start to send ``tensor``.
-
-        Raises:
-            EmulationError: the neighbour does not expect this message.
-        """
+        """Start to send ``tensor``. Raise EmulationError if the neighbour does not expect this message."""
         self._world.recorder.record([self._peer], f"to {self._peer}", Operation(f"send {tag}", _form(tensor)))
         at_s = self._world.clock.now()
         copy = self._copies.get(tensor.shape)
@@ -86,7 +81,6 @@ class EmulatedReceiver:
     """The receiving end of a channel from an emulated neighbour. See `weft.comm.channel.Receiver`."""
 
     def __init__(self, world: EmulatedWorld, peer: int) -> None:
-        """Create the end towards global rank ``peer``."""
         self._world, self._peer = world, peer
 
     def recv(self, tag: str, spec: TensorSpec) -> Coming:

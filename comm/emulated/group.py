@@ -67,7 +67,6 @@ class EmulatedGroup(PythonGroup):
     BACKEND = BACKEND
 
     def __init__(self, world: EmulatedWorld, ranks: Sequence[int], name: str = "") -> None:
-        """Create the group of the global ``ranks``, which include this one. ``name`` describes it in errors."""
         super().__init__(ranks, tuple(ranks).index(world.rank))
         self.job = self.world = world
         self._called, self._free_s = name, 0.0

@@ -73,11 +73,7 @@ _FUNCTIONS = {
 
 @cache
 def load() -> ctypes.CDLL:
-    """Compile the library if necessary, and load it.
-
-    Raises:
-        ValueError: compilation failed.
-    """
+    """Compile the library if necessary, and load it. Raise ValueError if compilation failed."""
     sources = [_FOLDER / "transport.cpp", *(_FOLDER / f"{name}.hpp" for name in _HEADERS)]
     path = build(sources, kind=Kind.library, flags=["-ldl", *_FLAGS.get(platform.machine(), [])])
     library = ctypes.CDLL(str(path))

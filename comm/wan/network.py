@@ -140,7 +140,6 @@ class WanNetwork:
                 self.endpoint.use(peer, profile.connections)
 
     def _probe(self, cells: Sequence[Cell]) -> dict[Hop, LinkProfile]:
-        """Probe the hops that start at this rank."""
         found: dict[Hop, LinkProfile] = {}
         if self.endpoint is not None:
             me = self.endpoint.rank

@@ -24,7 +24,6 @@ class ReusedMemory:
     """Memory blocks, free or in use. Their total size never exceeds the peak in use."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._free: OrderedDict[int, mmap.mmap] = OrderedDict()  # by block number; least recently freed first
         self._returned: deque[tuple[int, mmap.mmap]] = deque()  # appended by the thread that drops a tensor
         self._taken = 0
@@ -98,7 +97,6 @@ class HostStaging:
     """Staging for CPU tensors, which need no copy."""
 
     def __init__(self) -> None:
-        """Start with an empty cache."""
         self._memory = ReusedMemory()
 
     def outward(self, tensor: Tensor, submit: Callable[[Tensor], list[int]]) -> Future[list[int]]:
@@ -153,7 +151,6 @@ class CudaStaging:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Create the streams, and the thread that waits for copies to the host."""
         self._device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._waiter = executor("weft wan staging")

@@ -37,11 +37,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: the text is not JSON, or is nested too deeply.
-    """
+    """Parse JSON. Raise ValueError if the text is not JSON, or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -75,11 +71,7 @@ class _Loader(yaml.SafeLoader):
         self._depth, self._most_values = 0, max(MOST_VALUES, len(text))
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a value.
-
-        Raises:
-            ValueError: it is nested too deeply.
-        """
+        """Compose a value. Raise ValueError if it is nested too deeply."""
         self._depth += 1
         if self._depth > MOST_NESTING + 1:  # values inside of the innermost container
             raise ValueError(f"nested more than {MOST_NESTING} deep; write it flatter")
@@ -89,11 +81,7 @@ class _Loader(yaml.SafeLoader):
             self._depth -= 1
 
     def get_single_node(self) -> yaml.Node | None:
-        """Compose the document.
-
-        Raises:
-            ValueError: its expanded aliases have too many values.
-        """
+        """Compose the document. Raise ValueError if its expanded aliases have too many values."""
         node = super().get_single_node()
         if node is not None and self._size(node, {}) > self._most_values:
             raise ValueError(f"its aliases stand for more than {self._most_values:,} values; write them out")

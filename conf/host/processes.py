@@ -188,7 +188,6 @@ class LongLived:
     """
 
     def __init__(self) -> None:
-        """Start without frozen objects."""
         self._frozen = False
 
     def freeze(self) -> None:

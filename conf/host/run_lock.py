@@ -58,10 +58,6 @@ class RunLock:
 
     @classmethod
     def check(cls, folder: Path) -> None:
-        """Check that the folder could be locked now.
-
-        Raises:
-            ValueError: another run has the lock.
-        """
+        """Check that the folder could be locked now. Raise ValueError if another run has the lock."""
         if (folder / NAME).exists():
             cls(folder).release()

@@ -25,7 +25,6 @@ class Storage:
     """Calls functions that use storage on a thread, so that storage that hangs does not stop an event loop."""
 
     def __init__(self, path: Path) -> None:
-        """Store the path that errors name. Nothing is called yet."""
         self._path = path
         self._last: tuple[Any, Future[Any]] | None = None
 

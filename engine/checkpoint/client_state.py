@@ -35,11 +35,7 @@ def encode(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def decode(tree: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Decode the output of `encode`.
-
-    Raises:
-        CheckpointError: a tensor is damaged.
-    """
+    """Decode the output of `encode`. Raise CheckpointError if a tensor is damaged."""
     return {key: _decode(value, checkpoint) for key, value in tree.items()}
 
 

@@ -67,11 +67,7 @@ def make_new_folder(path: Path) -> None:
 
 
 def write(path: Path, chunks: Iterable[Buffer]) -> int:
-    """Write a new file, and return its size in bytes.
-
-    Raises:
-        OSError: ``path`` exists, or the disk is full.
-    """
+    """Write a new file, and return its size in bytes. Raise OSError if ``path`` exists, or the disk is full."""
     with open(path, "xb") as file:
         for chunk in chunks:
             file.write(chunk)

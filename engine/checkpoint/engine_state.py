@@ -179,7 +179,6 @@ def num_bytes_to_come(pieces: Iterable[Piece], held: Iterable[Fragment]) -> int:
 
 
 def _buffers(engine: Trained) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers of the model, by their names in the whole model."""
     found: dict[str, torch.Tensor] = {}
     for stage in engine.module.stages.values():
         parameters = {name for name, _ in stage.model.named_parameters(remove_duplicate=False)}

@@ -73,11 +73,7 @@ def join(
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest into the folder of a checkpoint.
-
-    Raises:
-        CheckpointError: a value of ``meta`` is not JSON.
-    """
+    """Write the manifest into the folder of a checkpoint. Raise CheckpointError if a value of ``meta`` is not JSON."""
     try:
         body = _canonical({"format": FORMAT, **asdict(manifest)})
     except (TypeError, ValueError) as error:

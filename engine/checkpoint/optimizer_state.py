@@ -121,7 +121,6 @@ def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoi
 
 
 def _state_keys(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return the keys of the optimiser's state by parameter name."""
     keys: dict[str, list[str]] = {}
     for name in checkpoint.names:
         kind, _, rest = name.partition("/")

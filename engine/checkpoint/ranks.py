@@ -114,7 +114,6 @@ def find_stores(folder: Path, ranks: Ranks, *, leaders: int = LEADERS) -> tuple[
 
 
 def _make(probe: Path) -> str:
-    """Create the folder, and return its name."""
     durable.make_folder(probe)
     return probe.name
 

@@ -21,7 +21,6 @@ class Checkpoint:
     """Reads any part of any tensor of a checkpoint, which any layout may have written."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Open a checkpoint whose manifest has been read."""
         self.path = path
         self.manifest = manifest
         try:
@@ -48,19 +47,11 @@ class Checkpoint:
         return frozenset((self.manifest.tensors.keys() - parts) | self._cuts.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor.
-
-        Raises:
-            CheckpointError: the name is unknown.
-        """
+        """Return the shape of a tensor. Raise CheckpointError if the name is unknown."""
         return self._cuts[name][0].shape if name in self._cuts else self._stored(name).shape
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors on the CPU.
-
-        Raises:
-            CheckpointError: a name is unknown, or a file is damaged.
-        """
+        """Return whole tensors on the CPU. Raise CheckpointError if a name is unknown, or a file is damaged."""
         return {name: self.read(name).view(self.shape(name)) for name in names}
 
     def read(self, name: str, start: int = 0, stop: int | None = None, cut: Cut | None = None) -> Tensor:
@@ -151,11 +142,7 @@ class Checkpoint:
             start = piece.stop
 
     def verify(self) -> None:
-        """Read and check all pieces in this folder.
-
-        Raises:
-            CheckpointError: a checksum differs.
-        """
+        """Read and check all pieces in this folder. Raise CheckpointError if a checksum differs."""
         for tensor in self.manifest.tensors.values():
             for piece in tensor.pieces:
                 if self.has(piece.file):

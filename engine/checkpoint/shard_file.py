@@ -129,11 +129,7 @@ class ShardReader:
             raise damaged(path, str(error)) from error
 
     def read(self, piece: StoredPiece, dtype: str) -> Tensor:
-        """Read the elements of a piece, shape [n], on the CPU.
-
-        Raises:
-            CheckpointError: the checksum differs.
-        """
+        """Read the elements of a piece, shape [n], on the CPU. Raise CheckpointError if the checksum differs."""
         try:
             tensor = self._file.get_tensor(piece.key).view(-1)
         except (SafetensorError, OSError) as error:
@@ -146,11 +142,7 @@ class ShardReader:
 
 
 def check_size(path: Path, file: StoredFile) -> None:
-    """Check that a file exists with its full size.
-
-    Raises:
-        CheckpointError: the file is missing or has another size.
-    """
+    """Check that a file exists with its full size. Raise CheckpointError if the file is missing or has another size."""
     try:
         found = path.stat().st_size
     except OSError as error:

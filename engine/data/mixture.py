@@ -36,7 +36,6 @@ class MixedSource:
     """
 
     def __init__(self, parts: Sequence[Weighted], *, block_documents: int) -> None:
-        """Mix ``parts`` in blocks of ``block_documents`` documents."""
         self._parts = parts
         self._block_documents = block_documents
         identity = [(part.source.identity, part.weight, part.epochs) for part in parts]
@@ -108,7 +107,6 @@ class _Reader(Iterator[tuple[Documents, int, int]]):
         return self._tokens / self._part.weight
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON values."""
         state = {"epoch": self._epoch, "block": self._block, "index": self._index, "tokens": self._tokens}
         return {**state, "start": self._start}
 

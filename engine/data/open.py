@@ -236,11 +236,7 @@ def _selected(rows: Dataset | IterableDataset, fields: tuple[str, ...]) -> Datas
 
 
 def _fields(data: DataConfig, rows: Rows) -> tuple[str, ...]:
-    """Return the columns of ``rows`` to read.
-
-    Raises:
-        ValueError: ``rows`` do not have the configured column.
-    """
+    """Return the columns of ``rows`` to read. Raise ValueError if ``rows`` do not have the configured column."""
     if data.kind is DataKind.preference:
         names = rows.column_names or list(next(iter(rows), dict.fromkeys(COLUMNS)))
         if found := pair_columns(names):

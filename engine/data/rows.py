@@ -105,11 +105,7 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
 
 
 def parquet_features(file: Path | str) -> Features:
-    """Return the columns of a Parquet file and their types.
-
-    Raises:
-        RowFault: the file is not a Parquet file.
-    """
+    """Return the columns of a Parquet file and their types. Raise RowFault if the file is not a Parquet file."""
     try:
         with open_file(file) as opened:
             return Features.from_arrow_schema(pq.read_schema(opened))

@@ -229,7 +229,6 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See `jinja2.Environment`."""
         super().__init__(*args, finalize=_written, **options)
         ours = {"weft_looped": _looped, "weft_concatenated": _concatenated, "weft_made": _made}
         self.filters = _Filters(self.filters | ours)
@@ -239,11 +238,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _Limits().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute a binary operation.
-
-        Raises:
-            SecurityError: the result would be too large.
-        """
+        """Compute a binary operation. Raise SecurityError if the result would be too large."""
         sides = (left, right)
         if operator == "%" and isinstance(left, str):
             _check_format(left, list(right) if isinstance(right, tuple) else [right])

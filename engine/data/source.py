@@ -64,11 +64,7 @@ class LoadedSource:
     """A tokenised data set on disk. A pass over it is one block."""
 
     def __init__(self, dataset: Dataset, encoder: Encoder, *, name: str, part: Part) -> None:
-        """Select a part of a tokenised ``dataset``.
-
-        Raises:
-            ValueError: the part is empty.
-        """
+        """Select a part of a tokenised ``dataset``. Raise ValueError if the part is empty."""
         keys, lengths, truncated = (column(dataset, name) for name in ("key", "length", "truncated"))
         chosen = part.of_all(keys)
         rows = np.flatnonzero(chosen & (lengths > 0))
@@ -225,7 +221,6 @@ def _some(rows: Iterator[Mapping[str, Any]], count: int) -> list[Mapping[str, An
 
 
 def _characters(value: Any) -> int:
-    """Return the length of all texts in a row."""
     if isinstance(value, str):
         return len(value)
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()

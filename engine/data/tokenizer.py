@@ -152,7 +152,6 @@ def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _publish(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write a tokenizer's folder atomically."""
     draft = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
     try:
         tokenizer.save_pretrained(draft)

@@ -27,7 +27,6 @@ class ReceiveQueue:
     """
 
     def __init__(self, channel: Receiver, messages: Sequence[tuple[Action, TensorSpec]], *, ahead: int) -> None:
-        """Post the first ``ahead`` of ``messages``."""
         self._channel = channel
         self._unposted = deque(messages)
         self._posted: dict[Action, Handle] = {}

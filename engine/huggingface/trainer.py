@@ -264,7 +264,6 @@ class WeftTrainer(Trainer):
     _get_grad_norm = _clip_grad_norm
 
     def _get_learning_rate(self) -> float:
-        """Return the learning rate that the last step used."""
         return self._rate
 
     def get_total_train_batch_size(self, args: Any) -> int:

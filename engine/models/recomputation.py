@@ -35,11 +35,7 @@ def recompute(model: PreTrainedModel, kind: Recompute) -> None:
 
 
 def require_attention(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of attention of a model.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the modules of attention of a model. Raise ValueError if it has none."""
     layers = model.get_submodule(decoder_layers(model))
     found = [module for layer in layers.children() for module in attention_modules(layer)]
     if not found and any(True for _ in layers.children()):

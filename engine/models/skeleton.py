@@ -63,11 +63,7 @@ def causal_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def skeleton(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the whole model on the meta device.
-
-    Raises:
-        ValueError: transformers cannot build the model.
-    """
+    """Return the whole model on the meta device. Raise ValueError if transformers cannot build the model."""
     try:
         with quiet(), torch.device("meta"):
             return cls(copy.deepcopy(config))
@@ -212,7 +208,6 @@ class Placeholder(nn.Module):
                 setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute of this placeholder, or else of the module that it replaces."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -54,7 +54,6 @@ class Slice:
         return list(self.cut.held_shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read the part."""
         assert index is Ellipsis
         before = (slice(None),) * self.cut.dim
         parts = [self.source[(*before, slice(start, stop))] for start, stop in self.cut.ranges]

@@ -183,7 +183,6 @@ class _Tracer:
                 part.warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def run(self, model: PreTrainedModel, tokens: int) -> None:
-        """Run one forward of one sequence of ``tokens`` tokens, and count."""
         ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
         saved = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         grouped = patch.object(torch.nn.functional, "grouped_mm", self._multiply)

@@ -33,7 +33,6 @@ class EventTimer:
     """
 
     def __init__(self, ring: RingWriter, device: torch.device, inner: Waits | None = None) -> None:
-        """Write to ``ring``. The device must be idle."""
         self._ring, self._inner = ring, inner
         self._step = self._depth = 0
         self._codes: dict[Slot, tuple[int, int]] = {}

@@ -94,16 +94,13 @@ class StepRecords:
     timer: EventTimer | None = None
 
     def __init__(self, clock: Clock) -> None:
-        """Measure with ``clock``."""
         self.clock = clock
         self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
 
     def __len__(self) -> int:
-        """Return the number of stored steps."""
         return len(self._records)
 
     def __getitem__(self, index: int) -> StepRecord:
-        """Return the measurements of one step."""
         return self._records[index]
 
     def begin(self) -> SlotTrace:

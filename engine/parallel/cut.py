@@ -30,7 +30,6 @@ class Cut:
     axis: str = "tensor"
 
     def __post_init__(self) -> None:
-        """Check that the dimension can be divided evenly."""
         if self.shape[self.dim] % (self.count * self.blocks):
             raise ValueError(
                 f"dimension {self.dim} of a tensor {list(self.shape)} "

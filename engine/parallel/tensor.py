@@ -193,7 +193,6 @@ class _OnOutput:
         self._group = group
 
     def __call__(self, module: nn.Module, args: Any, answer: Any) -> Any:
-        """Replace the output."""
         if isinstance(answer, tuple):
             return (self._replaced(answer[0]), *answer[1:])
         return self._replaced(answer)

@@ -69,11 +69,7 @@ class TensorPlan:
     """transformers' tensor-parallel plan for a class of models, by names in a whole model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Read the plan of a model's class.
-
-        Raises:
-            UnshareableError: the plan has a style that is not supported.
-        """
+        """Read the plan of a model's class. Raise UnshareableError if the plan has a style that is not supported."""
         self._name = type(model).__name__
         plan = {key: style for key, style in (model.tp_plan or {}).items() if isinstance(style, str)}
         if odd := sorted({style for style in plan.values() if style not in STYLES and style not in HELD_IN_FULL}):

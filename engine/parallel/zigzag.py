@@ -54,11 +54,7 @@ def positions(group: AxisGroup, length: int, device: torch.device | str) -> Tens
 
 
 def require_divisible(length: int, size: int) -> None:
-    """Check that members can share a sequence.
-
-    Raises:
-        UnshareableError: ``2 * size`` does not divide the length.
-    """
+    """Check that members can share a sequence. Raise UnshareableError if ``2 * size`` does not divide the length."""
     if length % (2 * size):
         raise UnshareableError(
             f"parallel.context={size}: a sequence of {length} tokens cannot be cut into 2 x {size} chunks of the same "

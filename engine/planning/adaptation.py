@@ -40,11 +40,7 @@ class Adaptation:
     """
 
     def __init__(self, engine: WeftEngine) -> None:
-        """Observe ``engine``.
-
-        Raises:
-            ValueError: the job is emulated, so that nothing is measured.
-        """
+        """Observe ``engine``. Raise ValueError if the job is emulated, so that nothing is measured."""
         if not current_job().is_real:
             raise ValueError(
                 "pipeline.adapt=true: the durations of emulated ranks are configured, so they never leave the plan; "

@@ -47,7 +47,6 @@ def with_axes(config: WeftConfig, facts: Facts, nodes: Sequence[int], device: to
 
 
 def _collective_costs(group: Group, device: torch.device, cache: CostCache) -> tuple[CollectiveCosts | None, str]:
-    """Return the costs of collectives over a group, and their source."""
     key = topology_key(group, device.type)
     if (known := cache.read(key)) is not None:
         return known, f"{key}, cache {cache.path}"

@@ -152,7 +152,6 @@ def _known_facts(
     *,
     own_loss: bool = True,
 ) -> Facts:
-    """Return the facts of one process. See `Facts`."""
     layout = RankLayout.of(config, machine.num_ranks)
     own_loss = own_loss and config.data.kind is not DataKind.preference
     sources = _constant_sources(config, hf_config, machine)
@@ -213,7 +212,6 @@ def _known_facts(
 
 
 def _constant_sources(config: WeftConfig, hf_config: PreTrainedConfig, machine: _Machine) -> dict[str, str]:
-    """Return the sources of the facts that have one source only."""
     return {
         "layout": "given by cluster and pipeline.stages",
         "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",

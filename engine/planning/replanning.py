@@ -193,7 +193,6 @@ class Replanning:
     """A plan that another process makes, at a low priority, while this one trains."""
 
     def __init__(self, request: Request) -> None:
-        """Start the process."""
         self._began_s = monotonic()
         self._output = TemporaryFile()  # noqa: SIM115 (the process writes to it)
         with TemporaryFile() as text:
@@ -211,11 +210,7 @@ class Replanning:
         return self._process.poll() is not None
 
     def result(self) -> Proposal:
-        """Return the plan.
-
-        Raises:
-            ValueError: planning failed, or took too long.
-        """
+        """Return the plan. Raise ValueError if planning failed, or took too long."""
         _, errors = self._process.communicate()
         if self._process.returncode:
             text = errors.decode(errors="replace").strip()

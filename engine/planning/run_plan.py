@@ -219,22 +219,16 @@ def settle_placement(config: WeftConfig, facts: Facts) -> Placement:
 
 
 def split_stages(config: WeftConfig, facts: Facts, placement: Placement) -> StageSplit:
-    """Return the layers of each virtual stage of a placement.
-
-    Raises:
-        ValueError: the model cannot be cut for it.
-    """
+    """Return the layers of each virtual stage of a placement. Raise ValueError if the model cannot be cut for it."""
     return split_model(facts.model, placement.num_stages, config.pipeline.split, config.pipeline.layers)
 
 
 def _at_sites(cell: Schedule, sites: tuple[int, ...]) -> Schedule:
-    """Return a schedule with the same actions, whose pipeline ranks are at ``sites``."""
     placement = cell.placement
     return cell if placement.sites == sites else replace(cell, placement=replace(placement, sites=sites))
 
 
 def _on_route(costs: CostModel, facts: Facts, route: int) -> CostModel:
-    """Return the costs with the links between the sites of a route."""
     return replace(costs, wan_links=facts.links.between(facts.layout.site_numbers(route)))
 
 

@@ -41,11 +41,7 @@ PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
 
 
 def refuse_implausible(scores: np.ndarray) -> None:
-    """Check that scores are log-probabilities.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that scores are log-probabilities. Raise ValueError if they are not."""
     if not np.isfinite(scores).all() or scores.max(initial=0.0) > 1e-3 or scores.min(initial=0.0) < LEAST:
         raise ValueError(f"log-probabilities from {scores.min():.4g} to {scores.max():.4g}, not from {LEAST:g} to 0")
 

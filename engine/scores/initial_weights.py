@@ -18,7 +18,6 @@ class InitialWeights:
     """
 
     def __init__(self, sharding: Sharding) -> None:
-        """Copy the weights."""
         self._buckets = sharding.trained
         pinned = sharding.device.type == "cuda"
         self._copies = [torch.empty(b.stored.shape, dtype=b.stored.dtype, pin_memory=pinned) for b in self._buckets]

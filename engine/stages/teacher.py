@@ -67,11 +67,7 @@ class Teacher:
         self._stage: Stage | None = None
 
     def load(self, device: torch.device) -> None:
-        """Load the weights onto ``device``.
-
-        Raises:
-            ValueError: a weight is NaN or infinite.
-        """
+        """Load the weights onto ``device``. Raise ValueError if a weight is NaN or infinite."""
         (stage,) = load_stages(
             teacher_model(self._config),
             StageSplit((self._layers,)),

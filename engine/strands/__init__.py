@@ -20,7 +20,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import an entry point on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -59,7 +59,6 @@ class OverlapCache:
 
 
 def _values(key: str, table: OverlapTable) -> dict[str, object]:
-    """Return the values of a table by their names in the cache."""
     values: dict[str, object] = {}
     for link in LinkScope:
         if factors := {kind.value: factor for (kind, at), factor in table.compute.items() if at is link}:

@@ -80,7 +80,6 @@ class _AllGather:
         self._shard = torch.zeros(num_bytes // 4 // group.size, device=device)
 
     def start(self) -> Handle:
-        """Start the collective."""
         return self.group.all_gather(self._shard)
 
     def slowest(self, seconds: float) -> float:
@@ -144,5 +143,4 @@ def _finish(device: torch.device) -> None:
 
 
 def _within(factor: float) -> float:
-    """Clamp a measured factor to its range."""
     return min(1.0, max(0.0, factor))

@@ -54,11 +54,7 @@ class PairScheduler:
         self._locks[first].release()
 
     def begin(self, strand: Step) -> None:
-        """Wait until the strand may run its first segment.
-
-        Raises:
-            OtherStrandFailed: this strand must end, too.
-        """
+        """Wait until the strand may run its first segment. Raise OtherStrandFailed if this strand must end, too."""
         self._wait(strand)
 
     def pause(self, strand: Step) -> None:

@@ -179,7 +179,6 @@ class _Recorder(TorchDispatchMode):
             yield
 
     def part(self, number: int) -> PartWork:
-        """Return the record of a part."""
         forward, backward = (tuple(self._segments.get((number, way), [SegmentWork(Work())])) for way in (True, False))
         return PartWork(forward, backward, tuple(self._weights.get(number, ())))
 

@@ -150,11 +150,7 @@ class Link(asyncio.BufferedProtocol):
         self._on_end(self, self._reason or str(error or "the peer hung up"))
 
     async def greeting(self) -> None:
-        """Wait for the peer's greeting.
-
-        Raises:
-            ConnectionError: the connection ended before the greeting.
-        """
+        """Wait for the peer's greeting. Raise ConnectionError if the connection ended before the greeting."""
         waiting = [asyncio.create_task(event.wait()) for event in (self.greeted, self.ended)]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -323,11 +323,7 @@ def remove_stale(folder: Path, own: str, *, now: float | None = None) -> list[st
 
 
 def is_owned(page: Path) -> bool:
-    """True if an agent owns a page.
-
-    Raises:
-        OSError: the page exists, and cannot be opened.
-    """
+    """True if an agent owns a page. Raise OSError if the page exists, and cannot be opened."""
     try:
         file = os.open(page, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -31,7 +31,6 @@ class ReplicasDiffer(RuntimeError):
     """
 
     def __init__(self, message: str, good_step: int, ranks: Sequence[int] = ()) -> None:
-        """Create the error with its message. For the other arguments see the attributes."""
         super().__init__(message)
         self.good_step, self.ranks = good_step, tuple(ranks)
 

@@ -26,7 +26,6 @@ class NonFiniteError(RuntimeError):
     """
 
     def __init__(self, message: str, source: Source = NOWHERE) -> None:
-        """Create the error, and add ``source`` to its message."""
         super().__init__(message)
         self.source = source
         self.ranks = source.ranks
@@ -90,7 +89,6 @@ class NormWatch:
     """Checks that a step's gradient norm is finite, at the end of the next step, to avoid a synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
-        """Check norms that are computed on ``device``."""
         self._pending: _PendingNorm | None = None
         self._copy = HostCopy(device)
 
@@ -110,11 +108,7 @@ class NormWatch:
         self._pending = None
 
     def check(self) -> Tensor | None:
-        """Read the pending sum, if there is one, and return it.
-
-        Raises:
-            NonFiniteError: the norm is not finite.
-        """
+        """Read the pending sum, if there is one, and return it. Raise NonFiniteError if the norm is not finite."""
         if self._pending is None:
             return None
         (step, scale, origin), self._pending = self._pending, None
@@ -142,7 +136,6 @@ class HostCopy:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Copy from ``device``."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrived = None if self._stream is None else torch.cuda.Event()
         self._on_host: Tensor | None = None

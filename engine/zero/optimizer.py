@@ -232,7 +232,6 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         return norm
 
     def _take_stop(self, sums: Tensor | None) -> None:
-        """Update `must_stop` from the sums that were reduced with a norm."""
         if sums is not None and float(sums[1]):
             self.must_stop = True
 

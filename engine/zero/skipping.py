@@ -40,7 +40,6 @@ class SkippedTooOften(NonFiniteError):
     """
 
     def __init__(self, steps: tuple[SkippedStep, ...]) -> None:
-        """Create the error for at least one skipped step."""
         self.steps = steps
         norms = ", ".join(f"{step.norm:.4g}" for step in steps)
         self.summary = (

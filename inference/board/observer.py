@@ -62,7 +62,6 @@ class BubbleObserver:
     """
 
     def __init__(self, marks: Marks, path: Path) -> None:
-        """Set ``marks`` on the board at ``path``."""
         self._marks, self.path = marks, path
         self.busy, self.idle, self.close = marks.busy, marks.idle, marks.close
 
@@ -105,7 +104,6 @@ class DeviceMarks:
     """
 
     def __init__(self, board: BoardWriter, times: Times) -> None:
-        """Start the thread that writes the marks on ``board``."""
         self._board, self._times = board, times
         self._marks: queue.SimpleQueue = queue.SimpleQueue()
         shorten_switch_interval()

@@ -67,7 +67,6 @@ class BoardReader:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Read the board at ``path``, once it exists."""
         self.path = Path(path)
         # The board at the path when it was last checked. Immutable: threads replace it atomically.
         self._seen: _Seen = _Seen(None, None, "no board yet; has training begun, with inference.enabled=true?")

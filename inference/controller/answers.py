@@ -86,11 +86,7 @@ class AnsweringServer:
         return Response(content, status_code=response.status_code, headers=kept)
 
     async def get(self, path: str) -> httpx.Response:
-        """Return the response to a GET request.
-
-        Raises:
-            Refusal: the server does not answer.
-        """
+        """Return the response to a GET request. Raise Refusal if the server does not answer."""
         try:
             return await self._client.get(f"{self.url}{path}", headers=self._headers, timeout=self._timeout.connect)
         except httpx.TransportError as error:
@@ -101,7 +97,6 @@ class Answers:
     """Answers requests of `/v1/completions` and `/v1/chat/completions` as the decode server would."""
 
     def __init__(self, server: AnsweringServer, dispatch: Dispatch, metrics: Metrics) -> None:
-        """Create the service in front of the decode server."""
         self._server, self._dispatch, self._metrics = server, dispatch, metrics
 
     async def answer(

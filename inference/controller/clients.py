@@ -43,7 +43,6 @@ class Client:
     """One client: its limits, and what it has used."""
 
     def __init__(self, name: str, key: str, limits: Limits) -> None:
-        """Create a client that has used nothing."""
         self.name, self.key, self.limits = name, key, limits
         self._running = 0
         self._buckets = [_Bucket(limits.requests_per_minute), _Bucket(limits.tokens_per_minute)]
@@ -83,7 +82,6 @@ class _Bucket:
         self._at_s = time.monotonic()
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds until something can be taken."""
         if self.per_minute == inf:
             return 0.0
         rate = self.per_minute / MINUTE_S
@@ -115,11 +113,7 @@ class Clients:
         self._anybody = Client("anybody", "", Limits())
 
     def of(self, authorization: str) -> Client:
-        """Return the client that sent the header ``authorization``.
-
-        Raises:
-            Refusal: it has no valid key.
-        """
+        """Return the client that sent the header ``authorization``. Raise Refusal if it has no valid key."""
         self._refresh()
         everyone = self._unlimited + self._listed
         if not everyone and self._path is None:

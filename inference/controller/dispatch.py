@@ -51,7 +51,6 @@ class Dispatch:
     """Requests in flight, and periodic health probes of all workers."""
 
     def __init__(self, fleet: Fleet, settings: ControllerConfig, metrics: Metrics, client: httpx.AsyncClient) -> None:
-        """Create the dispatch. ``client`` connects to the workers of ``fleet``."""
         self._fleet, self._settings, self._metrics, self._client = fleet, settings, metrics, client
 
     async def probe_all(self) -> None:

@@ -18,7 +18,6 @@ class Metrics:
     """Metrics of one controller."""
 
     def __init__(self, fleet: Fleet) -> None:
-        """Register the metrics."""
         self._registry = registry = CollectorRegistry()
         self._grants = Counter("weft_prefill_grants", "requests placed", ["worker"], registry=registry)
         self._refusals = Counter(

@@ -209,12 +209,10 @@ class _Service:
         raise Refusal(503, "no worker answers", retry_after_s=1)
 
     async def metrics_text(self, request: Request) -> Response:
-        """Return the metrics in Prometheus's text format."""
         self._authorize(request)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def health(self) -> Response:
-        """Return 200, because the controller is alive."""
         return Response()
 
     async def ready(self) -> Response:
@@ -231,7 +229,6 @@ class _Service:
         return JSONResponse(state, status_code=200 if is_ready else 503)
 
     async def refused(self, _: Request, refusal: Exception) -> Response:
-        """Return a response for a `Refusal`, in OpenAI's error format."""
         assert isinstance(refusal, Refusal)
         self._metrics.refused(refusal.status)
         headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
@@ -346,7 +343,6 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -27,7 +27,6 @@ class Slowdown:
     """A factor of at least 1 by which a worker is slower than predicted: its current average, and an upper bound."""
 
     def __init__(self) -> None:
-        """Start without samples."""
         self._samples = deque[tuple[float, float, float]]()
         self._errors = deque[float](maxlen=MOST_ERRORS)
 

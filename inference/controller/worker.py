@@ -66,7 +66,6 @@ class Worker:
     """A prefill worker."""
 
     def __init__(self, index: int, address: PrefillWorkerConfig, boards: Sequence[Bubbles]) -> None:
-        """Create the view of a worker whose stages have these bubbles."""
         self.index = index
         self.url = address.url.rstrip("/")
         self.key = ",".join(map(os.path.abspath, address.boards))

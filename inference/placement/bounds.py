@@ -32,7 +32,6 @@ class PlacementBounds:
     """
 
     def __init__(self, period_s: float) -> None:
-        """Create an empty table. All patterns have the period ``period_s``."""
         self._period_s = period_s
         self._cycle = 0.0
         """The cycle that positions are relative to; the one before the current."""

@@ -140,11 +140,7 @@ class PrefillCost:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> PrefillCost:
-        """Create a model from the result of `to_dict`.
-
-        Raises:
-            ValueError: the value has another version's format.
-        """
+        """Create a model from the result of `to_dict`. Raise ValueError if the value has another version's format."""
         if value.get("format") != FORMAT:
             raise ValueError(f"format={value.get('format')}: this version of Weft reads {FORMAT}")
         return cls(

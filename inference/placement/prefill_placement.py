@@ -60,7 +60,6 @@ class PrefillPlacement:
     """
 
     def __init__(self, period_s: float) -> None:
-        """Create a placement without workers. The run's step time is ``period_s``."""
         self._period_s = period_s
         self._tables = [_Table(period_s)]
         self._first = 0

@@ -20,7 +20,6 @@ class ChainGate:
     """Grants chunks to a pipeline, with a `Gate` for each stage. Chunks overlap in it."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
-        """Create a gate for a pipeline whose stages have these ``gates``, in order."""
         self.gates = gates
         self._in_flight: deque[tuple[int, float, list[float]]] = deque()
         """Tokens, context and the predicted end in each stage."""

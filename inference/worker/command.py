@@ -359,11 +359,7 @@ def _environment(
 
 
 def devices_of(config: WeftConfig, worker: Worker, devices: Sequence[str]) -> list[str]:
-    """Return the GPUs that a worker's ranks train on.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """Return the GPUs that a worker's ranks train on. Raise ValueError if there are fewer."""
     first = _first_rank(config, worker)
     if max(worker.ranks) - first >= len(devices):
         raise ValueError(

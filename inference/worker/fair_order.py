@@ -30,7 +30,6 @@ class FairOrder:
     """Start tags of waiting prompts, in tokens."""
 
     def __init__(self) -> None:
-        """Start without prompts, at tag 0."""
         self._now = 0
         self._ends: dict[str, int] = {}
         self._starts: dict[str, int] = {}

@@ -145,7 +145,6 @@ class Trials:
     """
 
     def __init__(self) -> None:
-        """Start with the shortest pause and the fewest tokens."""
         self.pause_s = MIN_PAUSE_S
         self.tokens = MIN_TOKENS
         self.closes_s = 0.0

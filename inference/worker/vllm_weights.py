@@ -18,7 +18,6 @@ class Weights:
     """The weights of a worker's engine."""
 
     def __init__(self, first: str) -> None:
-        """Begin with the weights in folder ``first``."""
         self._folder = Path(first).parent
         self._loading = Lock()
         self.name = Path(first).name

@@ -56,7 +56,6 @@ class _Merger:
         return [self._merged(row, self._strand_pair) for row in self.rows]
 
     def _merged(self, row: list[int], merge: _Merge) -> list[int]:
-        """Return the row with neighbours merged where ``merge`` allows it."""
         merged: list[int] = []
         level, index = 0.0, 0
         while index < len(row):
@@ -103,7 +102,6 @@ class _Merger:
         return True
 
     def _leaves_s(self, fact: int) -> float:
-        """Return when the transfer of a result begins."""
         return self._arrival_s[fact] - self.problem.latency_s[fact] - self.problem.transit_s[fact]
 
     def _start_s(self, slot: int) -> float:

@@ -186,6 +186,5 @@ class Search:
                 last = first
 
     def _position(self, rows: Rows, timing: Timing, fact: int) -> tuple[int, int]:
-        """Return the rank and row position of the slot that produces a fact."""
         rank = self.problem.rank(fact)
         return rank, rows[rank].index(timing.producer[fact])

@@ -109,5 +109,4 @@ def _reload_early(row: list[Slot], costs: CostModel, cap_bytes: float) -> list[S
 
 
 def _peaks(row: Sequence[Slot], costs: CostModel) -> list[float]:
-    """Return the bytes during each slot of a row."""
     return [held.num_bytes for held in held_along(row, costs)]

@@ -96,7 +96,6 @@ def _rounds(least: int, num_microbatches: int) -> list[range]:
 
 
 def _visits(rounds: list[range], chunks: range) -> Iterator[tuple[int, int]]:
-    """Yield (chunk, micro-batch) in execution order."""
     for members in rounds:
         for chunk in chunks:
             for microbatch in members:

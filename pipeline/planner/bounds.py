@@ -281,7 +281,6 @@ class Bounds:
 
 
 def _share(work: LayerWork, parts: int) -> LayerWork:
-    """Return the work of one of ``parts`` equal parts."""
     return LayerWork(
         parameters=work.parameters // parts,
         expert_parameters=work.expert_parameters // parts,

@@ -93,11 +93,7 @@ class Cluster:
         return self.links.get((min(here, there), max(here, there)))
 
     def number(self, name: str, what: str) -> int:
-        """Return the number of the site of that name.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the number of the site of that name. Raise ValueError if there is none."""
         names = [site.name for site in self.sites]
         if name not in names:
             raise ValueError(f"{what}={name}: there is no such site; the cluster has {', '.join(names)}")

@@ -63,7 +63,6 @@ class Estimates:
         return self._of(layout, layout.placement.single.rank_stages, what)
 
     def _of_stages(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
-        """Return a function's value for each virtual stage; see `of_ranks`."""
         return self._of(layout, [(stage,) for stage in range(layout.virtual_stages)], what)
 
     def _of(

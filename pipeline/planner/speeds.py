@@ -49,7 +49,6 @@ class Speeds:
     """
 
     def __init__(self, estimates: Estimates) -> None:
-        """Create the speeds for the model and the sites of ``estimates``."""
         self._estimates, self._work, self._sites = estimates, estimates.work, estimates.cluster.sites
         alike = [(site.gpu.name, site.gpus_per_host, site.network_bps) for site in self._sites]
         self.kinds = [alike.index(kind) for kind in alike]

@@ -93,7 +93,6 @@ class Traffic:
 
     @cached_property
     def _prices_of_links(self) -> list[float]:
-        """The prices of a gigabyte over each link, the lowest first."""
         return sorted(link.egress_price for link in self._cluster.links.values())
 
     @property

@@ -34,7 +34,6 @@ class OverlapTable:
     """Share by which repeated measurements of pairs differ, or None if nothing was measured."""
 
     def __post_init__(self) -> None:
-        """Refuse factors outside of [0, 1]."""
         named = {"links": self.links, "default": self.default}
         named |= {f"compute[{kind.value}, {link.value}]": value for (kind, link), value in self.compute.items()}
         for name, value in named.items():

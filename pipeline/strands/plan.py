@@ -46,11 +46,7 @@ class SegmentPlan:
 
     @classmethod
     def of(cls, text: str) -> SegmentPlan:
-        """Read the text form.
-
-        Raises:
-            ValueError: the text is not a plan.
-        """
+        """Read the text form. Raise ValueError if the text is not a plan."""
         steps: list[Step] = []
         for word in text.split():
             if not (found := re.fullmatch(r"([1-9][0-9]{0,5})?([FBW])", word)):
@@ -59,7 +55,6 @@ class SegmentPlan:
         return cls(tuple(steps))
 
     def __str__(self) -> str:
-        """The text form."""
         runs = ((step.value, len(list(run))) for step, run in groupby(self.steps))
         return " ".join(f"{count if count > 1 else ''}{letter}" for letter, count in runs)
 

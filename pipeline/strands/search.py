@@ -108,7 +108,6 @@ def _period(plan: SegmentPlan, layer: StrandPair, missing: int) -> tuple[int, in
 
 
 def _ways(pair: StrandPair, table: OverlapTable, handover_s: float, width: int, band: float) -> _Label:
-    """Return the best complete plan."""
     ends = len(pair.forward.segments), len(pair.backward.segments), len(pair.weights)
     places: dict[_At, list[_Label]] = {(0, 0, 0): [_Label(PairState())]}
     # Every step advances one number, so places are visited by how many steps lead to them.

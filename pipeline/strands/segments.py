@@ -45,7 +45,6 @@ class Segment:
     kind: Kind = Kind.gemm
 
     def __post_init__(self) -> None:
-        """Refuse negative or non-finite times."""
         for name in ("compute_s", "comm_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"segment.{name}={getattr(self, name)}: must be 0 or more, and finite")
@@ -111,7 +110,6 @@ class StrandPair:
     weights: tuple[WeightGradient, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse weight gradients that are out of order, or that follow segments that do not exist."""
         after = [weight.after for weight in self.weights]
         if after != sorted(after) or not all(0 <= index < len(self.backward.segments) for index in after):
             raise ValueError(
@@ -168,7 +166,6 @@ class StageStrands:
     runs: tuple[tuple[StrandPair, int], ...]
 
     def __post_init__(self) -> None:
-        """Refuse empty stages."""
         if not self.runs or any(count < 1 for _, count in self.runs):
             raise ValueError(
                 f"runs: parts that occur {[count for _, count in self.runs]} times; each occurs once or more"

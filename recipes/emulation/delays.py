@@ -66,7 +66,6 @@ class DelayModel:
     """
 
     def __init__(self, job: Job) -> None:
-        """Store the facts of the job."""
         self.job = job
         self._costs = job.collectives or CollectiveCosts.of_links(job.links)
 
@@ -147,7 +146,6 @@ class CheckedDelays:
     """A delay model whose errors and invalid results are raised as `EmulationError`."""
 
     def __init__(self, name: str, make: Callable[[Job], Any], job: Job) -> None:
-        """Create the model with ``make``. ``name`` is its name in messages."""
         self._name = name
         self._model = self._ask("it", lambda: make(job))
 

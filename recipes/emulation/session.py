@@ -107,7 +107,6 @@ class Session:
     """A real rank with its engine, in an emulated world."""
 
     def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
-        """Set up the rank as it would set itself up among the other ranks."""
         begun = perf_counter()
         self._job, self._setting = job, setting
         layout = RankLayout.of(job.config, size)

@@ -31,7 +31,6 @@ class RealRank:
     """A real rank in its own process, which ends with this process."""
 
     def __init__(self, job: EmulatedJob, rank: int, size: int, setting: Setting) -> None:
-        """Start the process, and wait until it is set up."""
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.rank = rank
         threads = int(os.environ.get("OMP_NUM_THREADS", "1"))

@@ -157,21 +157,17 @@ class _Peers(SimulatedStep):
         self._pace = pace
 
     def post(self, rank: int, slot: Slot, at_s: float) -> None:
-        """Record a send of the real rank."""
         end_s = self._send(rank, slot, at_s)
         for action in slot:
             self._fact_s[action] = end_s
 
     def time_of(self, fact: Action) -> float | None:
-        """Return the time at which an action has ended, or None if it has not."""
         return self._fact_s.get(fact)
 
     def free_s(self, rank: int) -> float:
-        """Return the time at which a rank has ended its actions so far."""
         return self._rank_free_s[rank]
 
     def hold(self, rank: int, until_s: float) -> None:
-        """Delay a rank until ``until_s``."""
         self._rank_free_s[rank] = max(self._rank_free_s[rank], until_s)
 
     def _seconds(self, slot: Slot) -> float:

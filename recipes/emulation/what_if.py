@@ -72,11 +72,7 @@ class WhatIf:
         return cls(**found)
 
     def check(self, num_ranks: int, num_stages: int) -> None:
-        """Check that the job has the named ranks and stages.
-
-        Raises:
-            EmulationError: the job lacks one of them.
-        """
+        """Check that the job has the named ranks and stages. Raise EmulationError if the job lacks one of them."""
         for name, keys, count in (("slow-rank", self.slow, num_ranks), ("speed", self.speed, num_stages)):
             if unknown := [key for key in keys if not 0 <= key < count]:
                 raise EmulationError(f"--what-if {name}={unknown[0]}: the job has 0 to {count - 1}")

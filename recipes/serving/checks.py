@@ -105,11 +105,7 @@ def check_evaluate(config: WeftConfig) -> None:
 
 
 def check_certificate(config: WeftConfig) -> None:
-    """Check that the controller's certificate and key can be loaded.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Check that the controller's certificate and key can be loaded. Raise ValueError if they cannot."""
     settings = config.inference.controller
     if not settings.ssl_certfile and not settings.ssl_keyfile:
         return

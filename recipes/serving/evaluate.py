@@ -17,11 +17,7 @@ POLL_S = 1.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``[recipe=NAME] [key=value ...]`` until a signal ends it.
-
-    Raises:
-        ValueError: the input is invalid.
-    """
+    """Run ``[recipe=NAME] [key=value ...]`` until a signal ends it. Raise ValueError if the input is invalid."""
     parser = argparse.ArgumentParser(
         prog="weft evaluate",
         usage="weft evaluate [recipe=NAME] [key=value ...]",

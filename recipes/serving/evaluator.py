@@ -110,7 +110,6 @@ class Evaluator:
                 log.write(KIND, step, metrics)
 
     def _held_out(self) -> list[Document]:
-        """Return the documents to score."""
         if self._documents is None:
             config = self._config
             tokenizer = load_tokenizer(config.model, config.data)

@@ -183,7 +183,6 @@ class _Readiness:
         self._probed_s, self._printed = 0.0, ""
 
     def check(self) -> None:
-        """Print what has changed."""
         if (now_s := time.monotonic()) - self._probed_s < PROBE_S:
             return
         self._probed_s = now_s
@@ -241,8 +240,6 @@ def _yielding(config: WeftConfig) -> Callable[[], None]:
 
 
 def _decode_server(config: WeftConfig) -> ServerProcess:
-    """Return the decode server's process, not started."""
-
     def launch() -> Launch:
         folder = private_folder(boards_folder(config, os.getuid()))
         return Launch(
@@ -257,13 +254,11 @@ def _decode_server(config: WeftConfig) -> ServerProcess:
 
 
 def _controller_server(config: WeftConfig, overrides: Sequence[str]) -> ServerProcess:
-    """Return the process of `weft controller` with the same settings, not started."""
     launch = partial(_launch, config, ["controller", *overrides], "controller.log", end_with_parent)
     return ServerProcess("controller", controller_url(config), launch, max_starts=1)
 
 
 def _evaluation(config: WeftConfig, overrides: Sequence[str]) -> ServerProcess:
-    """Return the process of `weft evaluate` with the same settings, not started."""
     launch = partial(_launch, config, ["evaluate", *overrides], "evaluation.log", _yielding(config))
     return ServerProcess("evaluation", "", launch)
 

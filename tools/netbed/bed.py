@@ -77,17 +77,12 @@ class NetBed:
     """
 
     def __init__(self, name: str) -> None:
-        """Connect to the running bed ``name``."""
         self.name = name
         self._router: subprocess.Popen[str] | None = None
 
     @classmethod
     def up(cls, topology: Topology) -> NetBed:
-        """Build the bed.
-
-        Raises:
-            ValueError: this machine lacks a requirement, or a bed with this name is running.
-        """
+        """Build the bed. Raise ValueError if this machine lacks a requirement, or a bed with this name is running."""
         if lack := missing():
             raise ValueError(f"weft netbed: {lack}")
         bed = cls(topology.name)

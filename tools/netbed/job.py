@@ -15,6 +15,5 @@ class Job(Child):
     """A `Child` in a node, with this process's environment variables."""
 
     def __init__(self, bed: NetBed, node: str, function: Callable[..., Any], *args: Any) -> None:
-        """Start the process. See `Child`."""
         name = f"{function.__name__} in node {node}"
         super().__init__(name, function, *args, enter=partial(bed.enter, node), environment=os.environ)

@@ -64,7 +64,6 @@ class Topology:
     """The kernel's congestion control for connections between sites."""
 
     def __post_init__(self) -> None:
-        """Refuse topologies that cannot be built."""
         _check_names(self)
         _check_numbers(self)
         _check_links(self)

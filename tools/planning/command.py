@@ -197,7 +197,6 @@ def _share(value: float) -> float:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise words that cannot be parsed as bad input."""
         raise ValueError(f"{message}; `weft plan --help` lists what there is")
 
 

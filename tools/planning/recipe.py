@@ -78,7 +78,6 @@ def _adapters(lora: LoraConfig | None) -> dict[str, Any]:
 
 
 def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:
-    """Return the parallelism inside of layers, if any."""
     sizes: dict[str, Any] = {axis: getattr(layout, axis) for axis in ("tensor", "context", "expert")}
     if any(found.cluster.sites[site].gpus_per_host % layout.tensor for site in layout.sites):
         sizes["tensor_across_hosts"] = True
@@ -115,7 +114,6 @@ def _hosts(found: Plan, layout: Layout) -> Iterator[tuple[str, list[tuple[str, i
 
 
 def _routes(found: Plan, layout: Layout) -> dict[str, Any]:
-    """Return the sites of each route, if there are several."""
     if layout.routes == 1:
         return {}
     return {"routes": [[found.cluster.sites[site].name for site in way.sites] for way in layout.ways]}

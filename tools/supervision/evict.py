@@ -59,11 +59,7 @@ def command_parser(command: str, description: str) -> argparse.ArgumentParser:
 
 
 def parse_hosts(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[str], DenyList, argparse.Namespace]:
-    """Return the hosts, the deny-list of the settings, and the options.
-
-    Raises:
-        ValueError: a setting is wrong.
-    """
+    """Return the hosts, the deny-list of the settings, and the options. Raise ValueError if a setting is wrong."""
     args = parser.parse_intermixed_args(list(argv))
     hosts = [word for word in args.words if "=" not in word]
     config = compose([word for word in args.words if "=" in word])

@@ -64,11 +64,7 @@ class Measured:
     """
 
     def __init__(self, record: RunRecord) -> None:
-        """Measure the newest steps.
-
-        Raises:
-            ValueError: no step is recorded.
-        """
+        """Measure the newest steps. Raise ValueError if no step is recorded."""
         self.record = record
         newest = record.step_with_spans()
         first = max(record.step_range[0] + 1, newest - STEPS + 1)  # the first step is slower than others
@@ -146,11 +142,7 @@ def _hops(record: RunRecord, tables: list[Any]) -> list[dict[str, Any]]:
 
 
 def limits(record: RunRecord) -> list[Limit]:
-    """Return what limits a run, the largest gain first.
-
-    Raises:
-        ValueError: no step is recorded.
-    """
+    """Return what limits a run, the largest gain first. Raise ValueError if no step is recorded."""
     run = Measured(record)
     found = [
         limit for each in (_microbatches, _ranks, _pauses, _links, _data, _schedule, _checkpoint) for limit in each(run)

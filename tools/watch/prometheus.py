@@ -12,11 +12,7 @@ class Exporter:
     """Serves gauges named ``weft_METRIC``, such as ``weft_loss``, and ``weft_rank_step_seconds`` for each rank."""
 
     def __init__(self, run_folder: Path, port: int) -> None:
-        """Listen on 127.0.0.1.
-
-        Raises:
-            OSError: the port is in use.
-        """
+        """Listen on 127.0.0.1. Raise OSError if the port is in use."""
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._registry, self._gauge = CollectorRegistry(), Gauge

@@ -47,11 +47,7 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the run in ``folder``.
-
-        Raises:
-            ValueError: there is no run, or it has no plan yet.
-        """
+        """Read the run in ``folder``. Raise ValueError if there is no run, or it has no plan yet."""
         self.folder = folder.expanduser().absolute()
         try:
             self.config: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text())

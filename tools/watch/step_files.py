@@ -66,7 +66,6 @@ class _Rows(NamedTuple):
     seconds: np.ndarray
 
     def chosen(self, is_chosen: np.ndarray) -> _Rows:
-        """Return the rows for which the argument is True."""
         return _Rows(*(values[is_chosen] for values in self))
 
 

@@ -240,6 +240,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _fill(outputs: Sequence[Tensor], result: Tensor) -> None:
-    """Copy bytes into tensors, one after the other."""
     for output, data in zip(outputs, result.split([output.nbytes for output in outputs]), strict=True):
         output.copy_(data.clone().view(output.dtype).view(output.shape))

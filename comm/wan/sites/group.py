@@ -198,7 +198,6 @@ class SiteGroup(PythonGroup):
         return self._launch(name, taken, [outputs[0], *parts], outputs, outputs)
 
     def _split(self, tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Split ``tensor`` into a part for each member."""
         if sizes:
             return list(tensor.split(list(sizes)))
         return list(tensor.chunk(self.size())) if tensor.numel() else [tensor] * self.size()

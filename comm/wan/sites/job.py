@@ -19,7 +19,6 @@ class SitesJob(Job):
     """A job whose default group spans several sites. See `Job`."""
 
     def __init__(self, links: SiteLinks) -> None:
-        """Create the job. ``links`` connect this rank to other sites, for all its groups."""
         self.links, self._of_ranks = links, links.sites.of_ranks
         self.address = links.address
 

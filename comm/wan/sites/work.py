@@ -24,7 +24,6 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        """Start copying ``tensor`` to host memory."""
         self._tensor = self.host = tensor
         self._copied: torch.cuda.Event | None = None
         self._back: torch.cuda.Event | None = None
@@ -124,7 +123,6 @@ class Arrival:
     """A gloo message that arrives in host memory. See `weft.comm.channel.SendHandle`."""
 
     def __init__(self, work: dist.Work, host: Tensor) -> None:
-        """Create the handle. ``work`` receives into ``host``."""
         self._work, self._host = work, host
 
     def wait(self) -> Tensor:

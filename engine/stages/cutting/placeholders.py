@@ -52,11 +52,7 @@ class ExitLayer(SkippedLayer):
         self._port, self._index = port, index
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
-        """Return the hidden state for the next layer.
-
-        Raises:
-            StageEnded: all boundary tensors are recorded.
-        """
+        """Return the hidden state for the next layer. Raise StageEnded if all boundary tensors are recorded."""
         hidden = first_tensor(args, kwargs)
         self._port.take_out(self._index, hidden, args, kwargs)
         return self._answer(hidden)

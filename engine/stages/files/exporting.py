@@ -160,11 +160,7 @@ def _merge_adapters(parts: list[list[str]], folder: Path) -> None:
 
 
 def _require_files(files: Sequence[str], folder: Path) -> None:
-    """Check that the files of all writers are visible on rank 0.
-
-    Raises:
-        ValueError: a file is not visible.
-    """
+    """Check that the files of all writers are visible on rank 0. Raise ValueError if a file is not visible."""
     absent = [file for file in files if not (folder / file).is_file()]
     if absent:
         raise ValueError(

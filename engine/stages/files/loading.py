@@ -372,5 +372,4 @@ def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, i
 
 
 def _with_adapters(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Add the configured adapters, and return the resulting model."""
     return add_adapters(model, config.lora, seed=seed) if config.lora.enabled else model

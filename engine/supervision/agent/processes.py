@@ -271,11 +271,7 @@ class Standby:
     processes: dict[int, StandbyState] = field(default_factory=dict)
 
     def open(self) -> None:
-        """Listen on the socket.
-
-        Raises:
-            OSError: the socket cannot be created.
-        """
+        """Listen on the socket. Raise OSError if the socket cannot be created."""
         self.path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(self.path))

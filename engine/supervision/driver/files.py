@@ -44,11 +44,7 @@ class Spec:
 
     @classmethod
     def read(cls, run_folder: Path) -> Spec:
-        """Return the specification that `write` stored.
-
-        Raises:
-            ValueError: the file does not exist.
-        """
+        """Return the specification that `write` stored. Raise ValueError if the file does not exist."""
         try:
             return cls(**json.loads(spec_file(run_folder).read_text()))
         except OSError as error:

@@ -90,11 +90,7 @@ class Job(JobState):
     # Beginning
 
     def launch(self, now: float) -> None:
-        """Start a run.
-
-        Raises:
-            ValueError: the hosts do not suffice for one replica.
-        """
+        """Start a run. Raise ValueError if the hosts do not suffice for one replica."""
         self._record("launch", now)
         self.fleet.follow(self._effects.denied(), now)
         self._begin_attempt("start", now)
@@ -195,11 +191,7 @@ class Job(JobState):
             host.exited = True
 
     def on_report(self, name: str, generation: int, message: Mapping[str, Any], now: float) -> None:
-        """Process an agent's heartbeat.
-
-        Raises:
-            ValueError: the message has an invalid form.
-        """
+        """Process an agent's heartbeat. Raise ValueError if the message has an invalid form."""
         waited = self.fleet.is_additional(name, generation)
         host = self._accept(name, generation)
         if host is None:

@@ -104,11 +104,7 @@ class Slot:
         """The whole file, mapped, shape [n]."""
 
     def open(self, num_bytes: int) -> None:
-        """Remove the commit, and allocate ``num_bytes``.
-
-        Raises:
-            OSError: the host does not have enough memory.
-        """
+        """Remove the commit, and allocate ``num_bytes``. Raise OSError if the host does not have enough memory."""
         self._commit.unlink(missing_ok=True)
         if self.bytes.numel() == num_bytes:
             return
@@ -121,11 +117,7 @@ class Slot:
         self.map()
 
     def map(self) -> None:
-        """Map the existing file.
-
-        Raises:
-            OSError: the file is missing.
-        """
+        """Map the existing file. Raise OSError if the file is missing."""
         with open(self.path, "r+b") as file:
             self.bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
         if self._pinned:
@@ -227,11 +219,7 @@ class HostMemory:
     """The folder that the ranks of one host share."""
 
     def __init__(self, root: Path) -> None:
-        """Open the folder, or create it.
-
-        Raises:
-            ValueError: other users could read or replace the folder.
-        """
+        """Open the folder, or create it. Raise ValueError if other users could read or replace the folder."""
         self.root = private_folder(root)
 
     @classmethod
