@@ -70,7 +70,6 @@ def algorithm1(
     Args:
         d_max: maximum number of DP-cells.
         dcs: data centres in the order in which they are filled.
-        num_gpu: GPUs by data centre.
         c: pipelines of a DP-cell, the ratio of communication to compute.
         p: partitions, the pipeline ranks.
     """

@@ -54,7 +54,6 @@ class CapResult:
         predicted_saved, measured_saved: peak of saved activations.
         predicted_s, measured_s: the step, of emulated compute.
         offloads: activations that went to the host in a step.
-        losses: of each step.
     """
 
     predicted_bytes: float

@@ -26,8 +26,6 @@ class Item:
         name: name of the output file.
         shows: what the command demonstrates.
         command: arguments; the first is a program, or a module of this Python after ``-m``.
-        num_gpus: number of GPUs that it needs.
-        limit_s: seconds after which it is ended.
     """
 
     name: str
@@ -59,7 +57,6 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
     """Return the programs to run, in order.
 
     Args:
-        out: output folder.
         emulated: True for the same programs with small models, as a dry run on emulated GPUs.
     """
     # Other files may import what a GPU machine without network does not have.

@@ -74,12 +74,7 @@ class RankPeak:
 
 
 def peaks(timeout_s: float, *settings: str) -> Iterator[list[RankPeak]]:
-    """Yield the peaks of all ranks for each layout, measured in new processes.
-
-    Args:
-        timeout_s: time limit for one layout.
-        settings: additional settings of all layouts.
-    """
+    """Yield the peaks of all ranks for each layout, measured in new processes."""
     for layout in LAYOUTS:
         yield run_ranks(NUM_RANKS, layout_peak, layout, settings, timeout_s=timeout_s)
 

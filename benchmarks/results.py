@@ -57,7 +57,6 @@ def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool 
     """Write ``args.json``, if it was given.
 
     Args:
-        bench: name of the benchmark.
         figures: a list of dataclasses or dictionaries, or a `rich.table.Table`.
         met: True if the benchmark's goals were met, or None if it has none.
     """

@@ -60,7 +60,6 @@ class Mode:
     """Steps of a loss with workers in a state.
 
     Attributes:
-        step_s: median step.
         ratios: the step over that in line, of each round.
         ahead: share of micro-batches whose scores had arrived.
         more_bytes: resident memory of the last stage's rank after a turn, more than after a turn in line.

@@ -31,9 +31,7 @@ class Run:
     """A run of a side.
 
     Attributes:
-        first_step_s: seconds from the command to the first step.
         exit_s: seconds from the last step to the exit, including a checkpoint and an export.
-        cpu_s: processor time of all its processes.
     """
 
     first_step_s: float

@@ -19,8 +19,6 @@ class Failure:
 
     Attributes:
         rank: the failing rank's index in the gathered list.
-        kind: name of the exception's class.
-        text: the exception's message.
         cause: this rank's own exception, if this rank failed as well.
     """
 

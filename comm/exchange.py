@@ -60,7 +60,6 @@ def broadcast(value: object, *, src: int = 0, kinds: tuple[type, ...] = ()) -> A
 
     Args:
         value: ignored on ranks other than ``src``.
-        kinds: see `gather`.
 
     Raises:
         ValueError: rank ``src`` sent a value of another type, or one that is too long.

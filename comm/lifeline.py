@@ -40,7 +40,6 @@ class Lifeline:
 
         Args:
             group: a group of the whole world, in host memory.
-            device: this rank's device.
         """
         self._group, self._device = group, device
         self._me, size = dist.get_rank(), dist.get_world_size()

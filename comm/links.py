@@ -21,7 +21,6 @@ class Sites:
 
     Attributes:
         of_ranks: the site of each global rank.
-        comm: settings of the links between sites.
         reduce: True if replicas at different sites reduce gradients and gather weights.
     """
 

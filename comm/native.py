@@ -35,7 +35,6 @@ def build(sources: Sequence[Path], *, kind: Kind, flags: Sequence[str] = ()) -> 
 
     Args:
         sources: the file to compile, followed by the headers that it includes.
-        flags: additional compiler arguments.
 
     Returns:
         Path of the program or library, named by a hash of sources and flags. A cached file that another user could have

@@ -108,8 +108,6 @@ class WeftEngine(PipelineEngine):
         """Create the engine of one rank.
 
         Args:
-            weft: the run's configuration.
-            plan: the run's plan, equal on all ranks.
             collectives: collectives over this rank's data-parallel group.
             axes: groups of ranks that share the work of a layer with this one.
             pairs: runs strand pairs interleaved. None runs their halves one after the other.

@@ -133,14 +133,7 @@ def initialize(
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """The state of a job before its engines are created: the plan, with its groups and links.
-
-    Attributes:
-        collectives: over this rank's data-parallel group.
-        axes: groups of ranks that share the work of a layer with this one.
-        pairs: runs strand pairs interleaved. None runs their halves one after the other.
-        wan: the links between sites, or None if all stages are at one site.
-    """
+    """The state of a job before its engines are created: the plan, with its groups and links."""
 
     plan: RunPlan
     collectives: Collectives
@@ -199,7 +192,6 @@ class PreparedRun:
         """Create the engine of this rank's stages.
 
         Args:
-            settings: DeepSpeed's configuration.
             given: further arguments of `WeftEngine`.
         """
         return WeftEngine(
@@ -242,7 +234,6 @@ def build_engine(
     Args:
         config: the run's configuration, fitted to the job. `join_job` returns it with the ``device``.
         sections: sections of the user's DeepSpeed configuration, without the `weft` section.
-        attempt: keeps results of earlier attempts, and receives durations.
         args, given: arguments of `deepspeed.initialize`.
 
     Raises:

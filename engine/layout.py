@@ -48,7 +48,6 @@ class RankLayout:
 
     Attributes:
         sites: number of pipeline ranks at each site, in pipeline order, route after route.
-        replicas: number of replicas of the model.
         context: number of ranks that share each sequence.
         tensor: number of ranks that share each layer's matrices.
         expert: number of ranks that share the experts of a layer, a divisor of replicas x context.

@@ -51,12 +51,7 @@ def cell_step_s(cell: Schedule, costs: CostModel) -> float:
 
 
 def predict(cell: Schedule, costs: CostModel, local_rank: int) -> Timeline:
-    """Simulate a whole cell, and return the timeline of one pipeline by its LocalDPRank.
-
-    Args:
-        cell: lowered, with relays.
-        costs: the costs of one pipeline.
-    """
+    """Simulate a whole cell, and return the timeline of one pipeline by its LocalDPRank."""
     placement = cell.placement
     if placement.pipelines == 1:
         return simulate(cell, costs)

@@ -14,10 +14,7 @@ class GpuKind:
     """The data sheet of a kind of GPU.
 
     Attributes:
-        name: common name of the GPU.
         peak: dense operations per second by number format.
-        memory_bytes: memory of the device.
-        bytes_per_s: memory bandwidth.
         scale_up_bytes_per_s: one way, between GPUs of a host: NVLink, otherwise PCIe.
         scale_up_latency_s: latency of a collective inside of a host, per member.
         has_nvlink: True if NVLink joins all GPUs of a host.

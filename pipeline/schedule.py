@@ -17,7 +17,6 @@ class Schedule:
 
     Attributes:
         name: a label for people, usually the generator's name.
-        placement: the rank of each virtual stage.
         num_microbatches: micro-batches per step and replica.
         rows: one row per rank; a slot is one action or a strand pair.
     """

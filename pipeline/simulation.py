@@ -184,7 +184,6 @@ class SimulatedStep:
         """Wait until all queues are free, occupy each queue for its seconds, and return the end time.
 
         Args:
-            seconds: duration of the work.
             queues: seconds by queue; None takes the rank's lane for ``seconds``.
         """
         if seconds == 0.0 and latency_s == 0.0:

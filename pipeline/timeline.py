@@ -70,7 +70,6 @@ class Timeline:
 
     Attributes:
         name: its origin, such as ``1f1b predicted``.
-        num_ranks: number of ranks.
         spans: every slot that took time, including transfers.
         peak_bytes: per rank, the peak activation memory.
         live_microbatches: per rank, the peak number of chunk activations.

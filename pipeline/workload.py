@@ -198,10 +198,8 @@ class ModelWork:
     """The work of a model for one sequence.
 
     Attributes:
-        name: name of the model for output.
         sequence_length: tokens of the sequence.
         before: work of embeddings.
-        layers: work of each decoder layer.
         after: work of the final norm, the head and the loss.
         tied_parameters: weights that embedding and head share; they are counted in both.
         message_bytes: bytes of the hidden states between layers.

@@ -44,7 +44,6 @@ def open_logs(config: WeftConfig, folder: Path, start: int) -> list[Log]:
     """Open the logs that ``config.logging`` enables. Only the rank that writes them may call this.
 
     Args:
-        folder: the run's folder.
         start: number of steps that a resumed run has already done.
 
     Raises:
@@ -68,7 +67,6 @@ class LogWriter:
         """Write to ``logs``.
 
         Args:
-            logs: destinations.
             waiting: context to enter if a write takes longer than `SLOW_WRITE_S`.
         """
         self._logs, self._waiting = logs, waiting

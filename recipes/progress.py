@@ -28,8 +28,6 @@ class _Interval:
     """The steps since the last record.
 
     Attributes:
-        steps: number of steps.
-        seconds: duration of these steps.
         tokens: number of tokens that this rank has read for them, without padding.
         last: number of the last step, its loss and its learning rate.
     """
@@ -50,7 +48,6 @@ class Progress:
 
         Args:
             folder: the run's folder. Rank 0 creates it.
-            loader: loader of the training data.
             start: number of steps that a resumed run has already done.
 
         Raises:

@@ -34,11 +34,8 @@ class Shown:
         """Start the display.
 
         Args:
-            total: steps of the run.
             start: steps that are already done.
             is_on: whether to display steps. Notes are printed in any case.
-            stream: output stream. None means stderr.
-            clock: returns the time in seconds.
         """
         columns = columns_behind(stream or sys.stderr, os.environ)
         own = columns_of(stream or sys.stderr) > 0

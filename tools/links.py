@@ -86,7 +86,6 @@ def _one_way_s(send: Send, receive: Receive, num_bytes: int, idle_s: float, *, o
     """Return half of the median round trip.
 
     Args:
-        on: device of the tensors.
         ahead: whether both receives are posted first.
     """
     me = dist.get_rank()

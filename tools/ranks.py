@@ -32,7 +32,6 @@ def run_ranks(
     Args:
         function: an importable function that returns plain data. The environment has the usual RANK, WORLD_SIZE,
             MASTER_ADDR and MASTER_PORT.
-        timeout_s: seconds after which the run is aborted.
         meanwhile: called repeatedly until the first rank has ended.
 
     Raises:

@@ -47,7 +47,6 @@ class Lasting:
     """A case with a large simulated gain, straight on two sites of two ranks.
 
     Attributes:
-        microbatches: micro-batches per step.
         chunks: cap of a rank's activations. 1F1B needs 4.
         transfer: seconds of a transfer between the sites over those of a stage's forward.
     """

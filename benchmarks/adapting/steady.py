@@ -41,9 +41,6 @@ class Steady:
     """A case without a lasting disturbance.
 
     Attributes:
-        steps: steps of a run that adapts.
-        plans: plans in each run.
-        changes: changes of the schedule in each run.
         ratios: the step over that of a run without adaptation just before it.
     """
 

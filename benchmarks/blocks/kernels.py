@@ -29,7 +29,6 @@ class Candidate(NamedTuple):
     Attributes:
         kernel, name: the kernel, and whose implementation it is.
         needs: what of a machine it needs, as a variant of a block.
-        function: the implementation.
         inputs: functions that make its inputs. It is differentiable in all.
     """
 

@@ -65,7 +65,6 @@ class Variant:
     """The kernels of a block.
 
     Attributes:
-        attention, kernels: settings of the model.
         compiled: whether torch.compile compiles the block, which Weft does not do.
         split: whether the backward runs in two parts, as zero-bubble schedules need it.
     """

@@ -29,7 +29,6 @@ def run_ranks_in(
 
     Args:
         nodes: node of each rank; a node may hold several.
-        environment: further variables of every rank.
     """
     same = {
         "MASTER_ADDR": bed.address(nodes[0]),

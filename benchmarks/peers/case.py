@@ -129,12 +129,9 @@ class ZeroCase:
     Attributes:
         compute_s: seconds of a rank's forwards and backwards in a step, each tried in turn. A
             forward, an input gradient and a weight gradient take a third each.
-        num_layers: number of layers of the whole model.
         layer_elements: fp32 parameters of a layer.
         num_microbatches: micro-batches per step and rank, without a pipeline.
         num_warmup, num_steps: numbers of warm-up steps and of measured steps. Each value of ``compute_s`` takes both.
-        timeout_s: seconds after which a collective fails.
-        cache_dir: folder of Weft's measurements.
     """
 
     compute_s: tuple[float, ...]

@@ -48,7 +48,6 @@ class Layout:
     """A layout of the model on ranks.
 
     Attributes:
-        microbatches: micro-batches of a replica.
         sites: pipeline ranks at each site of a netbed, where every rank is a node; empty is one host.
         layers: number of layers of each virtual stage; empty is even.
         cell: replicas that share their uplinks.

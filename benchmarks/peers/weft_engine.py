@@ -150,7 +150,6 @@ def engine_of(
 
     Args:
         stage: creates the virtual stage with a number, from the finished plan.
-        data: micro-batches.
     """
     placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
     opened = PreparedRun.open(config, facts, placement, device)

@@ -28,7 +28,6 @@ class Findings:
         steps: begin and end of each training step.
         prefills: records of each worker's steps, by worker.
         costs: cost model of each rank's part of a worker.
-        answers: responses to the requests of the trace.
     """
 
     folder: Path

@@ -50,7 +50,6 @@ class Fault:
     """A fault of a run, and its expected consequences.
 
     Attributes:
-        inflict: causes the fault.
         alert: kind of the alert that has to be raised, if it is not a fault.
         ends: kind of the fault with which the run should end, because it cannot recover.
         rounds: True if another number of replicas changes the order of sums from here on.

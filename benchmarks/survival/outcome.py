@@ -25,8 +25,6 @@ class Survival:
         difference: the largest relative difference of a loss, until the next fault, from an undisturbed run. None if no
             loss was compared.
         rounds: True if sums are made in another order than in the undisturbed run.
-        ends: True if the run is expected to end.
-        note: other problems.
     """
 
     fault: str
@@ -74,11 +72,7 @@ class Survival:
 
 
 def is_right(said: Mapping[str, Any], blamed: Mapping[str, Any], host_of: Mapping[int, str]) -> bool:
-    """Return True if a journal's culprit and kind match ``blamed``. See `Inflicted`.
-
-    Args:
-        host_of: the host of each rank.
-    """
+    """Return True if a journal's culprit and kind match ``blamed``. See `Inflicted`."""
     for name, wanted in blamed.items():
         match name:
             case "site":

@@ -31,7 +31,6 @@ class RankProcess:
     """A running rank.
 
     Attributes:
-        host: host of the rank.
         local_rank: number of its record in the host's page.
     """
 

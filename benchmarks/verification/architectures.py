@@ -69,13 +69,10 @@ class ArchitectureResult:
 
     Attributes:
         model_type: ``model_type`` of the config.
-        model_class: class of the causal language model.
-        support: see `Support`.
         reason: why it is not exact, or under which condition it is.
         packing: "apart", "leaks", or empty where it was not tried.
         folder: "loads and exports", what fails, or empty where it was not tried.
         transformers: the version that it was tried with.
-        seconds: duration of the check.
         shared: ranks along the axes inside of layers, such as "tensor 2", or empty for stages alone.
     """
 
@@ -240,10 +237,7 @@ def survey(
     """Examine each type in a new process, with limits of time and memory.
 
     Args:
-        jobs: number of concurrent processes.
         stop_after_s: seconds after which no process is started; 0 is no limit.
-        note: called with each result.
-        trial: examines an architecture.
     """
     torch.set_num_threads(1)
     fork = multiprocessing.get_context("fork")  # what was imported is there

@@ -65,7 +65,6 @@ def examine_scheduled(
     a resized vocabulary.
 
     Args:
-        sizes: ranks along each axis.
         known: results of architectures without schedules.
     """
     shared = scheduled_text(sizes)

@@ -38,7 +38,6 @@ def examine_shared(
     the check tries: several micro-batches, in two stages, in evaluation and with checkpointed layers.
 
     Args:
-        sizes: ranks along each axis.
         exchange: between ranks that share sequences.
     """
     shared = shared_text(sizes, exchange)

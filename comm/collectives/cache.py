@@ -27,11 +27,7 @@ def topology_key(group: Group, device: str) -> str:
 
 @dataclass(frozen=True)
 class CostCache:
-    """Costs by topology, in a JSON file that several processes may write.
-
-    Attributes:
-        path: the file.
-    """
+    """Costs by topology, in a JSON file that several processes may write."""
 
     path: Path
 
@@ -63,7 +59,6 @@ class CostCache:
         """Replace the costs of primitives that contradict a run's measured collectives. See `Measurement.refutes`.
 
         Args:
-            samples: measurements of the run.
             load: the run's ranks per processor.
 
         Raises:

@@ -68,7 +68,6 @@ class Collective:
 
     Attributes:
         primitive: all_reduce, reduce_scatter or all_gather.
-        group: the participating ranks.
         dims: shape of the full tensor; reduce-scatter and all-gather split its first dim
             into equal shards, in the group's order.
         itemsize: bytes per element.

@@ -24,8 +24,6 @@ class Rewrite:
     """One way to execute a collective, with the same result as the plain one.
 
     Attributes:
-        collective: the collective to execute.
-        mesh: the group partition.
         steps: executed in order for each chunk; chunks are pipelined through the steps.
         granularity: each chunk's share of the workload; they sum to 1.
 

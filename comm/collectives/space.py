@@ -24,7 +24,6 @@ class Choice:
     Attributes:
         cost_s: predicted seconds of the rewrite.
         plain_s: predicted seconds of the plain collective.
-        reason: explanation for users.
     """
 
     rewrite: Rewrite
@@ -88,11 +87,7 @@ def choose(
     meshes: Iterable[Mesh] | None = None,
     granularities: Iterable[tuple[float, ...]] = EVEN,
 ) -> Choice:
-    """Return the rewrite with the least predicted time. Ties go to fewer chunks, then fewer steps.
-
-    Args:
-        meshes, granularities: see `space`.
-    """
+    """Return the rewrite with the least predicted time. Ties go to fewer chunks, then fewer steps."""
     simple = plain(collective)
     plain_s = costs.rewrite_s(simple)
     rewrites = space(collective, meshes=meshes, granularities=granularities)
@@ -133,6 +128,7 @@ class Planner:
         """The choices so far, with reasons."""
 
     def __call__(self, collective: Collective) -> Rewrite:
+        """Return the rewrite of ``collective``."""
         if collective not in self.choices:
             self.choices[collective] = self._choose(collective)
         return self.choices[collective].rewrite

@@ -61,13 +61,7 @@ class EmulatedWorld(Job):
         sites: Callable[[int], int] = lambda rank: 0,
         recorder: Recorder | None = None,
     ) -> None:
-        """Emulate all ranks but ``rank``.
-
-        Args:
-            hosts: number of the host of each rank.
-            sites: number of the site of each rank.
-            recorder: records this rank's operations.
-        """
+        """Emulate all ranks but ``rank``."""
         if not 0 <= rank < size:
             raise EmulationError(f"--real {rank}: there is no such rank; the job has ranks 0 to {size - 1}")
         self.rank, self.size, self.clock = rank, size, EmulatedClock()

@@ -31,7 +31,6 @@ def search(measure: Callable[[int], float], *, most: int) -> dict[int, float]:
 
     Args:
         measure: returns the bits per second of a number of connections.
-        most: the maximum number to try.
     """
     rates = {1: measure(1)}
     idle = 0
@@ -175,11 +174,7 @@ def _profile(raw: Mapping) -> LinkProfile:
 
 @dataclass(frozen=True)
 class ProfileCache:
-    """A file cache of the link profiles of one topology; several processes may write it.
-
-    Attributes:
-        path: the file.
-    """
+    """A file cache of the link profiles of one topology; several processes may write it."""
 
     path: Path
 

@@ -26,7 +26,6 @@ class CheckResult:
     """The result of one check of a host.
 
     Attributes:
-        check: name of the check.
         text: one line of text, for output and for the deny-list.
         figure: measured value, or None if the check measures nothing.
         unit: unit of ``figure``.
@@ -63,7 +62,6 @@ def read_results(output: str, code: int | None) -> list[CheckResult]:
     """Return the results that `DOCTOR` has printed. If it has failed, return a failed result with the reason.
 
     Args:
-        output: standard output of the process.
         code: its exit code, or None after a timeout.
     """
     try:

@@ -48,11 +48,7 @@ def _finite(text: str) -> float:
 
 @dataclass(frozen=True)
 class JsonCache:
-    """Entries by name in a JSON file that several processes may write. The last writer of an entry wins.
-
-    Attributes:
-        path: path of the file.
-    """
+    """Entries by name in a JSON file that several processes may write. The last writer of an entry wins."""
 
     path: Path
 

@@ -41,7 +41,6 @@ class Measurement:
     """A value, and how it was measured.
 
     Attributes:
-        value: any JSON value.
         at: time of the measurement in seconds since 1970.
         load: number of processes ready to run per processor, over the minute before.
         spread: median relative difference of repeated measurements from the value, or None after a single one.

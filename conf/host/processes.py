@@ -39,7 +39,6 @@ class ProcessState(NamedTuple):
         state: the kernel's letter. R runs, S sleeps, D waits for a device, T is stopped, Z has ended.
         cpu_s: processor time of all its threads, in seconds.
         started: its start time, in clock ticks since boot.
-        resident_bytes: its resident memory in bytes.
     """
 
     state: str

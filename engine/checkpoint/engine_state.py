@@ -123,7 +123,6 @@ class Portion:
         taken: names of weights and buffers that another pipeline rank stores.
         alike: by the axis that cuts a parameter ("" for none), the ranks of this rank's store that hold the same
             part of it as this rank.
-        rank: this rank.
     """
 
     taken: frozenset[str]

@@ -24,7 +24,6 @@ class Manifest:
     """The contents of a checkpoint.
 
     Attributes:
-        step: optimiser steps done.
         serial: number of this checkpoint among all that were written in its folder. The newest has the highest.
         name: identifies the same checkpoint on different file systems.
         meta: JSON values that do not belong to a tensor.

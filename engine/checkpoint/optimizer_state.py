@@ -36,7 +36,6 @@ def collect(
 
     Args:
         held: fragments of the parameters that this rank's stages write.
-        optimizer: the optimiser of these parameters.
         buffers: tensors that no optimiser updates.
         shares: takes the axis that cuts a parameter, or "" if none does. Returns this rank's index among the ranks
             with the same part, and their number.

@@ -24,7 +24,6 @@ class Piece:
 
     Attributes:
         name: the tensor's name, such as ``weight/model.norm.weight``.
-        shape: the tensor's shape.
         start: index of the first element in the flattened tensor.
         data: the elements, shape [n], or the tensor's shape if the piece is the entire tensor.
     """

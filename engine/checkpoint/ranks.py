@@ -22,7 +22,6 @@ class Ranks:
     """A group of ranks, by default a single one.
 
     Attributes:
-        rank: this rank.
         gather: returns every rank's value, in order of rank. Collective call.
     """
 

@@ -47,7 +47,6 @@ def read_once(
 
     Args:
         needed: pieces that this rank needs.
-        members: the group's members.
         everyone: all ranks of the world, which raise the same error.
         tell: sends a piece. `among` returns it with ``members``.
 

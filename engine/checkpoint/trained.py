@@ -40,13 +40,10 @@ class Trained(Protocol):
     """A rank's part of a model in training.
 
     Attributes:
-        global_rank: rank of this process in the world.
         pipe_rank: rank of this process in its pipeline.
         replica: index among the `num_replicas` ranks with the same stages.
         layout: layout of all ranks.
         axes: groups of ranks that share layers with this one.
-        global_steps: optimiser steps done.
-        module: this rank's stages.
         sharding: their weights, in buckets.
         optimizer: updates the buckets. ``basic_optimizer`` has the state.
         lr_scheduler: learning-rate schedule with ``state_dict`` and ``load_state_dict``, or None.

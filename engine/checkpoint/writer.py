@@ -33,7 +33,6 @@ def save(
     folder. Once all have done so, older checkpoints are removed. At any time the newest finished one is complete.
 
     Args:
-        folder: folder of checkpoints.
         pieces: the pieces that this rank writes. The pieces of all ranks together cover every tensor.
         meta: JSON values. In each store, the values of its first rank are written.
         ranks: the ranks that write. None means this process alone.

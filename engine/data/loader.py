@@ -260,9 +260,7 @@ def build_loader(
     """Return a loader that starts at the first sequence. Data is tokenised unless the result is cached.
 
     Args:
-        microbatch_size: sequences per micro-batch.
         replica: index of the replica. All ranks of a replica get equal loaders.
-        seed: seed of the global order.
         evaluation: make one pass in a fixed order over ``data.eval_split`` or the held-out documents, instead of
         endless
             passes over the training data.

@@ -328,7 +328,6 @@ def hub_files(data: DataConfig, split: str, cache: Path) -> tuple[Path | str, ..
     reached, the list of files is that of the previous run.
 
     Args:
-        split: name of the split.
         cache: folder that stores the list of files.
 
     Returns:

@@ -65,9 +65,7 @@ class Order:
     """Everything that determines the global order.
 
     Attributes:
-        source: the documents.
         lay_out: packs the documents of a block into sequences.
-        sequence_length: tokens per sequence.
         shuffle: permute documents and sequences within a block, differently in each epoch.
         endless: repeat epochs without end. Otherwise run a single epoch.
     """

@@ -30,7 +30,6 @@ class Block(NamedTuple):
     """Documents that are shuffled and packed together.
 
     Attributes:
-        documents: the tokenised documents.
         start: state (JSON values) for `Source.blocks` to start with this block again.
     """
 
@@ -104,8 +103,6 @@ class StreamedSource:
         """Read a part of a streamed ``dataset``.
 
         Args:
-            name: name in messages.
-            block_documents: documents per block.
             typed: whether rows come from a typed table, whose null values are removed.
         """
         self._dataset = dataset

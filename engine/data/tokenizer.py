@@ -77,7 +77,6 @@ def vocabulary_for(words: int, members: int) -> int:
     """Return a new model's vocabulary size: the number of tokens, rounded up so that the tensor group can divide it.
 
     Args:
-        words: number of tokens of the tokenizer.
         members: size of the tensor group (``parallel.tensor``).
     """
     return -(-words // members) * members

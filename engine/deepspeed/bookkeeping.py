@@ -90,7 +90,6 @@ def eval_batch(
     """Evaluate the next micro-batches without training on them. Collective call.
 
     Args:
-        data_iter: micro-batches, on every rank.
         return_logits: also return each micro-batch's logits [B, S, V], on the ranks that
             hold the last stage (an empty list elsewhere).
         compute_loss: average the loss over tokens and return it, or None otherwise.

@@ -26,8 +26,6 @@ class WeftModule(PipelineModule):
 
         Args:
             stages: this rank's virtual stages, ascending.
-            placement: placement of the whole pipeline.
-            layout: layout of the world's ranks.
         """
         topology = RankTopology(layout)
         mine = layout.position(dist.get_rank()).stage

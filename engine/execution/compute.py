@@ -24,7 +24,6 @@ class Compute:
     """Runs F, B, I and W. If a rank holds the next stage, too, it passes tensors on in a dictionary.
 
     Attributes:
-        stages: this rank's virtual stages, by their number.
         seed_gradient: returns the gradient of a loss, which is the loss scale.
         around: returns the context in which an action computes, in which the stage's weights are complete.
         host_bytes_per_s: rate of copies between a CPU's memory and itself, which emulates offload. 0 is as fast as

@@ -56,11 +56,8 @@ class Executor:
 
     Attributes:
         rank: this pipeline rank, as in the schedule's rows.
-        send_to: channels to neighbouring pipeline ranks.
-        receive_from: channels from neighbouring pipeline ranks.
         receive_ahead: number of receives from each neighbour that are posted in advance.
         stage_wide: implementations of ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD``.
-        debug: whether to assert before each action that its dependencies on this rank have ended.
         pairs: runs strand pairs interleaved. None runs their halves one after the other.
     """
 

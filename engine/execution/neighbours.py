@@ -57,8 +57,6 @@ class Neighbours:
     """The channels of one rank.
 
     Attributes:
-        send_to: channels for sending, by pipeline rank of this replica.
-        receive_from: channels for receiving, by pipeline rank of this replica.
         lifeline: detects lost ranks of GPU jobs. In CPU jobs the channels' connections detect them.
     """
 

@@ -139,7 +139,6 @@ def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig, c
     """Return the objective of distillation. A micro-batch may have the teacher's tokens already, under `TEACHER`.
 
     Args:
-        chunk_bytes: see `distillation_losses`.
         score: returns the teacher's most likely tokens after each token of a micro-batch, [B x S, k].
     """
 

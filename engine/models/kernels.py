@@ -30,7 +30,6 @@ class Kernel(NamedTuple):
     """A fused kernel for a module.
 
     Attributes:
-        kind: its name, for messages.
         forward: function of the module and its arguments that replaces the module's forward.
     """
 
@@ -43,7 +42,6 @@ def fuse(model: PreTrainedModel, device: torch.device) -> Counter[str]:
 
     Args:
         model: a model or a part of one, which is changed.
-        device: where it computes.
 
     Returns:
         The number of modules by kind of kernel.

@@ -57,7 +57,6 @@ class LazyHead:
 
         Args:
             group: ranks that share the vocabulary.
-            chunk_bytes: bytes of a chunk of logits in fp32.
         """
         linear = linear_head(model)
         assert linear is not None

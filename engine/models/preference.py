@@ -33,7 +33,6 @@ def preference_objective(beta: float, label_smoothing: float = 0.0) -> Objective
     """Return the loss of equation 7 of the paper, averaged over pairs.
 
     Args:
-        beta: factor of the log-ratios.
         label_smoothing: probability with which a pair's answers are taken to be swapped (Mitchell 2023).
     """
 

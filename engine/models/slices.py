@@ -35,12 +35,7 @@ NOTHING = object()
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a tensor in a file, which is read when transformers indexes it.
-
-    Attributes:
-        source: safetensors' slice of the whole tensor.
-        cut: the part to read.
-    """
+    """A part of a tensor in a file, which is read when transformers indexes it."""
 
     source: Any
     cut: Cut

@@ -48,8 +48,6 @@ def trace_model(
     Args:
         given: config of a model that will be made, or a model, which may have peft's wrapper.
         sequence_length: tokens of the one sequence that is traced.
-        name: name in the result. By default the model type.
-        dtype: type of weights and activations.
         lora: adapters of a model that will be made.
 
     Raises:

@@ -28,7 +28,6 @@ def gather_usage(idle_share: float, device: torch.device) -> Usage:
 
     Args:
         idle_share: share of the last step in which this rank did not compute.
-        device: this rank's device.
     """
     found = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
     found[dist.get_rank()] = torch.tensor([idle_share, _peak_bytes(device)], dtype=torch.float64)

@@ -75,7 +75,6 @@ class Kernel(Protocol):
         """Return gradients of the block's query, key and value.
 
         Args:
-            gradient: gradient of ``output``.
             output, sums: results over all keys that the queries attend to, not only this block's keys.
             seeds: `Partial.seeds` from the same implementation's forward.
         """

@@ -28,11 +28,7 @@ _LAUNCH_S = 1e-5
 
 
 def with_axes(config: WeftConfig, facts: Facts, nodes: Sequence[int], device: torch.device) -> Facts:
-    """Return the facts with the groups that share layers, their links, and their costs of collectives.
-
-    Args:
-        nodes: the node of each rank of the world.
-    """
+    """Return the facts with the groups that share layers, their links, and their costs of collectives."""
     if not facts.layout.axis_groups or facts.stage_pairs:
         return facts
     cache = CostCache.in_folder(config.data.cache_dir)

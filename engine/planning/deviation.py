@@ -41,7 +41,6 @@ class Deviation:
     numbers must have been `clean`. The first windows become the reference, and their spread widens the tolerance.
 
     Attributes:
-        num_stages: number of virtual stages.
         steps: number of consecutive steps that must deviate.
         interval: number of steps of a window.
         reference: the costs that the schedule counts on, or empty while the first windows are collected.

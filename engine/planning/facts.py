@@ -84,7 +84,6 @@ class Facts:
     """The facts of a run before its first step, measured or estimated.
 
     Attributes:
-        layout: the ranks.
         model: weights of its parts.
         work: operations and bytes of a sequence in each layer, or None if the forward does not run without data.
         flops_per_s: FLOP/s that a rank reaches in practice, or None if the stages' costs are known.
@@ -103,7 +102,6 @@ class Facts:
         keeps_frozen: whether the devices also store frozen weights in their original type, for the export.
         recomputes: whether layers are recomputed in the backward.
         exchange: the chosen context exchange, which is not auto.
-        links: links between ranks.
         host_bps: bits per second in each direction between a device and its host's memory, if activations go there.
         replica_nodes: the node of each rank of a data group, or its site if replicas are at several sites.
         collectives: costs of collectives over these replicas, or None if unknown.

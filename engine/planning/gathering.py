@@ -97,8 +97,6 @@ def facts_of_ranks(
     `Facts.with_links` and `with_collectives` add measurements of links.
 
     Args:
-        model: the model that trains, or None if it is made from ``config``.
-        optimizer: the model's optimiser, or None for the configured one.
         own_loss: whether the model's own loss is minimised.
 
     Raises:
@@ -133,7 +131,6 @@ class _Machine:
 
     Attributes:
         threads: number of threads of a rank, if its device is the processor.
-        nodes: the node of each rank.
     """
 
     num_ranks: int

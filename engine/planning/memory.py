@@ -193,7 +193,6 @@ def state_bytes(
 
     Args:
         given: an optimiser, of whose class another one is created, or a function of parameter groups.
-        device: device of the step.
 
     Raises:
         Exception: any error of the optimiser.

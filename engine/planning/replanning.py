@@ -53,8 +53,6 @@ class Request:
         measured: costs as measured.
         usual: costs before they changed.
         layers: number of layers of each virtual stage.
-        replicas: number of replicas.
-        zero_stage: stage of ZeRO.
     """
 
     config: PipelineConfig

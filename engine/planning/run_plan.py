@@ -32,9 +32,7 @@ class RunPlan:
     """The plan of a run and its predicted cost.
 
     Attributes:
-        facts: the facts that the plan is based on.
         placement: virtual stages of each pipeline rank, with the sites of the layout's reference route.
-        split: layers of each virtual stage.
         costs: costs of one pipeline on that route, without ZeRO's collectives.
         overlap: how ZeRO's collectives are partitioned and overlapped, or None without such a plan.
         members: each line's position in its DP-cell.

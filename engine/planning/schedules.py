@@ -145,7 +145,6 @@ def plan_schedule(
         num_microbatches: overrides ``config.microbatches``. 0 does not.
         costs: costs of one pipeline, for schedules that depend on them. None means unit costs.
         pipelines: number of pipelines of a DP-cell, which is planned as a whole.
-        zero_stage: stage of ZeRO, 0 to 3.
         overlap: plan whose layer and model tiers fixed schedules follow, as far as memory allows.
 
     Raises:
@@ -253,7 +252,6 @@ class RankSchedule:
     """The part of a DP-cell's schedule that one rank executes in a step.
 
     Attributes:
-        schedule: schedule of the rank's pipeline.
         priorities: by tag of each message that the rank sends between sites, its index in the order of all
             transfers over the same uplinks of the cell.
     """

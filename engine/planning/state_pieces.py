@@ -64,11 +64,7 @@ def _bucket_groups(model: nn.Module, zero: ZeroConfig, layout: RankLayout) -> It
 
 
 def matrix_padding(model: nn.Module, zero: ZeroConfig, layout: RankLayout) -> float:
-    """Return the number of elements by which the shards of a replica are padded, because matrices stay whole.
-
-    Args:
-        model: the whole model on the meta device, with adapters.
-    """
+    """Return the number of elements by which the shards of a replica are padded, because matrices stay whole."""
     limit, padding = min(zero.reduce_bucket_size, zero.allgather_bucket_size), 0.0
     for group in _bucket_groups(model, zero, layout) if zero.stage else ():
         bucket: list[nn.Parameter] = []
@@ -86,9 +82,6 @@ def muon_bytes(model: nn.Module) -> tuple[float, ...]:
     """Return the bytes of Muon's state per trained weight: of the embedding, of each layer, and of what follows them.
 
     Muon stores one moment of a hidden matrix, and Adam's two of any other parameter.
-
-    Args:
-        model: the whole model on the meta device, with adapters.
     """
     whole = hf_model(model)
     before, layers, behind, head = _parts(whole, decoder_layers(whole))

@@ -85,7 +85,6 @@ def with_strands(
 
     Args:
         trained: the whole model, or the config of one that will be made.
-        facts: facts that have axes and exchange already.
         speed: returns a rank's operations per second and bytes of memory traffic per second, measured on demand.
         own_loss: whether the model's own loss is minimised.
     """

@@ -34,7 +34,6 @@ def measure_overlap(
 
     Args:
         groups: for each class of links to measure, a group with more than one member.
-        num_bytes: size of each collective.
         repeats: number of timed runs of each combination, after a warm-up run.
         kernels: compute to measure instead of products, attention and copies.
     """

@@ -55,7 +55,6 @@ class StrandPairs:
         """Create the runner of pairs, and start its thread. For ``strict`` see `PairRunner`.
 
         Args:
-            axes: this rank's groups that share the work of layers.
             yield_point: the callbacks of the strands. None creates them.
         """
         yield_point = yield_point or YieldPoint()
@@ -70,7 +69,6 @@ class StrandPairs:
 
         Args:
             schedules: schedules of all DP-cells, equal on every rank.
-            num_stages: number of virtual stages of a pipeline.
         """
         if not any(is_pair(slot) for schedule in schedules for row in schedule.rows for slot in row):
             return

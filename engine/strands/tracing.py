@@ -57,7 +57,6 @@ def trace_strands(
 
     Args:
         trained: the config of the whole model, or a model (or peft's around one), which is not changed.
-        sizes: number of ranks along each axis.
         exchange: exchange between members of a context group, not auto.
         checkpointing: whether layers are recomputed in the backward, if ``trained`` is a config.
         lora: adapters to add, if ``trained`` is a config.

@@ -165,7 +165,6 @@ class ControlServer:
         Args:
             on_message: called with the peer's name and its message.
             on_lost: called when a peer's connection has ended; the peer may reconnect.
-            on_connected: called when a peer has connected or reconnected.
         """
         self._on_message, self._on_lost, self._on_connected = on_message, on_lost, on_connected
         self._most_bytes, self._most_unknown = most_bytes, most_unknown

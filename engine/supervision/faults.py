@@ -33,7 +33,6 @@ class Policy:
     """The policy for a class of faults.
 
     Attributes:
-        response: the response to the fault.
         most: number of attempts with this fault at the same step after which the run ends.
     """
 

@@ -166,8 +166,6 @@ class ErrorReport:
     """A rank's report of its end.
 
     Attributes:
-        kind: the class of the error.
-        message: readable description.
         step: the step that was in progress or had just ended, counted from 1, or None before training.
         data: the range of that step's sequences in the global order: the first, and the one after the last.
         ranks: the culprits, if the error names other ranks than the one that ends.
@@ -235,10 +233,8 @@ class RankReport(NamedTuple):
     """The state of a rank, from its record and its process.
 
     Attributes:
-        rank: global rank.
         attempt: the attempt that the rank was started for, or has joined since.
         phase: ``imports`` until it has written its first record.
-        progress: the rank's progress in its schedule row.
         num_microbatches: number of micro-batches of its step.
         still_s: seconds since its last progress, or 0 before any.
         tick: counter of the rank's background thread. It does not change while another thread holds the interpreter's
@@ -246,9 +242,7 @@ class RankReport(NamedTuple):
         busy_s: seconds of its own computations, over `measured_steps`.
         measured_steps: steps of the attempt whose computations have been measured.
         state: the process's letter in /proc; `GONE` once it has ended.
-        cpu_s: processor time that it has used.
         exit_code: negative for a signal, or None while it lives.
-        resident_bytes: memory of the process.
         device_bytes: memory that it has allocated on its device.
         kept_step: step of the attempt's newest memory checkpoint that is complete on all hosts, or 0 before the first.
         links: readings of the links to ranks at other sites.
@@ -286,7 +280,6 @@ class AgentMessage(msgspec.Struct, frozen=True):
     Attributes:
         attempt: the attempt whose ranks the host has, or 0 before the first.
         ready: whether ranks can start at once, because the imports are done.
-        report: the ranks' progress.
         ends: failures, by rank.
         lines: last lines of output of ranks that have failed.
         examined: the attempt after which the host was last examined, or 0 before the first examination.
@@ -391,7 +384,6 @@ class Assignment(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         environment: variables that differ from those at the start of the process.
-        arguments: arguments of the command line.
     """
 
     environment: Mapping[str, str]

@@ -90,10 +90,7 @@ class Reading(NamedTuple):
 
     Attributes:
         attempt: number of the attempt that the rank takes part in.
-        rank: its global rank.
-        pid: its process.
         started: start time of the process, in clock ticks since boot. Unique together with the pid.
-        progress: its progress in its schedule row.
         moved_ns: time of its last progress, by `time.monotonic_ns` of its host.
         num_microbatches: number of micro-batches of the step, which identifies the schedule.
         tick: counter of the background thread. It does not change while another thread holds the interpreter's lock.

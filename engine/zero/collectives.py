@@ -74,7 +74,6 @@ class Collectives:
         gradients, weights: communicators, or None for a single replica. See `open`.
         choose: chooses the implementation of a collective.
         costs: measured costs of collectives over this rank's replicas, or None.
-        source: origin of the costs.
         gradient_format: dtype in which gradients are sent.
         overlap: whether to overlap with compute. Otherwise each collective blocks.
     """
@@ -104,7 +103,6 @@ class Collectives:
 
         Args:
             cache_dir: folder with the costs of collectives, which are measured and stored there if they are missing.
-            timeout_s: timeout of the process groups.
         """
         stages, costs = range(layout.stages), CostCache.in_folder(cache_dir)
         open_over = partial(cls._open_over, layout, device, zero, costs, timeout_s)

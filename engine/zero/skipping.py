@@ -35,7 +35,6 @@ class SkippedTooOften(NonFiniteError):
     Weights and the optimiser's state are those before the first skipped step.
 
     Attributes:
-        steps: the skipped steps.
         summary: the message without the remedy.
     """
 

@@ -16,9 +16,7 @@ class Opening:
     """A bubble on all of a worker's devices; seconds of CLOCK_MONOTONIC.
 
     Attributes:
-        opened_s: when it opened.
         closes_s: when the first rank's bubble is predicted to close.
-        step: the training step.
         index: the bubble's index in the step of the rank whose bubble closes first.
     """
 

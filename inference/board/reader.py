@@ -25,9 +25,7 @@ class Bubble:
     """A bubble of a rank; seconds of CLOCK_MONOTONIC.
 
     Attributes:
-        step: the training step.
         index: number in the step; bubble 0 precedes the first work.
-        opens_s: when it opened.
         closes_s: the earliest time at which training is predicted to continue.
     """
 

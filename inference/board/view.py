@@ -24,7 +24,6 @@ class Row:
     """A step that is recorded on a board.
 
     Attributes:
-        step: the training step.
         kind: number of the step's kind. Steps of the same kind have similar timing.
         edges: times at which work starts or ends, in nanoseconds of CLOCK_MONOTONIC, at least one. See
             `weft.inference.board.layout`.

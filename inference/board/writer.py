@@ -52,7 +52,6 @@ class BoardWriter:
 
         Args:
             path: the file. See `board_path`.
-            rank: global rank.
             plan: predicted work of a step: (start, end) in seconds from its begin, in order.
             max_edges: maximum number of marks per step; later marks are dropped, and bubbles after them are not
                 predicted.

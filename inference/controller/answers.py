@@ -34,10 +34,8 @@ class AnsweringServer:
         """Create the client of a server.
 
         Args:
-            url: its URL.
             client: without credentials for other servers.
             connect_s: longest time in which it has to accept a connection.
-            key: its API key, or empty.
         """
         self.url, self._client = url.rstrip("/"), client
         self._timeout = httpx.Timeout(None, connect=connect_s)
@@ -112,10 +110,7 @@ class Answers:
         """Return the decode server's response, which is streamed as it is produced.
 
         Args:
-            path: path in OpenAI's API.
-            body: the client's body.
             value: the parsed body.
-            headers: client headers to forward.
             tokens: number of prompt tokens, or 0 if no worker can compute the prompt.
             deadline_s: seconds in which a worker has to compute the prompt.
 

@@ -36,7 +36,6 @@ class PrefillRequest:
         path: path in the worker's API.
         body: forwarded unchanged.
         headers: the client headers to forward.
-        tokens: number of prompt tokens.
         deadline_s: seconds from now within which the first token must be predicted.
     """
 

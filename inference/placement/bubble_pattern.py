@@ -34,7 +34,6 @@ class BubblePattern:
         """Create a pattern from ``bubbles``: (start, end) in seconds from the step's begin.
 
         Args:
-            period_s: length of a step.
             origin_s: begin of some step.
             overhead_s: seconds that work loses in each bubble. See `PromptWork.overhead_s`.
             guard_s: seconds kept free at the end of each bubble.

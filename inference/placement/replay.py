@@ -41,7 +41,6 @@ class Replay:
     """Statistics of the prompts that arrived in a time window.
 
     Attributes:
-        seconds: length of the window.
         waits_s: for each accepted prompt, seconds from arrival to the begin of its first chunk.
         queued_s: for some accepted prompts, seconds by which it ends later than on an idle fleet.
         ttfts_s: for each accepted prompt, seconds from arrival to end (time to first token).
@@ -148,7 +147,6 @@ def replay(
     Args:
         patterns: the bubble pattern of each rank's worker, with the overhead of ``work``.
         arrivals: arrival times of prompts, in order.
-        window_s: length of a window.
         deadline_s: maximum time to first token. Prompts that would take longer are refused.
         sample: `Replay.queued_s` has one of so many accepted prompts.
     """
@@ -212,7 +210,6 @@ def steady_state(windows: Iterable[Replay], *, deadline_s: float, most: int = MA
     long as queues fill, its windows differ, and its intervals are wide.
 
     Args:
-        deadline_s: the replay's deadline.
         most: number of windows after which the search stops.
     """
     seen: list[Replay] = []

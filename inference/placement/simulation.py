@@ -136,7 +136,6 @@ class _Fleet:
     """The workers of all GPUs.
 
     Attributes:
-        patterns: the bubbles of each worker.
         work: cost of a prompt in each stage.
         usable: share of the GPUs' time in which work can run.
     """

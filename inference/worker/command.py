@@ -50,7 +50,6 @@ class Worker:
     Attributes:
         index: number of the worker on this host.
         ranks: training ranks whose devices it uses.
-        port: port of its HTTP server.
         side_port: port of its NIXL connector's side channel.
         status: path of its engine's `WorkerStatus`.
         boards: the ranks' bubble boards.
@@ -250,11 +249,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
 
 
 def decode_command(config: WeftConfig, *, python: str) -> list[str]:
-    """Return the command line of the decode server: a stock vLLM server with the workers' connector.
-
-    Args:
-        python: an interpreter with vLLM.
-    """
+    """Return the command line of the decode server: a stock vLLM server with the workers' connector."""
     decode, on_cpu = config.inference.decode, not config.inference.decode.gpus
     options = model_options(config.inference.prefill) | {
         "--host": "127.0.0.1",

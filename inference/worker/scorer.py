@@ -24,9 +24,7 @@ class Scorer:
     """A worker that scores text.
 
     Attributes:
-        url: URL of its server.
         key: its API key, which is not sent.
-        model: name of its model.
     """
 
     url: str

@@ -24,7 +24,6 @@ class Site:
     """A data centre.
 
     Attributes:
-        price: price of a GPU per hour.
         network_bps: bandwidth of a host inside of the site.
         region: region to which data may be restricted.
     """

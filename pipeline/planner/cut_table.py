@@ -130,7 +130,6 @@ class CutTable:
         Args:
             most: maximum seconds among earlier ranks, for the pipeline and for what follows it.
             limits: limits of the pipeline, of what follows it, and of their sum, which is exclusive.
-            is_marked: True if one of these ranks has to be marked.
         """
         if rank == len(self.rank_s):
             yield ()

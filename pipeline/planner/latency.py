@@ -114,7 +114,6 @@ def latency_bound_s(
     """Return the lower bound of a DP-cell's step for any schedule: `lower_bound_s` without a `Problem`.
 
     Args:
-        costs: costs of one pipeline.
         in_flight: by virtual stage, how many of its micro-batches would fit the memory of its rank if the rank held no
             other stage; empty ignores memory. A micro-batch occupies memory at least from the stage's forward to its
             input gradient. So each occupies ``1 / in_flight`` of the memory for that time, and others have to wait if

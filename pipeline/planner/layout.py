@@ -22,7 +22,6 @@ class Shape:
         tensor, context, expert: numbers of GPUs that share a layer's weights, a sequence, the experts. GPUs that share
             experts are neighbours in any replica, and GPUs that share weights are neighbours among those.
         microbatches: micro-batches per step and replica.
-        microbatch_size: sequences per micro-batch.
         checkpointing: True if backwards compute their forwards again.
         arrangement: arrangement of virtual stages on ranks, one of `LEGS`.
         routes: number of sets of replicas; all sets are equally large, and each goes through its own sites.

@@ -32,7 +32,6 @@ def shared_s(spans: list[tuple[float, float]], count: int) -> float:
 
     Args:
         spans: (micro-batches per second, delay in seconds) of groups of ranks, the smallest delay first.
-        count: number of micro-batches.
     """
     rate, lost, step_s = 0.0, 0.0, float("inf")
     for speed, off_s in spans:  # the nearest first

@@ -37,12 +37,7 @@ class StrandCosts:
     handover_s: float = 0.0
 
     def plan(self, forward: int, backward: int, *, weights: bool = True) -> SegmentPlan:
-        """Return the order of segments for the forward of one stage and the backward of another.
-
-        Args:
-            forward, backward: numbers of the stages.
-            weights: True if the backward's weight gradients belong to the pair.
-        """
+        """Return the order of segments for the forward of one stage and the backward of another."""
         return self._searched(forward, backward, weights).plan
 
     def scale(self, forward: int, backward: int, *, weights: bool = True) -> float:
@@ -60,10 +55,6 @@ class StrandCosts:
 
         While the forward saves its layers' activations one by one, the backward frees its own
         (DHelix section 4.1). So the peak depends on how far the plan lets the forward run ahead.
-
-        Args:
-            saved_bytes: bytes saved by the whole forward.
-            freed_bytes: bytes freed by the whole backward.
         """
         progress = self._searched(forward, backward, True).progress
         return max(saved * saved_bytes - freed * freed_bytes for saved, freed in progress)

@@ -28,7 +28,6 @@ class PairState(NamedTuple):
     """The state of a pair at one time.
 
     Attributes:
-        now_s: the time.
         forward, backward: the remaining collective of each strand.
     """
 

@@ -19,7 +19,6 @@ class RankClass:
         kind: properties that determine the ranks' durations: layers of their stages, links, groups, device.
         stages: virtual stages of each of the ranks.
         pipeline_rank: pipeline rank of the ranks.
-        ranks: global ranks.
     """
 
     kind: tuple[Any, ...]

@@ -47,7 +47,6 @@ class Job:
     """Facts about a job that a delay model may use.
 
     Attributes:
-        num_ranks: number of the job's ranks.
         collectives: measured costs of collectives over each class of link, or None without measurements.
         links: costs of links inside a node (``intra``) and between nodes of a site (``inter``).
         wan: cost of the link between two sites, or None if there is one site.

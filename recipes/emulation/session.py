@@ -48,7 +48,6 @@ class Setting:
         per_host: ranks per host, if there is no hostfile.
         inside: cost of a link inside a host.
         between: cost of a link between hosts of a site.
-        what_if: what-if conditions.
         recorded_values: values that all ranks receive from rank 0, in order, as recorded from another real rank. None
             for the first.
         expected: recorded messages of a rank with the settings of all others, to compare with. None does not compare.
@@ -68,7 +67,6 @@ class Prepared:
     """Result of the set-up of a real rank.
 
     Attributes:
-        plan: the run's plan.
         set_up_s: seconds that the set-up took.
         log: recorded messages of the set-up.
     """
@@ -83,7 +81,6 @@ class Turn:
     """Measurements of a few steps of a real rank.
 
     Attributes:
-        rank: its global rank.
         step_s: seconds of each step.
         stages: measured costs of its virtual stages.
         actions: median seconds of each computation in a step.

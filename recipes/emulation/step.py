@@ -55,7 +55,6 @@ class TwinStep:
 
         Args:
             costs: costs of the virtual stages of one pipeline.
-            seed: random seed of jitter and losses.
         """
         at = plan.layout.position(world.rank)
         member = plan.members[at.line]

@@ -66,7 +66,6 @@ class Emulation:
     """The result of an emulation.
 
     Attributes:
-        plan: the run's plan.
         classes: the classes of the job's ranks.
         real: the class of each real rank.
         turns: the last turn of each real rank.

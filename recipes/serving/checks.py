@@ -336,7 +336,6 @@ def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -
     """Check that a worker and a training rank fit into the memory of one GPU.
 
     Args:
-        device_bytes: memory of the GPU.
         training_bytes: predicted memory of a training rank, or 0 if unknown.
 
     Returns:

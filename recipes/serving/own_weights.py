@@ -25,7 +25,6 @@ def write_weights(checkpoint: Checkpoint, model: ModelConfig, tokenizer_folder: 
     """Write a checkpoint's model into the folder ``target``, which is there as a whole or not at all.
 
     Args:
-        model: the run's model.
         tokenizer_folder: folder whose files are copied, so that a worker can start with ``target``.
 
     Raises:

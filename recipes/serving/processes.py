@@ -41,8 +41,6 @@ class Launch:
     """How to start a server.
 
     Attributes:
-        words: command line.
-        env: environment.
         folder: working folder, or None for that of this process.
         log: file to which its output is appended.
         become: called in the new process before the command.
@@ -64,11 +62,9 @@ class ServerProcess:
         """Create the process without starting it.
 
         Args:
-            name: its name in messages.
             url: URL at which it listens. Empty for a process that serves nothing.
             launch: returns how to start it. Called at each start.
             note: addition to messages about the server.
-            max_starts: see `MAX_STARTS`.
         """
         self.name, self._url, self._launch, self._note, self._max_starts = name, url, launch, note, max_starts
         self._process: subprocess.Popen | None = None

@@ -51,9 +51,7 @@ class Scorer:
     """A prefill worker as an evaluation uses it.
 
     Attributes:
-        url: URL of its server.
         key: its API key.
-        model: name of its model.
     """
 
     url: str

@@ -35,7 +35,6 @@ class Node:
 
     Attributes:
         folder: folder whose disk is checked.
-        ranks: number of ranks on this host.
         driver: host with whose clock this one's is compared, or empty to leave this out.
         judge: compares speeds with references.
         faults: simulated faults of `FAULTS`, to verify that checks detect them.

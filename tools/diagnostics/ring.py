@@ -79,7 +79,6 @@ def judge_pairs(seen: Sequence[_Seen], hosts: Sequence[str], share: float) -> li
 
     Args:
         seen: the reports of both ranks of each pair.
-        hosts: the host of each rank.
         share: minimum rate, as a share of the median of pairs of the same kind.
     """
     rates: dict[tuple[int, int], float] = {}

@@ -27,7 +27,6 @@ def write_recipe(
     Args:
         config: the model's fields, or None if the model is loaded from a folder or a hub.
         model: the folder or name of the model.
-        lora: adapters that are trained.
     """
     layout = found.best.layout
     hosts = dict(_hosts(found, layout))

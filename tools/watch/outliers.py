@@ -179,7 +179,6 @@ def _alone(
 
     Args:
         usual: measured seconds of all ranks.
-        place: index of the rank.
         before: steps before the window.
     """
     is_known = ~np.isnan(usual)
@@ -202,7 +201,6 @@ class Pauses:
     """A section that takes longer in some steps only.
 
     Attributes:
-        ranks: the ranks that pause.
         count: steps with a pause, of ``steps`` steps.
         at_once: mean number of ranks that pause in such a step.
         lost_s: longest pause of a step, as the mean of all steps: the other ranks wait for it.

@@ -55,8 +55,6 @@ class SiteGroup(PythonGroup):
             store: a store that only this group uses.
             ranks: global ranks of the members.
             position: this rank's index among the members.
-            sites: the site of each member.
-            timeout: time limit of an operation.
             inside: creates a gloo group from a store, this rank's position and the number of members.
             owns_links: True if `shutdown` of this group closes the links.
         """

@@ -63,7 +63,6 @@ class CollectiveWork(dist.Work):
         """Create the work; called by the group.
 
         Args:
-            label: names the operation in errors.
             written: copies of the tensors that the operation writes.
             outputs: returned by `result`.
         """

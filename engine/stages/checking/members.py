@@ -43,9 +43,6 @@ def members_outcome(
     Args:
         batches: whole micro-batches, distributed over the members of an expert group. Members of a context or tensor
             group share each of them.
-        sizes: number of members of each axis.
-        num_stages: number of stages into which the model is cut.
-        exchange: exchange between members of a context group.
         train: runs a member's micro-batches. None runs them one after the other.
 
     Raises:

@@ -110,8 +110,6 @@ def check_stages(
 
     Args:
         small: a model from `small_copy`. Its gradients are set.
-        num_stages: number of stages into which it is cut.
-        batches: micro-batches.
         given: whether to cut stages out of a copy of the model. Otherwise each stage is built separately.
         own_loss: compare the model's own loss. Otherwise a loss on its logits is used.
 

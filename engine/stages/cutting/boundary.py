@@ -45,7 +45,6 @@ def boundaries(taken: Sequence[Taken], num_layers: int) -> list[Boundary]:
 
     Args:
         taken: tensors that the layers of a model take in one forward, in order.
-        num_layers: number of the model's layers.
     """
     return [_boundary([take for take in taken if take.layer >= cut > take.maker]) for cut in range(num_layers)]
 
@@ -84,7 +83,6 @@ class BoundaryTracer:
         Args:
             cut: index of the layer after the cut.
             shape: shape [B, S] of the micro-batch's token ids.
-            dtype: type of the model's weights.
 
         Raises:
             ValueError: the model does not run on the meta device.

@@ -19,8 +19,6 @@ def prune(model: PreTrainedModel, outline: Outline, window: range) -> frozenset[
     An embedding that is tied to the head also stays on the last stage, where `open_port` replaces its forward.
 
     Args:
-        model: a causal language model.
-        outline: the model's structure.
         window: the stage's decoder layers.
 
     Returns:

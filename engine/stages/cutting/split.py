@@ -51,7 +51,6 @@ def split_layers(
     """Divide the model's decoder layers into virtual stages.
 
     Args:
-        hf_config: the Hugging Face config of the model.
         num_stages: virtual stages of the whole pipeline.
         kind: even counts, or counts balanced by the weights that a token uses (which are proportional to FLOPs),
             including the embedding and the head.

@@ -37,7 +37,6 @@ def export_stages(
 
     Args:
         stages: this writer's stages. Each stage must have exactly one writer.
-        folder: the folder to write.
         rank: this writer's rank, from 0.
         gather: all-gather among the writers. All of them must call this function.
         tokenizer: saved by rank 0.

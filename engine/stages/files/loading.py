@@ -213,8 +213,6 @@ def load_stages(
     Args:
         split: layers of every stage of the whole model.
         stages: numbers of the virtual stages wanted.
-        dtype: type of the weights.
-        seed: seed of new weights and adapters.
         axes: groups that divide each layer. None does not divide.
         exact: load trained weights in their original precision, for master weights.
 

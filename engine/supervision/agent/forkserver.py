@@ -29,11 +29,7 @@ PRELOAD = ("torch", "deepspeed", "transformers", "weft.recipes.preloaded")
 
 
 class EarlyAgent:
-    """An agent that runs checks until it receives its command. It is a `Starter` of this host's first agent.
-
-    Attributes:
-        process: the agent's process.
-    """
+    """An agent that runs checks until it receives its command. It is a `Starter` of this host's first agent."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = PRELOAD) -> None:
         self._socket, theirs = socket.socketpair()
@@ -115,7 +111,6 @@ class ForkServer:
     """The agent's handle of its forkserver process.
 
     Attributes:
-        process: its process.
         socket: carries one JSON message per packet.
         ready: True once the imports are done.
     """

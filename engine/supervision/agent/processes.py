@@ -55,7 +55,6 @@ class Process:
 
     Attributes:
         name: identifies the process between agent and forkserver. It is unique while the process lives.
-        output: sink of its output.
         pid: its pid, or 0 until it runs.
         code: its exit code, negative for a signal, or None while it runs.
     """
@@ -232,7 +231,6 @@ async def examine(ranks: Ranks, run_folder: Path, slots: int, driver: Address) -
 
     Args:
         ranks: the host's ranks. Their forkserver has already imported the modules that a doctor needs.
-        slots: number of ranks of this host.
     """
     where = "" if isinstance(driver, str) else "{}:{}".format(*driver)  # a driver on this machine uses the same clock
     arguments = doctor_arguments(run_folder, ranks=slots, driver=where)

@@ -54,7 +54,6 @@ class LinkSpeed:
         """Process a report of the sending rank.
 
         Args:
-            step: its current step.
             sent_bytes: total bytes that the rank has sent over the link.
             peak_bps: recent peak speed, in bit/s.
             trains: whether the rank is training. Other phases, such as evaluation, have other transfers.
@@ -120,7 +119,6 @@ class Alert:
     Attributes:
         kind: straggler, slow_link, stalled_link, disk or pattern.
         culprit: a rank and its host, a host, or a link (a pair of ranks).
-        evidence: one line.
     """
 
     kind: str

@@ -152,7 +152,6 @@ def find_culprits(
     """Return the rank or link that holds up the others. Several if the ranks' progress does not distinguish them.
 
     Args:
-        progress: the progress of every rank of the job.
         silent: ranks without heartbeats: stopped, or with a thread that holds the interpreter's lock. Their
             transfers and collectives stand still with them.
         broken: links, as pairs of ranks in any order, without a connection.
@@ -304,7 +303,6 @@ def shortage(plan: str, replicas: int, *, zero_stage: int) -> str:
 
     Args:
         plan: text of the previous attempt's ``plan.json``. Without a readable plan the result is empty.
-        zero_stage: ZeRO stage of the run.
     """
     try:
         tree = json.loads(plan)

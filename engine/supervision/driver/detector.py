@@ -75,7 +75,6 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
 
     Args:
         ends: for at least one rank, its failure or the reason for its standby.
-        watch: the watch of the attempt.
     """
     rank = cause(ends)
     end = ends[rank]

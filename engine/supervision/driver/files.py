@@ -67,7 +67,6 @@ def prepare_folder(
     """Write the configuration and the specification into the run's folder.
 
     Args:
-        environment: environment variables for agents.
         supervised: whether the run restarts after a fault, and continues when its launcher ends.
 
     Raises:
@@ -216,7 +215,6 @@ class Denial:
     """The reason for excluding a host.
 
     Attributes:
-        reason: one line.
         at: time of the eviction, in seconds since 1970.
         by: "operator", or the name of the run that evicted the host.
     """
@@ -228,11 +226,7 @@ class Denial:
 
 @dataclass(frozen=True)
 class DenyList:
-    """A JSON file, ``{"HOST": {"reason": ..., "at": ..., "by": ...}}``, that several runs and people may change.
-
-    Attributes:
-        path: the file, which need not exist.
-    """
+    """A JSON file, ``{"HOST": {"reason": ..., "at": ..., "by": ...}}``, that several runs and people may change."""
 
     path: Path
 

@@ -34,7 +34,6 @@ class Host:
         connected: whether its agent has a connection.
         exited: whether its agent's process is known to have ended.
         ready: whether ranks can start there at once, because the imports are done.
-        reported_at: time of the agent's last message.
         since: time at which the agent was started.
         attempt: the attempt whose ranks it has, or None before its first report.
         codes: by rank of that attempt, the exit code, or None while the rank runs.

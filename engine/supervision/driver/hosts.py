@@ -56,8 +56,6 @@ class ChosenHosts:
     Attributes:
         slots: number of ranks by host, in the order in which ranks are numbered.
         sites: number of pipeline ranks by site, in pipeline order. Without sites there is one entry, named "".
-        hosts_of: the hosts of each site.
-        replicas: number of pipeline replicas.
         microbatches: number per step and replica, chosen to preserve the batch size.
         waiting: healthy hosts without ranks.
         refused: why more replicas are impossible, or empty if all replicas are used.

@@ -48,8 +48,6 @@ class Job(JobState):
             layouts: returns the layout of an attempt from its number, the excluded hosts and the previous slots.
             target: ``module:function`` that a rank runs.
             link_deadline_s: seconds that a transfer between sites may stand still.
-            sites: the hosts of each site.
-            past: the events in the journal so far.
         """
         timeout = SiteTimeout(max(link_deadline_s, settings.silence_s), self._goes_on_without)
         super().__init__(settings, Fleet(effects.start_agent, effects.record, effects.say, sites=sites), timeout)

@@ -169,7 +169,6 @@ class Fault:
             interpreter's lock and computes), blocked (a thread has it and waits), hung (a rank does not run what it
             could), link (a transfer does not arrive).
         culprit: rank and host, ranks and hosts, host alone, or link. Empty if the culprit is unknown.
-        evidence: one line.
         step: the step that was in progress, or None before training.
         seconds: seconds since a rank last made progress.
         most: number of times that the fault may occur at the same step.

@@ -45,9 +45,6 @@ class JobState:
     """The part of a run's state that outlives its driver.
 
     Attributes:
-        stage: the stage of the current attempt.
-        attempt: the number of the current attempt.
-        fleet: the run's hosts.
         code: exit code of the run, once it has ended.
     """
 

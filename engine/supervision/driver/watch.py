@@ -34,8 +34,6 @@ class Observed:
     """The driver's knowledge of a rank.
 
     Attributes:
-        report: the rank's last report.
-        host: the host that sent it.
         reported_at: time at which it arrived. All times are by the driver's clock.
         moved_at: time of the rank's last progress.
         phase_at: time at which its phase was first reported.
@@ -78,7 +76,6 @@ class Watch:
 
         Args:
             deadlines: the run's timeouts, which learn durations from this watch.
-            heartbeat_s: seconds between reports.
             link_deadline_s: seconds that a transfer between sites may stand still, because links may heal.
             now: time of a monotonic clock in seconds, also in the other methods.
         """

@@ -77,9 +77,6 @@ class Heartbeat(Watcher):
     def __init__(self, path: Path, *, local_rank: int, rank: int, attempt: int) -> None:
         """Take over the record of ``local_rank``, in the phase set-up.
 
-        Args:
-            rank: global rank.
-
         Raises:
             ValueError: there is no such page, or it has no record for this rank.
         """

@@ -120,7 +120,6 @@ def hosts_or_request(
     Args:
         config: a run whose hosts a manager chooses.
         words: arguments of `weft launch`, without ``--write``.
-        folder: the run's folder.
         write: file for the request, which is then not submitted. None submits the request.
 
     Raises:
