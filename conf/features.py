@@ -81,6 +81,7 @@ FEATURES = {
         commands={
             "watch": ("weft.tools.watch.command", "show a live or finished run: a web page, or --text in the terminal"),
             "explain": ("weft.tools.watch.explain", "name what limits a run and what to change, with the gain"),
+            "stacks": ("weft.tools.watch.stacks", "show what a run's ranks execute, ranks of equal stacks together"),
         },
         settings={"logging.prometheus_port": ()},
     ),

@@ -190,14 +190,26 @@ def predicted_shares(schedule: Schedule, timeline: Timeline) -> dict[str, float]
     return {name: value / count for name, value in seconds.items()} | {"step": timeline.step_s}
 
 
-def where_time_goes(record: RunRecord, spans: pd.DataFrame) -> dict[str, Any]:
-    """Return the mean seconds of each category over all ranks, measured in one step and predicted."""
+def where_time_goes(
+    record: RunRecord, spans: pd.DataFrame, against: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """Return the mean seconds of each category over all ranks, measured in one step and predicted.
+
+    Args:
+        against: `mean_shares` of another step or run. If it is given, categories are ordered by the difference to it,
+            otherwise to the prediction.
+    """
     shares = measured_shares(record, spans)
-    names = (*CATEGORIES, "step")
-    measured = {name: float(np.mean([s[name] for s in shares.values()])) for name in names} if shares else {}
-    predicted = predicted_shares(record.schedules[0], record.predictions[0])
-    differences = sorted(CATEGORIES, key=lambda name: -abs(measured.get(name, 0.0) - predicted[name]))
+    measured, predicted = mean_shares(shares), predicted_shares(record.schedules[0], record.predictions[0])
+    other = against or predicted
+    differences = sorted(CATEGORIES, key=lambda name: -abs(measured.get(name, 0.0) - other[name]))
     return {"measured": measured, "predicted": predicted, "order": differences, "ranks": shares}
+
+
+def mean_shares(shares: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean seconds of each category over ranks, or nothing without any rank."""
+    names = (*CATEGORIES, "step")
+    return {name: float(np.mean([s[name] for s in shares.values()])) for name in names} if shares else {}
 
 
 def links(record: RunRecord, spans: pd.DataFrame) -> list[dict[str, Any]]:

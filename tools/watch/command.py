@@ -18,6 +18,7 @@ TOKEN = "WEFT_WATCH_TOKEN"
 def main(argv: list[str]) -> int:
     """Run ``weft watch RUN [--text] [--host ADDRESS] [--port PORT]`` until Ctrl-C, and return the exit code.
 
+    With ``--against RUN`` show where the time goes next to another run.
     With ``--otlp ADDRESS`` send a step as a trace instead.
 
     Raises:
@@ -25,10 +26,11 @@ def main(argv: list[str]) -> int:
     """
     args = _parser().parse_args(argv)
     record = RunRecord(args.run)
+    other = RunRecord(args.against) if args.against else None
     if args.text:
         from weft.tools.watch.text import show
 
-        return show(record, once=args.once)
+        return show(record, once=args.once, other=other)
     if args.otlp:
         return _send(record, args.otlp, args.step)
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
@@ -40,7 +42,7 @@ def main(argv: list[str]) -> int:
     from weft.tools.watch.server import make_app, new_token
 
     token = "" if is_loopback(args.host) else os.environ.get(TOKEN) or new_token()
-    app = make_app(record, host=args.host, token=token)
+    app = make_app(record, host=args.host, token=token, other=other)
     listener = _listen(args.host, args.port)
     address = f"http://{args.host}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
     print(f"{record.name}: {address}", flush=True)
@@ -84,6 +86,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weft watch", description="Show a live or finished run.")
     parser.add_argument("run", type=Path, help="folder of the run, such as runs/quickstart")
+    parser.add_argument("--against", type=Path, metavar="RUN", help="another run, next to which the time is shown")
     parser.add_argument("--text", action="store_true", help="show it in this terminal instead of on a page")
     parser.add_argument("--once", action="store_true", help="with --text: print it once")
     parser.add_argument("--otlp", metavar="ADDRESS", help="send a step to this OpenTelemetry collector, and end")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from functools import partial
 from math import inf
 from pathlib import Path
-from subprocess import DEVNULL
 from tempfile import TemporaryFile
 from threading import Lock
 from time import monotonic
-from typing import Any
+from typing import IO, Any
 
 from weft.tools.watch.views import EXPLAIN_S
 
@@ -28,20 +28,26 @@ class Limits:
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._output: Any = None
+        self._errors: Any = None
         self._text, self._begun, self._due = b"null", 0.0, 0.0
 
     def newest(self) -> bytes:
-        """Return the newest limits as JSON, null before the first. If they are old, new ones are computed meanwhile."""
+        """Return the newest limits as JSON, null before the first, or a text that says why there are none.
+
+        If they are old, new ones are computed meanwhile.
+        """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._output.seek(0)
-                self._text = self._output.read() if self._process.returncode == 0 else b"[]"  # no step is recorded yet
+                failed = self._process.returncode != 0
+                self._text = json.dumps(_last_line(self._errors)).encode() if failed else self._output.read()
                 self._due = monotonic() + max(EXPLAIN_S, REST * (monotonic() - self._begun))
                 self._process = None
             if self._process is None and monotonic() >= self._due:
-                self._begun, self._output = monotonic(), TemporaryFile()  # noqa: SIM115 (until it has been read)
+                self._begun = monotonic()
+                self._output, self._errors = TemporaryFile(), TemporaryFile()  # noqa: SIM115 (until they have been read)
                 self._process = subprocess.Popen(
-                    self._command, stdout=self._output, stderr=DEVNULL, preexec_fn=partial(os.nice, 10)
+                    self._command, stdout=self._output, stderr=self._errors, preexec_fn=partial(os.nice, 10)
                 )
             return self._text
 
@@ -53,3 +59,10 @@ class Limits:
                 self._process.kill()
                 self._process.wait()
                 self._process = None
+
+
+def _last_line(errors: IO[bytes]) -> str:
+    """Return the message with which the other process has ended, without the type of its exception."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines() or ["`weft explain` was killed"]
+    return lines[-1].removeprefix("ValueError: ")

@@ -1,7 +1,8 @@
-"""The Prometheus endpoint of a run, on loopback: the newest metrics and the last step of each rank."""
+"""The Prometheus endpoint of a run, on loopback: the newest metrics, each rank's last step, supervision's events."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from weft.conf.host.json_records import JsonRecords
 
 
 class Exporter:
-    """Serves gauges named ``weft_METRIC``, such as ``weft_loss``, and ``weft_rank_step_seconds`` for each rank."""
+    """Serves gauges named ``weft_METRIC``, such as ``weft_loss``, ``weft_rank_step_seconds`` and ``weft_events``."""
 
     def __init__(self, run_folder: Path, port: int) -> None:
         """Listen on 127.0.0.1. Raise OSError if the port is in use."""
@@ -18,11 +19,18 @@ class Exporter:
         self._registry, self._gauge = CollectorRegistry(), Gauge
         self._gauges: dict[str, Gauge] = {}
         self._step_s = Gauge("weft_rank_step_seconds", "last step of a rank", ["rank"], registry=self._registry)
+        self._events = Gauge(
+            "weft_events",
+            "events of the supervisor's journal, such as attempts and alerts",
+            ["event"],
+            registry=self._registry,
+        )
         self._metrics = JsonRecords(run_folder / "metrics.jsonl")
+        self._journal = JsonRecords(run_folder / "supervisor" / "journal.jsonl")
         start_http_server(port, addr="127.0.0.1", registry=self._registry)
 
     def update(self, last_steps: Mapping[int, tuple[int, float]]) -> None:
-        """Set the gauges from the run's metrics, and from the number and seconds of each rank's last step."""
+        """Set the gauges from the run's files, and from the number and seconds of each rank's last step."""
         for record in [each for each in self._metrics.read() if each.get("kind") == "train"][-1:]:
             for name, value in record.items():
                 if isinstance(value, int | float):
@@ -31,3 +39,5 @@ class Exporter:
                     self._gauges[name].set(value)
         for rank, (_, seconds) in last_steps.items():
             self._step_s.labels(rank).set(seconds)
+        for event, count in Counter(str(record.get("event")) for record in self._journal.read()).items():
+            self._events.labels(event).set(count)

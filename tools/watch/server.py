@@ -41,12 +41,13 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
+def make_app(record: RunRecord, *, host: str, token: str = "", other: RunRecord | None = None) -> FastAPI:
     """Return the application that shows a run.
 
     Args:
         host: the address on which it listens.
         token: expected in ``?token=`` or in the cookie that this sets. Empty needs none.
+        other: a run with which this one is compared.
 
     Raises:
         ValueError: others can reach the address, and there is no token.
@@ -60,7 +61,7 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
         explaining.close()
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=running)
-    views, reading, explaining = Views(record), Lock(), Limits(record.folder)
+    views, reading, explaining = Views(record, other), Lock(), Limits(record.folder)
 
     @app.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -86,10 +87,10 @@ def make_app(record: RunRecord, *, host: str, token: str = "") -> FastAPI:
         return Response(explaining.newest(), media_type="application/json")
 
     @app.get("/api/{view}")
-    def view(view: str, step: int | None = None, window: int = 20) -> Response:
+    def view(view: str, step: int | None = None, window: int = 20, against: int | None = None) -> Response:
         try:
             with reading:
-                shown = views.show(view, step=step, window=max(1, min(window, 1000)))
+                shown = views.show(view, step=step, window=max(1, min(window, 1000)), against=against)
         except KeyError:
             raise HTTPException(404) from None
         return Response(_json(shown), media_type="application/json")

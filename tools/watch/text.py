@@ -28,9 +28,9 @@ COLOURS = {
 WIDTH = 40
 
 
-def show(record: RunRecord, *, once: bool) -> int:
+def show(record: RunRecord, *, once: bool, other: RunRecord | None = None) -> int:
     """Show a run until it has ended, or once, and return the exit code."""
-    views, console = Views(record), Console()
+    views, console = Views(record, other), Console()
     with Live(screen(views), console=console, auto_refresh=False) as live:
         try:
             while not once and views.show("overview")["live"]:
@@ -73,13 +73,17 @@ def _parts(views: Views) -> Iterator[RenderableType]:
 
 def _shares(found: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, title_justify="left")
-    for name in (f"step {found['step']}", "measured", "predicted", ""):
-        table.add_column(name, justify="right" if name and not name.startswith("step") else "left")
+    columns, against = {"measured": found["measured"], "predicted": found["predicted"]}, found["against"]
+    if against is not None:
+        columns[f"{against['name']}, step {against['step']}"] = against["seconds"]
+    table.add_column(f"step {found['step']}")
+    for name in columns:
+        table.add_column(Text(name), justify="right")
+    table.add_column("")
     for name in found["order"]:
-        measured, predicted = found["measured"][name], found["predicted"][name]
-        cells = round(WIDTH * measured / found["measured"]["step"])
+        cells = round(WIDTH * found["measured"][name] / found["measured"]["step"])
         bar = Text("█" * cells, style=COLOURS[name])
-        table.add_row(name, f"{measured * 1e3:.2f} ms", f"{predicted * 1e3:.2f} ms", bar)
+        table.add_row(name, *(f"{seconds[name] * 1e3:.2f} ms" for seconds in columns.values()), bar)
     return table
 
 

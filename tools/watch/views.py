@@ -11,7 +11,7 @@ from weft.pipeline.action import slot_text
 from weft.pipeline.order import visits_of
 from weft.pipeline.perfetto import perfetto_trace
 from weft.pipeline.timeline import Timeline
-from weft.tools.watch.analysis import heat, links, where_time_goes
+from weft.tools.watch.analysis import heat, links, mean_shares, measured_shares, where_time_goes
 from weft.tools.watch.explain import limits
 from weft.tools.watch.record import RunRecord, waits_for
 
@@ -26,8 +26,9 @@ MOST_POINTS = 2000
 class Views:
     """Views of one run, which is read again as it grows."""
 
-    def __init__(self, record: RunRecord) -> None:
-        self._record = record
+    def __init__(self, record: RunRecord, other: RunRecord | None = None) -> None:
+        """Show ``record``, and where its time goes next to ``other``."""
+        self._record, self._other = record, other
         self._explained: list[dict[str, Any]] = []
         self._explained_at = -EXPLAIN_S
         self._views: dict[str, Callable[..., Any]] = {
@@ -42,19 +43,20 @@ class Views:
             "perfetto": self._perfetto,
         }
 
-    def show(self, view: str, *, step: int | None = None, window: int = 20) -> Any:
+    def show(self, view: str, *, step: int | None = None, window: int = 20, against: int | None = None) -> Any:
         """Return a view.
 
         Args:
             step: step of the timeline, links and time. None takes the newest.
             window: number of the newest steps that the heat map averages.
+            against: step with which time is compared, of the other run if there is one, whose newest is the default.
 
         Raises:
             KeyError: there is no such view.
         """
         show = self._views[view]
         self._record.refresh()
-        return show(step=step, window=window)
+        return show(step=step, window=window, against=against)
 
     def changed(self) -> dict[str, Any]:
         """Return values that differ if a view has changed."""
@@ -177,9 +179,16 @@ class Views:
         shown = self._record.step_with_spans(step)
         return {"step": shown, "hops": links(self._record, self._record.spans(shown))}
 
-    def _time(self, step: int | None, **_: Any) -> dict[str, Any]:
+    def _time(self, step: int | None, against: int | None, **_: Any) -> dict[str, Any]:
         shown = self._record.step_with_spans(step)
-        return {"step": shown, **where_time_goes(self._record, self._record.spans(shown))}
+        compared: dict[str, Any] | None = None
+        if self._other is not None or against is not None:
+            record = self._other or self._record
+            number = record.step_with_spans(against)
+            if seconds := mean_shares(measured_shares(record, record.spans(number))):
+                compared = {"name": record.name, "step": number, "seconds": seconds}
+        found = where_time_goes(self._record, self._record.spans(shown), compared and compared["seconds"])
+        return {"step": shown, "against": compared, **found}
 
     def _explain(self, **_: Any) -> list[dict[str, Any]]:
         """Return the limits, which are simulated again only from time to time."""

@@ -153,6 +153,38 @@ def test_a_port_in_use_and_missing_packages_are_named(record, monkeypatch, capsy
     assert main(["watch", str(record.folder / "nothing")]) == 2
 
 
+def test_time_is_shown_next_to_another_step_and_another_run(record, tmp_path):
+    def of(url, other=None):
+        app = make_app(record, host="127.0.0.1", other=other)
+        return TestClient(app, base_url="http://127.0.0.1").get(url).json()
+
+    steps = [of(f"/api/time?step={step}") for step in (5, 7)]
+    assert steps[0]["against"] is None
+    found = of("/api/time?step=5&against=7")
+    assert found["against"] == {"name": record.name, "step": 7, "seconds": steps[1]["measured"]}
+    differences = [abs(found["measured"][name] - steps[1]["measured"][name]) for name in found["order"]]
+    assert found["measured"] == steps[0]["measured"] and differences == sorted(differences, reverse=True)
+
+    other = Recording(tmp_path, name="<b>other", stages=2)
+    other.run(6)
+    compared = RunRecord(other.write())
+    found = of("/api/time?step=5", compared)
+    assert found["against"]["name"] == "<b>other" and found["against"]["step"] == compared.step_with_spans()
+    for path in (tmp_path / "watch").glob("spans-*"):
+        path.unlink()
+    assert of("/api/time?step=5", compared)["against"] is None
+
+
+def test_a_failing_explanation_says_why(tmp_path):
+    recording = Recording(tmp_path, name="young")
+    recording.run(1)
+    limits = Limits(recording.write())
+    limits.newest()
+    limits._process.wait(280)  # it has a low priority
+    assert "too few steps are recorded" in json.loads(limits.newest())
+    limits.close()
+
+
 def test_views_do_not_wait_for_the_limits_and_old_ones_are_shown_meanwhile(record, monkeypatch):
     monkeypatch.setattr(limits_module, "REST", 0.0)
     monkeypatch.setattr(limits_module, "EXPLAIN_S", 0.0)

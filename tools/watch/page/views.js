@@ -41,6 +41,7 @@ async function overview({ fetched, run }) {
   const explain = async () => {
     const limits = await fetched("/api/explain");
     if (limits === null) { setTimeout(explain, 500); return; }  // they are being computed
+    if (typeof limits === "string") { explained.replaceChildren(element("li", { className: "quiet", textContent: limits })); return; }
     known = limits.map((limit) => element("li", { textContent: `${limit.text} (+${share(limit.gain)} tokens/s)` }));
     if (!known.length) known = [element("li", { className: "quiet", textContent: "Nothing found yet." })];
     explained.replaceChildren(...known);
@@ -131,21 +132,31 @@ function bars(seconds, whole) {
   })));
 }
 
-async function where({ fetched, query }) {
-  const step = query.get("step"), found = await fetched(`/api/time${step ? `?step=${step}` : ""}`);
+async function where({ fetched, query, go }) {
+  const asked = new URLSearchParams([...query].filter(([name]) => name === "step" || name === "against"));
+  const found = await fetched(`/api/time?${asked}`);
   if (!found.measured.step) return { children: [element("p", { className: "quiet", textContent: "No step is recorded yet." })] };
-  const { measured, predicted } = found, whole = Math.max(measured.step, predicted.step);
+  const { measured, predicted, against } = found, other = against?.seconds ?? predicted;
+  const whole = Math.max(measured.step, predicted.step, other.step);
   const rows = found.order.map((name) => [
     element("span", { className: "key" }, element("i", { style: { background: `var(--${PALETTE[name]})` } }), name),
     element("span", { id: `time-${name.replace(" ", "-")}`, textContent: time(measured[name]) }), share(measured[name] / measured.step),
-    time(predicted[name]), share(predicted[name] / predicted.step), time(Math.abs(measured[name] - predicted[name])),
+    time(predicted[name]), share(predicted[name] / predicted.step), ...(against ? [time(other[name])] : []),
+    time(Math.abs(measured[name] - other[name])),
   ]);
+  const number = element("input", {
+    id: "against", type: "number", min: 1, value: query.get("against") ?? "", placeholder: "step",
+    onchange: (event) => go({ against: event.target.value || null }),
+  });
   const ranks = Object.entries(found.ranks).slice(0, 64).map(([rank, seconds]) => [`rank ${rank}`, bars(seconds, measured.step), time(seconds.compute)]);
   return { children: [
     panel(`Step ${found.step}: ${time(measured.step)}, predicted ${time(predicted.step)}`,
       element("p", { className: "quiet", textContent: "measured, mean of all ranks" }), bars(measured, whole),
-      element("p", { className: "quiet", textContent: "predicted by the simulator" }), bars(predicted, whole)),
-    panel("The largest difference first", table(["", ">measured", ">share", ">predicted", ">share", ">difference"], rows)),
+      element("p", { className: "quiet", textContent: "predicted by the simulator" }), bars(predicted, whole),
+      ...(against ? [element("p", { className: "quiet", id: "other", textContent: `${against.name}, step ${against.step}: ${time(other.step)}` }), bars(other, whole)] : []),
+      element("label", { className: "quiet" }, "compare with step ", number)),
+    panel("The largest difference first", table(
+      ["", ">measured", ">share", ">predicted", ">share", ...(against ? [`>${against.name}, step ${against.step}`] : []), ">difference"], rows)),
     panel("By rank", table(["", "", ">compute"], ranks, "bars")),
   ] };
 }
