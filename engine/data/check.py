@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -226,6 +227,8 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
         parts.append(f"columns that nothing reads: {', '.join(seen.unread)}")
     if hidden:
         parts.append(f"keys of conversations that the chat template does not show: {', '.join(sorted(hidden))}")
+    if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):
+        parts.append("arguments of tool_calls that are text, which the chat template quotes again: write objects")
     paths = ", ".join(each.path for each in sources_of(data))
     return [f"{paths}: {'; '.join(parts)}"] if parts else []
 
@@ -242,6 +245,17 @@ def _seen_in_table(data: DataConfig) -> Seen:
         if not conversation_fault(talk):
             seen.add(talk)
     return seen
+
+
+def _is_quoted(encoder: ChatEncoder, talk: Conversation) -> bool:
+    """True if the chat template writes arguments of calls, given as JSON text, as a text of JSON."""
+    calls = [call for message in talk.messages for call in message.get("tool_calls") or ()]
+    inner = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    texts = [each.get("arguments") for each in inner if isinstance(each, Mapping)]
+    quoted = [json.dumps(text, ensure_ascii=False) for text in texts if isinstance(text, str) and '"' in text]
+    with suppress(ValueError):  # a refusal is an error of the first row
+        return any(text in encoder.rendered(talk) for text in quoted)
+    return False
 
 
 def _is_shown(encoder: ChatEncoder, key: str, talks: Collection[Conversation]) -> bool:

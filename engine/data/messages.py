@@ -158,8 +158,9 @@ def message_fault(messages: Any) -> str | None:
                 remedy = "its content is null: give it text, or tool_calls, or remove it"
             return f"message {number} has {', '.join(message) or 'nothing'}, not {' and '.join(missing)}; {remedy}"
         for name in needed:
-            if not isinstance(message[name], str):
-                return f"message {number} has a {name} that is {_kind(message[name])}; give plain text"
+            if not (isinstance(message[name], str) or (name == "content" and is_parts(message[name]))):
+                kinds = "text, or a list of parts of type text" if name == "content" else "text"
+                return f"message {number} has a {name} that is {_kind(message[name])}; give {kinds}"
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         return f"no message has the role assistant (found: {roles}), so nothing can be learnt; rename or remove"
@@ -180,6 +181,18 @@ def tools_fault(tools: Any) -> str | None:
 def conversation_fault(conversation: Conversation) -> str | None:
     """Return why a conversation cannot be trained on, with the remedy, or None if it can."""
     return message_fault(conversation.messages) or tools_fault(conversation.tools)
+
+
+def is_parts(content: Any) -> bool:
+    """True for a content of parts, at least one, that are all text, each with ``type`` and ``text``."""
+    return (
+        bool(content)
+        and isinstance(content, list)
+        and all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    )
 
 
 def is_call(message: Mapping[str, Any]) -> bool:

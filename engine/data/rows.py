@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Features, IterableDataset
+from datasets import Features, IterableDataset, Value
 
 from weft.engine.data.messages import without_nulls
 from weft.engine.data.shards import SampleFault, read_samples
@@ -105,12 +105,27 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
 
 
 def parquet_features(file: Path | str) -> Features:
-    """Return the columns of a Parquet file and their types. Raise RowFault if the file is not a Parquet file."""
+    """Return the columns of a Parquet file and their types. A type that `datasets` does not have is that of nulls.
+
+    Raises:
+        RowFault: the file is not a Parquet file.
+    """
     try:
         with open_file(file) as opened:
-            return Features.from_arrow_schema(pq.read_schema(opened))
+            schema = pq.read_schema(opened)
     except (pa.ArrowException, OSError) as error:
         raise RowFault("", f"not a Parquet file ({str(error).splitlines()[0]}); write it again") from error
+    try:
+        return Features.from_arrow_schema(schema)
+    except (ValueError, TypeError):
+        return Features({column.name: _feature(column) for column in schema})
+
+
+def _feature(column: pa.Field) -> Any:
+    try:
+        return Features.from_arrow_schema(pa.schema([column]))[column.name]
+    except (ValueError, TypeError):
+        return Value("null")
 
 
 def broken_text(value: Any, path: str = "") -> str | None:

@@ -73,9 +73,16 @@ class ChatTemplate:
         """Render a conversation as text. ``add_generation_prompt`` appends the beginning of an assistant's turn.
 
         Raises:
-            ValueError: the template rejects the messages.
+            ValueError: the template rejects the messages, or prints the parts of a content as a list of Python.
         """
-        return self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)[0][0]
+        text = self._jinja(messages, tools, add_generation_prompt=add_generation_prompt)[0][0]
+        for number, content in enumerate((message.get("content") for message in messages), start=1):
+            if isinstance(content, list) and str(content) in text:
+                raise ValueError(
+                    f"message {number} has its content in parts, which the chat template does not read; give plain "
+                    "text, or set data.chat_template to one that reads parts"
+                )
+        return text
 
     def spans(self, messages: Sequence[Message], tools: Tools, text: str, tokens: Sequence[Span]) -> list[Span]:
         """Find the assistant's spans in ``text``, the result of `text` for the same conversation.

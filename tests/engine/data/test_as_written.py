@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import datasets
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from weft.conf.schema import DataConfig, DataKind
@@ -128,6 +130,45 @@ def test_calls_in_sharegpt_s_form_are_calls(tokenizer, write, tmp_path):
     ((text, counted),) = read(config(write("a.jsonl", rows), tmp_path, chat_template=TEMPLATE), tokenizer, 1)
     assert counted == f"CALL {json.dumps(call('tide', {'port': 'Bergen'}))}<|end_turn|>It is low.<|end_turn|>"
     assert "<|turn|>tool\nlow" in text and text.startswith(json.dumps([tool("tide")]))
+
+
+def test_arguments_that_the_template_quotes_again_are_named(tokenizer, write, tmp_path):
+    """OpenAI's API writes arguments as JSON text, and most templates expect objects."""
+    path = write("a.jsonl", [{"messages": talk([call("tide", '{"port": "Bergen"}')])}])
+    for written, lines in (("c | tojson", 1), ("c.function.arguments", 0)):
+        data = config(path, tmp_path, chat_template=TEMPLATE.replace("c | tojson", written))
+        found = unused_lines(data, tokenizer, check_source(data))
+        assert len(found) == lines and all("quotes again: write objects" in line for line in found)
+
+
+PARTS = [{"type": "text", "text": "you"}, {"type": "text", "text": " there"}]
+READS_PARTS = TEMPLATE.replace("m.content or ''", "m.content | map(attribute='text') | join")
+
+
+def test_content_in_parts_is_rendered_by_a_template_that_reads_parts(tokenizer, write, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": PARTS}]}]
+    path = write("a.jsonl", rows)
+    ((text, counted),) = read(config(path, tmp_path, chat_template=READS_PARTS), tokenizer, 1)
+    assert text == tokenizer.apply_chat_template(rows[0]["messages"], chat_template=READS_PARTS, tokenize=False)
+    assert counted == "you there<|end_turn|>"
+    with pytest.raises(ValueError, match="message 2 has its content in parts, which the chat template does not read"):
+        encode_first(config(path, tmp_path, chat_template=TEMPLATE), tokenizer)
+
+
+def test_a_column_of_a_type_that_nothing_reads_is_no_obstacle(tokenizer, tmp_path):
+    odd = pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))
+    talks = pa.array([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]])
+    for names, problem in (
+        (("odd", "messages"), None),
+        (("messages", "other"), r"column messages is map<.*give a list"),
+    ):
+        pq.write_table(pa.table(dict(zip(names, (odd, talks), strict=True))), tmp_path / "a.parquet")
+        data = config(tmp_path / "a.parquet", tmp_path)
+        if problem is None:
+            assert [counted for _, counted in read(data, tokenizer, 1)] == ["b<|end_turn|>"]
+        else:
+            with pytest.raises(ValueError, match=problem):
+                check_source(data)
 
 
 DATES = [

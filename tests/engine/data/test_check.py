@@ -58,7 +58,7 @@ CHAT_FAULTS = {
     "no content": (talk([{"role": "user"}]), "line 2: message 1 has role, not content"),
     "parts": (
         talk([{"role": "user", "content": [{"type": "text"}]}]),
-        "line 2: message 1 has a content that is a list; give plain text",
+        "line 2: message 1 has a content that is a list; give text, or a list of parts of type text",
     ),
     "no assistant": (
         talk([{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]),
