@@ -64,6 +64,7 @@ ELSEWHERE = {
     "max_length": "data.sequence_length",
     "max_seq_length": "data.sequence_length",
     "max_seq_len": "data.sequence_length",
+    "r": "model.lora.rank",
     "lora_r": "model.lora.rank",
     "lora_alpha": "model.lora.alpha",
     "lora_dropout": "model.lora.dropout",

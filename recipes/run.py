@@ -251,7 +251,7 @@ class TrainingRun:
         return {"loader": self.loader.state_dict(), "evaluations": asdict(self.evaluations)}
 
     def _set_state(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state["loader"])
+        together(lambda: self.loader.load_state_dict(state["loader"]))
         if self.engine.scores is not None:
             self.engine.scores.forget()
         self.evaluations = Evaluations(**{"last_step": self.engine.global_steps} | state.get("evaluations", {}))

@@ -231,7 +231,7 @@ def run(settings: Sequence[str], **faults: Any) -> dict[str, Any]:
         except NonFiniteError as error:
             return {"error": str(error), "ranks": error.ranks}
         except ValueError as error:
-            return {"error": str(error)}
+            return {"error": str(error), "kind": type(error).__name__}
     return {
         "steps": engine.global_steps,
         "warnings": warnings,
