@@ -18,6 +18,8 @@ from benchmarks.blocks.llama import COMPILED, DTYPE, FUSED, Shape, Variant
 from benchmarks.loss import HEADS
 from weft.conf.host.triton import is_interpreted
 from weft.engine.models.kernels import fused_rotation, gated_product, kernel_for
+from weft.engine.zero.kernels.accumulation import accumulate_plain
+from weft.engine.zero.norm import squared_norm
 
 Function = Callable[..., Any]
 """Maps tensors to a tensor or to several."""
@@ -64,13 +66,54 @@ class Candidate(NamedTuple):
         torch.compiler.reset()
 
 
+class Accumulation(NamedTuple):
+    """An implementation of the accumulation of a received gradient, bf16, into a shard. It has no backward."""
+
+    name: str
+    needs: Variant
+    accumulate: Callable[[Tensor, Tensor], Tensor]
+    elements: int
+    device: torch.device
+    kernel: str = "accumulation, norm"
+
+    @contextmanager
+    def passes(self) -> Iterator[Passes]:
+        """Context with its passes."""
+        torch.manual_seed(0)
+        shard = torch.randn(self.elements, device=self.device)
+        received = torch.randn(self.elements, device=self.device).bfloat16()
+
+        def forward(into: Tensor) -> dict[str, Tensor]:
+            square = self.accumulate(into, received)
+            return {"shard": into, "square": square}
+
+        yield Passes(shard.clone, forward, lambda results: results)
+
+
+def _accumulations(shape: Shape, device: torch.device) -> Iterator[Accumulation]:
+    """Yield the implementations of accumulation, for as many elements as an MLP of the block has."""
+
+    def plain(shard: Tensor, received: Tensor) -> Tensor:
+        accumulate_plain(shard, received, adds=True)
+        return squared_norm([shard], device)
+
+    def fused(shard: Tensor, received: Tensor) -> Tensor:
+        from weft.engine.zero.kernels.accumulation_triton import accumulate_fused
+
+        return accumulate_fused(shard, received, adds=True).double().sum()
+
+    count = 3 * shape.width * shape.inner
+    yield Accumulation("torch", Variant(), plain, count, device)
+    yield Accumulation("Weft", FUSED, fused, count, device)
+
+
 def _gradient(output: Tensor) -> Tensor:
     """Return the gradient of a loss, or random numbers that repeat."""
     ramp = torch.arange(output.numel(), device=output.device, dtype=torch.float32).sin()
     return torch.ones_like(output) if output.dim() == 0 else ramp.view(output.shape).to(output.dtype)
 
 
-def candidates(shape: Shape, tokens: int, device: torch.device) -> Iterator[Candidate]:
+def candidates(shape: Shape, tokens: int, device: torch.device) -> Iterator[Candidate | Accumulation]:
     """Yield the implementations of each kernel for one sequence; the first one of each is torch's."""
 
     if is_interpreted():
@@ -106,6 +149,7 @@ def candidates(shape: Shape, tokens: int, device: torch.device) -> Iterator[Cand
         yield Candidate(kernel, "torch", Variant(), eager, inputs)
         yield Candidate(kernel, "torch.compile", COMPILED, torch.compile(eager, dynamic=False), inputs)
         yield Candidate(kernel, "Liger", FUSED, liger, inputs)
+    yield from _accumulations(shape, device)
     ends = normal(tokens, shape.width), lambda: normal(shape.words, shape.width)() * shape.width**-0.5
     whole, *others = HEADS.items()
     for name, needs, function in (

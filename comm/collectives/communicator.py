@@ -15,7 +15,7 @@ from weft.comm.channel import ChannelError
 from weft.comm.collectives.collective import GATHERING, REDUCING, Collective, Primitive
 from weft.comm.collectives.executors import InOrderExecutor, Pending, completed, executor_for
 from weft.comm.collectives.group import Group, Mesh
-from weft.comm.collectives.primitives import PRIMITIVES, Times, connect_groups
+from weft.comm.collectives.primitives import PRIMITIVES, Times, connect_groups, reduces
 from weft.comm.collectives.rewrite import Rewrite, Step
 
 PLAIN = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
@@ -115,7 +115,8 @@ class Communicator:
         Args:
             source: contiguous; the full tensor for a reduce-scatter, this rank's shard for an
                 all-gather, the same tensor as ``target`` for an all-reduce.
-            target: contiguous; this rank's shard for a reduce-scatter, otherwise the full tensor.
+            target: contiguous; this rank's shard for a reduce-scatter, otherwise the full tensor. Of the dtype of
+                ``source``, or fp32 for a rewrite that `sums_last`.
 
         Raises:
             ValueError: the tensors do not fit the collective, or its mesh was not opened.
@@ -169,7 +170,8 @@ class Communicator:
             raise ValueError(f"{rewrite}: mesh {rewrite.mesh.shape} of that group was not opened; pass it to `open`")
         shard_of = {Primitive.reduce_scatter: target, Primitive.all_gather: source}.get(collective.primitive)
         whole = source if collective.primitive is Primitive.reduce_scatter else target
-        fits = whole.numel() * whole.itemsize == collective.num_bytes and source.dtype == target.dtype
+        fits = whole.numel() * source.itemsize == collective.num_bytes
+        fits = fits and (source.dtype == target.dtype or (rewrite.sums_last and target.dtype is torch.float32))
         if shard_of is not None:
             fits = fits and shard_of.numel() * self.group.size == whole.numel()
         elif source.data_ptr() != target.data_ptr():
@@ -210,20 +212,22 @@ class _Flow:
         step = self._steps[number]
         if number == 0:
             tensor = self._cut(tensor)
-        tensor = self._along(step, tensor, group)
-        if number == len(self._steps) - 1:
+        is_last = number == len(self._steps) - 1
+        tensor = self._along(step, tensor, group, widens=is_last and self.target.dtype != tensor.dtype)
+        if is_last:
             self._place(tensor)
             return self.target
         return tensor
 
-    def _along(self, step: Step, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def _along(self, step: Step, tensor: Tensor, group: dist.ProcessGroup, *, widens: bool) -> Tensor:
         if step.primitive in REDUCING:
             tensor = tensor.movedim(self._axes.index(step.axis), 0)
             self._axes.remove(step.axis)
         tensor, (links, shape) = tensor.contiguous(), (self.rewrite.mesh.links, self._shape)
         whole = tensor.nbytes * (shape[step.axis] if step.primitive in GATHERING else 1)
         with self.times.of((links[step.axis], step.primitive, shape[step.axis], whole), tensor):
-            result = PRIMITIVES[step.primitive](tensor, group)
+            run = partial(reduces, dtype=self.target.dtype) if widens else PRIMITIVES[step.primitive]
+            result = run(tensor, group)
         if step.primitive in GATHERING:
             self._axes.insert(0, step.axis)
         return result

@@ -40,14 +40,14 @@ def reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return shard
 
 
-def reduces(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's row of the sum, by one reduce per root.
+def reduces(tensor: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """Return this rank's row of the sum, by one reduce per root, in ``dtype``. None: the dtype of ``tensor``.
 
     The reduces run as one all-to-all; each root adds in rank order.
     """
     received = torch.empty_like(tensor)
     _wait(dist.all_to_all_single(received.view(-1), tensor.view(-1), group=group, async_op=True))
-    return received.sum(0, dtype=tensor.dtype)
+    return received.sum(0, dtype=dtype or tensor.dtype)
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

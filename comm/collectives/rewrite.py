@@ -47,6 +47,11 @@ class Rewrite:
         """Return a copy whose chunks are these shares of the workload."""
         return replace(self, granularity=tuple(granularity))
 
+    @property
+    def sums_last(self) -> bool:
+        """True if the last step of a reduce-scatter sums received parts on this rank, in any wider format."""
+        return self.collective.primitive is Primitive.reduce_scatter and self.steps[-1].primitive is Primitive.reduces
+
     def bounds(self, length: int) -> list[tuple[int, int]]:
         """Return the begin and end of each chunk in a buffer of ``length``, without empty chunks."""
         ends = [round(share * length) for share in accumulate(self.granularity)]

@@ -15,6 +15,7 @@ from weft.comm.channel import Handle
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import computed_dtype
 from weft.engine.zero.collectives import Collectives
+from weft.engine.zero.kernels.accumulation import accumulate
 from weft.pipeline.memory import ALIGNMENT
 
 Named = tuple[str, nn.Parameter]
@@ -128,7 +129,9 @@ class Bucket:
         """Views of the buffer, in which gradients accumulate."""
         self._arrived: set[Member] = set()
         self._gradient: Tensor | None = None
-        self._reduction: tuple[Handle, Tensor] | None = None
+        self._squares: Tensor | None = None
+        """Sums of squares of parts of the gradient, if its last accumulation computed them."""
+        self._reduction: Handle | None = None
         self._gathering: Handle | None = None
         self._adopt_weights(first)
         self.fragments = tuple(self._fragments(cuts, shared=zero_stage == 0))
@@ -209,24 +212,27 @@ class Bucket:
         self.extremes.extend(torch.aminmax(whole))
         if self._keeps_gradients:
             self._gradient = whole[self._held]
-            self._reduction = self._collectives.reduce(whole, self._gradient), self._gradient
+            self._reduction = self._collectives.reduce(whole, self._gradient)
             return
         self._settle()
         self._buffer = None
         self._places.clear()
-        target = whole if self._collectives.num_replicas == 1 else whole.new_empty(self._shard.numel())
-        self._reduction = self._collectives.reduce(whole, target), target
+        self._reduction = self._collectives.reduce(whole)
 
     def _settle(self) -> None:
+        """Wait for the reduction, and accumulate its sum into the gradient."""
         if self._reduction is None:
             return
-        handle, target = self._reduction
-        self._reduction = None
-        handle.wait()
-        if self._gradient is None or self._gradient is target:
-            self._gradient = target
-        else:
-            self._gradient.add_(target)
+        received, self._reduction, self._squares = self._reduction.wait(), None, None
+        if received is self._gradient:
+            return
+        adds = self._gradient is not None and not self._keeps_gradients
+        if self._gradient is None:
+            if received.dtype == self._master.dtype:
+                self._gradient = received
+                return
+            self._gradient = torch.empty_like(received, dtype=self._master.dtype)
+        self._squares = accumulate(self._gradient, received, adds=adds)
 
     def finish_gradient(self) -> None:
         """Wait for the reduction, then sum gradients of tied weights over their holders."""
@@ -234,6 +240,7 @@ class Bucket:
         assert self._gradient is not None, "every bucket is reduced in every step"
         if self.tied is not None:
             dist.all_reduce(self._gradient, group=self.tied)
+            self._squares = None
 
     @property
     def counted_gradient(self) -> Tensor:
@@ -241,6 +248,12 @@ class Bucket:
         assert self._gradient is not None
         share = self._share if self._gradient.numel() == self.length else slice(None)
         return self._gradient[share if self.counted else slice(0)]
+
+    @property
+    def counted_squares(self) -> Tensor | None:
+        """Return sums of squares of parts of `counted_gradient`, or None if none were computed on the way."""
+        is_all = self.counted and self.gradient.numel() == self._shard.numel()
+        return self._squares if is_all else None
 
     @property
     def gradient(self) -> Tensor:
@@ -261,7 +274,7 @@ class Bucket:
 
     def drop_gradient(self) -> None:
         """Drop the gradient of the step."""
-        self._gradient = None
+        self._gradient = self._squares = None
         self.extremes = []
         self.present.clear()
         for fragment in self.fragments:

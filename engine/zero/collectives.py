@@ -38,18 +38,6 @@ class CompletedHandle:
 
 
 @dataclass(frozen=True)
-class CastHandle:
-    """Handle of a reduction that is sent in another dtype than its target's."""
-
-    handle: Handle
-    target: Tensor
-
-    def wait(self) -> Tensor:
-        """Wait for the reduction, copy its result to the target, and return the target."""
-        return self.target.copy_(self.handle.wait())
-
-
-@dataclass(frozen=True)
 class NotedHandle:
     """Handle whose wait is published to the supervisor."""
 
@@ -153,21 +141,31 @@ class Collectives:
         """The ranks that hold the same weights as this one."""
         return Group((dist.get_rank(),), (0,)) if self.gradients is None else self.gradients.group
 
-    def reduce(self, whole: Tensor, target: Tensor) -> Handle:
-        """Start to sum ``whole`` over replicas into ``target``, which is this rank's shard or ``whole`` itself.
+    def reduce(self, whole: Tensor, target: Tensor | None = None) -> Handle:
+        """Start to sum ``whole`` over replicas, in the format in which gradients are sent.
 
-        Neither tensor may be used before the handle's `wait`.
+        The handle's `wait` returns the sum. If it is sent in the format of ``whole``, it is in ``target``. Otherwise it
+        is a new tensor, in fp32 if this rank itself adds the parts of all ranks, which adds no rounding to the sum.
+        Neither tensor may be used before.
+
+        Args:
+            target: this rank's shard, or ``whole`` itself. None: a new shard.
         """
-        if self.gradients is None or whole.dtype == self.gradient_format:
-            return self._reduce(whole, target)
-        low = whole.to(self.gradient_format)
-        shard = low if target.numel() == low.numel() else low.new_empty(target.numel())
-        return CastHandle(self._reduce(low, shard), target)
+        low = whole if self.gradients is None else whole.to(self.gradient_format)
+        if target is not None and target.numel() == whole.numel():
+            return self._start(self.gradients, Primitive.all_reduce, low, target if low is whole else low)
+        if self.num_replicas == 1:
+            return CompletedHandle(whole)
+        if target is None or low is not whole:
+            target = low.new_empty(low.numel() // self.num_replicas, dtype=self._summed_dtype(low))
+        return self._start(self.gradients, Primitive.reduce_scatter, low, target)
 
-    def _reduce(self, whole: Tensor, target: Tensor) -> Handle:
-        if target.numel() == whole.numel():
-            return self._start(self.gradients, Primitive.all_reduce, whole, whole)
-        return self._start(self.gradients, Primitive.reduce_scatter, whole, target)
+    def _summed_dtype(self, low: Tensor) -> torch.dtype:
+        """Return the format of a shard of the sum over replicas of ``low``."""
+        if self.gradients is None or low.itemsize > 2:
+            return low.dtype
+        sums_last = self._rewrite(self.gradients, Primitive.reduce_scatter, low, low).sums_last
+        return torch.float32 if sums_last else low.dtype
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over replicas in place. Blocks."""
@@ -180,14 +178,16 @@ class Collectives:
     def _start(self, over: Communicator | None, primitive: Primitive, source: Tensor, target: Tensor) -> Handle:
         if over is None:
             return CompletedHandle(target)
-        size = max(source.numel(), target.numel())
-        wish = Collective.flat(primitive, over.group, num_elements=size, itemsize=source.itemsize)
-        handle: Handle = over.start(self.choose(wish), source, target)
+        handle: Handle = over.start(self._rewrite(over, primitive, source, target), source, target)
         if self.waits is not None:
             handle = NotedHandle(handle, self.waits, "gradients" if over is self.gradients else "weights")
         if not self.overlap:
             handle.wait()
         return handle
+
+    def _rewrite(self, over: Communicator, primitive: Primitive, source: Tensor, target: Tensor) -> Rewrite:
+        size = max(source.numel(), target.numel())
+        return self.choose(Collective.flat(primitive, over.group, num_elements=size, itemsize=source.itemsize))
 
     def of(self, cut: Cut | None) -> Collectives:
         """Return the collectives for a parameter of which this rank holds the part ``cut``. None means all of it."""

@@ -299,9 +299,12 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     def _local_square(self, loss: Tensor | None, hidden: Extremes) -> Tensor:
         """Return a tensor to sum over ranks: this rank's part of the squared norm, and 1 if this rank must stop."""
-        square = squared_norm((bucket.counted_gradient for bucket in self.sharding.trained), self.sharding.device)
+        buckets = self.sharding.trained
+        square = squared_norm((b.counted_gradient for b in buckets if b.counted_squares is None), self.sharding.device)
+        if known := [b.counted_squares for b in buckets if b.counted_squares is not None]:
+            square += torch.cat(known).double().sum()
         self._origin = OwnNumbers.of_step(
-            self.sharding.trained,
+            buckets,
             loss,
             self._groups["pipeline"],
             hidden,

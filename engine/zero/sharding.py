@@ -16,6 +16,7 @@ from weft.conf.schema import ZeroConfig
 from weft.engine.zero.bucket import Bucket, Fragment, Member
 from weft.engine.zero.collectives import Collectives
 from weft.engine.zero.division import ShardedStage, divide
+from weft.engine.zero.kernels.accumulation import compile_for
 from weft.engine.zero.weights import StageWeights
 from weft.pipeline.action import BACKWARD, Action, Op
 
@@ -60,6 +61,8 @@ class Sharding:
         }
         self._joint = [bucket for bucket in self.buckets if bucket.trained and len(bucket.stages) > 1]
         self._reduce_every = zero.reduce_every if zero.stage >= 2 else 0
+        sent = {kind.gradient_format for kind in self.collectives.kinds if kind.num_replicas > 1} - {torch.float32}
+        compile_for(self.device, sent | ({torch.float32} if self._reduce_every else set()))
         self._closing: set[Action] = set()
         self._last: set[Action] = set()
         self._upcoming: dict[int, deque[Op]] = {}

@@ -9,7 +9,17 @@ import torch.distributed as dist
 
 from tests.comm.collectives.balanced import balanced_meshes
 from tests.thread_ranks import run_in_threads
-from weft.comm.collectives import Group, LinkClass, Primitive, primitives, probe
+from weft.comm.collectives import (
+    Collective,
+    Group,
+    LinkClass,
+    Primitive,
+    Rewrite,
+    Step,
+    plain,
+    primitives,
+    probe,
+)
 from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.collective import EXECUTED
 from weft.comm.collectives.communicator import Communicator
@@ -56,6 +66,24 @@ def test_primitives_do_what_they_say(primitive, shape, world, members, dtype):
     for rank, result in zip(members, expected, strict=True):
         assert found[rank].dtype == dtype
         assert torch.equal(found[rank], result)
+
+
+def summed_in_chunks(group):
+    """Return a shard of bf16 parts that were sent in chunks and summed in fp32 here."""
+    opened = Communicator.open([group], device=CPU, timeout_s=20, meshes={group: [group.flat]})
+    wish = Collective.flat(Primitive.reduce_scatter, group, num_elements=24, itemsize=2)
+    rewrite = Rewrite(wish, group.flat, (Step(Primitive.reduces, 0),), (0.4, 0.6))
+    source = torch.full((24,), 1.0 if dist.get_rank() else 2.0**-12, dtype=torch.bfloat16)
+    result = opened.start(rewrite, source, torch.zeros(8)).wait()
+    with pytest.raises(ValueError, match="do not fit"):  # NCCL and gloo round their sums to the format sent
+        opened.start(plain(wish), source, torch.zeros(8))
+    opened.close()
+    return result
+
+
+def test_a_sum_of_received_parts_is_not_rounded_to_their_format():
+    for shard in run_in_threads(3, summed_in_chunks, Group.regular(3, 1)):
+        assert shard.tolist() == [2 + 2.0**-12] * 8
 
 
 def largest(shape):

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch import nn
 
-from weft.comm.collectives import Group, Primitive
+from weft.comm.collectives import Group, Primitive, Rewrite, Step, plain
 from weft.engine.parallel.cut import Cut
+from weft.engine.zero import Bucket
 from weft.engine.zero.collectives import Collectives
 
 
@@ -60,14 +62,44 @@ def test_gradients_and_weights_go_their_own_ways():
 
 
 @pytest.mark.parametrize("length", [2, 4])
-def test_gradients_travel_in_their_format_and_arrive_in_the_targets(length):
+def test_gradients_are_sent_in_their_format(length):
     gradients, _, collectives = pair(gradient_format=torch.bfloat16)
     whole, target = torch.arange(4.0), torch.zeros(length)
-    handle = collectives.reduce(whole, target)
+    summed = collectives.reduce(whole, target).wait()
     assert [dtype for _, dtype in gradients.started] == [torch.bfloat16]
-    assert handle.wait() is target
-    assert target.tolist() == [0.0, 2.0, 4.0, 6.0][:length]
-    collectives.reduce(whole.bfloat16(), torch.zeros(length, dtype=torch.bfloat16)).wait()
+    assert summed.dtype is torch.bfloat16 and summed.tolist() == [0.0, 2.0, 4.0, 6.0][:length]
+    low = torch.zeros(length, dtype=torch.bfloat16)
+    assert collectives.reduce(whole.bfloat16(), low).wait() is low
+    assert [dtype for _, dtype in gradients.started] == 2 * [torch.bfloat16]
+
+
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("zero_stage", "times"), [(0, 1), (1, 1), (2, 3)])
+def test_buckets_accumulate_in_fp32_what_they_receive(zero_stage, times, sent):
+    _, _, collectives = pair(gradient_format=sent)
+    weight = nn.Parameter(torch.zeros(32))
+    bucket = Bucket([("w", weight)], stages=frozenset({0}), zero_stage=zero_stage, collectives=collectives)
+    for _ in range(times):
+        weight.grad = torch.full((32,), 1 + 2**-8)  # rounds to 1 in bf16
+        bucket.add_gradient(bucket.members[0])
+        bucket.reduce()
+    bucket.finish_gradient()
+    each = 2 * float(torch.tensor(1 + 2**-8).to(sent))
+    assert bucket.gradient.dtype is torch.float32
+    assert bucket.gradient.tolist() == [times * each] * (16 if zero_stage else 32)
+
+
+def test_a_shard_that_this_rank_sums_itself_is_not_rounded():
+    """The last step adds the parts of all ranks, so that the sum needs no format of its own."""
+    gradients, _, collectives = pair(gradient_format=torch.bfloat16)
+
+    def summed_here(wish):
+        return Rewrite(wish, wish.group.flat, (Step(Primitive.reduces, 0),))
+
+    collectives.choose = summed_here
+    assert collectives.reduce(torch.ones(4)).wait().dtype is torch.float32
+    collectives.choose = plain
+    assert collectives.reduce(torch.ones(4)).wait().dtype is torch.bfloat16
     assert [dtype for _, dtype in gradients.started] == 2 * [torch.bfloat16]
 
 

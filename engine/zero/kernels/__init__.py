@@ -1,0 +1,1 @@
+"""Triton kernels of ZeRO, each next to the torch operations that it replaces."""
