@@ -158,7 +158,8 @@ def _train(
     for mode in MODES * args.rounds:
         for stage in engine.module.stages.values():
             stage.teacher_s = 0.0 if mode == "none" else teacher_s
-        engine.scores = None if mode == "none" else _scores(engine, batches, loss, mode, urls, reference)
+        alone = mode == "none" or (mode == "in line" and loss == "distill")  # there the stage has the teacher
+        engine.scores = None if alone else _scores(engine, batches, loss, mode, urls, reference)
         dist.barrier()
         steps = [(timed_step(engine), _share(engine)) for _ in range(args.steps)][_UNCOUNTED:]
         seconds, shares = zip(*steps, strict=True)
@@ -189,7 +190,8 @@ def _scores(
         engine,
         Score(
             "teacher" if distils else "reference",
-            of_logits=None if distils else lambda _, batch: torch.zeros(batch["labels"].shape),
+            of_logits=lambda _, batch: torch.zeros(batch["labels"].shape),
+            of_batches=partial(_taught, engine) if distils else None,
             of_tokens=lambda tokens, _: tokens,
         ),
         frozen=reference.active,
@@ -197,6 +199,13 @@ def _scores(
         peek=batches.peek,
         steps_ahead=0 if mode == "in line" else STEPS_AHEAD,
     )
+
+
+def _taught(engine: WeftEngine, batches: Sequence[Batch]) -> list[Tensor]:
+    """Return scores after the seconds of a teacher's forwards."""
+    stage = engine.module.stages[_RANKS - 1]
+    pause(stage.teacher_s * len(batches))
+    return [torch.zeros(batch["labels"].shape) for batch in batches]
 
 
 class _Stage(EmulatedStage):

@@ -40,6 +40,7 @@ from weft.engine.planning.adaptation import Adaptation
 from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
 from weft.engine.scores.step_scores import StepScores
+from weft.engine.stages.teacher import Teacher
 from weft.engine.stop_signals import StopSignals
 from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
 from weft.pipeline.schedule import Schedule
@@ -150,6 +151,8 @@ class WeftEngine(PipelineEngine):
         self.bubbles = construction.make_bubbles(self)
         if self.bubbles is not None:
             self.slot_observers.append(self.bubbles)
+        self.teacher: Teacher | None = None
+        """Teacher of a distillation, whose weights the ranks that compute the loss have loaded."""
         self.scores: StepScores | None = None
         """Attaches a frozen model's scores to the micro-batches of each step."""
         self.watcher = Watcher()

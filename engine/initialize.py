@@ -274,6 +274,7 @@ def build_engine(
     engine = run.engine(config, settings, module, objective=objective, set_up=attempt.set_up, args=args, **given)
     if teacher is not None:
         together(lambda: teacher.load(device) if engine.holds_loss else None)
+        engine.teacher = teacher
     path = hf_config.name_or_path or ""
     engine.origin = Origin(base, path, flat(to_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
     engine.groups = [group for group in process_groups() if group not in earlier]

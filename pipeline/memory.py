@@ -109,7 +109,7 @@ class RankMemory:
         working: temporary bytes of a backward.
         concurrent_buffers: bytes of buffers that exist while most activations do. Other buffers exist only after a
             rank's backwards, while gradients are reduced.
-        stepping: temporary bytes of the optimiser's step, after activations and buffers are freed.
+        stepping: temporary bytes of the optimiser's step, or of scores before one, without activations and buffers.
     """
 
     zero: ZeroMemory

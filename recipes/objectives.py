@@ -46,7 +46,9 @@ def open_scores(config: WeftConfig, engine: WeftEngine, loader: MicrobatchLoader
             raise ValueError(f"distill.top_k={top_k}: the student has {words} tokens; choose fewer, such as 64")
         check = partial(refuse_other_tokens, words=words)
         ahead = _ahead(config, engine, lambda worker: partial(worker.top_log_probs, top_k=top_k, words=words), check)
-        engine.scores = opened(Score(TEACHER, of_logits=None, of_tokens=lambda tokens, _: tokens), ahead=ahead)
+        assert engine.teacher is not None
+        score = Score(TEACHER, of_batches=engine.teacher.scores_of_tokens, of_tokens=lambda tokens, _: tokens)
+        engine.scores = opened(score, ahead=ahead)
 
 
 def _ahead(

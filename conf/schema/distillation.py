@@ -16,7 +16,7 @@ class DistillConfig:
     """Train against a teacher's probabilities."""
     teacher: str = ""
     """Folder or hub name of the teacher, whose tokens must be the student's. Each rank with the last stage holds the
-    whole teacher, in `train.precision`."""
+    whole teacher, in `train.precision`, or with `inference.scores.enabled` the host."""
     weight: Annotated[float, Range(0, 1)] = 0.5
     """Share of the divergence from the teacher in the loss; the rest is the cross-entropy of the labels."""
     temperature: Annotated[float, POSITIVE] = 1.0

@@ -153,6 +153,13 @@ def distillation(score: Callable[[Batch], TopTokens], settings: DistillConfig, c
     return Objective(loss)
 
 
+def of_tokens(following: TopTokens, batch: Batch) -> Tensor:
+    """Return the scores [B, S, k, 2] of a micro-batch's tokens, by those of the tokens after each token."""
+    assert following.ids is not None
+    pairs = torch.stack([following.ids.float(), following.log_probabilities], -1)
+    return pad(pairs.unflatten(0, batch["input_ids"].shape)[:, :-1], (0, 0, 0, 0, 1, 0))
+
+
 def _arrived(scores: Tensor) -> TopTokens:
     """Return the tokens after each token, by scores [B, S, k, 2] of the tokens themselves."""
     following = pad(scores[:, 1:], (0, 0, 0, 0, 0, 1)).flatten(0, 1)

@@ -198,7 +198,7 @@ def _known_facts(
         facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer, trained))
     facts = with_axes(config, facts, machine.nodes, machine.device)
     if config.distill.enabled:
-        own_loss, teacher = False, teacher_facts(config, facts.model.vocab_size, _teacher_work)
+        own_loss, teacher = False, teacher_facts(config, facts.model.vocab_size, facts.device, _teacher_work)
         facts = replace(facts, teacher=teacher)
     facts = with_chunked_loss(config, with_exchange(config, hf_config, facts), own_loss=own_loss)
     if not is_installed("strands"):
@@ -236,7 +236,8 @@ def _run_name(config: WeftConfig, hf_config: PreTrainedConfig) -> str:
     again = "" if kind is Recompute.none else f", recompute {kind.name}"
     lora = ", lora" if config.model.lora.enabled else ""
     lora += ", 4 bits" if quantization_of(config.model) else ""
-    teacher = f", taught by {config.distill.teacher}" if config.distill.enabled else ""
+    alone = config.distill.enabled and not config.inference.scores.enabled
+    teacher = f", taught by {config.distill.teacher}" if alone else ""
     return f"{hf_config.model_type} {model}, {shape}, {config.train.precision.name}{lora}{again}{teacher}"
 
 

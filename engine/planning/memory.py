@@ -82,7 +82,7 @@ def rank_states(config: WeftConfig, facts: Facts, placement: Placement, split: S
             state = replace(state, weights=state.weights + (size.held - size.held_trained) * EXACT_BYTES)
         state = replace(state, weights=state.weights + size.scale_bytes)
         if facts.teacher is not None and placement.num_stages - 1 in held:
-            state = replace(state, weights=state.weights + facts.teacher.weight_bytes)
+            state = replace(state, weights=state.weights + facts.teacher.resident_bytes)
         found.append(state)
     return found
 

@@ -135,15 +135,7 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
     )
     first = schedules[sizes[0]]
     working = working_bytes(config, facts, split, costs, recompute)
-    stepping = [
-        stepping_bytes(
-            config.optimizer,
-            _stepped(config, facts, size := rank_size(facts.model, split, held)),
-            size.largest,
-            together=facts.device != "cpu",
-        )
-        for held in placement.rank_stages
-    ]
+    stepping = [_between_steps(config, facts, split, held) for held in placement.rank_stages]
     trained = [part.held_trained for part in parts]
     stepping_costs = _step_costs(costs, overlap)
     return RunPlan(
@@ -160,6 +152,16 @@ def plan_run(config: WeftConfig, facts: Facts, placement: Placement | None = Non
         step_s=max(_route_step_s(facts, route, schedules, stepping_costs) for route in range(facts.layout.routes)),
         bubble_share=predict(first, stepping_costs, 0).bubble_share,
     )
+
+
+def _between_steps(config: WeftConfig, facts: Facts, split: StageSplit, held: Sequence[int]) -> float:
+    """Return the bytes that a rank needs while it has no activations: for an update, or a teacher's scores."""
+    size = rank_size(facts.model, split, held)
+    stepped = _stepped(config, facts, size)
+    found = stepping_bytes(config.optimizer, stepped, size.largest, together=facts.device != "cpu")
+    if facts.teacher is None or split.num_stages - 1 not in held:
+        return found
+    return max(found, facts.teacher.in_line_bytes)
 
 
 def _recompute(

@@ -6,11 +6,11 @@ step, on the ranks that compute the loss. There an objective (`weft.engine.model
     score = Score("reference", of_logits=label_log_probs)
     engine.scores = StepScores(engine, score, frozen=InitialWeights(engine.sharding).active)
 
-Without more, all scores are computed in line: a forward pass through the pipeline of the model within ``frozen``. For a
-model with other layers, which the ranks that compute the loss hold, ``of_logits`` is None. Then the objective computes
-the scores of micro-batches that have none. With `weft.engine.scores.ahead.Ahead`, scores that arrived in time need
-neither. At the beginning of a step, the rank of the last stage decides which micro-batches of the next step lack
-scores. The decision is sent during the step, so that no step waits for it or for a scorer.
+Without more, all scores are computed in line: a forward pass through the pipeline of the model within ``frozen``. A
+model with other layers computes them by ``of_batches``, on the ranks that compute the loss. With
+`weft.engine.scores.ahead.Ahead`, scores that arrived in time need neither. At the beginning of a step, the rank of the
+last stage decides which micro-batches of the next step lack scores. The decision is sent during the step, so that no
+step waits for it or for a scorer.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Score:
     Attributes:
         name: key in the micro-batch.
         of_logits: returns the scores [B, S, ...] of the tokens by the frozen model's logits [B, S, V] and the
-            micro-batch. Element s belongs to token s, and 0 is the score of a token without one. None leaves missing
-            scores to the objective.
+            micro-batch. Element s belongs to token s, and 0 is the score of a token without one.
+        of_batches: returns the same of whole micro-batches, by another model. No other rank is needed.
         of_tokens: returns the same from the scores of all tokens that arrive ahead, and the micro-batch.
     """
 
     name: str
-    of_logits: Callable[[Tensor, Batch], Tensor] | None
+    of_logits: Callable[[Tensor, Batch], Tensor] | None = None
+    of_batches: Callable[[Sequence[Batch]], Sequence[Tensor]] | None = None
     of_tokens: Callable[[Tensor, Batch], Tensor] = of_labels
 
 
@@ -118,9 +119,13 @@ class StepScores:
 
     def compute(self, batches: Sequence[dict[str, Tensor]]) -> None:
         """Compute scores in line, and attach them. Collective call."""
-        if not batches or self.score.of_logits is None:
+        if not batches:
             return
-        for batch, scores in zip(batches, self._pass(batches), strict=self._engine.holds_loss):
+        if (score := self.score.of_batches) is None:
+            found = self._pass(batches)
+        else:
+            found = score([whole_batch(batch) for batch in batches]) if self._engine.holds_loss else []
+        for batch, scores in zip(batches, found, strict=self._engine.holds_loss):
             _put(batch, self.score.name, scores)
 
     def forget(self) -> None:

@@ -153,3 +153,10 @@ def test_plans_count_the_teacher_on_the_ranks_with_the_last_stage(tmp_path):
     assert more == [0, 4 * weights]
     assert after.costs.stages[1].forward_s > 1.5 * before.costs.stages[1].forward_s
     assert after.costs.stages[0] == before.costs.stages[0] and not after.facts.model.chunks_loss
+
+    config.inference.scores.enabled = True
+    ahead = plan_run(config, facts_before_start(config, load_hf_config(config.model)))
+    tokens = config.pipeline.microbatches * config.train.microbatch_size * config.data.sequence_length
+    more = [new.zero.weights - old.zero.weights for old, new in zip(before.memory, ahead.memory, strict=True)]
+    assert more == [0, 8 * tokens * config.distill.top_k], "ids and logarithms of all tokens of a step"
+    assert [cost.forward_s for cost in ahead.costs.stages] == [cost.forward_s for cost in before.costs.stages]

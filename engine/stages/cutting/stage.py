@@ -145,13 +145,13 @@ class Stage(nn.Module):
         assert self.is_last
         return self.whole_logits(self._output(hidden, batch).logits)
 
-    def logits_in_chunks(self, batch: Batch) -> Iterator[Tensor]:
-        """Yield logits [tokens, V] of all tokens of a model that is not divided, in order, each freed before the next.
+    def logits_in_chunks(self, hidden: Tensor | None, batch: Batch) -> Iterator[Tensor]:
+        """Yield logits [tokens, V] of all tokens, in order, each freed before the next. No ranks share the layers.
 
         They are chunks if `compute_loss_in_chunks` has set them.
         """
         with self._chunked_loss(batch):
-            logits = self._output(None, batch).logits.flatten(0, -2)
+            logits = self._output(hidden, batch).logits.flatten(0, -2)
             yield from logits.chunks() if isinstance(logits, LazyLogits) else (logits,)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
