@@ -7,7 +7,7 @@ Shared with the planner: the workload of layers, the hardware table, shapes as v
 from math import ceil
 
 from weft.conf.schema import OptimizerConfig, Precision, ZeroConfig
-from weft.pipeline.memory import RankMemory, stepping_bytes, zero_memory
+from weft.pipeline.memory import RankMemory, TrainedWeights, stepping_bytes, zero_memory
 
 START_S = 2e-5
 """Seconds per member to start a collective between hosts."""
@@ -94,6 +94,8 @@ def rank_memory(part, layers, shape, work):
     """A rank's GPU without saved activations."""
     lines, held = shape.replicas * shape.tensor * shape.context, sum(weights_of(part, shape))
     largest = max(layer.parameters for layer in work.layers) // shape.tensor
+    stepped = part.parameters / lines if shape.zero_stage else held
+    largest_gradient = max(sum(weights_of(layer, shape)) for layer in work.layers)
     zero = zero_memory(
         round(held),
         ZeroConfig(stage=shape.zero_stage),
@@ -102,13 +104,13 @@ def rank_memory(part, layers, shape, work):
         largest_block=largest,
         microbatches=shape.microbatches,
         share=part.parameters / lines if shape.zero_stage else None,
+        trained=TrainedWeights(held, stepped, largest_gradient),
     )
     backward = part.working_bytes * (1 if shape.tensor == 1 else 6 / 8)
     if shape.checkpointing:
         again = (part.activation_bytes - part.unrecomputed_bytes) / layers + gathered_bytes(shape, work)
         backward = max(backward, again)
     backward *= shape.microbatch_size / (shape.tensor * shape.context)
-    stepped = part.parameters / lines if shape.zero_stage else held
     stepping = stepping_bytes(OptimizerConfig(), stepped, largest, together=True)
     sent = work.message_bytes * shape.microbatch_size / shape.tensor / shape.context
     neighbours = {1: 0, 2: 1}.get(shape.num_stages, 2)

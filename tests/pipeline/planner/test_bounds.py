@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, site
 from weft.pipeline.costs import LinkCost
-from weft.pipeline.planner import bounds, crossings, sharing
+from weft.pipeline.planner import sharing
 from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
@@ -237,21 +237,6 @@ def test_given_sites_keep_their_ways_and_of_others_the_first_are_nearest(held, r
     assert each == list(zip(of_ranks, places, strict=False))
     assert all(count > 0 for _, count, _ in found)
     assert list(accumulate(count for _, count, _ in found))[-1] == sum(held)
-
-
-def test_the_least_by_site_and_of_all():
-    seconds = {(0, 1): 3.0, (1, 0): 5.0, (1, 2): 2.0, (2, 1): 7.0}
-    assert crossings._least(seconds) == {0: 3.0, 1: 2.0, 2: 7.0, None: 2.0}
-
-
-def test_a_part_has_its_share_of_everything():
-    names = ["matmul_flops", "attention_flops", "activation_bytes", "unrecomputed_bytes", "routed_bytes"]
-    work = LayerWork(
-        parameters=101, expert_parameters=41, routed_layers=3.0, **{name: 7.0 + i for i, name in enumerate(names)}
-    )
-    part = bounds._share(work, 4)
-    assert (part.parameters, part.expert_parameters, part.routed_layers) == (25, 10, 0.75)
-    assert [getattr(part, name) for name in names] == [(7.0 + i) / 4 for i in range(5)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from weft.pipeline.planner.bounds import Bounds
 from weft.pipeline.planner.candidates import STARTING
 from weft.pipeline.planner.estimates import Estimates, reduced_bytes
 from weft.pipeline.planner.evaluation import Evaluation
-from weft.pipeline.planner.latency import latency_bound_s
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import FREE, Objective, Request
 from weft.pipeline.planner.routes import Route
@@ -166,48 +165,6 @@ def test_a_route_costs_what_its_sites_do_and_the_rest_the_least(route, shape, an
     found = evaluation(objective=Objective.cost).route_bound(shape, route)
     tokens = shape.sequences * 1024
     assert found == pytest.approx(((an_hour + FREE) * step_s / 3600 + egress) / tokens, rel=1e-9)
-
-
-def test_a_shape_is_crowded_where_memory_holds_few_micro_batches():
-    shape = replace(SHAPE, zero_stage=0)
-    estimates, part = Estimates(TWO, WORK), bounds().part(2)
-    saved, most = estimates.activation_bytes(part, 4, shape), TWO.sites[0].gpu.memory_bytes
-    held = estimates.memory(part, 4, shape)
-
-    crowded = []
-    for room_for in (0.1, 0.9, 1.1, 1.9, 2.1, 9.5):  # as many at a time as there is room for, one at least
-        backward = held.working + held.concurrent_buffers + room_for * saved
-        share = (held.zero.resident + backward) / most
-        limits = Bounds(estimates, usable=share)
-        in_flight = max(1, int(room_for)) if backward > max(held.zero.buffers, held.stepping) else 1
-        crowded_s = 8 * limits._least_of(shape, Route((), ())).through_s / in_flight
-        expected = max(1.0, crowded_s / limits.step_s(shape))
-        assert evaluation(max_memory=share).crowding(shape) == pytest.approx(expected, rel=1e-9)
-        crowded.append(expected > 1.0)
-    assert any(crowded) and not all(crowded)
-    assert evaluation().crowding(replace(shape, num_stages=9)) == 1.0, "of what has no bound"
-
-
-def test_each_candidate_is_bounded_by_its_pipeline_and_its_ends():
-    route = Route((0, 1), (1, 1))
-    found = evaluation(pins={"cell": 1, "schedule": "1f1b"})
-    one = next(found.candidates(SHAPE, route))
-    (costs,) = one.costs
-    in_flight = [room / stage.activation_bytes for room, stage in zip(one.rooms, costs.stages, strict=True)]
-    pipeline_s = latency_bound_s(one.layout.placement, 8, costs, in_flight)
-    assert one.bound_s == pytest.approx(pipeline_s + one.collective_s + one.optimizer_s, rel=1e-12)
-    assert one.score_bound == pytest.approx(one.bound_s / TOKENS, rel=1e-12)
-    assert one.layout.connections == (costs.wan_links[0][1].streams,)
-    estimates = Estimates(TWO, WORK)
-    halves = [
-        estimates.rank_work(range(4), first=True, last=False),
-        estimates.rank_work(range(4, 8), first=False, last=True),
-    ]
-    assert one.collective_s == max(estimates.collective_s(half, SHAPE, TWO.sites[0]) for half in halves)
-    assert one.optimizer_s == max(estimates.optimizer_s(half, SHAPE, TWO.sites[0]) for half in halves)
-    for half, state, room in zip(halves, one.states, one.rooms, strict=True):
-        assert state == estimates.memory(half, 4, SHAPE)
-        assert room == state.headroom(REQUEST.max_memory * TWO.sites[0].gpu.memory_bytes)
 
 
 def test_effort_grows_with_all_that_is_scheduled():

@@ -1,7 +1,6 @@
 """The time of a pipeline: its bound is `auto`'s, its closed form for long runs the simulator's."""
 
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
@@ -125,26 +124,3 @@ def test_a_pipeline_repeats_itself_after_what_its_memory_holds(microbatches, mon
 def test_a_stage_waits_without_room_for_all_that_are_on_their_way(room, bound_s):
     assert latency_bound_s(Placement.straight(2), 4, CostModel.unit(2), [room] * 2) == pytest.approx(bound_s)
     assert latency_bound_s(Placement.straight(2), 4, CostModel.unit(2)) == 13.0
-
-
-@pytest.mark.parametrize(
-    ("pauses_s", "found"),
-    [
-        ([2.0] * 40, (1, 2.0)),
-        ([1.0, 3.0] * 20, (2, 4.0)),
-        ([1.0, 3.0, 5.0, 7.0] * 10, (4, 16.0)),
-        ([float(number) for number in range(1, 11)] * 4, (10, 55.0)),  # half of what is looked at
-        # What happens before it is full and after it empties does not count.
-        ([9.0] * 9 + [2.0] * 22 + [7.0] * 9, (1, 2.0)),
-    ],
-)
-def test_a_period_is_found_in_the_middle(pauses_s, found):
-    finished_s = [0.0, *accumulate(pauses_s)]
-    assert latency._period(finished_s) == pytest.approx(found)
-
-
-def test_what_has_no_period_goes_on_as_on_average():
-    finished_s = [float(number**2) for number in range(41)]
-    middle = finished_s[10:31]
-    assert latency._period(finished_s) == (1, pytest.approx((middle[-1] - middle[0]) / 20))
-    assert [first_microbatches(stages) for stages in (1, 6, 7, 50)] == [32, 32, 36, 208]

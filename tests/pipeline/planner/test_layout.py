@@ -36,14 +36,6 @@ def test_replicas_may_pool_where_they_share_nothing_else():
         assert not replace(alone, **more).may_pool
 
 
-def test_what_is_not_said_of_a_shape_is_one_or_not_at_all():
-    plain = Shape(num_stages=2, replicas=4, microbatches=4)
-    degrees = plain.tensor, plain.context, plain.expert, plain.microbatch_size, plain.routes
-    assert degrees == (1, 1, 1, 1, 1) and plain.zero_stage == 1 and not plain.checkpointing
-    laid = Layout(**vars(plain), sites=(0,), stages=(2,), layers=(1, 1))
-    assert (laid.cell, laid.schedule, laid.connections) == (1, "auto", ())
-
-
 def test_each_route_sees_its_own_sites():
     assert [(way.sites, way.stages) for way in LAYOUT.ways] == [((4, 1), (2, 1)), ((2,), (3,))]
     assert all(replace(way, sites=LAYOUT.sites, stages=LAYOUT.stages) == LAYOUT for way in LAYOUT.ways)

@@ -54,7 +54,10 @@ def run_of(folder, stages, replicas, tensor, context, zero, checkpointing, lora)
     config = WeftConfig(
         model=ModelConfig(overrides=SHAPE, lora=LoraConfig(enabled=lora)),
         pipeline=PipelineConfig(
-            stages=stages, microbatches=4, recompute=Recompute.layers if checkpointing else Recompute.none
+            stages=stages,
+            microbatches=4,
+            layers=[1, 2, 2, 3] if stages == 4 else [],
+            recompute=Recompute.layers if checkpointing else Recompute.none,
         ),
         cluster=ClusterConfig(ranks=stages * replicas * tensor * context),
         parallel=ParallelConfig(tensor=tensor, context=context, context_exchange=ContextExchange.gather),

@@ -11,10 +11,8 @@ from tests.pipeline.strands.orders import backward_then_forward, round_robin
 from tests.pipeline.strands.pairs import BETWEEN, INSIDE, llama_layer, num_switches, over, pairs, shortest, tables
 from tests.pipeline.strands.recurrence import pair_operators
 from weft.pipeline.strands.overlap import OverlapTable
-from weft.pipeline.strands.plan import SegmentPlan, Step
-from weft.pipeline.strands.search import _as_good, _keep, _Label, _period, _steps, search, search_stages
+from weft.pipeline.strands.search import search, search_stages
 from weft.pipeline.strands.segments import Segment, StageStrands, Strand, StrandPair, WeightGradient
-from weft.pipeline.strands.state import IDLE, PairState, Transfer
 
 
 @given(pair=pairs())
@@ -101,106 +99,6 @@ def even(segments, weights=True):
     """As many segments of both strands, each with a weight gradient after its backward."""
     strand = Strand((Segment(1.0, INSIDE, 1.0),) * segments)
     return StrandPair(strand, strand, tuple(WeightGradient(after, 1.0) for after in range(segments * weights)))
-
-
-@pytest.mark.parametrize(
-    ("at", "band", "next_steps"),
-    [
-        ((0, 0, 0), 1.0, "FB"),
-        ((1, 0, 0), 0.25, "FB"),
-        ((2, 0, 0), 0.25, "B"),
-        ((2, 0, 0), 1.0, "FB"),
-        ((0, 1, 1), 0.25, "FB"),
-        ((0, 2, 2), 0.25, "F"),
-        ((0, 2, 1), 0.25, "WF"),
-        # A strand that has ended holds the other back no more.
-        ((4, 0, 0), 0.25, "B"),
-        ((0, 4, 4), 0.25, "F"),
-        ((2, 4, 4), 0.25, "F"),
-        ((4, 2, 2), 0.25, "B"),
-        # Weight gradients fall back by a share of theirs and one more, as the strands may be apart by a share.
-        ((2, 2, 0), 0.25, "WFB"),
-        ((3, 3, 0), 0.25, "WF"),
-        ((3, 3, 1), 0.25, "WFB"),
-        ((4, 4, 3), 0.25, "W"),
-        ((4, 4, 4), 1.0, ""),
-    ],
-)
-def test_strands_stay_as_close_as_the_band_says(at, band, next_steps):
-    found = list(_steps(at, (4, 4, 4), even(4), band))
-    assert "".join(step.value for step, _ in found) == next_steps
-    for step, place in found:
-        assert place == tuple(count + (letter == step.value) for letter, count in zip("FBW", at, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("steps", "layer", "missing", "repeated"),
-    [
-        # From the fourth step on: no other layer, or two, lie as near to the middle and begin no later.
-        ("F B F B F B F B", even(1, False), 3, (3, 5, 3)),
-        ("F B F B F B F B", even(1, False), 4, (2, 6, 2)),
-        ("F B", even(1, False), 5, (0, 2, 5)),
-        ("2F 2B", even(1, False), 1, (1, 3, 1)),
-        ("2F 2B", even(1, False), 2, (0, 4, 1)),
-        ("F B W F B W", even(1), 1, (2, 5, 1)),
-        ("2F 2B 2W", even(2), 1, (0, 6, 1)),
-        ("2F 2B 2W", even(1), 1, None),
-        ("3F B W 2B 2W", even(1), 1, (2, 5, 1)),
-        ("F B F B", even(2, False), 3, (0, 4, 3)),
-    ],
-)
-def test_a_plan_is_lengthened_at_its_middle(steps, layer, missing, repeated):
-    assert _period(SegmentPlan.of(steps), layer, missing) == repeated
-
-
-def way(now_s, forward_s=0.0, backward_s=0.0, turn=None, second=False):
-    """A way that has come so far, with so much left of collectives; the backward's may wait for the forward's."""
-    forward = Transfer(forward_s, INSIDE) if forward_s else IDLE
-    backward = Transfer(backward_s, INSIDE, second) if backward_s else IDLE
-    return _Label(PairState(now_s, forward, backward), turn)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "as_good"),
-    [
-        (way(1.0), way(1.0), True),
-        (way(1.0), way(0.5), False),
-        (way(1.0, 3.0), way(2.0, 2.0), True),
-        (way(1.0, 3.1), way(2.0, 2.0), False),
-        (way(1.0, backward_s=3.0), way(2.0, backward_s=2.0), True),
-        (way(1.0, backward_s=3.1), way(2.0, backward_s=2.0), False),
-        (way(1.0, 1.0), way(2.0), True),
-        # One that waits has what it waits for before it.
-        (way(1.0, 2.0, 1.0, second=True), way(2.0, 1.0, 2.0), True),
-        (way(1.0, 2.0, 1.1, second=True), way(2.0, 1.0, 2.0), False),
-        (way(2.0, 1.0, 2.0), way(2.0, 1.0, 1.0, second=True), True),
-        (way(2.0, 1.0, 2.1), way(2.0, 1.0, 1.0, second=True), False),
-        # Whose turn it is not has to be given it, a quarter of a second.
-        (way(1.0, turn=Step.forward), way(1.25, turn=Step.backward), True),
-        (way(1.0, turn=Step.forward), way(1.125, turn=Step.backward), False),
-        (way(1.0, turn=Step.forward), way(1.125, turn=Step.forward), True),
-        (way(1.0, 1.0, turn=Step.forward), way(2.0, 0.25, turn=Step.backward), True),
-        (way(1.0, 1.0, turn=Step.forward), way(2.0, 0.125, turn=Step.backward), False),
-    ],
-)
-def test_a_way_is_as_good_if_no_later_and_nothing_more_is_left_at_that_time(one, other, as_good):
-    assert _as_good(one, other, 0.25) == as_good
-
-
-def test_ways_that_others_beat_are_dropped_and_of_too_many_the_least_promising():
-    first, second, third = way(1.0, 8.0), way(2.0, 4.0), way(4.0, 1.0)
-    kept = []
-    for one in (first, second, third):
-        _keep(kept, one, 0.0, 3)
-    assert kept == [first, second, third]
-    _keep(kept, way(3.0, 3.5), 0.0, 3)
-    assert kept == [first, second, third], "the second is there a second sooner, with half a second more left"
-    _keep(kept, later := way(3.5, 1.75, 0.25), 0.0, 3)
-    assert kept == [second, third, later], "the first: 1 s behind it, and 8 before it, which count half"
-    _keep(kept, way(4.5, 0.25, 0.5), 0.0, 3)
-    assert kept == [second, third, later], "itself"
-    _keep(kept, best := way(2.0, 3.5), 0.0, 3)
-    assert kept == [third, later, best]
 
 
 def test_plans_for_many_layers_repeat_what_few_layers_do():
