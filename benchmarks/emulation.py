@@ -187,9 +187,6 @@ def main(argv: Sequence[str]) -> int:
     """Run ``[--parts PART ...] [--jobs NAME ...] ...`` and return 1 if an error exceeds its goal or cannot be shown.
 
     Real and emulated steps of a job alternate.
-
-    Raises:
-        ValueError: there is no such job.
     """
     args = parse(_parser(), argv, parts=PARTS, jobs=[layout.name for layout in LAYOUTS], what_ifs=list(CHANGES))
     if not 0 < args.layer_ms <= 1000:

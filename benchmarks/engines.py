@@ -10,11 +10,7 @@ GROUNDS = {"host": on_host.main, "sites": on_sites.main, "sharded": sharded.main
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``host|sites|sharded [options]`` and return 1 if a goal is missed.
-
-    Raises:
-        ValueError: there is no such comparison, or it refuses its options.
-    """
+    """Run ``host|sites|sharded [options]`` and return 1 if a goal is missed."""
     ground, *rest = argv or [""]
     if ground in ("-h", "--help"):
         print(f"usage: python -m benchmarks engines {'|'.join(GROUNDS)} [-h] ...\n\n{__doc__}")

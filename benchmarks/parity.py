@@ -17,11 +17,7 @@ AXES = ("tensor", "context", "expert")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Try architectures in stages, or with shared layers, and return 1 if one is silently wrong.
-
-    Raises:
-        ValueError: an unknown architecture, or options that do not go together.
-    """
+    """Try architectures in stages, or with shared layers, and return 1 if one is silently wrong."""
     args = parse(_parser(), argv)
     types = architectures.causal_types()
     if unknown := [name for name in args.archs if name not in types]:

@@ -32,9 +32,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collect
 
     Args:
         known: allowed names, by option.
-
-    Raises:
-        ValueError: a name is unknown, or the file cannot be written. It is checked before minutes are spent.
     """
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure here")
     args = parser.parse_args(argv)

@@ -125,11 +125,7 @@ class HostPort:
         raise HandedOn(name)
 
     def _admit_other_key(self) -> None:
-        """Count a peer that has another key.
-
-        Raises:
-            ConnectionError: `_MOST_OTHER_KEYS` such peers came within the time limit of a handshake.
-        """
+        """Count a peer that has another key."""
         now = monotonic()
         if len(self._other_keys) == _MOST_OTHER_KEYS and now - self._other_keys[0] < _OTHER_KEYS_WITHIN_S:
             raise ConnectionError("many peers with another key")

@@ -61,12 +61,7 @@ def made_here() -> bool:
 def _rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **_: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield the store, this rank and the number of ranks: torch's rendezvous handler.
-
-    Raises:
-        ValueError: several hosts without ``WEFT_KEY``, or the address cannot be bound.
-        dist.DistNetworkError: the other ranks did not connect in time.
-    """
+    """Yield the store, this rank and the number of ranks: torch's rendezvous handler."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     yield (dist.HashStore() if size == 1 else open_store(rank, size, timeout)), rank, size
     raise RuntimeError("the rendezvous cannot be repeated; restart the job")

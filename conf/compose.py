@@ -94,11 +94,7 @@ def _register() -> None:
 
 
 def _parse(text: str) -> Override:
-    """Parse one override with Hydra's grammar.
-
-    Raises:
-        ValueError: it is malformed, an option, a sweep, or the removal of a field.
-    """
+    """Parse one override with Hydra's grammar."""
     if text in ("-m", "--multirun"):
         raise ValueError(f"{text}: a sweep would run once per rank; run `weft launch` once for each setting")
     if text.startswith("-"):
@@ -118,11 +114,7 @@ def _parse(text: str) -> Override:
 
 
 def _line(override: Override) -> str:
-    """Return the override in the form that Hydra expects.
-
-    Raises:
-        ValueError: its name is unknown. The message suggests the nearest known name.
-    """
+    """Return the override in the form that Hydra expects."""
     name, text, known = override.key_or_group, str(override.input_line), field_types()
     if name in groups():
         _require_choice(name, str(override.value()))

@@ -51,11 +51,7 @@ class _References:
         self._sizes: dict[str, int] = {}
 
     def check(self) -> None:
-        """Check each reference, and the length of all values with references resolved.
-
-        Raises:
-            ValueError: a reference is not allowed, or the values are too long. The message names the field.
-        """
+        """Check each reference, and the length of all values with references resolved."""
         for place, value in self._values.items():
             if isinstance(value, str) and "${" in value:
                 self._check_text(place, value)
@@ -79,11 +75,7 @@ class _References:
                 )
 
     def _size(self, place: str) -> int:
-        """Return the length of the value at ``place``, with references resolved.
-
-        Raises:
-            ValueError: a reference leads to itself.
-        """
+        """Return the length of the value at ``place``, with references resolved."""
         if place not in self._values:
             return _ELSEWHERE
         if place in self._sizes:

@@ -189,11 +189,7 @@ class TrainingRun:
             self.engine.set_up.write(self.folder / "supervisor" / "set_up.jsonl", **where)
 
     def _go_back(self, error: SkippedTooOften, progress: Progress) -> int:
-        """Restore the newest checkpoint, skip the data of the skipped steps, and return the number of steps done.
-
-        Raises:
-            NonFiniteError: there is no checkpoint, or returning to one has not helped. Raised on every rank.
-        """
+        """Restore the newest checkpoint, skip the data of the skipped steps, and return the number of steps done."""
         first, after = self.bad_data.of(error, self.loader.consumed)
         read = f"they read sequences {first} to {after - 1} of the data"
         if self.bad_data.is_hopeless(after):

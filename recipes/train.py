@@ -112,11 +112,7 @@ def _take_signals(config: WeftConfig) -> StopSignals | None:
 
 
 def _exit_code(config: WeftConfig, watcher: Watcher, attempt: Attempt, signals: StopSignals | None) -> int:
-    """Train, and return 0 at the end of training, or another code if a signal has ended it.
-
-    Raises:
-        RuntimeError: ``sys.exit(0)`` was called before training was done.
-    """
+    """Train, and return 0 at the end of training, or another code if a signal has ended it."""
     try:
         train(config, watcher, attempt, signals)
     except Stopped as stopped:

@@ -110,12 +110,7 @@ class Child:
         return f"\n{self._log.read_text(errors='replace')[-LOG_TAIL_CHARS:]}"
 
     def _next(self, wanted: str, timeout_s: float | None) -> Any:
-        """Return the next message, which must be of the ``wanted`` kind.
-
-        Raises:
-            TimeoutError: no message arrived in time.
-            RuntimeError: the function raised, or its process has ended.
-        """
+        """Return the next message, which must be of the ``wanted`` kind."""
         if not self._pipe.poll(timeout_s):
             raise TimeoutError(f"{self.name}: nothing within {timeout_s:g} s")
         try:

@@ -156,11 +156,7 @@ class SupervisedRun:
     # -- waiting ---------------------------------------------------------------------------------
 
     def wait_for(self, done: Callable[[], Any], what: str, *, timeout_s: float = 120.0) -> Any:
-        """Wait until ``done`` returns a true value, and return it.
-
-        Raises:
-            RuntimeError: the run has ended, or the time is up.
-        """
+        """Wait until ``done`` returns a true value, and return it."""
         limit = monotonic() + timeout_s
         while True:
             if found := done():

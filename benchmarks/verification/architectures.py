@@ -301,9 +301,6 @@ def read_results(file: Path, shared: str = "") -> dict[str, ArchitectureResult]:
 
     Args:
         shared: selects results by `ArchitectureResult.shared`.
-
-    Raises:
-        ValueError: a line is not a result.
     """
     found = {}
     for number, line in enumerate(file.read_text().splitlines() if file.exists() else (), start=1):

@@ -118,11 +118,7 @@ def _packs(config: PreTrainedConfig) -> bool:
 
 
 def _most_stages(small: PreTrainedModel, sizes: Mapping[str, int]) -> int:
-    """Return 2 if the architecture can be cut, and members can share the tensors that cross the cut.
-
-    Raises:
-        ValueError: it has to stay on one stage; the message has the reason.
-    """
+    """Return 2 if the architecture can be cut, and members can share the tensors that cross the cut."""
     cuttable_layers(small)
     batch = _told(tried_batch(small))
     try:

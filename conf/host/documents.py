@@ -88,21 +88,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Convert a number of limited length, because the conversion time of a long one is quadratic.
-
-        Raises:
-            ValueError: it is too long.
-        """
+        """Convert a number of limited length, because the conversion time of a long one is quadratic."""
         if len(node.value) > _MOST_DIGITS:
             raise ValueError(f"a number of {len(node.value)} characters; shorten it")
         return super().construct_yaml_int(node)
 
     def _size(self, node: yaml.Node, known: dict[int, int]) -> int:
-        """Count the values below a node. A value with aliases counts once for each of them.
-
-        Raises:
-            ValueError: an alias contains itself.
-        """
+        """Count the values below a node. A value with aliases counts once for each of them."""
         if id(node) in known:
             if not (size := known[id(node)]):
                 raise ValueError("an alias inside of what it stands for; write it out")

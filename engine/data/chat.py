@@ -132,11 +132,7 @@ class ChatEncoder:
             return None
 
     def _labels(self, talk: Conversation, text: str, tokens: Tokens) -> list[int]:
-        """Return the labels of the tokens before the limit.
-
-        Raises:
-            ValueError: the conversation is complete, and no token is the assistant's.
-        """
+        """Return the labels of the tokens before the limit."""
         ids, places = tokens.ids[: self._limit], tokens.spans[: self._limit]
         labels = label(ids, places, self._templates[talk.tools is not None].spans(*talk, text, places))
         if len(ids) == len(tokens.ids) and not any(token != IGNORED for token in labels[1:]):

@@ -154,11 +154,7 @@ class _Check:
         return not is_text or (not row["text"].isspace() and bool(row["text"]))
 
     def _fields(self, part: str, found: list[str], where: str = "") -> tuple[str, ...]:
-        """Return the columns to read, and record the other ones as unread.
-
-        Raises:
-            RowFault: there are none, or earlier rows have their conversation in other columns.
-        """
+        """Return the columns to read, and record the other ones as unread."""
         if self.is_pairs:
             if not (fields := pair_columns(found)):
                 raise RowFault(where, f"no {part}s chosen and rejected, but {', '.join(found) or 'nothing'}; add them")

@@ -143,11 +143,7 @@ def broken_text(value: Any, path: str = "") -> str | None:
 
 
 def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers, from 1. Only line feeds separate lines.
-
-    Raises:
-        RowFault: a line is not UTF-8.
-    """
+    """Yield lines with their numbers, from 1. Only line feeds separate lines."""
     with open_file(file) as opened:
         for number, line in enumerate(opened, start=1):
             try:
@@ -174,11 +170,7 @@ def _json_list(file: Path | str) -> Iterator[tuple[str, Any]]:
 
 
 def _parsed(text: str, line: int, remedy: str) -> Any:
-    """Parse JSON text that begins in line ``line`` of a file.
-
-    Raises:
-        RowFault: it is not JSON, has a key twice, or has half of a surrogate pair.
-    """
+    """Parse JSON text that begins in line ``line`` of a file."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         mapping = dict(pairs)

@@ -129,11 +129,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _check_call(name: str, text: Any, arguments: list[Any]) -> None:
-    """Count the output of a filter or a text's method before it runs.
-
-    Raises:
-        SecurityError: a number is too large, or a limit is exceeded.
-    """
+    """Count the output of a filter or a text's method before it runs."""
     numbers = [abs(each) for each in arguments if type(each) is int]
     if name not in _OF_LISTS and max(numbers, default=0) > _MOST_NUMBER:
         raise SecurityError(f"{name} of a number above {_MOST_NUMBER:,}")
@@ -154,11 +150,7 @@ def _check_call(name: str, text: Any, arguments: list[Any]) -> None:
 
 
 def _check_format(text: str, arguments: list[Any]) -> None:
-    """Count the characters that a format string can produce, including its widths, before it runs.
-
-    Raises:
-        SecurityError: a width is too large, or a limit is exceeded.
-    """
+    """Count the characters that a format string can produce, including its widths, before it runs."""
     digits = "".join(letter if letter.isdigit() else " " for letter in text).split()
     if any(len(each) > 6 or int(each) > _MOST_NUMBER for each in digits):
         raise SecurityError(f"a width above {_MOST_NUMBER:,}")

@@ -143,11 +143,7 @@ class _Turns:
                 self._last[message] = max((at, number), self._last.get(message, (at, number)))
 
     def spans(self) -> Iterator[Span]:
-        """Yield the span of each assistant turn that begins among the tokens.
-
-        Raises:
-            ValueError: the template does not show where a turn begins or ends.
-        """
+        """Yield the span of each assistant turn that begins among the tokens."""
         until = self._ends[-1] if self._ends else 0
         for turn, message in enumerate(self._messages):
             if message["role"] == "assistant":

@@ -115,11 +115,7 @@ def load(
 def _construct(
     model: PreTrainedModel, cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int, names: list[str]
 ) -> None:
-    """Set the named weights, which Hugging Face's rules do not cover, by constructing the whole model.
-
-    Raises:
-        ValueError: the model has more than `MAX_CONSTRUCTED` weights.
-    """
+    """Set the named weights, which Hugging Face's rules do not cover, by constructing the whole model."""
     count = sum(parameter.numel() for parameter in skeleton(cls, config).parameters())
     if count > MAX_CONSTRUCTED:
         raise ValueError(

@@ -25,12 +25,7 @@ class _ExchangeBarrier:
         self._brought: list[Any] = [None] * size
 
     def exchange(self, index: int, value: Any, what: str) -> list[Any]:
-        """Return all members' values of the same operation, in the order of members.
-
-        Raises:
-            RuntimeError: a member started another operation.
-            threading.BrokenBarrierError: a member has failed.
-        """
+        """Return all members' values of the same operation, in the order of members."""
         self._brought[index] = (what, value)
         self._barrier.wait()
         brought = list(self._brought)

@@ -91,11 +91,7 @@ def _divided(model: PreTrainedModel, plan: TensorPlan, layers: str) -> Iterator[
 
 
 def _require_factors(model: PreTrainedModel, plan: TensorPlan, size: int, layers: str) -> None:
-    """Check that adapters of divided matrices are plain LoRA with two factors.
-
-    Raises:
-        UnshareableError: an adapter has other parameters, or adapts a divided parameter directly.
-    """
+    """Check that adapters of divided matrices are plain LoRA with two factors."""
     for path, module in model.get_submodule(layers).named_modules(prefix=layers):
         if not isinstance(module, BaseTunerLayer):
             continue

@@ -167,11 +167,7 @@ def _between_steps(config: WeftConfig, facts: Facts, split: StageSplit, held: Se
 def _recompute(
     config: WeftConfig, facts: Facts, placement: Placement, split: StageSplit, states: Sequence[ZeroMemory]
 ) -> Choice:
-    """Return what each virtual stage computes again: as configured, or with `auto` as `RecomputeSearch` finds.
-
-    Raises:
-        ValueError: the model that trains recomputes its layers already, and less is configured.
-    """
+    """Return what each virtual stage computes again: as configured, or with `auto` as `RecomputeSearch` finds."""
     kind = config.pipeline.recompute
     if kind not in (Recompute.none, Recompute.layers) and facts.recomputes:
         raise ValueError(

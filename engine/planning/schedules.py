@@ -89,9 +89,6 @@ def _schedule_of_file(config: PipelineConfig, num_microbatches: int) -> Schedule
 
     Args:
         num_microbatches: number that the schedule must have. 0 accepts any number.
-
-    Raises:
-        ValueError: the file cannot be read, or its schedule does not fit.
     """
     name = f"pipeline.schedule_file={config.schedule_file}"
     try:
@@ -186,9 +183,6 @@ def _with_offloads(config: PipelineConfig, placement: Placement, costs: CostMode
 
     `auto` adds them to several schedules, its own ones in more memory and the fixed ones of the placement, and takes
     the shortest, which may have none.
-
-    Raises:
-        ValueError: no schedule fits even so.
     """
     kind, cap = config.schedule.name, float(config.memory_cap_bytes)
     fixed = [name for name, spec in generators().items() if not spec.looks_at_costs and name != "dualpipev"]

@@ -300,11 +300,7 @@ class AgentMessage(msgspec.Struct, frozen=True):
 
 
 def _check_lengths(report: Any) -> None:
-    """Check the lengths of a `HostReport`'s lists in JSON, because msgspec fills missing fields with defaults.
-
-    Raises:
-        ValueError: the report is of another version of Weft.
-    """
+    """Check the lengths of a `HostReport`'s lists in JSON, because msgspec fills missing fields with defaults."""
     rank_length, progress_length, link_length = (len(kind._fields) for kind in (RankReport, RowProgress, LinkReading))
     progress, links = RankReport._fields.index("progress"), RankReport._fields.index("links")
     try:

@@ -135,12 +135,7 @@ class Dispatch:
             self._metrics.moved(ticket)
 
     async def _send(self, worker: Worker, request: PrefillRequest, ticket: Ticket) -> httpx.Response:
-        """Return the worker's response. Wait for it as long as the worker is healthy and has bubbles ahead.
-
-        Raises:
-            Refusal: training has ended, or `answer_timeout_s` passed.
-            httpx.TransportError: the worker is dead or hangs.
-        """
+        """Return the worker's response. Wait for it as long as the worker is healthy and has bubbles ahead."""
         settings = self._settings
         timeout = httpx.Timeout(None, connect=settings.silence_s)
         post = self._client.post(

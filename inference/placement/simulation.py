@@ -155,11 +155,7 @@ class _Fleet:
 
 
 def _fleet(timeline: Timeline, pipelines: int, stages: int, args: argparse.Namespace) -> _Fleet:
-    """Return workers of ``stages`` GPUs. Neighbours have the same position in their pipelines, as ranks are numbered.
-
-    Raises:
-        ValueError: the GPUs are no multiple of the stages, or no bubble is long enough.
-    """
+    """Return workers of ``stages`` GPUs. Neighbours have the same position in their pipelines."""
     if stages < 1 or args.gpus % stages:
         raise ValueError(f"--stages={stages}: not a divisor of --gpus={args.gpus}; choose one")
     whole: PromptWork = args.prefill_cost
@@ -193,11 +189,7 @@ def _pattern(timeline: Timeline, group: Sequence[int], work: PromptWork, args: a
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that have no meaning, or with which the simulation would not end.
-
-    Raises:
-        ValueError: an option is invalid. The message has its value and a remedy.
-    """
+    """Refuse options that have no meaning, or with which the simulation would not end."""
     for name in ("gpus", "cells"):
         if (value := getattr(args, name)) < 1:
             raise ValueError(f"--{name}={value}: give a whole number above 0")

@@ -71,11 +71,7 @@ class SiteLinks:
         return endpoint
 
     def _listen_for_host(self, comm: CommConfig, bind: str) -> WanEndpoint:
-        """Listen for all ranks of this host, at a port that belongs to this run only.
-
-        Raises:
-            ValueError: another run's ranks or another program listen there.
-        """
+        """Listen for all ranks of this host, at a port that belongs to this run only."""
         port = comm.port or (0 if is_loopback(bind) else int(self._store.get("port")))
         if not port:
             return self._open(comm)

@@ -99,13 +99,7 @@ class _Watch:
         self._hooks += [layer.register_forward_hook(self._note_answer) for layer in layers]
 
     def places(self) -> dict[str, set[str]]:
-        """Return where each module outside of the layers ran: before them, after them, or never (an empty set).
-
-        Raises:
-            ValueError: one ran among the layers or on both sides of them, layers ran more than once, or a layer returns
-        a
-                named tuple.
-        """
+        """Return where each module outside of the layers ran: before them, after them, or never (an empty set)."""
         for hook in self._hooks:
             hook.remove()
         if len(self.answers) > self._num_layers:
@@ -149,11 +143,7 @@ def outside_units(model: nn.Module, layers: str, prefix: str = "") -> Iterator[t
 
 
 def _own_weights(model: nn.Module, layers: str, provenance: Provenance) -> dict[str, bool]:
-    """Return the parameters that modules around the layers own, and whether they are used after the layers.
-
-    Raises:
-        ValueError: some are used among the layers, or on both sides of them.
-    """
+    """Return the parameters that modules around the layers own, and whether they are used after the layers."""
     path, found = "", {}
     for step in layers.split("."):
         module = model.get_submodule(path) if path else model

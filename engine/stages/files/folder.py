@@ -82,11 +82,7 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _require_whole_file(folder: Path, file: Path) -> None:
-    """Check a safetensors file's size against the offsets in its header.
-
-    Raises:
-        ValueError: the size differs, or the header cannot be read.
-    """
+    """Check a safetensors file's size against the offsets in its header."""
     size = file.stat().st_size
     try:
         begin, header = read_header(file)

@@ -114,9 +114,6 @@ def _require_field(name: str, hf_config: PreTrainedConfig) -> None:
     """Reject misspelt overrides.
 
     Configs accept any name, and only the model's code uses some fields, so its source is searched as well.
-
-    Raises:
-        ValueError: neither the config nor the source has the name.
     """
     known = {*dir(hf_config), *hf_config.attribute_map}
     if name not in known and name not in inspect.getsource(sys.modules[model_class(hf_config).__module__]):
@@ -341,11 +338,7 @@ def _load_part(
 
 
 def _require_fitting(config: ModelConfig, cls: type[PreTrainedModel], report: Mapping[str, Any]) -> None:
-    """Check transformers' loading report: the folder must have every weight of the model, in its shape.
-
-    Raises:
-        ValueError: some are missing or have another shape. The message names the first four.
-    """
+    """Check transformers' loading report: the folder must have every weight of the model, in its shape."""
     missing = [f"{name} is missing" for name in sorted(report["missing_keys"])]
     misfits = [f"{name} has shape {list(has)}, not {list(wants)}" for name, has, wants in report["mismatched_keys"]]
     if found := misfits + missing + sorted(map(str, report.get("error_msgs") or ())):
@@ -357,11 +350,7 @@ def _require_fitting(config: ModelConfig, cls: type[PreTrainedModel], report: Ma
 
 
 def _require_tied(model: PreTrainedModel, tied: set[str], config: ModelConfig, is_last: bool) -> None:
-    """Check that weights are still tied, because transformers silently unties weights that differ in a checkpoint.
-
-    Raises:
-        ValueError: they are not.
-    """
+    """Check that weights are still tied, because transformers silently unties weights that differ in a checkpoint."""
     if is_last and tied - set(model.all_tied_weights_keys.values()):
         raise ValueError(
             f"model.path={config.path}: its config ties the head to the embedding, but its weights differ; "

@@ -366,9 +366,6 @@ def _own_address(hosts: Iterable[str]) -> str:
     """Return this machine's address on the route to the first other host.
 
     The machine's own name is unsuitable, because many machines resolve it to a local address.
-
-    Raises:
-        ValueError: the name of that other host does not resolve.
     """
     others = [host for host in hosts if not is_loopback(host) and host != socket.gethostname()]
     if not others:

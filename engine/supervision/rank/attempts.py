@@ -136,11 +136,7 @@ def run_attempts(argv: Sequence[str], once: Once) -> int:
 
 
 def _attempt(agent: AgentLink, argv: Sequence[str], once: Once, attempt: Attempt) -> int | str:
-    """Run an attempt. Return its exit code or, after its resources were released, why it ended early.
-
-    Raises:
-        Exception: a fault of this rank.
-    """
+    """Run an attempt. Return its exit code or, after its resources were released, why it ended early."""
     with attempt:
         try:
             with reported(attempt):
