@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +141,7 @@ def _weft_step(stages: int) -> tuple[Callable[[], object], Any]:
     return engine.train_batch, engine
 
 
-def on_ranks(rounds: int, steps: int, profile: str) -> dict[str, list[tuple[float, float]]]:
+def on_ranks(rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
     """Return this rank's processor seconds of a step by engine and round: of the main thread, and of all threads."""
     torch.set_num_threads(1)
     weft, engine = _weft_step(int(os.environ["WORLD_SIZE"]))
@@ -161,20 +160,15 @@ def on_ranks(rounds: int, steps: int, profile: str) -> dict[str, list[tuple[floa
                 run()
             if turn:  # the first warms up
                 found[name].append(((thread_time() - start[0]) / steps, (process_time() - start[1]) / steps))
-    if profile:
-        profiler = cProfile.Profile()
-        for _ in range(steps):
-            profiler.runcall(weft)
-        profiler.dump_stats(f"{profile}.{dist.get_world_size()}.{dist.get_rank()}")
     dist.barrier()
     engine.destroy()
     return found
 
 
-def rows(rounds: int, steps: int, profile: str) -> Iterator[dict[str, object]]:
+def rows(rounds: int, steps: int) -> Iterator[dict[str, object]]:
     """Yield a row for each comparison: host time of a micro-batch on a rank."""
     for num_ranks, peer in ((1, "transformers"), (NUM_STAGES, "torch pipelining")):
-        by_rank = run_ranks(num_ranks, on_ranks, rounds, steps, profile, timeout_s=TIMEOUT_S)
+        by_rank = run_ranks(num_ranks, on_ranks, rounds, steps, timeout_s=TIMEOUT_S)
         main, every = ({name: _by_turn(by_rank, name, which) for name in ("Weft", peer)} for which in range(2))
         ratios = sorted(weft / other for weft, other in zip(main["Weft"], main[peer], strict=True))
         yield {
@@ -198,11 +192,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks host_time", description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="steps of each engine in a round")
-    parser.add_argument(
-        "--profile", default="", metavar="FILE", help="write cProfile's records of Weft to FILE.RANKS.RANK"
-    )
     args = parse(parser, argv)
     title = f"main thread's processor time per micro-batch and rank, {LAYERS} tiny layers, {MICROBATCHES} micro-batches"
-    table = table_of(rows(args.rounds, args.steps, args.profile), title)
+    table = table_of(rows(args.rounds, args.steps), title)
     show(table)
     return finish(args, "host_time", table)

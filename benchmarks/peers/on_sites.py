@@ -90,7 +90,6 @@ def _run(bed: NetBed, name: str, case: EngineCase, link: LinkProfile, title: str
     engine = SITES[name]
     placement = Placement.straight(case.num_ranks, case.sites)
     many = engine.connections == MANY
-    # Point-to-point operations of gloo use one context of all that there are.
     usual_bps, most_bps = (link.training_bps, link.aggregate_bps) if many else (link.single_bps, link.single_bps)
     wan = LinkCost(latency_s=link.latency_s, bandwidth_bps=usual_bps)
     costs = case.work.costs(case.num_layers, placement.num_stages, local=case.link, wan=wan)

@@ -22,7 +22,7 @@ class Engine:
 
     Attributes:
         schedule: kind of its schedule across sites, for the simulation.
-        connections: TCP connections per pair of ranks across sites; with gloo, contexts.
+        connections: TCP connections per pair of ranks across sites.
         cell: pipelines that share their uplinks.
         moves: number of plain collectives over the whole model in a sharded step without overlap.
         across: True if ranks of one node hold different pipeline stages, so that replicas are on different nodes.
@@ -50,14 +50,14 @@ class Engine:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables of the engine's ranks in a netbed."""
-        return {} if self.is_weft else {"GLOO_SOCKET_IFNAME": ",".join(["lan0"] * self.connections)}
+        return {} if self.is_weft else {"GLOO_SOCKET_IFNAME": "lan0"}
 
 
 def _torch(title: str, kind: str) -> Engine:
     return Engine(f"torch {title}", "torch_engines", arguments={"kind": kind})
 
 
-def _weft(kind: str, placement: str = "straight", title: str = "", chunks: int = 0) -> Engine:
+def _weft(kind: str, placement: str, title: str = "", chunks: int = 0) -> Engine:
     arguments = {"kind": kind, "placement": placement, "chunks": chunks}
     return Engine(f"Weft {title or kind}", "weft_engine", arguments=arguments)
 
@@ -70,22 +70,18 @@ HOST: Mapping[str, Engine] = MappingProxyType(
         "torch-interleaved": _torch("Interleaved1F1B", "interleaved"),
         "torch-zbv": _torch("ZBV", "zbv"),
         "torch-dualpipev": _torch("DualPipeV", "dualpipev"),
-        "weft-1f1b": _weft("1f1b"),
-        "weft-interleaved": _weft("interleaved"),
-        "weft-w": _weft("w", "fold"),
+        "weft-1f1b": _weft("1f1b", "straight"),
         "weft-zbv": _weft("zbv", "fold"),
-        "weft-dualpipev": _weft("dualpipev", "fold"),
         "weft-auto": _weft("auto", "fold"),
         "weft-auto-zbv": _weft("auto", "fold", "auto, ZBV's memory", chunks=2),
-        "weft-auto-straight": _weft("auto", "straight", "auto, straight"),
     }
 )
 """Engines on ranks of one host."""
 
 
-def _gloo(engine: Engine, schedule: str, contexts: int) -> Engine:
-    title = f"{engine.title}, {contexts} gloo context{'s' * (contexts > 1)}"
-    return replace(engine, title=title, schedule=schedule, connections=contexts)
+def _gloo(engine: Engine, schedule: str) -> Engine:
+    # One context: point-to-point operations use one of all that there are.
+    return replace(engine, title=f"{engine.title}, one connection", schedule=schedule)
 
 
 def _weft_at_sites(schedule: str, cell: int) -> Engine:
@@ -98,15 +94,9 @@ def _weft_at_sites(schedule: str, cell: int) -> Engine:
 
 SITES: Mapping[str, Engine] = MappingProxyType(
     {
-        **{
-            f"{name}{suffix}": _gloo(engine, schedule, contexts)
-            for suffix, contexts in (("", 1), ("-4", 4))
-            for name, engine, schedule in (
-                ("deepspeed", HOST["deepspeed-1f1b"], "1f1b"),
-                ("torch-gpipe", _torch("GPipe", "gpipe"), "gpipe"),
-                ("torch-1f1b", HOST["torch-1f1b"], "1f1b"),
-            )
-        },
+        "deepspeed": _gloo(HOST["deepspeed-1f1b"], "1f1b"),
+        "torch-gpipe": _gloo(_torch("GPipe", "gpipe"), "gpipe"),
+        "torch-1f1b": _gloo(HOST["torch-1f1b"], "1f1b"),
         "weft-gpipe": _weft_at_sites("gpipe", 1),
         "weft-1f1b": _weft_at_sites("1f1b", 1),
         "weft-auto": _weft_at_sites("auto", 1),

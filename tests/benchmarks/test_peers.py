@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import engines as bench_engines
 from benchmarks.peers import on_host
-from benchmarks.peers.case import EngineCase, RankRun, middle_and_spread
+from benchmarks.peers.case import EngineCase, RankRun
 from benchmarks.peers.comparison import Measured
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.on_host import measure
@@ -95,11 +95,6 @@ def test_the_link_is_measured(way):
     assert 1e6 < link.bandwidth_bps < 1e13
 
 
-def test_middle_and_spread():
-    assert middle_and_spread([3.0]) == (3.0, 0.0)
-    assert middle_and_spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (3.0, 2 / 3)
-
-
 def _work_for_ever(rank_file):
     with open(f"{rank_file}{os.environ['RANK']}", "w") as out:
         out.write(str(os.getpid()))
@@ -152,16 +147,6 @@ def no_processes(monkeypatch):
     return order
 
 
-def test_engines_take_turns(no_processes):
-    results = list(on_host.race(["torch-1f1b", "weft-1f1b"], [SMALL], rounds=2))
-    assert [peer for _, peer in no_processes] == ["torch-1f1b", "weft-1f1b"] * 2
-    assert [r.engine for r in results] == ["torch-1f1b", "weft-1f1b"]
-    assert results[0].median_s == 1.1
-    assert results[0].over("simulated") == 0.5
-    assert results[0].over("profiled") == 0.25
-    assert len(results[0].step_s) == 6
-
-
 def test_bench_engine(no_processes, capsys, tmp_path):
     chosen = ["weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b"]
     words = ["host", "--quick", "--cases", "2", "--engines", *chosen, "--json", str(tmp_path / "out.json")]
@@ -173,25 +158,3 @@ def test_bench_engine(no_processes, capsys, tmp_path):
     assert [r["engine"] for r in found] == chosen
     assert found[2]["references"]["ideal"] == 2.0
     assert found[0]["case"].endswith(", 8 MiB")
-
-
-def test_bench_schedules(no_processes, capsys):
-    assert bench_engines.main(["host"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("Weft zbv") == 8
-    assert "1.00x best" in out
-    lines = [line.strip() for line in out.splitlines()]
-    heads = [line for line in lines if line.startswith("engine ")]
-    rows = [line for line in lines if line.startswith(tuple(f"{peer.title}  " for peer in HOST.values()))]
-    assert len(heads) == 8 and len(rows) == 8 * len(HOST)
-    for line in heads:  # each line names the engines that it may be compared with
-        assert "live layers" in line
-    for line in rows:
-        assert line.split()[-4:] == ["2", "1", "1.00x", "best"]
-    assert "Compare engines that hold as much" in out
-    with pytest.raises(ValueError, match="--engines nonsense: not known; choose from deepspeed-1f1b"):
-        bench_engines.main(["host", "--engines", "nonsense"])
-    with pytest.raises(ValueError, match="--json /nowhere/x"):
-        bench_engines.main(["host", "--quick", "--json", "/nowhere/x"])
-    with pytest.raises(ValueError, match="engines moon: say where to run them: host, sites, sharded"):
-        bench_engines.main(["moon"])

@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks.peers import sharded as bench_zero
 from benchmarks.peers.case import ZeroCase, ZeroRun
-from benchmarks.peers.registry import OVER
 from benchmarks.peers.registry import SHARDED as ENGINES
-from benchmarks.peers.sharded import PIPELINE_MICROBATCHES, of_bound, row_of, run_engine, speedup
+from benchmarks.peers.sharded import PIPELINE_MICROBATCHES, run_engine
 from weft.tools.netbed import NetBed, Topology, missing
 
 SMALL = ZeroCase(
@@ -51,26 +50,6 @@ def test_plain_collectives_are_timed(bed):
     found = run_engine("plain", bed, NODES, SMALL)
     assert set(found) == {"all_reduce", "reduce_scatter", "all_gather"}
     assert min(found.values()) > 0
-
-
-def test_names_of_engines_agree():
-    assert {*OVER, *OVER.values()} <= set(ENGINES)
-
-
-def test_speed_up_is_held_against_the_bound():
-    half = row_of("torch-ddp", (1.0,), 1.0, {"all_reduce": 1.0})
-    assert (speedup(half), of_bound(half), half.notes["alpha"]) == (2.0, 1.0, "0.50")
-    most = row_of("torch-ddp", (1.25,), 0.25, {"all_reduce": 1.0})
-    assert of_bound(most) == pytest.approx(0.8)
-
-
-def test_steps_are_the_times_between_ends():
-    assert ZeroRun((1.0, 1.5, 2.25), ()).step_s == (0.5, 0.75)
-
-
-def test_engines_that_are_not_known_are_refused():
-    with pytest.raises(ValueError, match="--engines nobody: not known; choose from torch-ddp"):
-        bench_zero.main(["--engines", "nobody"])
 
 
 def test_figures_are_written_and_goals_judged(tmp_path, monkeypatch, capsys):
