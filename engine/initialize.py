@@ -21,7 +21,15 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
-from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, Kernels, PairChoice, WeftConfig
+from weft.conf.schema import (
+    ChunkedLoss,
+    CommConfig,
+    ContextExchange,
+    Kernels,
+    OptimizerState,
+    PairChoice,
+    WeftConfig,
+)
 from weft.conf.trees import to_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any
@@ -243,6 +251,7 @@ def build_engine(
     kept, done = attempt.kept, attempt.set_up.done
     together(lambda: check_supported(config.train.precision))
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
+    together(lambda: _check_state(config, given.get("optimizer")))
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
     teacher = together(lambda: _open_teacher(config, hf_config, objective)) if config.distill.enabled else None
     objective = objective if teacher is None else teacher.objective
@@ -285,6 +294,15 @@ def _open_teacher(config: WeftConfig, hf_config: PreTrainedConfig, objective: Ob
     if objective is not None:
         raise ValueError("distill.enabled=true: a loss is given, too; leave one of them out")
     return Teacher(config, hf_config.get_text_config().vocab_size)
+
+
+def _check_state(config: WeftConfig, optimizer: Any) -> None:
+    """Check that the configured number format of moments is that of the optimiser in use."""
+    if optimizer is not None and config.optimizer.state is not OptimizerState.fp32:
+        raise ValueError(
+            f"optimizer.state={config.optimizer.state.value}: `initialize` was given an optimizer, which has state of "
+            "its own; leave one out"
+        )
 
 
 def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchange: ContextExchange) -> None:

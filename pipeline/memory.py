@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.conf.schema import OptimizerConfig, OptimizerKind, Precision, ZeroConfig
+from weft.conf.schema import OptimizerConfig, OptimizerKind, OptimizerState, Precision, ZeroConfig
 from weft.pipeline.action import COMPUTE, HOST_COPIES, Op, Slot
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.schedule import Schedule
@@ -29,11 +29,27 @@ USABLE = 0.8
 """Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
 
 
-def optimizer_bytes(optimizer: OptimizerConfig) -> int:
+INT8_BYTES = 2 * (1 + 4 / 256)
+"""Bytes of two moments of 8 bits, whose scale is shared by 256 elements."""
+INT8_COPIES = 5
+"""fp32 copies of a parameter that bitsandbytes needs to step it on a CPU: moments, gradient, and two for the root."""
+LEAST_INT8 = 4096
+"""Least elements of a parameter whose moments have 8 bits, as in bitsandbytes."""
+
+
+def has_int8_state(num_elements: int) -> bool:
+    """True if the moments of a parameter of this size have 8 bits under ``optimizer.state=int8``."""
+    return num_elements >= LEAST_INT8
+
+
+def optimizer_bytes(optimizer: OptimizerConfig) -> float:
     """Return the bytes of optimiser state per trained weight; sgd has one moment, or none without momentum.
 
-    Muon has one moment of hidden matrices, and two of other parameters, which the result assumes.
+    Muon has one moment of hidden matrices, and two of other parameters, which the result assumes. With 8-bit moments
+    all parameters are assumed to have them.
     """
+    if optimizer.state is OptimizerState.int8:
+        return INT8_BYTES
     if optimizer.kind is OptimizerKind.sgd:
         return OPTIMIZER_BYTES // 2 if optimizer.betas[0] else 0
     return OPTIMIZER_BYTES
@@ -44,7 +60,8 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
 
     AdamW of torch needs the roots of the second moments; on a CPU, where it updates one parameter after the other, two
     copies of one parameter. SGD with weight decay needs a copy of the gradients, in the same way. LAMB needs all
-    updates and a root. Muon needs up to `NEWTON_SCHULZ_COPIES` of a matrix, and AdamW's for other parameters.
+    updates and a root. Muon needs up to `NEWTON_SCHULZ_COPIES` of a matrix, and AdamW's for other parameters. With
+    8-bit moments a CPU needs `INT8_COPIES` of one parameter.
 
     Args:
         stepped: number of weights that a rank's optimiser updates.
@@ -52,6 +69,8 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
         together: True if all parameters are updated at once, as on a GPU.
     """
     largest = min(stepped, largest)
+    if optimizer.state is OptimizerState.int8:
+        return 0.0 if together else ROOT_BYTES * INT8_COPIES * largest
     if optimizer.kind is OptimizerKind.lamb:
         return ROOT_BYTES * (stepped + 2 * largest)
     at_once = stepped if together else largest

@@ -52,6 +52,7 @@ from weft.conf.schema.training import LoggingConfig as LoggingConfig
 from weft.conf.schema.training import LrSchedule as LrSchedule
 from weft.conf.schema.training import OptimizerConfig as OptimizerConfig
 from weft.conf.schema.training import OptimizerKind as OptimizerKind
+from weft.conf.schema.training import OptimizerState as OptimizerState
 from weft.conf.schema.training import Precision as Precision
 from weft.conf.schema.training import PreferenceConfig as PreferenceConfig
 from weft.conf.schema.training import TrainConfig as TrainConfig

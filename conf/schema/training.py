@@ -43,6 +43,13 @@ class OptimizerKind(Enum):
     sgd = "sgd"
 
 
+class OptimizerState(Enum):
+    """Number format of AdamW's moments."""
+
+    fp32 = "fp32"
+    int8 = "int8"
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """The optimiser and its learning rate."""
@@ -50,6 +57,9 @@ class OptimizerConfig:
     kind: OptimizerKind = OptimizerKind.adamw
     """Algorithm: adamw, sgd, lamb, which scales updates by each parameter's norm for large batches, or muon, which
     orthogonalizes the updates of hidden matrices and uses adamw for embeddings, head and vectors."""
+    state: OptimizerState = OptimizerState.fp32
+    """Number format of adamw's moments. int8 needs bitsandbytes: each 256 elements share a scale, and parameters of
+    fewer than 4096 elements have fp32 moments."""
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate."""
     muon_lr: Annotated[float, NATURAL] = 0.0

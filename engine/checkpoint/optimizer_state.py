@@ -55,6 +55,9 @@ def _pieces(fragment: Fragment, optimizer: Optimizer) -> Iterator[Piece]:
         name = f"{OPTIM}/{key}/{fragment.name}"
         if isinstance(value, Tensor) and value.shape == fragment.tensor.shape and value.ndim > 0:
             yield Piece(stored_name(name, fragment.cut), shape, fragment.start, value.detach())
+        elif block := _blocks(optimizer).get(key):
+            count = -(-fragment.parameter.numel() // block)
+            yield Piece(stored_name(name, fragment.cut), (count,), fragment.start // block, value.detach())
         elif fragment.start == 0 and (
             fragment.cut is None or fragment.cut.index == 0
         ):  # one number for the whole parameter, such as Adam's step count
@@ -65,6 +68,11 @@ def _pieces(fragment: Fragment, optimizer: Optimizer) -> Iterator[Piece]:
                     "optimizer.kind, or train with zero.stage=0"
                 )
             yield Piece.whole(name, value)
+
+
+def _blocks(optimizer: Optimizer) -> Mapping[str, int]:
+    """Return the elements of a block for each key of state that has one element for each block."""
+    return getattr(optimizer, "state_blocks", {})
 
 
 def group_scalars(held: Iterable[Fragment], optimizer: Optimizer) -> dict[str, dict[str, float]]:
@@ -151,6 +159,9 @@ def _restore_state(fragment: Fragment, optimizer: Optimizer, checkpoint: Checkpo
         value = state[key]
         if isinstance(value, Tensor) and value.shape == fragment.tensor.shape and value.ndim > 0:
             _fill(fragment, value, checkpoint, name)
+        elif block := _blocks(optimizer).get(key):
+            first = fragment.start // block
+            value.copy_(checkpoint.read(name, first, first + value.numel()))
         elif isinstance(value, Tensor):
             value.copy_(checkpoint.read(name).view(value.shape))
         else:

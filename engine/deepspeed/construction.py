@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from weft.comm.collectives import Primitive
 from weft.conf.features import entry
-from weft.conf.schema import LrSchedule, OptimizerConfig
+from weft.conf.schema import LrSchedule, OptimizerConfig, OptimizerState
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.loss import StepLoss
@@ -107,6 +107,14 @@ def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, An
         for stage in engine.module.stages.values():
             tag(stage.named_global_parameters())
         return Muon(model_parameters, engine.optimizer_params() or {})
+    if engine.weft.optimizer.state is OptimizerState.int8:
+        from weft.engine.zero import int8_adamw
+
+        for stage in engine.module.stages.values():
+            int8_adamw.tag(stage.named_global_parameters())
+        settings = engine.optimizer_params() or {}
+        known = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay") if name in settings}
+        return int8_adamw.Int8AdamW(model_parameters, **known)
     if engine.optimizer_name() == LAMB_OPTIMIZER:
         return Lamb(model_parameters, **(engine.optimizer_params() or {}))
     return engine._configure_basic_optimizer(model_parameters)

@@ -13,7 +13,7 @@ import hjson
 
 from weft.conf.fields import field_types
 from weft.conf.host.documents import read_text
-from weft.conf.schema import OptimizerKind, WeftConfig
+from weft.conf.schema import OptimizerKind, OptimizerState, WeftConfig
 from weft.conf.trees import from_tree
 from weft.engine.deepspeed.names import REMOVED, check_names
 from weft.engine.deepspeed.table import (
@@ -149,6 +149,11 @@ def _check_optimizer(tree: Mapping[str, Any], config: WeftConfig, source: str) -
             f"{config.zero.stage} shards them; choose stage 0, or another optimizer"
         )
     given = _get(tree, "optimizer.params")
+    if config.optimizer.state is OptimizerState.int8 and _get(tree, "optimizer.params.adam_w_mode") is False:
+        raise ValueError(
+            f"{source}: optimizer.params.adam_w_mode=False: 8-bit moments have decoupled weight decay only; set "
+            "weft.optimizer.state=fp32"
+        )
     if config.optimizer.kind is not OptimizerKind.muon or not isinstance(given, Mapping):
         return
     for name, value in given.items():  # DeepSpeed ignores misspelt ones

@@ -88,8 +88,8 @@ class Facts:
         work: operations and bytes of a sequence in each layer, or None if the forward does not run without data.
         flops_per_s: FLOP/s that a rank reaches in practice, or None if the stages' costs are known.
         run: name of what is trained in the cache of speeds, or empty if a run's slots do not show a rank's speed.
-        optimizer_bytes: bytes of state for each weight in Muon or the caller's optimiser, of the embedding, of each
-            layer, and of what follows the layers; or None for another configured optimiser.
+        optimizer_bytes: bytes of state for each weight in Muon, with 8-bit moments or in the caller's optimiser, of the
+            embedding, of each layer, and of what follows the layers; or None for another configured optimiser.
         padding: elements by which all stages' shards of a replica are padded, because Muon's matrices stay whole.
         device_bytes: smallest memory of a rank.
         device: type of the ranks' devices: cpu or cuda.

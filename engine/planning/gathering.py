@@ -25,7 +25,7 @@ from weft.conf.features import entry, is_installed
 from weft.conf.host.files import JsonCache
 from weft.conf.host.measurements import Measurements
 from weft.conf.hosts import most_ranks_of_a_host, working_hosts, world_size
-from weft.conf.schema import ClusterConfig, DataKind, OptimizerKind, Partition, Recompute, WeftConfig
+from weft.conf.schema import ClusterConfig, DataKind, OptimizerKind, OptimizerState, Partition, Recompute, WeftConfig
 from weft.engine.distributed import device_bytes, from_rank_zero, ranks_on_this_host
 from weft.engine.layout import RankLayout
 from weft.engine.models.sizes import meta_model, model_sizes
@@ -36,7 +36,7 @@ from weft.engine.planning.devices import host_copies, usable_flops, usable_memor
 from weft.engine.planning.facts import Facts, Links, fact_kinds
 from weft.engine.planning.memory import OptimizerMaker, state_bytes
 from weft.engine.planning.schedules import open_placements, read_costs
-from weft.engine.planning.state_pieces import matrix_padding, muon_bytes, stepped_pieces
+from weft.engine.planning.state_pieces import int8_bytes, matrix_padding, muon_bytes, stepped_pieces
 from weft.engine.planning.teacher_facts import teacher_facts
 from weft.engine.precision import DTYPES
 from weft.engine.stages.files.loading import quantization_of
@@ -194,6 +194,8 @@ def _known_facts(
     if optimizer is None and config.optimizer.kind is OptimizerKind.muon:
         whole = meta_model(trained, config.model.lora)
         facts = replace(facts, optimizer_bytes=muon_bytes(whole), padding=matrix_padding(whole, config.zero, layout))
+    elif optimizer is None and config.optimizer.state is OptimizerState.int8:
+        facts = replace(facts, optimizer_bytes=int8_bytes(meta_model(trained, config.model.lora)))
     else:
         facts = replace(facts, optimizer_bytes=_optimizer_bytes(config, facts, machine.device, optimizer, trained))
     facts = with_axes(config, facts, machine.nodes, machine.device)
@@ -214,7 +216,7 @@ def _constant_sources(config: WeftConfig, hf_config: PreTrainedConfig, machine: 
         "model": f"counted from the configuration of {config.model.path or f'a new {hf_config.model_type}'}",
         "device_bytes": f"memory of this machine's {machine.device.type}",
         "device": "this machine's",
-        "optimizer_bytes": "counted for muon, or measured in a step of the caller's optimiser",
+        "optimizer_bytes": "counted for muon and 8-bit moments, or measured in a step of the caller's optimiser",
         "teacher": "counted from distill.teacher",
         "run": "named by the configuration",
         "links": "given by cluster.links",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from torch import nn
@@ -15,7 +15,7 @@ from weft.engine.models.hidden_matrices import is_hidden_matrix, longest_share
 from weft.engine.models.sizes import divided_parameters
 from weft.engine.models.skeleton import decoder_layers, hf_model
 from weft.engine.parallel.cut import Cut
-from weft.pipeline.memory import ALIGNMENT, OPTIMIZER_BYTES
+from weft.pipeline.memory import ALIGNMENT, INT8_BYTES, OPTIMIZER_BYTES, has_int8_state
 
 Shape = tuple[int, ...]
 COARSE, GRAIN = 2**14, 2**12
@@ -83,14 +83,22 @@ def muon_bytes(model: nn.Module) -> tuple[float, ...]:
 
     Muon stores one moment of a hidden matrix, and Adam's two of any other parameter.
     """
+    return _mean_bytes(model, lambda name, p: OPTIMIZER_BYTES / 2 if is_hidden_matrix(name, p) else OPTIMIZER_BYTES)
+
+
+def int8_bytes(model: nn.Module) -> tuple[float, ...]:
+    """Return the bytes of AdamW's state with 8-bit moments per trained weight, as `muon_bytes` does."""
+    return _mean_bytes(model, lambda _, p: INT8_BYTES if has_int8_state(p.numel()) else OPTIMIZER_BYTES)
+
+
+def _mean_bytes(model: nn.Module, bytes_of: Callable[[str, nn.Parameter], float]) -> tuple[float, ...]:
+    """Return the mean over the weights of each part of the model."""
     whole = hf_model(model)
     before, layers, behind, head = _parts(whole, decoder_layers(whole))
     parts = [before, *layers, [*behind, *head]]
-    hidden = [sum(p.numel() for _, name, p in part if is_hidden_matrix(name, p)) for part in parts]
+    stored = [sum(p.numel() * bytes_of(name, p) for _, name, p in part) for part in parts]
     totals = [sum(p.numel() for _, _, p in part) for part in parts]
-    return tuple(
-        OPTIMIZER_BYTES * (1 - count / (2 * max(total, 1))) for count, total in zip(hidden, totals, strict=True)
-    )
+    return tuple(num_bytes / max(total, 1) for num_bytes, total in zip(stored, totals, strict=True))
 
 
 def _parts(model: PreTrainedModel, path: str) -> tuple[list[Named], list[list[Named]], list[Named], list[Named]]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.comm.channel import Handle
+from weft.engine.models.state_blocks import block_of, set_block
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import computed_dtype
 from weft.engine.zero.collectives import Collectives
@@ -168,6 +169,7 @@ class Bucket:
                 part = self._master[begin - low : end - low]
                 if part.numel() == member.parameter.numel():
                     part = part.view(member.parameter.shape)
+                set_block(part, block_of(member.parameter))
                 start = begin - member.offset
                 yield Fragment(member.name, member.parameter, start, part, self.trained, shared, cuts.get(member.name))
 
@@ -375,12 +377,16 @@ class Bucket:
 
 
 def _lay_out(named: Sequence[Named], replicas: int, owners: Sequence[int]) -> tuple[int, tuple[Member, ...]]:
-    """Return the length of a shard, and the parameters with their offsets: dense, or in the shards of their owners."""
+    """Return the length of a shard, and the parameters with their offsets: dense, or in the shards of their owners.
+
+    Parameters with blocks start, and shards end, at multiples of a block.
+    """
     ends, offsets = [0] * (replicas if owners else 1), []
     for (_, parameter), owner in zip(named, owners or [0] * len(named), strict=True):
-        offsets.append(ends[owner])
-        ends[owner] += parameter.numel()
-    unit = ALIGNMENT * replicas // len(ends)
+        block = block_of(parameter)
+        offsets.append(-(-ends[owner] // block) * block)
+        ends[owner] = offsets[-1] + parameter.numel()
+    unit = max(ALIGNMENT, *(block_of(parameter) for _, parameter in named)) * replicas // len(ends)
     share = (-(-max(ends) // unit) * unit or unit) * len(ends) // replicas
     starts = [share * owner for owner in owners] or [0] * len(named)
     placed = zip(named, starts, offsets, strict=True)

@@ -33,6 +33,11 @@ BAD = [
         ["parallel.expert=2", "optimizer.kind=muon"],
         "optimizer.kind=muon: its step depends on a whole matrix, which parallel.expert=2 cuts",
     ),
+    (["optimizer.state=int8", "optimizer.kind=muon"], "optimizer.state=int8: optimizer.kind=muon has fp32 state only"),
+    (
+        ["optimizer.state=int8", "parallel.tensor=2"],
+        "optimizer.state=int8: parallel.tensor=2 cuts matrices, and the blocks that share a scale with them; set",
+    ),
     (["optimizer=sgd", "optimizer.muon_momentum=0.8"], "optimizer.muon_momentum=0.8: only optimizer.kind=muon uses it"),
     (["optimizer.muon_lr=0.02"], "optimizer.muon_lr=0.02: only optimizer.kind=muon uses it; set that"),
     (["optimizer.momentum=0.8"], "optimizer.betas"),

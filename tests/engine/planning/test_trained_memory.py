@@ -21,6 +21,7 @@ from weft.conf.schema import (
     ModelConfig,
     OptimizerConfig,
     OptimizerKind,
+    OptimizerState,
     ParallelConfig,
     PipelineConfig,
     PlacementKind,
@@ -40,7 +41,7 @@ from weft.engine.precision import DTYPES, compute_in, exact_value
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
-from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding
+from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding, int8_adamw
 from weft.engine.zero.collectives import CompletedHandle
 from weft.engine.zero.muon import Muon
 
@@ -57,6 +58,7 @@ WIDE = LoraConfig(enabled=True, rank=16, target_modules=["all-linear"])
 FOUR_BITS = LoraConfig(enabled=True, target_modules=["all-linear"], quantize=Quantization.nf4)
 PLAIN_SCALES = LoraConfig(enabled=True, target_modules=["q_proj"], quantize=Quantization.fp4, double_quantize=False)
 LATE = LoraConfig(enabled=True, target_modules=["model.layers.3.self_attn.q_proj"])
+INT8 = OptimizerState.int8
 SGD, LAMB, MUON = OptimizerKind.sgd, OptimizerKind.lamb, OptimizerKind.muon
 
 
@@ -72,6 +74,7 @@ class Case:
     tensor: int = 1
     precision: Precision = Precision.fp32
     kind: OptimizerKind = OptimizerKind.adamw
+    state: OptimizerState = OptimizerState.fp32
     momentum: float = 0.9
     passed: Callable[..., torch.optim.Optimizer] | None = None
 
@@ -88,7 +91,7 @@ class Case:
             cluster=ClusterConfig(ranks=self.stages * self.replicas * self.tensor),
             parallel=ParallelConfig(tensor=self.tensor),
             zero=ZeroConfig(stage=self.zero),
-            optimizer=OptimizerConfig(kind=self.kind, betas=[self.momentum, 0.95]),
+            optimizer=OptimizerConfig(kind=self.kind, state=self.state, betas=[self.momentum, 0.95]),
             train=TrainConfig(precision=self.precision),
         )
         if config.model.lora.quantize is not Quantization.none:
@@ -157,6 +160,8 @@ CASES = {
     "muon": Case(kind=MUON),
     "muon, ZeRO": Case(kind=MUON, zero=1, replicas=2),
     "muon, bf16, adapters, ZeRO": Case(kind=MUON, zero=2, replicas=2, precision=Precision.bf16, lora=WIDE),
+    "8-bit moments": Case(state=INT8),
+    "8-bit moments, bf16, adapters": Case(state=INT8, precision=Precision.bf16, lora=WIDE),
     "a caller's Adafactor": Case(passed=torch.optim.Adafactor),
     "a caller's Adafactor, ZeRO": Case(passed=torch.optim.Adafactor, zero=1, replicas=2),
     "a caller's Adafactor, ZeRO, one replica": Case(passed=torch.optim.Adafactor, zero=1, stages=4),
@@ -193,6 +198,9 @@ def optimizer_of(case: Case, config: WeftConfig, named: list[tuple[str, nn.Param
     if config.optimizer.kind is MUON:
         tag(named)
         return Muon(groups, {})
+    if config.optimizer.state is INT8:
+        int8_adamw.tag(named)
+        return int8_adamw.Int8AdamW(groups)
     if case.passed is not None:
         return case.passed([{"params": group["params"]} for group in groups])
     if config.optimizer.kind is SGD:
@@ -255,6 +263,21 @@ def test_states_of_small_pieces_are_predicted_to_a_hundredth(replicas, zero, lor
     for rank, memory in enumerate(plan.memory):
         states = [allocated(case, config, None, plan, rank, replica)[2] for replica in range(replicas)]
         assert memory.zero.optimizer == pytest.approx(sum(states) / replicas, rel=0.01), rank
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@pytest.mark.parametrize(("zero", "replicas"), [(1, 2), (2, 3), (3, 2)])
+def test_8_bit_moments_of_shards_are_predicted(zero, replicas, precision, tmp_path):
+    """On average over the replicas, of which some hold more of the small parameters, whose moments are fp32."""
+    case = Case(state=INT8, zero=zero, replicas=replicas, precision=precision)
+    config = case.config(tmp_path)
+    plan = plan_run(config, facts_before_start(config, load_hf_config(config.model)))
+    for rank, memory in enumerate(plan.memory):
+        measured = [allocated(case, config, None, plan, rank, replica) for replica in range(replicas)]
+        weights, gradients, states = (sum(each) / replicas for each in zip(*measured, strict=True))
+        assert memory.zero.optimizer == pytest.approx(states, rel=0.02), rank
+        assert memory.zero.gradients == pytest.approx(gradients, rel=0.02), rank
+        assert zero == 3 or memory.zero.weights == pytest.approx(weights, rel=0.02), rank
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

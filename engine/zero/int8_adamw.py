@@ -1,0 +1,113 @@
+"""AdamW whose moments have 8 bits in blocks with a scale each (Dettmers et al. 2022), on shards of parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.engine.models.state_blocks import BLOCK, block_of, set_block
+from weft.pipeline.memory import has_int8_state
+
+
+class Int8AdamW(Optimizer):
+    """AdamW of bitsandbytes, of which shards hold whole blocks.
+
+    So moments and scales have the same values however parameters are divided. Parameters with few elements have fp32
+    moments, by the number of elements of the whole parameter.
+    """
+
+    state_blocks: ClassVar[Mapping[str, int]] = {"absmax1": BLOCK, "absmax2": BLOCK}
+    """State with one element for each block, and the elements of a block."""
+
+    def __init__(
+        self,
+        groups: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """Create the optimiser. Parameters need the blocks that `tag` sets."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and weight.numel():
+                    self._step(weight, weight.grad, group)
+
+    def _step(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, block = self.state[weight], block_of(weight)
+        if not state:
+            moment = torch.uint8 if block > 1 else torch.float32
+            state["step"] = 0
+            for number in (1, 2):
+                state[f"state{number}"] = torch.zeros_like(weight, dtype=moment)
+                if block > 1:
+                    scales = math.ceil(weight.numel() / block)
+                    state[f"absmax{number}"] = torch.zeros(scales, dtype=torch.float32, device=weight.device)
+        state["step"] += 1
+        (_step_blocks if block > 1 else _step_whole)(weight, gradient, state, group, self._codes_on(weight.device))
+
+    def _codes_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the values of the 256 codes of the first and second moment, as shares of a block's scale."""
+        if device not in self._codes:
+            from bitsandbytes.functional import create_dynamic_map
+
+            signed, unsigned = (create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+            self._codes[device] = signed, unsigned
+        return self._codes[device]
+
+
+def _step_blocks(
+    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], codes: tuple[Tensor, Tensor]
+) -> None:
+    from bitsandbytes.functional import optimizer_update_8bit_blockwise
+
+    (beta1, beta2), (signed, unsigned) = group["betas"], codes
+    optimizer_update_8bit_blockwise(
+        "adam",
+        gradient,
+        weight,
+        state["state1"],
+        state["state2"],
+        beta1,
+        beta2,
+        0.0,
+        0.0,
+        group["eps"],
+        state["step"],
+        float(group["lr"]),
+        signed,
+        unsigned,
+        state["absmax1"],
+        state["absmax2"],
+        group["weight_decay"],
+    )
+
+
+def _step_whole(
+    weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], _: tuple[Tensor, Tensor]
+) -> None:
+    (beta1, beta2), rate = group["betas"], float(group["lr"])
+    correction1, correction2 = 1 - beta1 ** state["step"], math.sqrt(1 - beta2 ** state["step"])
+    state["state1"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+    state["state2"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    weight.mul_(1 - rate * group["weight_decay"])
+    weight.addcdiv_(
+        state["state1"], (state["state2"].sqrt() / correction2).add_(group["eps"]), value=-rate / correction1
+    )
+
+
+def tag(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Set the blocks of parameters whose moments have 8 bits."""
+    for _, parameter in named:
+        set_block(parameter, BLOCK if has_int8_state(parameter.numel()) else 1)
