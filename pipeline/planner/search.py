@@ -90,7 +90,7 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     """
     space = Space(cluster, work, request)
     found = _fastest_by_price(cluster, work, request) if request.objective is Objective.cost else []
-    narrow = Space(cluster, work, request, is_narrow=True)
+    narrow = Space(cluster, work, request, is_narrow=True, evaluation=space.evaluation)
     spare: list[tuple[float, Candidate]] = []
     scheduled, left_out = len(found), inf
     for part, pass_request, routes in _passes(space, narrow, request):

@@ -57,11 +57,20 @@ class Space:
 
     Args:
         is_narrow: True to leave out values that are rarely best, to find good plans soon.
+        evaluation: the request's evaluation, if another space has one, which keeps the bounds that both compute.
     """
 
-    def __init__(self, cluster: Cluster, work: ModelWork, request: Request, *, is_narrow: bool = False) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        work: ModelWork,
+        request: Request,
+        *,
+        is_narrow: bool = False,
+        evaluation: Evaluation | None = None,
+    ) -> None:
         self.cluster, self.work, self.request, self.is_narrow = cluster, work, request, is_narrow
-        self.evaluation = Evaluation(cluster, work, request)
+        self.evaluation = evaluation or Evaluation(cluster, work, request)
         self.shapes = 0
         every = list(all_degrees(cluster, work, request))
         if is_narrow:

@@ -164,10 +164,13 @@ class BruteForce:
             for schedule in ("auto", "1f1b") if some.arrangement == "straight" and cell == 1 else ("auto",):
                 yield replace(some, cell=cell, schedule=schedule)
 
-    def _table(self, shape):
+    @staticmethod
+    def _table_key(shape):
         lines = shape.replicas if shape.zero_stage == 3 else 0
-        key = shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, lines
-        if key not in self._tables:
+        return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, lines
+
+    def _table(self, shape):
+        if (key := self._table_key(shape)) not in self._tables:
             own, layers = self.own, len(self.own.work.layers)
             values = np.full((4, len(own.cluster.sites), layers + 1, layers + 1), inf)
             for start, stop in combinations(range(layers + 1), 2):
@@ -207,12 +210,14 @@ class BruteForce:
 
     def _cuts(self, shape, sites, stages, limit_s):
         """Cuts of a route that fit, and may score less than the limit, with a bound of their pipeline's seconds."""
-        own, table, rooms = self.own, self._table(shape), self._room_table(shape)
-        some = Layout(**vars(shape), sites=sites, stages=stages, layers=())
-        cuts = bounds_of_cuts(len(own.work.layers), shape.virtual_stages)
+        own, some = self.own, Layout(**vars(shape), sites=sites, stages=stages, layers=())
+        cuts, routes_of_some = bounds_of_cuts(len(own.work.layers), shape.virtual_stages), own.routes(some)
         self.layouts += len(cuts)
+        if shape.microbatches * max(self._busiest_s(shape, *route) for route in routes_of_some) >= limit_s:
+            return
+        table, rooms = self._table(shape), self._room_table(shape)
         bound_s, fits = np.zeros(len(cuts)), np.ones(len(cuts), dtype=bool)
-        for way, held in own.routes(some):
+        for way, held in routes_of_some:
             placement, at = self._placed(shape.arrangement, way, held)
             forward_s, input_s, weight_s, saved = (values[at] for values in vars(table).values())
             hops_s = self._hops_s(shape, way, placement)
@@ -234,6 +239,16 @@ class BruteForce:
                 bound_s = np.maximum(bound_s, ahead_f[:, held_stages[0]] + full / np.maximum(room, 1.0))
         for number in np.flatnonzero(fits & (bound_s < limit_s)):
             yield tuple(np.diff(cuts[number]).tolist()), float(bound_s[number])
+
+    def _busiest_s(self, shape, way, held):
+        """Seconds of a micro-batch on the rank that works longest, at the cut that makes these least."""
+        key = "busiest", *self._table_key(shape), shape.arrangement, way, held
+        if key not in self._tables:
+            (placement, at), table = self._placed(shape.arrangement, way, held), self._table(shape)
+            busy_s = (table.forward_s + table.input_s + table.weight_s)[at]
+            ranks_s = [busy_s[:, list(held_stages)].sum(axis=1) for held_stages in placement.rank_stages]
+            self._tables[key] = np.max(ranks_s, axis=0).min()
+        return self._tables[key]
 
     def _hops_s(self, shape, way, placement):
         """Seconds between each virtual stage and the next, at least."""
