@@ -15,8 +15,8 @@ STEPS, LENGTH, RATE = 20, 48, 1e-3
 WORDS = ["what", "is", "the", "sum", "of", "two", "and", "three", "it", "was", "not", "here", "yes", "no", "blue"]
 
 
-def prepare(folder: Path, recipe: str = "dpo") -> list[str]:
-    """Write a model, and pairs and texts of uneven length. Return the settings of a run on them."""
+def prepare(folder: Path, recipe: str = "dpo", *, width: int = 64) -> list[str]:
+    """Write a model of a hidden size, and pairs and texts of uneven length. Return the settings of a run on them."""
     from weft.engine.data.tokenizer import train_bpe
 
     source = random.Random(0)
@@ -25,7 +25,7 @@ def prepare(folder: Path, recipe: str = "dpo") -> list[str]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
+        hidden_size=width,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

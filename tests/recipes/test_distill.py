@@ -16,13 +16,13 @@ MICROBATCHES = 4
 SCORES = ["inference.enabled=true", "inference.scores.enabled=true", "distill.top_k=8"]
 
 
-def prepare_both(folder):
+def prepare_both(folder, *, width=64):
     """Write a student and a teacher that has more tokens, and return the settings of a run."""
-    settings = prepare(folder, "distill")
+    settings = prepare(folder, "distill", width=width)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "teacher")
     torch.manual_seed(1)
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape = {"hidden_size": 3 * width // 4, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 3}
     teacher = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer) + 6, max_position_embeddings=LENGTH, **shape))
     teacher.lm_head.weight.data.mul_(20)
     teacher.save_pretrained(folder / "teacher")

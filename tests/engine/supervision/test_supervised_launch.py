@@ -39,12 +39,12 @@ def settings(tmp_path):
     ]
 
 
-def start(settings, name, faults=""):
+def start(settings, name, faults="", **more):
     """The driver of a run; returns it with its run's folder."""
     config = load([*settings, f"train.name={name}"])
     folder = config_folder(config)
     write_config(config, config_file(folder))
-    environment = {"FAULTS": faults, "RUN": str(folder)}
+    environment = {"FAULTS": faults, "RUN": str(folder), **more}
     Spec(
         "tests.engine.supervision.faulty_ranks:run", [*PRELOAD, "tests.engine.supervision.faulty_ranks"], environment
     ).write(folder)
