@@ -80,8 +80,8 @@ def prompt_tokens(port, source):
     return sum(float(re.split(r"\s+", line)[-1]) for line in lines if "_total" in line)
 
 
-def until_ready(port, process, log):
-    deadline = time.monotonic() + PATIENCE_S
+def until_ready(port, process, log, *, patience_s=PATIENCE_S):
+    deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):
