@@ -36,7 +36,6 @@ class Part:
 
     @property
     def operations(self) -> int:
-        """All of them."""
         return sum(self.asked.values())
 
 

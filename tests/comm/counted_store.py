@@ -40,7 +40,6 @@ class CountedStore(dist.Store):
         return self.store.has_extended_api()
 
     def count(self, operation: str) -> None:
-        """One more."""
         with self._lock:
             self.asked[operation] += 1
 

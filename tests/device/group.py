@@ -44,7 +44,6 @@ class EmulatedWork(dist.Work):
         """Return no error: kernels do not fail."""
 
     def result(self) -> list[Tensor]:
-        """Return the outputs."""
         return self._outputs
 
     def get_future(self) -> torch.futures.Future:
@@ -94,7 +93,6 @@ class EmulatedGroup(dist.ProcessGroup):
         return self._rank
 
     def getBackendName(self) -> str:
-        """Return the backend's name."""
         return "nccl"
 
     def _set_sequence_number_for_group(self) -> None:

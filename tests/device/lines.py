@@ -161,8 +161,6 @@ def _called_only_by(found: dict[str, list[Line]]) -> set[str]:
 
 
 class _File:
-    """The search in one file."""
-
     def __init__(self, path: str, module: ast.Module, only: set[str]) -> None:
         self._path, self._tree, self._only = path, module, only
         has_cuda = "cuda" in texts()[path]

@@ -165,7 +165,6 @@ class Operation(dist.Work):
         return self.over.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error."""
         return self._error
 
     def finish(self, error: BaseException | None) -> None:
@@ -194,7 +193,6 @@ class Stream:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def put(self, operation: Operation, run: Callable[[], Any]) -> None:
-        """Queue an operation."""
         self._work.put((operation, run))
 
     def close(self) -> None:

@@ -115,12 +115,10 @@ def test_pictures_are_written_whole(tmp_path, kind):
 
 
 def drawn(tmp_path, monkeypatch, schedule, costs):
-    """The figure of a schedule."""
     return figure_of(tmp_path, monkeypatch, [simulate(lower(schedule), costs)])
 
 
 def figure_of(tmp_path, monkeypatch, timelines):
-    """The figure that is saved."""
     from matplotlib.figure import Figure
 
     figures = []

@@ -158,7 +158,6 @@ class Faults:
         return batches
 
     def seed_gradient(self, original: Callable, engine: WeftEngine, loss: Tensor) -> Tensor:
-        """Return the seed, or a spoilt one."""
         here = self.spoilt.stage is None and self.spoilt.rank in (None, engine.global_rank)
         return original(engine, loss) * (self.spoilt.value if self.is_bad and here else 1.0)
 

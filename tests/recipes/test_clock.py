@@ -18,8 +18,6 @@ DATED = (
 
 
 class Another(datetime):
-    """Another day."""
-
     @classmethod
     def now(cls, tz=None):
         return cls(2030, 5, 6, 7, 8, 9, 10)

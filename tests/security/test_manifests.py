@@ -54,7 +54,6 @@ def body_of(path):
 
 
 def places(value, path=()):
-    """Every place in a tree."""
     yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         yield from places(inner, (*path, key))

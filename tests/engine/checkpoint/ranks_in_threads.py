@@ -45,7 +45,6 @@ class Meeting:
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
-    """Return the tensors in the checkpoint of a step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "weight/a": torch.randn(37, 11, generator=generator),

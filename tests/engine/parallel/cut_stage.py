@@ -91,7 +91,6 @@ class CutStage(nn.Module):
         return list(self.layers)
 
     def hidden_spec(self, batch: Mapping[str, Tensor], *, leaving: bool = False) -> tuple[torch.Size, torch.dtype]:
-        """A slice."""
         rows, length = batch["input_ids"].shape
         return torch.Size((rows, length // self.axes.tensor.size, WIDTH)), torch.float32
 

@@ -44,7 +44,6 @@ class PretendedGroup:
     index: int = 0
 
     def all_gather(self, shard: Tensor) -> Handle:
-        """Twice the shard."""
         return self._start(shard, lambda tensor: torch.cat([tensor, tensor]))
 
     def reduce_scatter(self, tensor: Tensor) -> Handle:
@@ -52,19 +51,15 @@ class PretendedGroup:
         return self._start(tensor, lambda whole: whole.chunk(2)[0] * 2)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Twice the tensor."""
         return self._start(tensor, lambda whole: whole.mul_(2))
 
     def maximum(self, tensor: Tensor) -> Handle:
-        """The tensor."""
         return self._start(tensor, lambda whole: whole)
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
-        """The tensor."""
         return self._start(tensor, lambda whole: whole.clone())
 
     def shift(self, tensor: Tensor) -> Handle:
-        """The tensor."""
         return self._start(tensor, lambda whole: whole.clone())
 
     def _start(self, tensor: Tensor, work: Callable[[Tensor], Tensor]) -> Handle:
@@ -93,7 +88,6 @@ class Layers(nn.Module):
         return hidden
 
     def block(self, number: int, hidden: Tensor) -> Tensor:
-        """One of them."""
         wide = torch.tanh(self.up[number](functions.gather(self.group, hidden, 1)))
         return hidden + self.dropout(functions.scatter_sum(self.group, self.down[number](wide), 1))
 

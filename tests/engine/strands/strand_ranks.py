@@ -65,7 +65,6 @@ class Case:
 
     @property
     def world(self) -> int:
-        """Ranks."""
         return self.replicas * self.context * self.tensor
 
     @property
@@ -81,8 +80,6 @@ class Case:
 
 
 class NotingYieldPoint(YieldPoint):
-    """Notes which strand yields."""
-
     def __init__(self) -> None:
         super().__init__()
         self.given: list[str] = []

@@ -201,7 +201,6 @@ def test_prompts_are_counted_by_the_tokenizer(tmp_path):
 
 
 def write_certificate(folder):
-    """A certificate of 127.0.0.1 and its key."""
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     words += ["-subj", "/CN=x", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key", "-out"]
     subprocess.run([*words, folder / "cert"], check=True, capture_output=True, timeout=60)

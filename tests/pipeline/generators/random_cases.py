@@ -89,7 +89,6 @@ def random_case(seed: int) -> SchedulingCase:
 
 
 def _sites(random: Random, num_ranks: int) -> tuple[int, ...]:
-    """Divide the ranks into 1 to 3 sites."""
     cuts = sorted(random.sample(range(1, num_ranks), random.randint(0, min(2, num_ranks - 1))))
     return tuple(end - start for start, end in zip([0, *cuts], [*cuts, num_ranks], strict=True))
 

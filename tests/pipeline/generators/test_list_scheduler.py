@@ -121,7 +121,6 @@ class OneRank:
         return (first,)
 
     def row(self):
-        """All of them."""
         slots = []
         while any(number < self.problem.num_microbatches for number in self.done.values()):
             slots.append(self.next())

@@ -34,7 +34,6 @@ ROUNDING = 1 + 1e-9
 
 
 def ranks_of(sites, stages):
-    """The site of each pipeline rank."""
     return [site for site, held in zip(sites, stages, strict=True) for _ in range(held)]
 
 
@@ -199,7 +198,6 @@ class Own:
         return min(found, default=inf)
 
     def price_per_hour(self, layout):
-        """Return the price of all GPUs."""
         lines = layout.replicas // layout.routes * layout.tensor * layout.context
         each = zip(layout.sites, layout.stages, strict=True)
         return sum(self.cluster.sites[site].price * held * lines for site, held in each)

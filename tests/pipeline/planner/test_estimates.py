@@ -107,7 +107,6 @@ def test_no_sites_of_routes_reduce_faster_than_the_least(sites, links, routes, s
     estimates = replace(MADE, cluster=made)
 
     def least_s(here, settled):
-        """By trying all."""
         near = {
             there: link
             for there, site in enumerate(made.sites)

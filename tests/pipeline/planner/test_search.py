@@ -82,7 +82,6 @@ def test_a_plan_fits_and_runs(some, objective):
 
 
 def ways(some, shape, route=None):
-    """All whole routes of a shape."""
     for further in Routes(some, REQUEST).longer(shape, route):
         if further.is_whole(shape):
             yield further

@@ -69,7 +69,6 @@ class Browser:
         os.close(self._reading)
 
     def call(self, method, **parameters):
-        """Call a method, and return its result."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -105,7 +104,6 @@ class Browser:
         self.wait(ready)
 
     def run(self, expression):
-        """Return the value of an expression."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, (expression, found["exceptionDetails"])
         return found["result"].get("value")

@@ -63,7 +63,6 @@ def priorities(sites: tuple[int, ...]) -> dict[str, int]:
 
 
 def reduction(rng: random.Random, dtype: torch.dtype) -> Any:
-    """One that gloo has for ``dtype``."""
     return rng.choice([dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX])
 
 

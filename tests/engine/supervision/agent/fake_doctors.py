@@ -14,13 +14,11 @@ ILL = {"check": "GEMM", "outcome": "failed", "text": "wrong bits"}
 
 
 def finds_nothing(arguments: Sequence[str]) -> int:
-    """All is well."""
     print(json.dumps([WELL]))
     return 0
 
 
 def finds_something(arguments: Sequence[str]) -> int:
-    """Something is not."""
     print(json.dumps([WELL, ILL]))
     return 1
 
