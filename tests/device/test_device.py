@@ -28,6 +28,7 @@ CASES = {
         "pipeline": {"stages": 2},
         "split backward, fold": {"schedule": "w", "placement": "fold"},
         **{f"replicas, ZeRO-{zero}": {"stages": 1, "zero": zero} for zero in range(4)},
+        "replicas, ZeRO-2, sent in bf16": {"stages": 1, "zero": 2, "sent": "bf16", "reduce_every": 1},
         "replicas compared, ZeRO-1": {"stages": 1, "zero": 1, "compare_every": 1},
         "tensor 2": {"stages": 1, "tensor": 2},
         "context 2, ring": {"stages": 1, "context": 2, "exchange": "ring"},

@@ -58,6 +58,8 @@ def tiny_config(
     tensor: int = 1,
     exchange: str = "auto",
     offload_cap: int = 0,
+    sent: str = "fp32",
+    reduce_every: int = 0,
 ) -> WeftConfig:
     """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared.
 
@@ -96,7 +98,7 @@ def tiny_config(
         parallel=ParallelConfig(
             tensor=tensor, context=context, context_exchange=ContextExchange[exchange], expert=expert
         ),
-        zero=ZeroConfig(stage=zero),
+        zero=ZeroConfig(stage=zero, communication_data_type=Precision[sent], reduce_every=reduce_every),
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=0.5, warmup_steps=3),
         train=TrainConfig(microbatch_size=2, steps=20, precision=Precision[precision]),
     )
