@@ -11,7 +11,7 @@ import transformers
 
 from benchmarks import parity
 from benchmarks.verification import architectures, shared_architectures
-from benchmarks.verification.architecture_page import INDENT, SCHEDULED, SHARED, page
+from benchmarks.verification.architecture_page import INDENT, SCHEDULED, SHARED, page, summary
 from benchmarks.verification.architectures import ArchitectureResult, Support, examine, read_results, write_result
 from benchmarks.verification.scheduled_architectures import examine_scheduled
 from benchmarks.verification.shared_architectures import examine_shared
@@ -110,6 +110,17 @@ def test_results_are_read_back_from_their_file(tmp_path):
         read_results(file)
 
 
+def test_page_has_a_row_per_type_and_reasons_as_notes():
+    assert "1 exact, 1 refused, 1 untried, 0 WRONG; 50 % of those" in summary(FOUND)
+    scheduled = {"tensor 2": {"llama": FOUND[0]}, "context 2": {}}
+    lines = page(FOUND, dict.fromkeys(SHARED, FOUND), scheduled).splitlines()
+    rows = {name: cells for name, *cells in _rows_of("\n".join(lines))}
+    assert rows["llama"] == ["exact", "apart", *4 * ["exact"], "exact", "-"]
+    assert rows["gemma3n"] == ["refused:2", "-", *4 * ["refused:2"], "-", "-"]
+    assert "2. layers | share" in lines
+    assert any(line.startswith("- **tensor**: tensor 2: 1 exact, 1 refused, 1 untried, 0 WRONG") for line in lines)
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 
@@ -203,6 +214,13 @@ def test_only_processor_time_counts_against_an_architecture(monkeypatch, trial, 
     found: list[ArchitectureResult] = []
     architectures.survey(["llama"], jobs=1, stop_after_s=0, note=found.append, trial=trial)
     assert [(f.support, f.reason) for f in found] == [(support, reason)]
+
+
+def test_an_architecture_that_waits_for_ever_is_given_up(monkeypatch):
+    monkeypatch.setattr(architectures, "STUCK_S", 0.2)
+    found: list[ArchitectureResult] = []
+    architectures.survey(["llama"], jobs=1, stop_after_s=0, note=found.append, trial=_sleep)
+    assert [(f.support, f.reason) for f in found] == [(Support.untried, "not done after 0.2 s")]
 
 
 def test_every_type_is_asked_about():

@@ -2,12 +2,13 @@
 
 import json
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from benchmarks import block
-from benchmarks.blocks.clock import Clock
+from benchmarks.blocks.clock import Clock, Measured
 from benchmarks.blocks.llama import LLAMA_8B, TINY, VARIANTS, Block
 from tests.interpreter import python
 
@@ -47,6 +48,16 @@ def test_rows_of_a_block_state_speed_memory_and_difference(tmp_path):
     assert rows["plain"]["time / first"] == "1.00" and float(rows["plain"]["difference"]) == 0
     assert float(rows["split"]["difference"]) == 0, "the same products, in another order"
     assert 0 < float(rows["varlen"]["difference"]) < 2e-2
+
+
+def test_mfu_is_of_the_data_sheet_and_judged_on_an_h100(monkeypatch):
+    measured = Measured(forward_s=1.0, backward_s=2.0, peak_bytes=1, results={"output": torch.ones(2)})
+    monkeypatch.setattr(block, "data_sheet", lambda device: block.GPU_KINDS["H100"])
+    rows = block.Rows(Clock(CPU, 0.0), 60.0)
+    rows.clock.measure = lambda passes: measured
+    with Block(TINY, 8, CPU).passes(VARIANTS["plain"], 8) as passes:
+        row = rows.row(("block",), lambda device: None, lambda: nullcontext(passes), 3 * 0.6 * 989.4e12)
+    assert row["MFU"] == "60.0%" and rows.best_mfu == pytest.approx(0.6)
 
 
 class TestMissing:

@@ -1,6 +1,8 @@
 """Tests of the criteria for an emulated step compared with the real one."""
 
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,3 +84,27 @@ def test_a_changed_real_job_has_the_settings_of_its_emulation(layout, tmp_path):
         assert {node.uplink_mbps for node in bed.nodes} == {UPLINK_MBPS * what_if.bandwidth}
         assert link.latency_ms - link.jitter_ms == LATENCY_MS  # a message is late by 0 to the emulation's jitter
         assert 2 * link.jitter_ms == what_if.jitter_ms
+
+
+def test_real_ranks_and_the_emulation_take_turns(monkeypatch, tmp_path):
+    monkeypatch.setattr(emulation.dist, "barrier", lambda: None)
+    monkeypatch.setattr(emulation.dist, "get_rank", lambda: 0)
+    done = []
+    turns = emulation.Turns(tmp_path, 2, lambda: done.append("emulated") or SimpleNamespace(step_s=1.0))
+    turns()
+    assert not done  # ranks are not ready yet
+
+    def real():
+        theirs = emulation.Turns(tmp_path, 2, emulation._nothing)
+        for number in range(2):
+            theirs.wait(number)
+            done.append("real")
+
+    thread = threading.Thread(target=real, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        turns()
+    thread.join()
+    turns()
+    assert done == ["emulated", "real"] * 2
+    assert turns.emulated_s == [1.0, 1.0]

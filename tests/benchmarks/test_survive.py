@@ -2,15 +2,19 @@
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks import survive
 from benchmarks.survival import faults, network, reference, session, sitecustomize
 from benchmarks.survival.hosts import HOSTS, LocalHosts, OneMachine
 from benchmarks.survival.outcome import NEXT_STEP_WITHIN_S, Survival, is_right
 from benchmarks.survival.reference import difference
+from benchmarks.survival.run import Metrics
 from weft.conf import load
+from weft.pipeline.action import Action
 
 HOST_OF = {rank: HOSTS[rank // 2] for rank in range(8)}
 
@@ -29,6 +33,24 @@ def test_every_order_that_is_given_is_known_to_the_ranks():
     given = set(re.findall(r"run\.order\([^,]+, \"(\w+)\"", inspect.getsource(faults) + inspect.getsource(reference)))
     assert len(given) > 1
     assert all(callable(getattr(sitecustomize, f"_{name}")) for name in given)
+
+
+def test_a_bit_flips_once_and_while_weights_are_whole():
+    class Engine:
+        def __init__(self):
+            self.module, self.slot_observers = torch.nn.Linear(3, 2), []
+
+    engine = Engine()
+    before = torch.nn.utils.parameters_to_vector(engine.module.parameters())
+    sitecustomize._flip(SimpleNamespace(WeftEngine=Engine))
+    changed = []
+    for row in ("0F0", "0SEND_F0", "0F1", "0I0", "0W0", "0B1", "0STEP"):
+        slot = (Action.parse(row),)
+        for observer in engine.slot_observers:
+            observer.slot_begins(slot)
+        after = torch.nn.utils.parameters_to_vector(engine.module.parameters())
+        changed.append(int((before != after).sum()))
+    assert changed == [0, 0, 0, 1, 1, 1, 1]
 
 
 def test_once_replicas_become_fewer_only_what_rounds_follows():
@@ -85,3 +107,14 @@ def test_losses_differ_by_the_largest_and_a_missing_one_is_an_error():
     assert difference({1: None}, {1: 1.0}) == float("inf")
     with pytest.raises(KeyError):
         difference({4: 2.0}, {1: 2.0})
+
+
+def test_what_is_trained_again_replaces_what_was(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    assert metrics.read() == {}
+    path.write_text('{"step": 1, "kind": "train", "loss": 2}\n{"step": 1, "kind": "eval", "loss": 9}\n{"step": 2, "ki')
+    assert {step: record["loss"] for step, record in metrics.read().items()} == {1: 2}
+    path.unlink()
+    path.write_text('{"step": 1, "kind": "train", "loss": 3}\n')
+    assert {step: record["loss"] for step, record in metrics.read().items()} == {1: 3}
