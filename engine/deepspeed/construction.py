@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from weft.comm.collectives import Primitive
 from weft.conf.features import entry
 from weft.conf.schema import LrSchedule, OptimizerConfig, OptimizerState
+from weft.engine.distributed import together
 from weft.engine.execution.compute import Compute
 from weft.engine.execution.executor import Executor
 from weft.engine.execution.loss import StepLoss
@@ -78,6 +79,8 @@ def configure_optimizer(
         engine.module.tied,
         overlap.cuts if overlap is not None else {},
     )
+    if type(engine.basic_optimizer).__module__.startswith("bitsandbytes"):
+        together(lambda: _check_blocks(engine.basic_optimizer, engine.sharding))
     grid, fp16 = engine.module._grid, engine.fp16_enabled()
     engine.optimizer = ShardedOptimizer(
         engine.basic_optimizer,
@@ -118,6 +121,22 @@ def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, An
     if engine.optimizer_name() == LAMB_OPTIMIZER:
         return Lamb(model_parameters, **(engine.optimizer_params() or {}))
     return engine._configure_basic_optimizer(model_parameters)
+
+
+def _check_blocks(optimizer: Any, sharding: Sharding) -> None:
+    """Check that no shard cuts a parameter whose moments bitsandbytes stores in blocks, which no checkpoint could hold.
+
+    Raises:
+        ValueError: a shard does.
+    """
+    least = optimizer.args.min_8bit_size if optimizer.args.optim_bits == 8 else math.inf
+    for fragment in sharding.fragments():
+        if fragment.trained and not fragment.is_whole and fragment.tensor.numel() >= least:
+            raise ValueError(
+                f"{type(optimizer).__name__} of bitsandbytes: ZeRO's shards cut {fragment.name} and the blocks of its "
+                "state, which checkpoints cannot store; set optimizer.state=int8 and give no optimizer, or set "
+                "zero.stage=0"
+            )
 
 
 def configure_lr_scheduler(engine: PipelineEngine) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.engine.checkpoint.engines import resume, save_and_go_on
 from tests.engine.tiny import reference_losses, tiny_config
-from tests.engine.zero.small_blocks import LEAST, with_small_blocks
+from tests.engine.zero.small_blocks import LEAST, losses_with_bitsandbytes, with_small_blocks
 from weft.conf.schema import OptimizerState
 from weft.engine.zero import Bucket, Collectives, int8_adamw
 from weft.engine.zero.int8_adamw import Int8AdamW
@@ -92,3 +92,17 @@ def test_losses_are_bitsandbytes_and_another_layout_goes_on_alike(tmp_path, monk
         other = config_of(microbatches=8, **keywords)
         for found in run_ranks(world, with_small_blocks, resume, other, str(tmp_path), 5, 8):
             assert found["losses"] == pytest.approx(whole[3:], rel=1e-5), keywords
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_optimizer_of_bitsandbytes_is_refused_if_shards_cut_its_blocks():
+    """Before the first step, because the first checkpoint could not store them. Shards that cut none train."""
+    sharded, whole = tiny_config(stages=1, zero=1, layers=1), tiny_config(stages=1, zero=1)
+    for found in run_ranks(2, losses_with_bitsandbytes, sharded, LEAST):
+        assert "AdamW8bit of bitsandbytes: ZeRO's shards cut model." in found and "optimizer.state=int8" in found
+    twice = config_of(stages=1)
+    for found in run_ranks(2, losses_with_bitsandbytes, twice, LEAST):
+        assert found.startswith("optimizer.state=int8: `initialize` was given an optimizer")
+    first, second = run_ranks(2, losses_with_bitsandbytes, whole, LEAST)
+    assert isinstance(first, list) and first == second
