@@ -55,6 +55,7 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
     if config.dry_run:
+        os.environ.update(completed(os.environ, num_gpus()))
         from weft.tools.dry_run import show
 
         show(config)

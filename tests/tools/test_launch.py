@@ -1,5 +1,6 @@
 """`weft launch` up to the first process: the call, the environment, the files, the refusals."""
 
+import os
 import socket
 import stat
 from dataclasses import replace
@@ -73,8 +74,12 @@ def test_dry_run_starts_nothing(monkeypatch, capsys, tmp_path):
     module = type("dry_run", (), {"show": staticmethod(lambda config: print("report of", config.train.name))})
     monkeypatch.setitem(__import__("sys").modules, "weft.tools.dry_run", module)
     monkeypatch.setattr(launch, "run_group", lambda *_, **__: pytest.fail("a process would start"))
+    monkeypatch.setattr(launch, "num_gpus", lambda: 0)
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    monkeypatch.delenv("DS_ACCELERATOR")
     assert launch.main(["recipe=quickstart", "dry_run=true", f"train.output_dir={tmp_path}"]) == 0
     assert capsys.readouterr().out == "report of quickstart\n"
+    assert os.environ["DS_ACCELERATOR"] == "cpu", "DeepSpeed would warn that it looks for a GPU"
     assert not list(tmp_path.iterdir())
 
 
