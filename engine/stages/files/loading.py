@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,11 @@ from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.stages.cutting.stage import Stage, global_names
 from weft.engine.stages.files.folder import is_local, require_whole_folder, source_of, weight_types, weights_folder
 from weft.engine.stages.files.shards import base_type, exact_type, settle_types
+
+MOST_PARTS = 10_000
+"""Maximum number of layers or experts in a configuration."""
+_COUNTS = re.compile(r"(^|_)(layers?|experts?|blocks?)$")
+"""Pattern of the fields with these numbers."""
 
 
 def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
@@ -80,6 +86,7 @@ def _read_config(config: ModelConfig) -> PreTrainedConfig:
     if is_local(config.path):
         require_whole_folder(Path(config.path).expanduser())
     try:
+        _require_countable(PreTrainedConfig.get_config_dict(source_of(config.path))[0])
         hf_config = AutoConfig.from_pretrained(source_of(config.path), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # any: configs validate with errors of several libraries
         reason = _one_line(error)
@@ -101,9 +108,23 @@ def _new_config(arch: str, overrides: dict) -> PreTrainedConfig:
     for name in overrides:
         _require_field(name, plain)
     try:
+        _require_countable(overrides)
         return AutoConfig.for_model(arch, **overrides)
     except Exception as error:  # any: configs validate with errors of several libraries
         raise ValueError(f"model.overrides: {type(plain).__name__} refuses them ({_one_line(error)})") from error
+
+
+def _require_countable(fields: Mapping[str, Any]) -> None:
+    """Check the numbers of layers and experts, because transformers makes a module for each.
+
+    Raises:
+        ValueError: there are more than `MOST_PARTS`.
+    """
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            _require_countable(value)
+        elif isinstance(value, int) and value > MOST_PARTS and _COUNTS.search(name):
+            raise ValueError(f"{name}={value}: more than {MOST_PARTS:,}")
 
 
 def _one_line(error: Exception) -> str:
@@ -155,17 +176,21 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: i
             return  # packed weights have other names and shapes than the model's
     if config.path and is_local(config.path) and weight_types(weights_folder(config.path)):
         cls = model_class(hf_config)
-        _, report = load(
-            cls,
-            source_of(config.path),
-            hf_config,
-            dtype=torch.float32,
-            seed=0,
-            prune=lambda model: None,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            device_map="meta",  # reads only headers
-        )
+        try:
+            _, report = load(
+                cls,
+                source_of(config.path),
+                hf_config,
+                dtype=torch.float32,
+                seed=0,
+                prune=lambda model: None,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                device_map="meta",  # reads only headers
+            )
+        except (RuntimeError, TypeError, ArithmeticError) as error:  # negative sizes, thousands of brackets
+            remedy = "correct config.json or generation_config.json"
+            raise ValueError(f"model.path={config.path}: not read ({_one_line(error)}); {remedy}") from error
         _require_fitting(config, cls, report)
 
 

@@ -14,7 +14,7 @@ from weft.engine.stages.checking.self_check import self_check
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.cutting.split import split_layers
 from weft.engine.stages.files.exporting import export_stages
-from weft.engine.stages.files.loading import load_hf_config, load_stages
+from weft.engine.stages.files.loading import check_model_fits, load_hf_config, load_stages
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +243,20 @@ class TestErrors:
         config = json.loads((copied / "config.json").read_text())
         (copied / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 5}))
         self.refused(r"model.layers.4.\S+ is missing", ModelConfig(path=str(copied)))
+
+    @pytest.mark.parametrize(
+        ("file", "change", "message"),
+        [
+            ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: more than 10,000"),
+            ("config.json", {"intermediate_size": -32}, "not read .*negative dimension.*; correct config.json"),
+            ("generation_config.json", "[" * 100_000, r"not read \(maximum recursion.*; correct .*generation_config"),
+        ],
+    )
+    def test_hostile_configuration(self, copied, file, change, message):
+        text = change if isinstance(change, str) else json.dumps(json.loads((copied / file).read_text()) | change)
+        (copied / file).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            check_model_fits(ModelConfig(path=str(copied)), 1, 8)
 
     def test_more_stages_than_layers(self):
         self.refused("5 virtual stages, but the model has 4 layers", tiny("llama"), 5)
