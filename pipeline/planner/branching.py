@@ -20,6 +20,8 @@ SHARE_OF_EQUALS = 4
 """The effort for layouts that are better by less, or cheaper, is at most 1 / `SHARE_OF_EQUALS` of all."""
 SHARE_OF_DIVES = 3
 """The effort for whole routes of shapes that cross sites is at most 1 / `SHARE_OF_DIVES` of all. See `Search._dive`."""
+SHARE_OF_A_DIVE = 12
+"""The effort for the whole route of one shape is at most 1 / `SHARE_OF_A_DIVE` of all."""
 SHARE_OF_BOUNDS = 5
 """The effort at the end for the parts of the least bound is 1 / `SHARE_OF_BOUNDS` of all."""
 BOUNDED = 16
@@ -181,20 +183,17 @@ class Search:
 
         It fills one site after the other, as Algorithm 1 of Atlas does, and goes on to the site of the least bound.
         Long routes have many beginnings with equal bounds, of which a search in the order of bounds completes none.
+        Once a layout has been scheduled, its score prunes these beginnings, and nothing is done here.
         """
         shape, start = one.shape, self._spent
-        if not self._ways.is_long(shape) or self._dived > self._request.effort // SHARE_OF_DIVES:
+        if self._found or not self._ways.is_long(shape) or self._dived > self._request.effort // SHARE_OF_DIVES:
             return 0.0
-        route, least = ANYWHERE, one.bound
-        while not route.is_whole(shape):
-            further: list[tuple[float, int, Route]] = []
-            for longer in self._ways.filled(shape, route):
-                self._spent += BOUNDED
-                if (bound := self._evaluation.route_bound(shape, longer, self._request.max_sites)) is not None:
-                    further.append((bound, len(further), longer))
-            if not further:
-                return 0.0
-            least, _, route = min(further)
+        whole = self._completed(shape, ANYWHERE, one.bound, start + self._request.effort // SHARE_OF_A_DIVE)
+        self._dived += self._spent - start
+        if whole is None:
+            return 0.0
+        least, route = whole
+        start = self._spent
         bounds = []
         for bound, placed in self._space.arranged(shape, route, least):
             self._spent += EXPANDED * placed.virtual_stages
@@ -205,6 +204,25 @@ class Search:
         if self._placed and bounds and not self._is_poor(min(bounds)):
             self._schedule()
         return min(bounds, default=0.0)
+
+    def _completed(self, shape: Shape, route: Route, least: float, until: int) -> tuple[float, Route] | None:
+        """Return a whole route that begins with ``route``, with its bound, or None if the effort ``until`` is spent.
+
+        The next site is the one of the least bound from which the route can be completed.
+        """
+        if route.is_whole(shape):
+            return least, route
+        further: list[tuple[float, int, Route]] = []
+        for longer in self._ways.filled(shape, route):
+            self._spent += BOUNDED
+            if (bound := self._evaluation.route_bound(shape, longer, self._request.max_sites)) is not None:
+                further.append((bound, len(further), longer))
+        for bound, _, longer in sorted(further):
+            if self._spent > until:
+                break
+            if (found := self._completed(shape, longer, bound, until)) is not None:
+                return found
+        return None
 
     def _go_on(self, one: Opened) -> None:
         """Queue the routes that extend the part's route by one site."""

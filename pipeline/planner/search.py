@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from math import inf
 
 from weft.pipeline.planner.branching import Search
 from weft.pipeline.planner.candidates import Candidate
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.evaluation import Evaluation
-from weft.pipeline.planner.layout import Layout, Prediction
+from weft.pipeline.planner.layout import Layout, Prediction, Shape
 from weft.pipeline.planner.request import Objective, Request
-from weft.pipeline.planner.routes import FEW_SITES
-from weft.pipeline.planner.shapes import MANY_REPLICAS, MOST_ROUTES, MOST_SEQUENCES
+from weft.pipeline.planner.routes import FEW_SITES, Route
+from weft.pipeline.planner.shapes import MANY_REPLICAS, MOST_ROUTES, MOST_SEQUENCES, site_capacity
 from weft.pipeline.planner.space import Space
 from weft.pipeline.workload import ModelWork
 
@@ -60,6 +60,14 @@ class Plan:
         """The first prediction of the ranking."""
         return self.ranked[0]
 
+    def again(self, cluster: Cluster) -> Plan:
+        """Plan for a changed cluster, on which the ranked layouts are compared, too.
+
+        Raises:
+            ValueError: no layout fits.
+        """
+        return plan(cluster, self.work, self.request, [one.layout for one in self.ranked])
+
     @property
     def left_out(self) -> list[str]:
         """The kinds of layouts that ``gap`` does not cover, besides those that the request excludes."""
@@ -77,7 +85,7 @@ class Plan:
         return found
 
 
-def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
+def plan(cluster: Cluster, work: ModelWork, request: Request, known: Iterable[Layout] = ()) -> Plan:
     """Find the best layouts of a model on a cluster.
 
     The space has every value that a pin may have, except `Plan.left_out`. A shape is a layout without its sites and its
@@ -85,11 +93,15 @@ def plan(cluster: Cluster, work: ModelWork, request: Request) -> Plan:
     degrees, families, shapes, routes through sites, and cuts; each part has a lower bound. See `Search`. Pipelines of
     few sites are searched first, and replicas at different sites last.
 
+    Args:
+        known: layouts of a similar cluster, to compare first, so that a better cluster has no worse plan.
+
     Raises:
         ValueError: no layout fits; the message names the binding constraint.
     """
     space = Space(cluster, work, request)
-    found = _fastest_by_price(cluster, work, request) if request.objective is Objective.cost else []
+    found = _scheduled(space, known)
+    found += _fastest_by_price(cluster, work, request) if request.objective is Objective.cost else []
     narrow = Space(cluster, work, request, is_narrow=True, evaluation=space.evaluation)
     spare: list[tuple[float, Candidate]] = []
     scheduled, left_out = len(found), inf
@@ -125,6 +137,20 @@ def _passes(space: Space, narrow: Space, request: Request) -> Iterator[tuple[Spa
     if len(space.cluster.sites) > 1:
         effort, max_sites = request.effort // SHARE_OF_SEVERAL, space.evaluation.sites_of_several()
         yield space, replace(request, max_sites=max_sites, effort=effort), range(2, MOST_ROUTES + 1)
+
+
+def _scheduled(space: Space, layouts: Iterable[Layout]) -> list[Prediction]:
+    """Return the predictions of the layouts for which the cluster has the GPUs."""
+    found: list[Prediction] = []
+    for layout in layouts:
+        shape = Shape(**{field.name: getattr(layout, field.name) for field in fields(Shape)})
+        route = Route(layout.sites, layout.stages)
+        caps = site_capacity(space.cluster, shape.gpus_per_rank, shape.replicas_of_route)
+        if all(count <= caps[site] for site, count in zip(route.sites, route.stages, strict=True)):
+            candidates = space.evaluation.candidates(shape, route, [layout.layers])
+            alike = (one for one in candidates if replace(one.layout, connections=layout.connections) == layout)
+            found += [one for one in map(space.evaluation.schedule, alike) if one is not None]
+    return found
 
 
 def _with_more(space: Space, ranked: list[Prediction], spare: list[tuple[float, Candidate]]) -> list[Prediction]:

@@ -123,7 +123,7 @@ def _show(found: Plan, seconds: float, args: argparse.Namespace) -> None:
 def _answer(found: Plan, question: str, cluster: Cluster) -> None:
     """Print how the cluster of a question changes the best plan."""
     try:
-        other = plan(cluster, found.work, found.request)
+        other = found.again(cluster)
     except ValueError as error:
         print(f"{question}: no plan any more: {error}")
         return

@@ -10,7 +10,7 @@ from typing import Any
 from weft.pipeline.hardware import gpu_kind
 from weft.pipeline.limits import number
 from weft.pipeline.planner.cluster import Cluster
-from weft.pipeline.planner.search import Plan, plan
+from weft.pipeline.planner.search import Plan
 
 MORE = 1.1
 """The factor by which a link or a site is enlarged, to compute its marginal value."""
@@ -79,7 +79,7 @@ def marginal_values(found: Plan) -> Iterator[tuple[str, float]]:
 
 
 def _score(found: Plan, cluster: Cluster) -> float:
-    again = plan(cluster, found.work, found.request)
+    again = found.again(cluster)
     return min(again.request.score(again.best), found.request.score(found.best))  # the base plan is still there
 
 

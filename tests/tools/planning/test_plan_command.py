@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from weft.pipeline.planner.measured import load_measured
 from weft.tools import cli
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SITES = """\
 sites:
   - {name: east, hosts: 2, gpus_per_host: 4, gpu: A100, price: 1.5, region: us}
@@ -130,6 +132,26 @@ def test_what_if_and_marginal_values(weft_plan):
     code, text, _ = weft_plan(*options, "--marginal")
     assert code == 0
     assert "site east gpus=0: step" in text and "on west" in text and "site east hosts x 1.1:" in text
+
+
+def test_a_wider_link_gives_no_worse_plan(capsys):
+    """Some routes of these sites end in a dead end, because only one site of each continent has links to the other."""
+    wider = "link virginia dublin bandwidth_mbps=10000"
+    options = ["--cluster", str(EXAMPLES / "five_sites.yaml"), "--model", str(EXAMPLES / "models/llama-70b.json")]
+    assert cli.main(["plan", *options, "--what-if", wider]) == 0
+    (answer,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(wider)]
+    assert "tokens/s +" in answer and "virginia" in answer
+
+
+def test_a_pipeline_over_sites_is_found_where_routes_end_in_dead_ends(folder, capsys):
+    text = (EXAMPLES / "five_sites.yaml").read_text()
+    assert text.count("latency_ms: 40, bandwidth_mbps: 5000") == 1
+    (folder / "wide.yaml").write_text(
+        text.replace("latency_ms: 40, bandwidth_mbps: 5000", "latency_ms: 40, bandwidth_mbps: 10000")
+    )
+    options = ["--cluster", str(folder / "wide.yaml"), "--model", str(EXAMPLES / "models/llama-70b.json")]
+    assert cli.main(["plan", *options, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gap"] < 0.8
 
 
 def test_a_profile_says_what_share_of_their_peak_gpus_reach(weft_plan, folder):
