@@ -55,7 +55,7 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
     if config.dry_run:
-        os.environ.update(completed(os.environ, num_gpus()))
+        os.environ.update(completed(os.environ, num_gpus() or len(config.cluster.hostfile)))  # other hosts have GPUs
         from weft.tools.dry_run import show
 
         show(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -32,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
         ValueError: the input is invalid, or the delay model or a rank fails.
     """
     args, overrides = parsers.emulate().parse_known_args(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for option, least in (("most", 1), ("steps", 1), ("at_once", 1), ("per_host", 1)):
         if getattr(args, option) < least:
             said = "at least one rank is real" if option == "most" else f"give at least {least}"

@@ -81,6 +81,10 @@ def test_dry_run_starts_nothing(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == "report of quickstart\n"
     assert os.environ["DS_ACCELERATOR"] == "cpu", "DeepSpeed would warn that it looks for a GPU"
     assert not list(tmp_path.iterdir())
+    monkeypatch.delenv("DS_ACCELERATOR")
+    (tmp_path / "hosts").write_text("a slots=4\n")
+    there = ["recipe=quickstart", "dry_run=true", f"cluster.hostfile={tmp_path / 'hosts'}", "cluster.master_port=29500"]
+    assert launch.main(there) == 0 and "DS_ACCELERATOR" not in os.environ, "other hosts may have GPUs"
 
 
 class Checked:
