@@ -65,7 +65,7 @@ from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.fingerprint import folder_fingerprint, model_fingerprint
 from weft.engine.stages.files.loading import load_hf_config, load_stages
-from weft.engine.stages.teacher import Teacher
+from weft.engine.stages.teacher import Teacher, load_teacher_config
 from weft.engine.zero import Collectives
 from weft.pipeline.placement import Placement
 
@@ -269,6 +269,8 @@ def build_engine(
         checked = hf_config if model is None else model
         tried = {"own_loss": objective is None, "chunks": config.model.chunked_loss is not ChunkedLoss.never}
         together(lambda: self_check(checked, **tried) if dist.get_rank() == 0 else None)
+    if config.model.self_check and config.distill.enabled:
+        together(lambda: check_streamed_teacher(config) if dist.get_rank() == 0 else None)
     _check_axes(config, hf_config if model is None else model, facts.exchange)
     done("self-check")
     run = PreparedRun.open(config, facts, placement, device, attempt)
@@ -288,6 +290,20 @@ def build_engine(
     engine.origin = Origin(base, path, flat(to_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
+
+
+def check_streamed_teacher(config: WeftConfig) -> None:
+    """Run the self-check of a teacher that is used one layer at a time, if it is. Raise ValueError if it fails."""
+    if not config.inference.scores.enabled:
+        return
+    try:
+        self_check(load_teacher_config(config), own_loss=False)
+    except ValueError as error:
+        reason = str(error).partition("; ")[0]
+        raise ValueError(
+            f"distill.teacher={config.distill.teacher}: {reason}; set inference.scores.enabled=false, with which it "
+            "is used whole"
+        ) from error
 
 
 def _open_teacher(config: WeftConfig, hf_config: PreTrainedConfig, objective: Objective | None) -> Teacher:

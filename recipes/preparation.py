@@ -40,6 +40,7 @@ from weft.engine.data.open import locate
 from weft.engine.data.teacher_tokens import require_teacher_tokens
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
+from weft.engine.initialize import check_streamed_teacher
 from weft.engine.layout import RankLayout
 from weft.engine.stages.checking.refusals import refuse_packing
 from weft.engine.stages.checking.self_check import check_flash_packing, check_packing, self_check
@@ -141,6 +142,7 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
         passed: file in the run's folder that records a passed check.
     """
     done = {"model": to_tree(config)["model"], "packing": config.data.packing, "rows": config.train.microbatch_size}
+    done["teacher"] = config.distill.enabled and config.inference.scores.enabled and config.distill.teacher
     with suppress(OSError, ValueError):
         if attempt_number() > 1 and json.loads(passed.read_text()) == done:
             return
@@ -154,6 +156,8 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
         self_check(hf_config, packing=config.data.packing, chunks=chunks, own_loss=own_loss)
     elif config.data.packing:
         check_packing(hf_config)
+    if config.distill.enabled:
+        check_streamed_teacher(config)
     write_private(passed, json.dumps(done) + "\n")
 
 

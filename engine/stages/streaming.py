@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -53,7 +54,7 @@ class StreamedStages:
         self._lane = HostMemory(device).inward if device.type == "cuda" else None
 
     def add(self, stage: Stage) -> None:
-        """Move the weights of a stage, which is on the device, to the host."""
+        """Move the weights of a stage, which is on the device, to the host. Raise ValueError if the disk is full."""
         weights = [parameter for parameter in stage.parameters() if parameter.numel()]
         starts = [0, *accumulate(-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for weight in weights)]
         mapping = self._map(starts[-1]) if self._lane is None else None
@@ -79,18 +80,28 @@ class StreamedStages:
             part.use(buffers[index % 2])
             if part is not self._parts[-1]:  # after the stage before, which used this buffer, and beside this one
                 arrived = self._lane.copy(_pairs(self._parts[index + 1], buffers[(index + 1) % 2]))
+            versions = [weight._version for weight in part.weights]
             try:
                 yield part.stage
             finally:
                 part.use(part.host)
                 arrived()
+            if versions != [weight._version for weight in part.weights]:
+                name = type(part.stage.hf_model).__name__
+                raise ValueError(f"{name} changes its weights in a forward; set inference.scores.enabled=false")
 
     def _map(self, num_bytes: int) -> mmap.mmap:
         """Return the memory of an unnamed file."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=self._folder) as file:
-            file.truncate(num_bytes)
-            return mmap.mmap(file.fileno(), num_bytes)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)  # later a full disk would end the process
+                return mmap.mmap(file.fileno(), num_bytes)
+        except OSError as error:
+            raise ValueError(
+                f"data.cache_dir={self._folder}: no file for {num_bytes / 1e6:.0f} MB of the teacher "
+                f"({error.strerror}); name a folder with more room"
+            ) from error
 
 
 def _view(memory: Tensor, start: int, weight: Tensor) -> Tensor:
