@@ -152,7 +152,7 @@ class _Stage:
             number -= 1
 
     def take(self, at_s: float, length_s: float) -> float:
-        """Take the first part of a bubble that is as long, and return when it begins."""
+        """Reserve the first ``length_s`` seconds of a bubble from ``at_s`` on, and return when they begin."""
         begin_s, _ = self.open_at(at_s, length_s - _SAME_S)
         self.free_s = begin_s + length_s
         return begin_s
