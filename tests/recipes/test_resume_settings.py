@@ -56,11 +56,11 @@ def test_resume_refuses_another_base_and_lists_other_settings(adapters, tmp_path
     decay = "optimizer.weight_decay=0.1"
     attempts = [attempt("one", 2), attempt("moved", 4, decay), attempt("moved", 4, decay), attempt("other", 6)]
     ((first, moved, again),) = run_ranks(1, run_all, attempts[:3], timeout_s=250)
-    ((seed,),) = run_ranks(1, run_all, [attempt("moved", 6, "train.seed=7")], timeout_s=250)
-    assert seed["kind"] == "SharedError" and "another train.seed or data setting" in seed["error"]
     before = contents(tmp_path / "runs" / "run")
     ((refused,),) = run_ranks(1, run_all, attempts[3:], timeout_s=250)
     assert contents(tmp_path / "runs" / "run") == before, "a refused run has changed the folder"
+    ((seed,),) = run_ranks(1, run_all, [attempt("moved", 6, "train.seed=7")], timeout_s=250)
+    assert seed["kind"] == "SharedError" and "another train.seed or data setting" in seed["error"]
     config = load(attempts[3]["settings"])
     for check in (lambda: preflight(config, checks=INPUTS), lambda: show(config)):
         with pytest.raises(OtherBaseError, match="other weights"):
