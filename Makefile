@@ -31,14 +31,12 @@ env: $(VENV)/.ready  ## the environment in which every command of the documentat
 quickstart: $(VENV)/.ready  ## train a small Llama on four processes, within a minute
 	$(BIN)/weft launch recipe=quickstart $(ARGS)
 
-# One run: each worker collects all tests once, and single processes run beside tests of several ranks. Slow tests
-# begin first (tests/conftest.py), and a worker that has none left takes some of another's, so that none ends late.
-test: $(VENV)/.ready device
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not gpu" $(ARGS)
+test: test-fast test-slow
 
 test-fast: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
 
+# A worker that has no tests left takes some of another's: they last from one second to minutes.
 test-slow: $(VENV)/.ready device
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and not gpu" $(ARGS)
 

@@ -10,7 +10,6 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,20 +70,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         instrument.save()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need more GPUs than there are, with a reason that the summary shows, and begin with long ones."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need more GPUs than there are, with a reason that the summary shows."""
     for item in items:
         marker = item.get_closest_marker("gpu")
         needed = marker.kwargs.get("count", 1) if marker else 0
         if needed > NUM_GPUS:
             item.add_marker(pytest.mark.skip(reason=f"needs {_gpus(needed)}; this machine has {NUM_GPUS or 'none'}"))
-    limits: defaultdict[Path, float] = defaultdict(float)  # of slow tests by file: its tests share fixtures
-    for item in items:
-        if item.get_closest_marker("slow"):
-            limit = item.get_closest_marker("timeout")
-            limits[item.path] = max(limits[item.path], float(limit.args[0] if limit else config.getini("timeout")))
-    items.sort(key=lambda item: -limits[item.path] if item.get_closest_marker("slow") else 0.0)
 
 
 def pytest_collection_finish() -> None:
