@@ -29,8 +29,10 @@ USABLE = 0.8
 """Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
 
 
-INT8_BYTES = 2 * (1 + 4 / 256)
-"""Bytes of two moments of 8 bits, whose scale is shared by 256 elements."""
+INT8_BLOCK = 256
+"""Elements of a moment of 8 bits that share a scale, as in bitsandbytes."""
+INT8_BYTES = 2 * (1 + 4 / INT8_BLOCK)
+"""Bytes of two moments of 8 bits with their scales."""
 INT8_COPIES = 5
 """fp32 copies of a parameter that bitsandbytes needs to step it on a CPU: moments, gradient, and two for the root."""
 LEAST_INT8 = 4096

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-BLOCK = 256
-"""Elements of a block of bitsandbytes."""
 _NAME = "_weft_state_block"
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.engine.models.state_blocks import BLOCK, block_of, set_block
-from weft.pipeline.memory import has_int8_state
+from weft.engine.models.state_blocks import block_of, set_block
+from weft.pipeline.memory import INT8_BLOCK, has_int8_state
 
 
 class Int8AdamW(Optimizer):
@@ -21,7 +21,7 @@ class Int8AdamW(Optimizer):
     moments, by the number of elements of the whole parameter.
     """
 
-    state_blocks: ClassVar[Mapping[str, int]] = {"absmax1": BLOCK, "absmax2": BLOCK}
+    state_blocks: ClassVar[Mapping[str, int]] = {"absmax1": INT8_BLOCK, "absmax2": INT8_BLOCK}
     """State with one element for each block, and the elements of a block."""
 
     def __init__(
@@ -110,4 +110,4 @@ def _step_whole(
 def tag(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Set the blocks of parameters whose moments have 8 bits."""
     for _, parameter in named:
-        set_block(parameter, BLOCK if has_int8_state(parameter.numel()) else 1)
+        set_block(parameter, INT8_BLOCK if has_int8_state(parameter.numel()) else 1)

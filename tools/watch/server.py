@@ -97,21 +97,23 @@ def make_app(record: RunRecord, *, host: str, token: str = "", other: RunRecord 
 
     @app.get("/events")
     async def events(request: Request) -> StreamingResponse:
-        def changed() -> dict[str, Any] | None:
+        def changed() -> dict[str, Any]:
             with reading:
                 return views.changed()
 
-        async def stream() -> AsyncIterator[str]:
-            sent: Any = None
-            while not await request.is_disconnected():
-                found = await asyncio.to_thread(changed)
-                yield f"data: {json.dumps(found)}\n\n" if found != sent else ": nothing new\n\n"
-                sent = found
-                await asyncio.sleep(LOOK_S)
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        return StreamingResponse(_news(request, changed), media_type="text/event-stream")
 
     return app
+
+
+async def _news(request: Request, changed: Callable[[], dict[str, Any]]) -> AsyncIterator[str]:
+    """Yield what ``changed`` returns whenever it differs, until the caller is gone."""
+    sent: Any = None
+    while not await request.is_disconnected():
+        found = await asyncio.to_thread(changed)
+        yield f"data: {json.dumps(found)}\n\n" if found != sent else ": nothing new\n\n"
+        sent = found
+        await asyncio.sleep(LOOK_S)
 
 
 def _json(shown: Any) -> str:
