@@ -9,6 +9,7 @@ import gc
 import inspect
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -115,6 +116,19 @@ def _gpus(count: int) -> str:
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what a test says it has measured count as measured on a quiet machine, so that nothing measures it anew."""
     monkeypatch.setattr("weft.conf.host.measurements._load", lambda: 0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_rank_left() -> Iterator[None]:
+    """Fail a module that leaves this process a rank: a group, or the variable by which other libraries make one."""
+    yield
+    group, left = sys.modules.get("torch.distributed"), []
+    if os.environ.pop("RANK", None):
+        left.append("RANK")
+    if group and group.is_initialized():
+        group.destroy_process_group()
+        left.append("a process group")
+    assert not left
 
 
 @pytest.fixture(autouse=True)

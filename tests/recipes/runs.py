@@ -119,7 +119,7 @@ class Disk:
         """Let the faults of this step begin and end."""
         ballast, checkpoints = folder / "ballast", str(folder / "run" / "checkpoints")
         if step == self.filled_at[0]:
-            ballast.write_bytes(bytes(shutil.disk_usage(folder).free - self.filled_at[1]))
+            _fill(ballast, free=self.filled_at[1])
             if self.freed_after_s:
                 threading.Timer(self.freed_after_s, ballast.unlink).start()
         if step in self.read_only and step - 1 not in self.read_only:
@@ -129,6 +129,16 @@ class Disk:
             subprocess.run(["umount", checkpoints], check=True)
         if step == self.freed_at:
             ballast.unlink()
+
+
+def _fill(ballast: Path, *, free: int) -> None:
+    """Fill a file system that the run's collector is writing to."""
+    while True:
+        try:
+            ballast.write_bytes(bytes(shutil.disk_usage(ballast.parent).free - free))
+            return
+        except OSError:  # the collector has written since the free space was measured
+            ballast.unlink(missing_ok=True)
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,8 @@
 """W accumulates into DeepSpeed's BF16_Optimizer as a plain backward does."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +14,10 @@ from weft.engine.distributed import init_distributed
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
-    init_distributed(timeout_s=60)
-    yield
-    dist.destroy_process_group()
+    with mock.patch.dict(os.environ):
+        init_distributed(timeout_s=60)
+        yield
+        dist.destroy_process_group()
 
 
 def make(immediate):
