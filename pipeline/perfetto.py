@@ -23,18 +23,28 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path) -> None:
     write_atomic(path, json.dumps(perfetto_trace(timelines)))
 
 
-def perfetto_trace(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return the trace that `write_perfetto` writes."""
-    events = [event for number in range(len(timelines)) for event in _events(timelines, number)]
+def perfetto_trace(
+    timelines: Sequence[Timeline], names: Sequence[Sequence[str]] = (), first_process: int = 1
+) -> dict[str, Any]:
+    """Return the trace that `write_perfetto` writes.
+
+    Args:
+        names: of each timeline, the names of its ranks in the trace. Empty numbers them.
+        first_process: number of the first process. Each rank of each timeline has one.
+    """
+    every = names or [[f"rank {rank}" for rank in range(timeline.num_ranks)] for timeline in timelines]
+    events = [event for number in range(len(timelines)) for event in _events(timelines, number, every, first_process)]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, Any]]:
+def _events(
+    timelines: Sequence[Timeline], number: int, ranks: Sequence[Sequence[str]], first_process: int
+) -> Iterator[dict[str, Any]]:
     """Yield the trace events of one timeline."""
     timeline = timelines[number]
-    process = {rank: 1 + rank * len(timelines) + number for rank in range(timeline.num_ranks)}
+    process = {rank: first_process + rank * len(timelines) + number for rank in range(timeline.num_ranks)}
     for rank, pid in process.items():
-        yield _label("process_name", pid, 0, name=f"rank {rank}: {timeline.name}")
+        yield _label("process_name", pid, 0, name=f"{ranks[number][rank]}: {timeline.name}")
         yield _label("process_sort_index", pid, 0, sort_index=pid)
     threads = _threads(timeline)
     names = {(rank, thread, label) for rank, thread, label in threads}
@@ -46,14 +56,14 @@ def _events(timelines: Sequence[Timeline], number: int) -> Iterator[dict[str, An
         here = {"pid": process[rank], "tid": thread}
         yield {
             "ph": "X",
-            "name": _name(span.slot),
+            "name": span.label or _name(span.slot),
             "cat": span.lane,
             "ts": span.start_s * 1e6,
             "dur": (span.end_s - span.start_s) * 1e6,
             "args": {"action": [str(action) for action in span.slot]},
             **here,
         }
-        travels = span.slot[0].op in _CONSUMER_OF and span.lane != SEND_LANE
+        travels = span.slot and span.slot[0].op in _CONSUMER_OF and span.lane != SEND_LANE
         fed = consumers.get(_consumer_of(span.slot[0])) if travels else None
         if fed is not None:
             arrow = {"name": "transfer", "cat": "transfer", "id": f"{number}.{place}"}
@@ -100,7 +110,7 @@ def _consumers(timeline: Timeline) -> dict[Action, Span]:
     return {
         action._replace(op=Op.B if action.op is Op.I else action.op): span
         for span in timeline.spans
-        if span.slot[0].op in COMPUTE
+        if span.lane == COMPUTE_LANE
         for action in span.slot
-        if action.op is not Op.W
+        if action.op in COMPUTE and action.op is not Op.W
     }

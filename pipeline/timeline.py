@@ -54,7 +54,10 @@ MEASURED_LANES = {
 class Span:
     """A slot on a lane. Seconds count from the start of the step.
 
-    Transfers last from their first byte to their arrival, and are predicted only.
+    Predicted transfers last from their first byte to their arrival.
+
+    Attributes:
+        label: the name of a span whose slot is empty, because the schedule does not have it.
     """
 
     rank: int
@@ -62,6 +65,7 @@ class Span:
     slot: Slot
     start_s: float
     end_s: float
+    label: str = ""
 
 
 @dataclass(frozen=True)

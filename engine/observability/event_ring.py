@@ -1,8 +1,8 @@
 """A ring of a rank's last events in shared memory, which outlives the rank. Loads without torch.
 
-The rank writes, and a collector of the same user reads. Writing takes two stores and never waits. A record is two
-actions (the second is 0 unless the slot is a strand pair), a step, and the start and end by `time.perf_counter`,
-which is one clock for all processes of a host.
+The rank or its prefill worker writes, and a collector of the same user reads. Writing takes two stores and never
+waits. A record is two actions (the second is 0 unless the slot is a strand pair), a step, and the start and end by
+`time.perf_counter`, which is one clock for all processes of a host.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ DTYPE = np.dtype([("first", "u8"), ("second", "u8"), ("step", "u8"), ("start", "
 """A record, as numpy reads it."""
 NO_RECORDS = np.empty(0, DTYPE)
 CURRENT = Struct("3Qd")
-SECTIONS = ("data", "gradients", "weights", "sums", "checkpoint", "evaluation", "step")
-"""Kinds of events besides actions: reading the batch, waits for collectives, stalls between steps, and whole steps."""
+PREFILL = "prefill"
+SECTIONS = ("data", "gradients", "weights", "sums", "checkpoint", "evaluation", "step", PREFILL)
+"""Kinds of events besides actions: reading the batch, waits for collectives, stalls between steps, whole steps, and
+chunks of prompts that a prefill worker computes."""
 KINDS = (*(op.value for op in Op), *SECTIONS)
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS, start=1)}
 
@@ -47,7 +49,10 @@ class Header(IntEnum):
 
 
 class Event(NamedTuple):
-    """The kind of an event: an operation or one of `SECTIONS`, with its virtual stage and micro-batch, or -1."""
+    """The kind of an event: an operation or one of `SECTIONS`, with its virtual stage and micro-batch, or -1.
+
+    A prefill has its number of tokens instead of a micro-batch.
+    """
 
     kind: str
     stage: int = -1
@@ -72,10 +77,12 @@ def decode(word: int) -> Event | None:
 
 
 def event_text(first: int, second: int) -> str:
-    """Return two words as text: a slot such as ``2F7``, or a section's name. Empty for unknown words."""
+    """Return two words as text: a slot such as ``2F7``, a section's name, or ``prefill 64``. Empty if unknown."""
     found = [event for word in (first, second) if (event := decode(word)) is not None]
-    if not found or found[0].kind in SECTIONS:
-        return found[0].kind if found else ""
+    if not found:
+        return ""
+    if found[0].kind in SECTIONS:
+        return found[0].kind if found[0].microbatch < 0 else f"{found[0].kind} {found[0].microbatch}"
     return slot_text(tuple(Action(Op(kind), stage, None if m < 0 else m) for kind, stage, m in found))
 
 
@@ -85,31 +92,45 @@ def rings_folder(run_folder: Path, user: int | None = None) -> Path:
     return shared_memory_folder(os.getuid() if user is None else user) / f"{PREFIX}{name}"
 
 
+def epoch_s() -> float:
+    """Return the seconds since 1970 at which the host's `time.perf_counter` was 0, by its clock now."""
+    pauses = []
+    for _ in range(5):
+        before, now, after = perf_counter(), time(), perf_counter()
+        pauses.append((after - before, now - (before + after) / 2))
+    return min(pauses)[1]
+
+
 class RingWriter:
     """The rank's side of its ring."""
 
-    def __init__(self, folder: Path, rank: int, capacity: int) -> None:
+    def __init__(self, folder: Path, rank: int, capacity: int, kind: str = "rank") -> None:
         """Create the ring of ``rank``, with ``capacity`` records. It replaces an older one.
+
+        Args:
+            kind: its file's name before the rank.
 
         Raises:
             ValueError: the folder is not private to this user.
             OSError: there is no space for it.
         """
         private_folder(folder)
-        draft = folder / f".rank{rank}.{os.getpid()}"
+        self._path = folder / f"{kind}{rank}"
+        draft = folder / f".{self._path.name}.{os.getpid()}"
         draft.unlink(missing_ok=True)
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(file, 0, HEADER * WORD + capacity * RECORD.size)  # a hole may raise SIGBUS later
             self._memory = mmap.mmap(file, 0)
+            self._inode = os.fstat(file).st_ino
         finally:
             os.close(file)
         words = self._words = memoryview(self._memory).cast("Q")
         words[Header.RANK], words[Header.CAPACITY] = rank, capacity
         words[Header.PID], words[Header.STARTED] = own_identity()
-        words[Header.WALL] = round((time() - perf_counter()) * 1e9)
+        words[Header.WALL] = round(epoch_s() * 1e9)
         words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
-        draft.replace(folder / f"rank{rank}")
+        draft.replace(self._path)
         self._written, self._at = 0, HEADER * WORD
         self._end = len(self._memory)
         self._count, self._current = int(Header.WRITTEN), Header.FIRST * WORD
@@ -125,6 +146,14 @@ class RingWriter:
     def begin(self, first: int, second: int, step: int, start: float) -> None:
         """Publish the slot that runs from now on."""
         CURRENT.pack_into(self._memory, self._current, first, second, step, start)
+
+    @property
+    def is_lost(self) -> bool:
+        """True if its file was removed or replaced, so that no collector reads what is written."""
+        try:
+            return os.stat(self._path).st_ino != self._inode
+        except OSError:
+            return True
 
     def close(self, *, finished: bool) -> None:
         """Mark that no record will follow, and whether the run has finished. The file stays for the collector."""

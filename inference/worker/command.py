@@ -16,6 +16,7 @@ from weft.conf.host.private import private_folder, shared_key
 from weft.conf.hosts import run_folder, working_hosts
 from weft.conf.inference_checks import scored_model
 from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
+from weft.engine.observability.event_ring import rings_folder
 from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.worker.score_arrays import SPARE
 from weft.inference.worker.scorer import Scorer
@@ -129,6 +130,8 @@ def settings_of(config: WeftConfig, worker: Worker, *, trace_file: str = "") -> 
         allow_decode=prefill.allow_decode,
         outlives_training=config.inference.evaluate.enabled,
         trace_file=trace_file,
+        rings=str(rings_folder(run_folder(config))),
+        ranks=worker.ranks,
     )
 
 

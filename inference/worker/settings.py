@@ -31,6 +31,10 @@ class WorkerSettings:
     """Path of the engine's `WorkerStatus`, for the process that answers `/health`, or empty for none."""
     trace_file: str = ""
     """Log of steps as JSON lines, or empty for none."""
+    rings: str = ""
+    """Folder of the training ranks' events, where `ChunkRecorder` records its steps, or empty for none."""
+    ranks: tuple[int, ...] = ()
+    """The ranks, in the order of `boards`."""
 
     def to_additional_config(self) -> dict[str, Any]:
         """Return the value of `--additional-config`."""
@@ -52,6 +56,6 @@ class WorkerSettings:
                 f"additional_config.weft: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}"
             )
         try:
-            return cls(**{**section, "boards": tuple(section.get("boards", ()))})
+            return cls(**{**section, **{name: tuple(section.get(name, ())) for name in ("boards", "ranks")}})
         except TypeError as error:
             raise ValueError(f"additional_config.weft: {error}") from error

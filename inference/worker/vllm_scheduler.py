@@ -30,6 +30,7 @@ from weft.inference.board.common_bubbles import Opening
 from weft.inference.board.reader import BoardReader
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.worker.chain_gate import ChainGate
+from weft.inference.worker.chunk_recorder import ChunkRecorder
 from weft.inference.worker.command import cost_link, stage_file
 from weft.inference.worker.fair_order import FairOrder
 from weft.inference.worker.gate import Gate, Span, Waker
@@ -130,6 +131,7 @@ class BubbleScheduler(Scheduler):
         self._order = FairOrder()
         self._in_process = False
         self._last_chores_s = self._saved_s = self._warned_s = 0.0
+        self._recorder = ChunkRecorder(settings.rings, settings.ranks, stages)
         self._trace: TextIO | None = None
         if settings.trace_file:
             self._trace = open(settings.trace_file, "a", buffering=1)  # noqa: SIM115
@@ -271,11 +273,12 @@ class BubbleScheduler(Scheduler):
 
     def _ended(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         step, end_s = self._steps.popleft(), time.monotonic()
-        if not step.learns:
-            return
         # If this thread computes, its CPU time excludes time in which it was preempted or stopped.
         computed_s = time.thread_time() - step.started_cpu_s if self._in_process else None
         spans = getattr(result, SPANS, [(step.started_s, end_s, computed_s)])
+        self._recorder.add(output.total_num_scheduled_tokens, spans)
+        if not step.learns:
+            return
         late_s = self._gate.ended(spans)
         if end_s - self._saved_s > SAVE_S or self._gate.gates[0].cost.steps == TRUSTED:
             self._save()

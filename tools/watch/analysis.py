@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from weft.pipeline.action import COMPUTE, Action, Op, Slot, parse_slot, receive_of
+from weft.pipeline.action import COMPUTE, Action, Op, Slot, parse_slot
 from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
 from weft.tools.watch.outliers import LABELS, WARM_UP, WINDOW, classes, groups, lower_median, outliers, pauses
 from weft.tools.watch.record import COMPUTE_SECTIONS, RunRecord, producer_of
+from weft.tools.watch.transfers import measured_transfers
 
 CATEGORIES = ("compute", "optimiser", "exposed transfers", "exposed collectives", "bubbles", "data", "other")
 
@@ -215,24 +216,12 @@ def mean_shares(shares: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 def links(record: RunRecord, spans: pd.DataFrame) -> list[dict[str, Any]]:
     """Return each hop with the fastest and the median transfer of a step, and what the plan expects.
 
-    A transfer lasts from the start of its send until the receiver has it. This is exact where the receiver waited
-    already, and otherwise an upper bound. ``exact`` counts the former, which alone decide the fastest if there are any.
+    ``exact`` counts the exact ones (`Transfer`), which alone decide the fastest if there are any.
     """
     sent: dict[tuple[int, int, str], list[tuple[float, bool]]] = defaultdict(list)
-    received: dict[tuple[int, Action], tuple[float, float]] = {}
-    for row in spans[spans.section.isin(["RECV_F", "RECV_B"])].itertuples():
-        if row.rank in record.places:
-            received[record.places[row.rank].line, parse_slot(row.slot)[0]] = row.start_s, row.end_s
-    for row in spans[spans.section.isin(["SEND_F", "SEND_B"])].itertuples():
-        place = record.places.get(row.rank)
-        if place is None:
-            continue
-        receive = receive_of(parse_slot(row.slot)[0])
-        peer = record.plan["ranks"][place.line][record.placement.stage_ranks[receive.stage]]
-        if (place.line, receive) in received:
-            begun, ended = received[place.line, receive]
-            key = int(row.rank), int(peer), "F" if row.section == "SEND_F" else "B"
-            sent[key].append((max(0.0, ended - row.start_s), begun <= row.start_s))
+    for each in measured_transfers(record, spans):
+        kind = "F" if each.send.op is Op.SEND_F else "B"
+        sent[each.rank, each.peer, kind].append((each.end_s - each.start_s, each.is_exact))
     return [_hop(record, *key, transfers) for key, transfers in sorted(sent.items())]
 
 

@@ -24,8 +24,18 @@ from typing import Any
 import numpy as np
 
 from weft.conf.host.files import replacing, write_atomic
-from weft.engine.observability.event_ring import DTYPE, KINDS, PREFIX, RingReader, encode, event_text, rings_folder
+from weft.engine.observability.event_ring import (
+    KINDS,
+    PREFILL,
+    PREFIX,
+    RingReader,
+    encode,
+    epoch_s,
+    event_text,
+    rings_folder,
+)
 from weft.tools.watch import FOLDER
+from weft.tools.watch.prefills import Prefills, stored
 
 POLL_S = 0.25
 PUBLISH_S = 1.0
@@ -47,7 +57,6 @@ SPAN_PARTS = 64
 LATE_STEPS = 2
 """Steps for which the events of a step may still arrive from the device."""
 STEP = encode("step")
-STORED = np.dtype([("rank", "i8"), *DTYPE.descr])
 
 
 @dataclass
@@ -67,6 +76,8 @@ class Collector:
         self._folder, self._host = run_folder / FOLDER, host
         self._rings_folder = rings_folder(run_folder)
         self._readers: dict[str, RingReader] = {}
+        self._prefills = Prefills()
+        self._epoch_s = epoch_s()  # one for all rings: processes of a host share its monotonic clock
         self._waiting: list[np.ndarray] = []
         self._newest = np.zeros(0, "u8")  # step of each rank
         known = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(f"steps-{host}-*.parquet")]
@@ -76,8 +87,9 @@ class Collector:
         """Events read since the last `flush`."""
 
     def poll(self) -> bool:
-        """Read all rings. Return False if there are none, or all are closed and read to their end."""
+        """Read all rings. Return False if there are none, or all ranks' are closed and read to their end."""
         opened = self._opened()
+        prefills = {name: opened.pop(name) for name in list(opened) if name.startswith(PREFILL)}
         if replaced := [self._readers[name] for name in opened if name in self._readers]:
             self._read(replaced)
             ranks = np.array([reader.rank for reader in replaced])
@@ -86,15 +98,23 @@ class Collector:
         self._readers |= opened
         is_open = any(not reader.is_closed for reader in self._readers.values())  # one open ring is enough
         self._read(self._readers.values())
+        self._prefills.read(prefills)  # last, so that those of a step are there when its end is
+        self._add(self._prefills.placed())
         return is_open
+
+    def _add(self, events: np.ndarray) -> None:
+        for name in ("start", "end"):
+            events[name] += self._epoch_s
+        self._waiting += [events] if len(events) else []
+        self.unwritten += len(events)
 
     def _opened(self) -> dict[str, RingReader]:
         """Map the rings that are new, by file name."""
         found = {}
         with suppress(FileNotFoundError), os.scandir(self._rings_folder) as entries:
             for entry in entries:
-                known = self._readers.get(entry.name)
-                if (known is None or known.inode != entry.inode()) and entry.name.startswith("rank"):
+                known = self._readers.get(entry.name) or self._prefills.readers.get(entry.name)
+                if (known is None or known.inode != entry.inode()) and entry.name.startswith(("rank", PREFILL)):
                     with suppress(OSError, ValueError):  # it is being replaced
                         found[entry.name] = RingReader(Path(entry.path))
         return found
@@ -105,29 +125,19 @@ class Collector:
         return bool(self._readers) and all(reader.is_finished for reader in self._readers.values())
 
     def _read(self, readers: Iterable[RingReader]) -> None:
-        found = [(reader, records) for reader in readers if len(records := reader.read())]
-        if not found:
+        events = stored(readers)
+        if not len(events):
             return
-        counts = [len(each) for _, each in found]
-        words = np.empty(
-            (sum(counts), len(STORED.descr)), "u8"
-        )  # concatenating records compares the types of each pair
-        words[:, 0] = np.repeat([reader.rank for reader, _ in found], counts)
-        np.concatenate([each.view("u8").reshape(-1, len(DTYPE.descr)) for _, each in found], out=words[:, 1:])
-        events = words.view(STORED)[:, 0]
-        wall_s = np.repeat([reader.wall_s for reader, _ in found], counts)
-        for name in ("start", "end"):
-            events[name] += wall_s
-        unknown = int(events["rank"].max()) + 1 - len(self._newest)
-        self._newest = np.pad(self._newest, (0, max(0, unknown)))
-        np.maximum.at(self._newest, events["rank"], events["step"])
-        self._waiting.append(events)
-        self.unwritten += len(events)
         ended = events[events["first"] == STEP]
+        self._prefills.steps_ended(ended)
         seconds = (ended["end"] - ended["start"]).tolist()
         self.last_steps.update(
             zip(ended["rank"].tolist(), zip(ended["step"].tolist(), seconds, strict=True), strict=True)
         )
+        unknown = int(events["rank"].max()) + 1 - len(self._newest)
+        self._newest = np.pad(self._newest, (0, max(0, unknown)))
+        np.maximum.at(self._newest, events["rank"], events["step"])
+        self._add(events)
 
     def _complete(self, is_complete: Callable[[np.ndarray], np.ndarray]) -> None:
         """Move the waiting events for which the argument is True to the current part."""
@@ -182,6 +192,7 @@ class Collector:
     def close(self) -> None:
         """Write everything, and remove the rings."""
         self.poll()  # a rank may have written and ended since the last time
+        self._add(self._prefills.placed(everything=True))
         self.flush(everything=True)
         self.publish_current()
         shutil.rmtree(self._rings_folder, ignore_errors=True)
@@ -224,15 +235,15 @@ def spans(events: np.ndarray) -> dict[str, Any]:
     (firsts, first), (seconds, second) = (np.unique(events[name], return_inverse=True) for name in ("first", "second"))
     pairs, inverse = np.unique(first * len(seconds) + second, return_inverse=True)
     found = [event_text(int(firsts[pair // len(seconds)]), int(seconds[pair % len(seconds)])) for pair in pairs]
-    texts = list(dict.fromkeys(found))
-    places = np.array([texts.index(text) for text in found], "i4")
+    texts = {text: number for number, text in enumerate(dict.fromkeys(found))}
+    places = np.array([texts[text] for text in found], "i4")
     section, stage = _sections(events["first"])
     return {
         "step": events["step"].astype("i4"),
         "rank": events["rank"].astype("i4"),
         "section": section,
         "stage": stage,
-        "slot": pa.DictionaryArray.from_arrays(places[inverse.reshape(-1)], texts),
+        "slot": pa.DictionaryArray.from_arrays(places[inverse.reshape(-1)], list(texts)),
         "start_s": events["start"],
         "end_s": events["end"],
     }

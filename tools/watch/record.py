@@ -76,7 +76,7 @@ class RunRecord:
             for line, ranks in enumerate(plan["ranks"])
             for stage, rank in enumerate(ranks)
         }
-        self.site_names = [site.get("name", str(number)) for number, site in enumerate(_sites(self.config))]
+        self.site_names = [site.get("name") or str(number) for number, site in enumerate(_sites(self.config))]
 
     @property
     def name(self) -> str:
@@ -87,6 +87,11 @@ class RunRecord:
     def num_lines(self) -> int:
         """Number of pipelines."""
         return len(self.plan["ranks"])
+
+    def site_name(self, rank: int) -> str:
+        """Return the name of a rank's site."""
+        site = self.places[rank].site
+        return self.site_names[site] if site < len(self.site_names) else str(site)
 
     def cell(self, line: int = 0) -> Schedule:
         """Return the schedule of a line's DP-cell, with the line's sites."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import monotonic, time
 from typing import Any
 
+from weft.engine.observability.event_ring import PREFILL
 from weft.pipeline.action import slot_text
 from weft.pipeline.order import visits_of
-from weft.pipeline.perfetto import perfetto_trace
-from weft.pipeline.timeline import Timeline
+from weft.pipeline.timeline import SEND_LANE
 from weft.tools.watch.analysis import heat, links, mean_shares, measured_shares, where_time_goes
 from weft.tools.watch.explain import limits
 from weft.tools.watch.record import RunRecord, waits_for
+from weft.tools.watch.trace import step_trace
+from weft.tools.watch.transfers import Transfer, measured_transfers, predicted_transfers, uplink
 
 LIVE_S = 60.0
 """Seconds without a sign of its collectors after which a run counts as ended."""
@@ -136,12 +138,16 @@ class Views:
         return {
             "step": shown,
             "step_s": end - origin,
-            "spans": rows,
+            "spans": [row for row in rows if row[1] != PREFILL],
+            "prefills": [row for row in rows if row[1] == PREFILL and row[0] in record.places],
+            "transfers": _transfers(record, measured_transfers(record, spans), origin),
+            "predicted_transfers": _transfers(record, predicted_transfers(record)),
             "predicted_step_s": max(timeline.step_s for timeline in record.predictions),
             "predicted": [
                 [record.plan["ranks"][line][s.rank], s.lane, slot_text(s.slot), s.start_s, s.end_s]
                 for line, timeline in enumerate(record.predictions)
-                for s in _without_sends(timeline)
+                for s in timeline.spans
+                if s.lane != SEND_LANE and s.lane.peer is None
             ],
             "needs": needs_of(record),
         }
@@ -158,7 +164,7 @@ class Views:
                     "rank": rank,
                     "stage": place.stage,
                     "pipeline": place.line,
-                    "site": record.site_names[place.site] if place.site < len(record.site_names) else str(place.site),
+                    "site": record.site_name(rank),
                     "stages": place.stages,
                     "host": entry.get("host", ""),
                     "alive": bool(entry.get("alive")),
@@ -171,9 +177,7 @@ class Views:
         return found
 
     def _perfetto(self, step: int | None, **_: Any) -> dict[str, Any]:
-        record = self._record
-        measured = record.timelines(record.spans(record.step_with_spans(step)))
-        return perfetto_trace([measured[0], record.predictions[0]])
+        return step_trace(self._record, self._record.step_with_spans(step))
 
     def _links(self, step: int | None, **_: Any) -> dict[str, Any]:
         shown = self._record.step_with_spans(step)
@@ -201,8 +205,11 @@ class Views:
         return self._explained
 
 
-def _without_sends(timeline: Timeline) -> list[Any]:
-    return [span for span in timeline.spans if span.lane != "send"]
+def _transfers(record: RunRecord, transfers: Iterable[Transfer], origin_s: float = 0.0) -> list[list[Any]]:
+    return [
+        [t.rank, t.peer, uplink(record, t), str(t.send), t.start_s - origin_s, t.end_s - origin_s, t.is_exact]
+        for t in transfers
+    ]
 
 
 def needs_of(record: RunRecord) -> list[dict[str, list[list[Any]]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.inference.vllm.test_tokens import first_tokens
+from weft.engine.observability.event_ring import RingReader, RingWriter, decode
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.worker.command import stage_file
 
@@ -39,7 +40,11 @@ def test_first_tokens_over_two_ranks_with_opposite_bubbles_equal_those_of_one_wo
         "cost_file": str(tmp_path / "cost.json"),
         "stages": 2,
         "trace_file": str(trace),
+        "rings": str(tmp_path / "rings"),
+        "ranks": [0, 1],
     }
+    for rank in range(2):
+        RingWriter(tmp_path / "rings", rank, 16)  # the ranks record their events
     engine = ENGINE | {"model": str(model)}
     gated = engine | {
         "scheduler_cls": "weft.inference.worker.vllm_scheduler.BubbleScheduler",
@@ -63,6 +68,11 @@ def test_first_tokens_over_two_ranks_with_opposite_bubbles_equal_those_of_one_wo
     for step in steps:
         (_, first_end_s), (second_begin_s, _) = step["spans"]
         assert first_end_s <= second_begin_s
+    for stage in range(2):  # each rank's timeline shows every chunk once
+        events = RingReader(tmp_path / "rings" / f"prefill{stage}").read()
+        shown = {(event["start"], event["end"], decode(int(event["first"])).microbatch) for event in events}
+        assert len(shown) == len(events)
+        assert {(*step["spans"][stage], sum(step["tokens"].values())) for step in steps} <= shown
     for stage in range(2):  # each rank learns its own costs
         assert PrefillCost.load(stage_file(tmp_path / "cost.json", stage), quantile=0.98).steps > TRUSTED
     assert in_bubbles == first_tokens(tmp_path, prompts, stock, together=False)

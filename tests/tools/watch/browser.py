@@ -114,11 +114,17 @@ class Browser:
             assert time.monotonic() < until, (expression, self.run("document.body.innerText"), self.errors)
             time.sleep(0.1)
 
-    def press(self, key):
+    def press(self, key, *, shift=False):
         for kind in ("keyDown", "keyUp"):
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
             self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=CODES.get(key, 0), **text
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=CODES.get(key, 0),
+                modifiers=8 * shift,
+                **text,
             )
 
     def screenshot(self, path, *, whole=False):

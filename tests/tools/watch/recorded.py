@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from weft.conf.schema import ScheduleKind, WeftConfig
+from weft.conf.schema import ScheduleKind, SiteConfig, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.observability.event_ring import encode, encode_slot
 from weft.pipeline.action import COMPUTE, RECEIVES, Action, Op, receive_of, slot_text
@@ -19,9 +19,11 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 from weft.tools.watch import FOLDER
-from weft.tools.watch.collector import STORED, spans, summaries
+from weft.tools.watch.collector import spans, summaries
+from weft.tools.watch.prefills import STORED
 
 STAGE = StageCost(forward_s=0.01, input_s=0.01, weight_s=0.01, activation_bytes=1e6, output_bytes=2**20)
+COMPUTE_CODES = [encode(op.value) & 0xFF for op in (*COMPUTE, Op.STEP)]
 
 
 def tree_of(value):
@@ -34,13 +36,28 @@ def tree_of(value):
 
 
 class Recording:
-    """A run of ``lines`` pipelines of ``stages`` ranks each."""
+    """A run of ``lines`` pipelines of ``stages`` ranks each, at ``sites``: the number of stages by name."""
 
-    def __init__(self, folder, *, stages=4, lines=2, microbatches=8, kind="1f1b", name="recorded", local=None, seed=0):
+    def __init__(
+        self,
+        folder,
+        *,
+        stages=4,
+        lines=2,
+        microbatches=8,
+        kind="1f1b",
+        name="recorded",
+        local=None,
+        seed=0,
+        sites=None,
+        wan=None,
+    ):
         self.folder, self.lines, self.rng = folder, lines, np.random.default_rng(seed)
         layout = "straight" if kind in ("1f1b", "gpipe") else "fold"
-        self.placement = Placement.named(layout, stages)
-        self.costs = CostModel(stages=(STAGE,) * self.placement.num_stages, local=local or LinkCost())
+        self.placement = Placement.named(layout, stages, tuple((sites or {}).values()))
+        self.costs = CostModel(
+            stages=(STAGE,) * self.placement.num_stages, local=local or LinkCost(), wan=wan or LinkCost()
+        )
         self.schedule = lower(
             generate(kind, self.placement, microbatches, costs=self.costs, search_seconds=0.2), zero_stage=0
         )
@@ -50,6 +67,7 @@ class Recording:
         config = WeftConfig()
         config.train.name, config.train.steps = name, 1000
         config.pipeline.schedule = ScheduleKind[kind]
+        config.cluster.sites = [SiteConfig(name=each, ranks=count) for each, count in (sites or {}).items()]
         (folder / "config.yaml").write_text(to_yaml(config))
         (folder / "plan.json").write_text(json.dumps(self._plan()))
         self.events, self.now_s = [], 1e9
@@ -136,6 +154,19 @@ class Recording:
                 rows.append((self.rank(line, stage), *encode_slot(slot), step, begun + start, begun + end))
                 free_s = end
         return rows
+
+    def prefill(self, step, share=0.5, tokens=64):
+        """Add a prefill to each bubble of a step, for ``share`` of it, and return them: rank, start and end."""
+        events = self.events[step - 1]
+        added = []
+        for rank in np.unique(events["rank"]):
+            own = events[events["rank"] == rank]
+            work = np.sort(own[np.isin(own["first"] & 0xFF, COMPUTE_CODES)], order="start")
+            for start, end in zip(work["end"], work["start"][1:], strict=False):
+                if end - start > 1e-4:
+                    added.append((rank, encode("prefill", -1, tokens), 0, step, start, start + share * (end - start)))
+        self.events[step - 1] = np.concatenate([events, np.array(added, STORED)])
+        return [(int(rank), start, end) for rank, *_, start, end in added]
 
     def write(self):
         """Write the files, and return the folder."""

@@ -19,7 +19,8 @@ from tests.quickstart import TINY_QUICKSTART
 from weft.conf.host.processes import free_port
 from weft.engine.observability.event_ring import RingReader, RingWriter, encode, event_text, rings_folder
 from weft.tools.watch import FOLDER, collector
-from weft.tools.watch.collector import STORED, Collector, spans, summaries
+from weft.tools.watch.collector import Collector, spans, summaries
+from weft.tools.watch.prefills import STORED
 
 
 def random_events(count, seed=0):

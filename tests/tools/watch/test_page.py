@@ -17,6 +17,7 @@ from tests.tools.watch.recorded import Recording
 from weft.pipeline.costs import LinkCost
 from weft.tools.watch.analysis import heat, links, where_time_goes
 from weft.tools.watch.record import RunRecord
+from weft.tools.watch.views import Views
 
 pytestmark = [
     pytest.mark.slow,
@@ -136,6 +137,57 @@ def test_an_action_of_the_timeline_shows_its_dependencies_and_has_a_link(run, br
     browser.run("const i = document.getElementById('step'); i.value = 30; i.dispatchEvent(new Event('change'))")
     browser.wait("document.querySelector('h2').textContent.startsWith('Step 30')")
     assert browser.errors == []
+
+
+def test_transfers_prefills_and_uplinks_have_lanes(tmp_path, browser):
+    recording = Recording(tmp_path / "run", sites={"east": 2, HOSTILE: 2}, wan=LinkCost(latency_s=0.004))
+    recording.run(3)
+    recording.prefill(2, tokens=96)
+    folder = recording.write()
+    shown = Views(RunRecord(folder)).show("timeline", step=2)
+
+    def of(lane, rank):
+        return sorted(
+            (each for each in shown[lane] if each[0] == rank), key=lambda each: each[-3 if lane[0] == "t" else 3]
+        )
+
+    with served(folder) as address:
+        show(browser, address, "timeline?step=2&rank=2&slot=1F0")
+        assert "prefill" in text(browser, ".bar")
+        browser.run("document.getElementById('timeline').focus()")
+        browser.press("ArrowDown", shift=True)
+        nearest = re.match(
+            r"(\S+) from rank 2 to rank (\d+)( over .*?)?: (at most )?(\S+ \S+) from", text(browser, "#action")
+        )
+        sent = [each for each in of("transfers", 2) if each[3] == nearest[1]]
+        assert [each[1] for each in sent] == [int(nearest[2])]
+        assert seconds(nearest[5]) == pytest.approx(sent[0][5] - sent[0][4], rel=0.006)
+        assert bool(nearest[4]) != sent[0][6] and (nearest[3] or "").removeprefix(" over ") == sent[0][2]
+        browser.press("ArrowDown", shift=True)
+        for _ in range(50):  # to the first
+            browser.press("ArrowLeft")
+        first = of("prefills", 2)[0]
+        found = re.fullmatch(r"prefill 96 tokens on rank 2: (.*?) from (.*?)\.", text(browser, "#action"))
+        assert seconds(found[1]) == pytest.approx(first[4] - first[3], rel=0.006)
+        assert seconds(found[2]) == pytest.approx(first[3], rel=0.006)
+        # The same by the mouse, and in the tooltip: below the slots and the transfers of the second stage's first rank.
+        middle = (first[3] + first[4]) / 2 / max(shown["step_s"], shown["predicted_step_s"])
+        x, y = browser.run(
+            "(() => { const b = document.getElementById('timeline').getBoundingClientRect();"
+            f" return [b.left + 64 + (b.width - 64) * {middle},"
+            " b.top + 18 + 2 * (2 * 21 + 6 + 12) + 24]; })()"
+        )
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        browser.wait("document.getElementById('timeline').title.startsWith('prefill 96 tokens on rank 2')")
+        for _ in range(20):
+            browser.press("ArrowDown")
+        over = re.search(r"over (.*?): ", text(browser, "#action"))[1]
+        assert over == sorted({each[2] for each in shown["transfers"]})[-1]
+        for width in (1280, 390):
+            browser.resize(width)
+            show(browser, address, "timeline?step=2")
+            assert browser.run("document.documentElement.scrollWidth") <= width
+        assert browser.errors == [] and text(browser, "#name") == "recorded"
 
 
 def test_a_rank_shows_its_peers(run, browser):
