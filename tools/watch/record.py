@@ -14,14 +14,15 @@ import pandas as pd
 import yaml
 
 from weft.conf.host.json_records import JsonRecords
-from weft.pipeline.action import Action, Op, parse_slot
+from weft.pipeline.action import Action, Op, parse_slot, receive_of
 from weft.pipeline.cell import pipeline_of, predict
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import MEASURED_LANES, Span, Timeline
 from weft.tools.watch import FOLDER
-from weft.tools.watch.step_files import StepFiles, file_number
+from weft.tools.watch.clocks import Clock, line_up
+from weft.tools.watch.step_files import StepFiles, file_number, host_of
 
 T = TypeVar("T")
 COMPUTE_SECTIONS = ("F", "B", "I", "W")
@@ -136,7 +137,10 @@ class RunRecord:
         return self.steps.step_range
 
     def spans(self, step: int) -> pd.DataFrame:
-        """Return every event of a step with its kind, or an empty table if they are no longer recorded."""
+        """Return every event of a step with its kind and host, or an empty table if they are no longer recorded.
+
+        Times are by the first host's clock (`weft.tools.watch.clocks`).
+        """
         found = []
         for path in sorted((self.folder / FOLDER).glob("spans-*.parquet"), key=file_number):
             try:
@@ -144,13 +148,41 @@ class RunRecord:
             except (OSError, ValueError):
                 continue  # it is being replaced or removed
             if len(table):
-                found.append(table.astype({"section": str, "slot": str}))
+                found.append(table.astype({"section": str, "slot": str}).assign(host=host_of(path)))
         if not found:
-            return pd.DataFrame(columns=["step", "rank", "section", "stage", "slot", "start_s", "end_s"])
+            return pd.DataFrame(columns=["step", "rank", "section", "stage", "slot", "start_s", "end_s", "host"])
         table = pd.concat(found, ignore_index=True)
         ends = table[table.section == "step"].groupby("rank").start_s.max()
         # A restarted run repeats steps. The last repetition counts.
-        return table[table.start_s >= table["rank"].map(ends).fillna(-inf) - 1e-9].sort_values("start_s")
+        table = table[table.start_s >= table["rank"].map(ends).fillna(-inf) - 1e-9]
+        ahead_s = table.host.map({host: clock.ahead_s for host, clock in self.clocks(table).items()})
+        return table.assign(start_s=table.start_s - ahead_s, end_s=table.end_s - ahead_s).sort_values("start_s")
+
+    def clocks(self, spans: pd.DataFrame) -> dict[str, Clock]:
+        """Return the clocks of the hosts with spans, that of the first rank's host first."""
+        hosts = list(spans.sort_values("rank").host.unique())
+        if len(hosts) < 2:
+            return line_up(hosts, ())
+        host_of_rank = spans.groupby("rank").host.first()
+        return line_up(
+            hosts,
+            (
+                (host_of_rank[rank], host_of_rank[peer], ended_s - start_s)
+                for rank, peer, _, start_s, _, ended_s in self.arrivals(spans)
+            ),
+        )
+
+    def arrivals(self, spans: pd.DataFrame) -> Iterator[tuple[int, int, Action, float, float, float]]:
+        """Yield the transfers of a step: rank, receiving rank, send, its start, and the receive's start and end."""
+        received: dict[tuple[int, Action], tuple[float, float]] = {}
+        for row in spans[spans.section.isin(["RECV_F", "RECV_B"])].itertuples():
+            if row.rank in self.places:
+                received[self.places[row.rank].line, parse_slot(row.slot)[0]] = row.start_s, row.end_s
+        for row in spans[spans.section.isin(["SEND_F", "SEND_B"])].sort_values("start_s").itertuples():
+            place, send = self.places.get(row.rank), parse_slot(row.slot)[0]
+            if place is not None and (place.line, receive := receive_of(send)) in received:
+                peer = self.plan["ranks"][place.line][self.placement.stage_ranks[receive.stage]]
+                yield int(row.rank), peer, send, row.start_s, *received[place.line, receive]
 
     def step_with_spans(self, step: int | None = None) -> int:
         """Return the recorded step with events that is nearest to ``step``, or the newest, or 0."""

@@ -171,6 +171,11 @@ def file_number(path: Path) -> tuple[int, str]:
     return int(number) if number.isdecimal() else 0, path.name
 
 
+def host_of(path: Path) -> str:
+    """Return the host of a collector's file, which is named ``KIND-HOST-NUMBER.parquet``."""
+    return path.stem.partition("-")[2].rpartition("-")[0]
+
+
 def _ends_of(file: parquet.ParquetFile, column: str) -> list[tuple[int, int] | None]:
     """Return the least and the largest value of a column in each row group, or None without statistics."""
     found: list[tuple[int, int] | None] = []

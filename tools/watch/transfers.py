@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from weft.pipeline.action import Action, parse_slot, receive_of
+from weft.pipeline.action import Action
 from weft.tools.watch.record import RunRecord
 
 
@@ -28,16 +28,8 @@ class Transfer(NamedTuple):
 
 def measured_transfers(record: RunRecord, spans: pd.DataFrame) -> Iterator[Transfer]:
     """Yield the transfers of a step's spans, by the start of their sends, in seconds since 1970."""
-    received: dict[tuple[int, Action], tuple[float, float]] = {}
-    for row in spans[spans.section.isin(["RECV_F", "RECV_B"])].itertuples():
-        if row.rank in record.places:
-            received[record.places[row.rank].line, parse_slot(row.slot)[0]] = row.start_s, row.end_s
-    for row in spans[spans.section.isin(["SEND_F", "SEND_B"])].sort_values("start_s").itertuples():
-        place, send = record.places.get(row.rank), parse_slot(row.slot)[0]
-        if place is not None and (place.line, receive := receive_of(send)) in received:
-            begun_s, ended_s = received[place.line, receive]
-            peer = record.plan["ranks"][place.line][record.placement.stage_ranks[receive.stage]]
-            yield Transfer(int(row.rank), peer, send, row.start_s, max(row.start_s, ended_s), begun_s <= row.start_s)
+    for rank, peer, send, start_s, begun_s, ended_s in record.arrivals(spans):
+        yield Transfer(rank, peer, send, start_s, max(start_s, ended_s), begun_s <= start_s)
 
 
 def predicted_transfers(record: RunRecord) -> Iterator[Transfer]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from math import isfinite
 from time import monotonic, time
 from typing import Any
+
+import pandas as pd
 
 from weft.engine.observability.event_ring import PREFILL
 from weft.pipeline.action import slot_text
@@ -150,6 +153,7 @@ class Views:
                 if s.lane != SEND_LANE and s.lane.peer is None
             ],
             "needs": needs_of(record),
+            "clocks": _clocks(record, spans),
         }
 
     def _ranks(self, **_: Any) -> list[dict[str, Any]]:
@@ -203,6 +207,14 @@ class Views:
                 ]
             self._explained_at = monotonic()
         return self._explained
+
+
+def _clocks(record: RunRecord, spans: pd.DataFrame) -> dict[str, Any]:
+    """Return the number of hosts, the largest error of clocks after they were lined up, and hosts that were not."""
+    clocks = record.clocks(spans)
+    bounds = [clock.bound_s for clock in clocks.values() if isfinite(clock.bound_s)]
+    unknown = [host for host, clock in clocks.items() if not isfinite(clock.bound_s)]
+    return {"hosts": len(clocks), "bound_s": max(bounds, default=0.0), "unknown": unknown}
 
 
 def _transfers(record: RunRecord, transfers: Iterable[Transfer], origin_s: float = 0.0) -> list[list[Any]]:

@@ -168,11 +168,15 @@ class Recording:
         self.events[step - 1] = np.concatenate([events, np.array(added, STORED)])
         return [(int(rank), start, end) for rank, *_, start, end in added]
 
-    def write(self):
-        """Write the files, and return the folder."""
-        events = np.concatenate(self.events)
-        for kind, columns in (("steps", summaries(events)), ("spans", spans(events))):
-            parquet.write_table(pa.table(columns), self.folder / FOLDER / f"{kind}-host-00001.parquet")
+    def write(self, hosts=None):
+        """Write the files, and return the folder. ``hosts`` have some ranks, and clocks that are ahead."""
+        every = np.concatenate(self.events)
+        for host, (ranks, ahead_s) in (hosts or {"host": (np.unique(every["rank"]), 0.0)}).items():
+            events = every[np.isin(every["rank"], ranks)]
+            for name in ("start", "end"):
+                events[name] += ahead_s
+            for kind, columns in (("steps", summaries(events)), ("spans", spans(events))):
+                parquet.write_table(pa.table(columns), self.folder / FOLDER / f"{kind}-{host}-00001.parquet")
         lines = []
         for step, found in enumerate(self.events, start=1):
             seconds = float(found["end"].max() - found["start"].min())

@@ -143,7 +143,7 @@ def test_transfers_prefills_and_uplinks_have_lanes(tmp_path, browser):
     recording = Recording(tmp_path / "run", sites={"east": 2, HOSTILE: 2}, wan=LinkCost(latency_s=0.004))
     recording.run(3)
     recording.prefill(2, tokens=96)
-    folder = recording.write()
+    folder = recording.write({"a": (range(4), 0.0), "b": (range(4, 8), 2.0)})
     shown = Views(RunRecord(folder)).show("timeline", step=2)
 
     def of(lane, rank):
@@ -154,6 +154,10 @@ def test_transfers_prefills_and_uplinks_have_lanes(tmp_path, browser):
     with served(folder) as address:
         show(browser, address, "timeline?step=2&rank=2&slot=1F0")
         assert "prefill" in text(browser, ".bar")
+        bound = re.fullmatch(
+            r"Clocks of 2 hosts are lined up .* to within (.*) of the first one's\. *", text(browser, "#clocks")
+        )
+        assert seconds(bound[1]) == pytest.approx(shown["clocks"]["bound_s"], rel=0.006)
         browser.run("document.getElementById('timeline').focus()")
         browser.press("ArrowDown", shift=True)
         nearest = re.match(

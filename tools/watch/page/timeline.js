@@ -117,6 +117,11 @@ export async function timeline({ fetched, query, go }) {
     if (done && own) { event.preventDefault(); done(); }
   };
   tell();
+  const { hosts, bound_s: bound, unknown } = found.clocks;
+  const clocks = hosts > 1 ? element("p", { className: "quiet", id: "clocks", textContent: [
+    hosts > unknown.length + 1 ? `Clocks of ${hosts - unknown.length} hosts are lined up by their transfers, to within ${time(bound)} of the first one's.` : "",
+    unknown.length ? `Nothing passes between the first host and ${unknown.slice(0, 8).join(", ")}${unknown.length > 8 ? " and others" : ""}, whose clocks are as they were.` : "",
+  ].join(" ") }) : null;
   const input = element("input", { type: "number", id: "step", min: 1, value: found.step, onchange: (event) => go({ step: event.target.value, rank: null, slot: null }) });
   const bar = element("div", { className: "bar" }, element("label", {}, "Step ", input),
     element("button", { textContent: "newest", onclick: () => go({ step: null, rank: null, slot: null }) }),
@@ -126,7 +131,7 @@ export async function timeline({ fetched, query, go }) {
     ...Object.entries(KEYS).filter(([name]) => name !== "prefill" || found.prefills.length).map(([name, text]) => element("span", { className: "key" }, element("i", { style: { background: `var(--${name})` } }), text)));
   return {
     children: [panel(`Step ${found.step}: ${time(whole)} measured (above), ${time(found.predicted_step_s)} predicted (below)`, bar,
-      element("div", { className: "scroll", dataset: { scroll: "" } }, on), status)],
+      element("div", { className: "scroll", dataset: { scroll: "" } }, on), status, clocks)],
     drawn,
   };
 }
