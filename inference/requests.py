@@ -88,7 +88,8 @@ def check_prefill_only(value: Mapping[str, Any]) -> None:
     """
     if decodes_elsewhere(value):
         return
-    asked = value.get("max_completion_tokens") or value.get("max_tokens")
+    is_chat = "messages" in value and not {"prompt", "prompt_embeds"} & value.keys()
+    asked = (value.get("max_completion_tokens") if is_chat else None) or value.get("max_tokens")
     if asked != 1 or value.get("n", 1) != 1:
         raise Refusal(
             400,

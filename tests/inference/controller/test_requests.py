@@ -44,9 +44,13 @@ def test_any_bytes_have_an_answer(body):
     [
         ({"max_tokens": 1}, True),
         ({"max_tokens": 1, "n": 1}, True),
-        ({"max_completion_tokens": 1}, True),
-        ({"max_completion_tokens": 1, "max_tokens": 9}, True),
-        ({"max_completion_tokens": 9, "max_tokens": 1}, False),
+        ({"messages": [], "max_completion_tokens": 1}, True),
+        ({"messages": [], "max_completion_tokens": 1, "max_tokens": 9}, True),
+        ({"messages": [], "max_completion_tokens": 9, "max_tokens": 1}, False),
+        # Completions have no max_completion_tokens in vLLM, and 16 tokens without max_tokens.
+        ({"prompt": "a", "max_completion_tokens": 1}, False),
+        ({"prompt": "a", "messages": [], "max_completion_tokens": 1, "max_tokens": 9}, False),
+        ({"prompt": "a", "max_completion_tokens": 9, "max_tokens": 1}, True),
         ({"max_completion_tokens": None, "max_tokens": 1}, True),
         ({}, False),
         ({"max_tokens": 0}, False),
