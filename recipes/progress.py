@@ -84,11 +84,13 @@ class Progress:
 
     def step(self, step: int, loss: Tensor) -> None:
         """Record a finished step. Every ``logging.every`` steps this is a collective call."""
-        done = self._interval
+        done, is_recorded = self._interval, step % self._config.logging.every == 0
+        if is_recorded or self._config.train.max_seconds:
+            loss = loss.cpu()  # what waits for the device is part of the step
         done.steps, done.seconds = done.steps + 1, done.seconds + perf_counter() - self._since
         done.tokens += self._loader.tokens - self._read
         done.last = step, loss, self._rate
-        text = self._record() if step % self._config.logging.every == 0 else None
+        text = self._record() if is_recorded else None
         self._rate = self._engine.get_lr()[0]
         self._shown.step(step, text)
         for of, metrics in self._evaluated.take() if self._evaluated is not None else ():

@@ -78,6 +78,23 @@ def test_first_record_after_a_resume_counts_the_steps_since_then(monkeypatch, cl
         assert metrics["tokens_per_second"] == TOKENS / STEP_S
 
 
+def test_a_record_waits_for_the_device(monkeypatch, clock):
+    """A GPU still computes when a step's last kernel has been launched."""
+
+    class Pending:
+        def cpu(self):
+            clock.s += 3 * STEP_S
+            return torch.tensor(1.0)
+
+    progress, loader, log = opened(monkeypatch, every=2)
+    with progress:
+        for step in (1, 2):
+            progress.begin_step()
+            loader.tokens += TOKENS
+            progress.step(step, Pending())
+    assert [metrics["step_seconds"] for _, _, metrics in log.lines] == [1.5 * STEP_S]
+
+
 def test_evaluations_and_checkpoints_are_no_part_of_a_step(monkeypatch, clock):
     progress, loader, log = opened(monkeypatch, every=2)
     with progress:
