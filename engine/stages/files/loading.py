@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +26,9 @@ from weft.engine.stages.cutting.port import Port
 from weft.engine.stages.cutting.prune import open_port, prune
 from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.stages.cutting.stage import Stage, global_names
+from weft.engine.stages.files.config_ranges import ImpossibleNumber, require_possible
 from weft.engine.stages.files.folder import is_local, require_whole_folder, source_of, weight_types, weights_folder
 from weft.engine.stages.files.shards import base_type, exact_type, settle_types
-
-MOST_PARTS = 10_000
-"""Maximum number of layers or experts in a configuration."""
-_COUNTS = re.compile(r"(^|_)(layers?|experts?|blocks?)$")
-"""Pattern of the fields with these numbers."""
 
 
 def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
@@ -43,6 +38,10 @@ def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
         ValueError: the folder cannot be read, or the architecture or an override is unknown.
     """
     overrides = {**variant_fields(config), **config.overrides}
+    try:
+        require_possible(overrides)
+    except ImpossibleNumber as error:
+        raise ValueError(f"model.overrides.{error}; correct it") from error
     if config.path:
         hf_config = _read_config(config)
         for name, value in overrides.items():
@@ -86,13 +85,13 @@ def _read_config(config: ModelConfig) -> PreTrainedConfig:
     if is_local(config.path):
         require_whole_folder(Path(config.path).expanduser())
     try:
-        _require_countable(PreTrainedConfig.get_config_dict(source_of(config.path))[0])
+        require_possible(PreTrainedConfig.get_config_dict(source_of(config.path))[0])
         hf_config = AutoConfig.from_pretrained(source_of(config.path), trust_remote_code=config.trust_remote_code)
     except Exception as error:  # any: configs validate with errors of several libraries
-        reason = _one_line(error)
-        if not is_local(config.path):
+        reason, remedy = _one_line(error), "correct its config.json, or give the folder of a saved model"
+        if not (is_local(config.path) or isinstance(error, ImpossibleNumber)):
             reason = f"no such folder, and no such model on the hub or in its cache ({reason})"
-        raise ValueError(f"model.path={config.path}: {reason}; give the folder of a saved model") from error
+        raise ValueError(f"model.path={config.path}: {reason}; {remedy}") from error
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config  # the stages' own: see `BaseQuantization.loading`
     return hf_config
@@ -108,23 +107,9 @@ def _new_config(arch: str, overrides: dict) -> PreTrainedConfig:
     for name in overrides:
         _require_field(name, plain)
     try:
-        _require_countable(overrides)
         return AutoConfig.for_model(arch, **overrides)
     except Exception as error:  # any: configs validate with errors of several libraries
         raise ValueError(f"model.overrides: {type(plain).__name__} refuses them ({_one_line(error)})") from error
-
-
-def _require_countable(fields: Mapping[str, Any]) -> None:
-    """Check the numbers of layers and experts, because transformers makes a module for each.
-
-    Raises:
-        ValueError: there are more than `MOST_PARTS`.
-    """
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            _require_countable(value)
-        elif isinstance(value, int) and value > MOST_PARTS and _COUNTS.search(name):
-            raise ValueError(f"{name}={value}: more than {MOST_PARTS:,}")
 
 
 def _one_line(error: Exception) -> str:
@@ -188,7 +173,7 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: i
                 ignore_mismatched_sizes=True,
                 device_map="meta",  # reads only headers
             )
-        except (RuntimeError, TypeError, ArithmeticError) as error:  # negative sizes, thousands of brackets
+        except (RuntimeError, TypeError, ArithmeticError, KeyError) as error:  # negative sizes, unknown activations
             remedy = "correct config.json or generation_config.json"
             raise ValueError(f"model.path={config.path}: not read ({_one_line(error)}); {remedy}") from error
         _require_fitting(config, cls, report)

@@ -248,6 +248,19 @@ class TestErrors:
         ("file", "change", "message"),
         [
             ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: more than 10,000"),
+            (
+                "config.json",
+                {"rms_norm_eps": float("nan")},
+                "rms_norm_eps=nan: not a finite number; correct its config",
+            ),
+            ("config.json", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06: not above 0; correct its config.json"),
+            (
+                "config.json",
+                {"rope_parameters": {"rope_theta": 0, "rope_type": "default"}},
+                "rope_theta=0: not above 0",
+            ),
+            ("config.json", {"attention_dropout": 1.5}, "attention_dropout=1.5: not between 0 and 1; correct"),
+            ("config.json", {"hidden_act": "nope"}, "not read .'nope'.; correct config.json"),
             ("config.json", {"intermediate_size": -32}, "not read .*negative dimension.*; correct config.json"),
             ("generation_config.json", "[" * 100_000, r"not read \(maximum recursion.*; correct .*generation_config"),
         ],
@@ -257,6 +270,9 @@ class TestErrors:
         (copied / file).write_text(text)
         with pytest.raises(ValueError, match=message):
             check_model_fits(ModelConfig(path=str(copied)), 1, 8)
+
+    def test_impossible_override(self):
+        self.refused("model.overrides.rope_theta=-1.0: not above 0; correct it", tiny("llama", rope_theta=-1.0))
 
     def test_more_stages_than_layers(self):
         self.refused("5 virtual stages, but the model has 4 layers", tiny("llama"), 5)
