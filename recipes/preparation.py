@@ -32,6 +32,7 @@ from weft.engine.data import (
     check_source,
     load_tokenizer,
     open_source,
+    require_encodable,
     unused_lines,
     vocabulary_for,
     with_template,
@@ -184,6 +185,7 @@ def _tokenizer(config: WeftConfig, kept: ReusedValues) -> PreTrainedTokenizerBas
 
 def _name_unused(config: WeftConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen | None) -> None:
     if seen is not None and attempt_number() <= 1:
+        require_encodable(config.data, tokenizer, seen)
         for line in unused_lines(config.data, tokenizer, seen):
             print_once(line)
 

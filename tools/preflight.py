@@ -178,11 +178,12 @@ def check_data(config: WeftConfig) -> None:
 
     Local files are read line by line. If the tokenizer is on this machine, their first row is tokenised.
     """
-    from weft.engine.data import check_source, encode_first, load_tokenizer  # torch, which other checks do not need
+    # torch, which other checks do not need
+    from weft.engine.data import check_source, encode_first, load_tokenizer, require_encodable
     from weft.engine.data.tokenizer import require_rows
     from weft.engine.stages.files.loading import load_hf_config
 
-    check_source(config.data)
+    seen = check_source(config.data)
     words = config.model.tokenizer or config.model.path
     # A hub is left to the ranks, which have to be there anyway.
     if all(is_here(source.path) for source in sources_of(config.data)) and (not words or is_here(words)):
@@ -193,6 +194,7 @@ def check_data(config: WeftConfig) -> None:
         if rows:
             require_rows(tokenizer, rows, config.model)
         encode_first(config.data, tokenizer)
+        require_encodable(config.data, tokenizer, seen)
 
 
 def check_teacher(config: WeftConfig) -> None:

@@ -69,7 +69,7 @@ class ChatEncoder:
         self._limit = limit
         texts = sorted({plain.template, tool_use.template})
         shown = now if any("strftime_now" in text for text in texts) else None
-        parts = ("chat 4", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
+        parts = ("chat 5", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def value_of(self, row: Mapping[str, Any]) -> Conversation:
@@ -127,14 +127,15 @@ class ChatEncoder:
         """Render a conversation without its tool calls. Return None if the template rejects it in this form."""
         bare = [{key: value for key, value in message.items() if key not in CALLS} for message in talk.messages]
         try:
-            return self.rendered(Conversation(bare, talk.tools))
+            return self.rendered(talk._replace(messages=bare))
         except ValueError:
             return None
 
     def _labels(self, talk: Conversation, text: str, tokens: Tokens) -> list[int]:
         """Return the labels of the tokens before the limit."""
         ids, places = tokens.ids[: self._limit], tokens.spans[: self._limit]
-        labels = label(ids, places, self._templates[talk.tools is not None].spans(*talk, text, places))
+        template = self._templates[talk.tools is not None]
+        labels = label(ids, places, template.spans(talk.messages, talk.tools, text, places, talk.prompted))
         if len(ids) == len(tokens.ids) and not any(token != IGNORED for token in labels[1:]):
             raise ValueError("it has no assistant token; remove it")
         return labels

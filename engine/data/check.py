@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,13 +18,16 @@ from weft.conf.schema import DataConfig, DataKind
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.messages import FORMS, TOOLS, Conversation, chat_columns, conversation_fault
-from weft.engine.data.open import locate, open_rows
+from weft.engine.data.open import columns_of, encoder_of, locate, open_rows, unread_files
 from weft.engine.data.pairs import PAIR_COLUMNS, Pair, pair_columns, pair_fault
 from weft.engine.data.rows import RowFault, parquet_features, read_rows
+from weft.engine.data.storage import suffix_of
 
 _LEAST = {"sequence_length": 2, "shuffle_buffer": 1}
 SAMPLES = 8
 """Number of conversations to store for each key."""
+MOST_RENDERED = 300
+"""Number of messages to render before the run."""
 _TEXTS = (Value("string"), Value("large_string"), Value("string_view"))
 
 
@@ -35,10 +38,19 @@ class Seen:
     Attributes:
         unread: columns that training does not read.
         keys: for each key of messages that only a chat template can read, some conversations that have it.
+        forms: the first row with each sequence of roles and keys, and where it is.
+        files: files of a folder that are in none of the splits to read.
     """
 
     unread: dict[str, None] = field(default_factory=dict)
     keys: dict[str, list[Conversation]] = field(default_factory=dict)
+    forms: dict[object, tuple[str, Conversation | Pair]] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+
+    def add_form(self, row: Conversation | Pair, where: str) -> None:
+        """Store a row if it is the first of its form, among the first `MOST_RENDERED` forms."""
+        if len(self.forms) < MOST_RENDERED:
+            self.forms.setdefault((bool(row.tools), *map(_form, row)), (where, row))
 
     def add(self, talk: Conversation) -> None:
         """Store a conversation under each of its keys, up to `SAMPLES` per key."""
@@ -74,11 +86,13 @@ def check_source(data: DataConfig) -> Seen:
             )
         return Seen()
     location = locate(data)
-    if location.path is None or location.saved:
+    if location.path is None:
         return Seen()
     check = _Check(location.path, data)
-    if not sum([check.rows(Path(file)) for file in location.files]):
+    counts = [check.saved()] if location.saved else [check.rows(Path(file)) for file in location.files]
+    if not sum(counts):
         raise ValueError(f"data.path={data.path}: it holds no row; give a file with documents")
+    check.seen.files.extend(unread_files(data, location))
     return check.seen
 
 
@@ -86,9 +100,18 @@ def _merged(parts: list[Seen]) -> Seen:
     merged = Seen()
     for part in parts:
         merged.unread |= part.unread
+        merged.files += part.files
         for key, talks in part.keys.items():
             merged.keys.setdefault(key, []).extend(talks)
+        merged.forms |= part.forms
     return merged
+
+
+def _form(part: Any) -> object:
+    """Return what a chat template may refuse in a list of messages: its roles, and the keys that have a value."""
+    if not isinstance(part, list) or not all(isinstance(each, Mapping) and "role" in each for each in part):
+        return type(part)
+    return tuple((each["role"], *sorted(key for key, value in each.items() if value)) for each in part)
 
 
 @dataclass
@@ -100,6 +123,8 @@ class _Check:
     form: str = ""
     """First column that the previous row was read from."""
     seen: Seen = field(default_factory=Seen)
+    _file: str = ""
+    """The file being checked, in a folder."""
 
     @property
     def is_chat(self) -> bool:
@@ -120,14 +145,29 @@ class _Check:
 
     def rows(self, file: Path) -> int:
         """Check a file, and return its number of rows. A blank text file has none."""
+        self._file = "" if file == self.root else str(file.relative_to(self.root))
+        return self._count(self._rows_of(file), is_text=suffix_of(file) == ".txt")
+
+    def saved(self) -> int:
+        """Check a data set that `Dataset.save_to_disk` wrote, and return its number of rows."""
+        names, _, rows = open_rows(replace(self.data, streaming=True), Path(self.data.cache_dir).expanduser())
+        self._fields("column", names)
+        return self._count((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+    def _rows_of(self, file: Path) -> Iterator[tuple[str, Any]]:
+        if suffix_of(file) == ".parquet":
+            self._check_columns(file)
+        yield from read_rows(file, columns_of(self.data))
+
+    def _count(self, rows: Iterable[tuple[str, Any]], *, is_text: bool = False) -> int:
         try:
-            if file.suffix == ".parquet":
-                return self._table(file)
-            return sum([self._checked(row, where, is_text=file.suffix == ".txt") for where, row in read_rows(file)])
+            return sum([self._checked(row, where, is_text=is_text) for where, row in rows])
         except RowFault as fault:
-            inside = "" if file == self.root else str(file.relative_to(self.root))
-            place = ", ".join(part for part in (inside, fault.where) if part)
-            raise ValueError(f"data.path={self.data.path}: {place}{': ' if place else ''}{fault.what}") from None
+            raise ValueError(f"{self._place(fault.where)}: {fault.what}") from None
+
+    def _place(self, where: str) -> str:
+        inside = ", ".join(part for part in (self._file, where) if part)
+        return f"data.path={self.data.path}{': ' if inside else ''}{inside}"
 
     def _checked(self, row: Any, where: str, *, is_text: bool) -> bool:
         if is_text and (self.is_chat or self.is_pairs):
@@ -141,13 +181,15 @@ class _Check:
             raise RowFault(where, f"not an object but a {type(row).__name__}; write rows such as {example}")
         fields = self._fields("field", list(row), where)
         if self.is_pairs:
-            if fault := pair_fault(Pair.of(row)):
+            if fault := pair_fault(pair := Pair.of(row)):
                 raise RowFault(where, fault)
+            self.seen.add_form(pair, self._place(where))
         elif self.is_chat:
             talk = Conversation.of(row, fields)
             if fault := conversation_fault(talk):
                 raise RowFault(where, fault)
             self.seen.add(talk)
+            self.seen.add_form(talk, self._place(where))
         elif not isinstance(row[self.field], str):
             kind = type(row[self.field]).__name__
             raise RowFault(where, f"field {self.field} is a {kind}, not text; remove the row or set data.text_field")
@@ -173,25 +215,17 @@ class _Check:
         self.seen.unread.update(dict.fromkeys(name for name in found if name not in read))
         return fields
 
-    def _table(self, file: Path) -> int:
+    def _check_columns(self, file: Path) -> None:
+        """Check the columns of a Parquet file and their types."""
         features = parquet_features(file)
         fields = self._fields("column", list(features))
         if self.is_pairs:
-            return pq.read_metadata(file).num_rows
+            return
         kind = pq.read_schema(file).field(fields[0]).type
         if self.is_chat and len(fields) == 1 and not _is_messages(features[fields[0]]):
             raise RowFault("", f"column {fields[0]} is {kind}; give a list of structs of role and content")
         if not self.is_chat and features[self.field] not in _TEXTS:
             raise RowFault("", f"column {self.field} is {kind}, not text; set data.text_field to another")
-        for talk in islice(self._talks(file, fields), SAMPLES if self.is_chat else 0):
-            self.seen.add(talk)
-        return pq.read_metadata(file).num_rows
-
-    def _talks(self, file: Path, fields: tuple[str, ...]) -> Iterator[Conversation]:
-        for _, row in read_rows(file, (*fields, TOOLS)):
-            talk = Conversation.of(row, fields)
-            if not conversation_fault(talk):
-                yield talk
 
 
 def _is_messages(feature: Any) -> bool:
@@ -200,6 +234,25 @@ def _is_messages(feature: Any) -> bool:
     item = feature.feature
     names = set(item) if isinstance(item, dict | Features) else set()
     return isinstance(item, Json) or {"role", "content"} <= names or {"from", "value"} <= names
+
+
+def require_encodable(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen) -> None:
+    """Encode the first row of each form, because a chat template may refuse later rows than the first.
+
+    Raises:
+        ValueError: a row cannot be encoded. The message names the file and line.
+    """
+    if not seen.forms:
+        return
+    encoder, rendered = encoder_of(data, tokenizer, ("",)), 0
+    for where, row in seen.forms.values():
+        rendered += sum(len(part) for part in row if isinstance(part, list))
+        if rendered > MOST_RENDERED:
+            return
+        try:
+            encoder([row], [0])
+        except ValueError as error:
+            raise ValueError(f"{where}: {error.__cause__ or error}") from error
 
 
 def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen) -> list[str]:
@@ -221,6 +274,8 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
     parts = []
     if seen.unread:
         parts.append(f"columns that nothing reads: {', '.join(seen.unread)}")
+    if seen.files:
+        parts.append(f"files of no split that is read: {', '.join(seen.files)}")
     if hidden:
         parts.append(f"keys of conversations that the chat template does not show: {', '.join(sorted(hidden))}")
     if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):

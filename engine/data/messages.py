@@ -25,15 +25,21 @@ CALLS = ("tool_calls", "function_call")
 
 
 class Conversation(NamedTuple):
-    """The parts of a row that a chat template renders."""
+    """The parts of a row that a chat template renders.
+
+    Attributes:
+        prompted: number of messages at the beginning that are a prompt, which the loss does not count.
+    """
 
     messages: Any
     tools: Any = None
+    prompted: int = 0
 
     @classmethod
     def of(cls, row: Mapping[str, Any], columns: tuple[str, ...]) -> Conversation:
         """Return the conversation in the ``columns`` of a row, and its tools."""
-        return cls(messages_of(row, columns), tools_of(row))
+        prompt = row.get(columns[0]) if columns[:2] == PROMPTED else None
+        return cls(messages_of(row, columns), tools_of(row), len(prompt) if isinstance(prompt, list) else 0)
 
 
 def chat_columns(names: Collection[str], field: str) -> tuple[str, ...]:
@@ -76,7 +82,7 @@ def messages_of(row: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
         return _with_roles(row.get(columns[0]))
     asked, answer = (row.get(name) for name in columns[:2])
     if more := row.get("input") if columns[0] == INSTRUCTED[0] else None:
-        asked = f"{asked}\n\n{more}"
+        asked = next((part for part in (asked, more) if not isinstance(part, str)), f"{asked}\n\n{more}")
     if isinstance(asked, list) and isinstance(answer, list):
         return _with_roles([*asked, *answer])
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -123,27 +129,30 @@ def _with_roles(messages: Any) -> Any:
 
 
 def _with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not all(isinstance(message.get(name), str) for name in _SHAREGPT) or any(message.get(n) for n in _NEEDED):
+    if not isinstance(message.get("from"), str) or "value" not in message or any(message.get(n) for n in _NEEDED):
         return message
     more = {name: value for name, value in message.items() if name not in (*_SHAREGPT, *_NEEDED)}
-    if message["from"] == CALLER and (calls := _calls(message["value"])):
-        return {"role": "assistant", "tool_calls": calls, **more}
+    if message["from"] == CALLER:
+        return {"role": "assistant", "tool_calls": _calls(message["value"]), **more}
     return {"role": ROLES.get(message["from"], message["from"]), "content": message["value"], **more}
 
 
-def _calls(text: str) -> list[dict[str, Any]]:
+def _calls(text: Any) -> list[dict[str, Any]]:
     """Return the tool calls in JSON text, or an empty list if it has none."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, TypeError):
         return []
     found = found if isinstance(found, list) else [found]
     is_calls = all(isinstance(each, Mapping) and "name" in each for each in found)
     return [{"type": "function", "function": each} for each in found] if is_calls else []
 
 
-def message_fault(messages: Any) -> str | None:
-    """Return why ``messages`` are not a conversation to train on, with the remedy, or None if they are one."""
+def message_fault(messages: Any, prompted: int = 0) -> str | None:
+    """Return why ``messages`` are not a conversation to train on, with the remedy, or None if they are one.
+
+    The first ``prompted`` messages are a prompt.
+    """
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else _kind(messages)
         return f"it holds {found}; give a list of messages such as {{'role': 'user', 'content': '...'}}"
@@ -154,15 +163,18 @@ def message_fault(messages: Any) -> str | None:
         missing = [name for name in needed if message.get(name) is None]
         if missing:
             remedy = "name its parts role and content"
-            if missing == ["content"] and "content" in message:
+            if missing == ["content"] and any(name in message for name in CALLS):
+                remedy = f"it calls nothing: give it text, or calls (in ShareGPT's {CALLER}: JSON with a name)"
+            elif missing == ["content"] and "content" in message:
                 remedy = "its content is null: give it text, or tool_calls, or remove it"
             return f"message {number} has {', '.join(message) or 'nothing'}, not {' and '.join(missing)}; {remedy}"
         for name in needed:
             if not (isinstance(message[name], str) or (name == "content" and is_parts(message[name]))):
                 kinds = "text, or a list of parts of type text" if name == "content" else "text"
                 return f"message {number} has a {name} that is {_kind(message[name])}; give {kinds}"
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+    answers = messages[prompted:]
+    if not any(message["role"] == "assistant" for message in answers):
+        roles = ", ".join(dict.fromkeys(message["role"] for message in answers)) or "none"
         return f"no message has the role assistant (found: {roles}), so nothing can be learnt; rename or remove"
     return None
 
@@ -180,7 +192,7 @@ def tools_fault(tools: Any) -> str | None:
 
 def conversation_fault(conversation: Conversation) -> str | None:
     """Return why a conversation cannot be trained on, with the remedy, or None if it can."""
-    return message_fault(conversation.messages) or tools_fault(conversation.tools)
+    return message_fault(conversation.messages, conversation.prompted) or tools_fault(conversation.tools)
 
 
 def is_parts(content: Any) -> bool:

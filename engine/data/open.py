@@ -20,6 +20,7 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
+from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.json.json import Json
 from huggingface_hub import hf_hub_download
@@ -41,7 +42,10 @@ from weft.engine.data.storage import is_url, remote_files, suffix_of
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".tar": "webdataset"}
 """The Hugging Face `datasets` builder of each kind of file."""
-UNREAD = (".arrow", ".bz2", ".csv", ".feather", ".gz", ".jsonlines", ".ndjson", ".tsv", ".xz", ".zip", ".zst")
+UNREAD = (
+    *(".arrow", ".avro", ".bz2", ".csv", ".feather", ".gz", ".jsonlines", ".lz4", ".ndjson", ".orc"),
+    *(".pq", ".tsv", ".xls", ".xlsx", ".xz", ".zip", ".zst"),
+)
 """Kinds of files that hold rows but are not read. Other files of a folder, such as a README, are no data."""
 
 
@@ -76,13 +80,13 @@ def locate(data: DataConfig) -> Location:
     if path.is_dir():
         return _folder(data, path)
     if path.is_file():
-        if path.suffix not in BUILDERS:
+        if suffix_of(path) not in BUILDERS:
             raise ValueError(
                 f"data.path={data.path}: files of kind {path.suffix or '(no suffix)'} are not read; "
                 f"convert it to one of {', '.join(BUILDERS)}"
             )
         return Location(name=data.path, path=path, files=(path,))
-    if not data.path or data.path[0] in "./~" or path.suffix in BUILDERS or data.path.count("/") > 1:
+    if not data.path or data.path[0] in "./~" or suffix_of(path) in BUILDERS or data.path.count("/") > 1:
         raise ValueError(f"data.path={data.path}: does not exist; give a file, a folder, or a hub name as owner/name")
     return Location(name=data.path, path=None)
 
@@ -90,7 +94,7 @@ def locate(data: DataConfig) -> Location:
 def _folder(data: DataConfig, path: Path) -> Location:
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return Location(name=data.path, path=path, saved=True)
-    present = (file for file in path.rglob("*") if file.suffix in (*BUILDERS, *UNREAD) and _is_data(file, path))
+    present = (file for file in path.rglob("*") if suffix_of(file) in (*BUILDERS, *UNREAD) and _is_data(file, path))
     return Location(name=data.path, path=path, files=_alike(data, tuple(sorted(present))))
 
 
@@ -111,7 +115,10 @@ def _alike(data: DataConfig, present: tuple[Path | str, ...]) -> tuple[Path | st
 
 
 def _is_data(file: Path, folder: Path) -> bool:
-    return file.is_file() and not any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+    parts = file.relative_to(folder).parts
+    return (
+        file.is_file() and file.name not in FILES_TO_IGNORE and not any(part.startswith((".", "_")) for part in parts)
+    )
 
 
 UNSHUFFLED_BLOCK = 1024
@@ -153,18 +160,18 @@ def open_source(
     fraction = 0.0 if own_split else data.eval_fraction
     part = Part(fraction=fraction, evaluation=evaluation and fraction > 0)
     if data.kind is DataKind.corpus:
-        corpus, encoder = load_corpus(), _encoder(data, tokenizer, ("text",))
+        corpus, encoder = load_corpus(), encoder_of(data, tokenizer, ("text",))
         rows = Dataset.from_dict({"text": list(corpus.texts)})
         tokens = tokenised(rows, encoder, name=corpus.sha256, cache=cache)
         return LoadedSource(tokens, encoder, name=corpus.description, part=part)
     rows = _read(data, "eval_split" if evaluation and own_split else "split", cache)
     fields = _fields(data, rows)
     if not data.streaming:
-        encoder = _encoder(data, tokenizer, fields, now)
+        encoder = encoder_of(data, tokenizer, fields, now)
         name = rows.fingerprint if isinstance(rows, FileRows) else rows._fingerprint
         tokens = tokenised(_plain(rows, fields), encoder, name=name, cache=cache)
         return LoadedSource(tokens, encoder, name=data.path, part=part)
-    encoder = _encoder(data, deepcopy(tokenizer), fields, now)  # a thread uses it, and its settings are mutable
+    encoder = encoder_of(data, deepcopy(tokenizer), fields, now)  # a thread uses it, and its settings are mutable
     return StreamedSource(
         rows.streamed() if isinstance(rows, FileRows) else _selected(rows, fields),
         encoder,
@@ -194,7 +201,7 @@ def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: d
     if data.sources:
         return for_each_source(data, partial(encode_first, tokenizer=tokenizer, now=now))[0]
     _, fields, rows = open_rows(replace(data, streaming=True), Path(data.cache_dir).expanduser())
-    encoder = _encoder(replace(data, packing=False), tokenizer, fields, now)
+    encoder = encoder_of(replace(data, packing=False), tokenizer, fields, now)
     first = None
     for number, row in enumerate(rows):
         first = first or row
@@ -204,7 +211,7 @@ def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: d
             return Document(ids, np.asarray(columns["labels"][0], dtype=np.int64) if "labels" in columns else ids)
     if data.kind is DataKind.text:
         raise ValueError(f"data.path={data.path}: not one document with text; give it some")
-    longer = _encoder(replace(data, sequence_length=MOST_TOKENS), tokenizer, fields, now)
+    longer = encoder_of(replace(data, sequence_length=MOST_TOKENS), tokenizer, fields, now)
     labels = longer([longer.value_of(first)], [0])["labels"][0] if first else []
     needed = next((f"; the first begins with token {n + 1}" for n, t in enumerate(labels) if t != IGNORED), "")
     raise ValueError(
@@ -253,9 +260,10 @@ def _fields(data: DataConfig, rows: Rows) -> tuple[str, ...]:
     return fields
 
 
-def _encoder(
+def encoder_of(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, fields: tuple[str, ...], now: datetime | None = None
 ) -> Encoder:
+    """Return the encoder of ``fields`` of a source's rows. ``now`` is the time that a chat template may show."""
     if data.kind is DataKind.chat:
         return ChatEncoder(tokenizer, fields, template=data.chat_template, limit=data.sequence_length, now=now)
     if data.kind is DataKind.preference:
@@ -273,7 +281,7 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
         is_hub = location.path is None and not location.files
         files = hub_files(data, split, cache) if is_hub else _files(data, location, split)
         if files is not None:
-            return FileRows(files, _columns(data))
+            return FileRows(files, columns_of(data))
         name = data.name or None
         return load_dataset(
             data.path, name=name, split=split, streaming=data.streaming, cache_dir=str(cache / "datasets")
@@ -287,7 +295,7 @@ def _read(data: DataConfig, option: str, cache: Path) -> Rows:
         ) from error
 
 
-def _columns(data: DataConfig) -> tuple[str, ...]:
+def columns_of(data: DataConfig) -> tuple[str, ...]:
     """Return all columns from which a row may be read."""
     if data.kind is DataKind.preference:
         return PAIR_COLUMNS
@@ -297,18 +305,32 @@ def _columns(data: DataConfig) -> tuple[str, ...]:
 def _files(data: DataConfig, location: Location, split: str) -> tuple[Path | str, ...]:
     """Return the files of a split.
 
-    Names of local files and folders, or a README's configuration, assign them to splits. All files of a URL are of the
-    split ``train``.
+    All files of a URL are of the split ``train``.
     """
-    found: dict[str, tuple[Path | str, ...]]
     if location.path is None or location.path.is_file():
-        found = {"train": location.files}
+        found: dict[str, tuple[Path | str, ...]] = {"train": location.files}
     else:
-        listed = load_dataset_builder(str(location.path), name=data.name or None).config.data_files
-        found = {str(name): tuple(map(Path, files)) for name, files in listed.items()}
+        found = _splits(data, location.path)
     if split not in found:
         raise ValueError(f"there is {', '.join(found)}")
     return found[split]
+
+
+def _splits(data: DataConfig, folder: Path) -> dict[str, tuple[Path | str, ...]]:
+    """Return the splits to which names of files and folders, or a README's configuration, assign files."""
+    listed = load_dataset_builder(str(folder), name=data.name or None).config.data_files
+    return {str(name): tuple(map(Path, files)) for name, files in listed.items()}
+
+
+def unread_files(data: DataConfig, location: Location) -> list[str]:
+    """Return the files of a folder that are in none of the splits that training and evaluation read."""
+    if location.path is None or len(location.files) < 2:
+        return []
+    with suppress(OSError, ValueError, DatasetsError):  # whoever opens it gets the error
+        splits = _splits(data, location.path)
+        read = {Path(file).resolve() for name in (data.split, data.eval_split) for file in splits.get(name, ())}
+        return [str(file) for file in location.files if Path(file).resolve() not in read]
+    return []
 
 
 def _saved(location: Location, split: str, *, streaming: bool) -> Rows:

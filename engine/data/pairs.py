@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.engine.data.chat import find_template
 from weft.engine.data.documents import IGNORED, Document, document_key
-from weft.engine.data.encode import Columns
+from weft.engine.data.encode import Columns, SpecialTokens
 from weft.engine.data.messages import TOOLS, message_fault, tools_fault, tools_of
 from weft.engine.data.packing import Layout, lay_out_single
 from weft.engine.data.spans import ChatTemplate, NotJinja
@@ -36,10 +36,11 @@ class Pair(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Pair:
-        """Return the pair of a row. Without a prompt of the answers' kind, it is what both answers begin with."""
+        """Return the pair of a row. Without a prompt of messages, it is what both answers begin with."""
         parts: list[Any] = [row.get(name) for name in COLUMNS]
         prompt, chosen, rejected = parts
-        if isinstance(chosen, str | list) and type(chosen) is type(rejected) is not type(prompt):
+        is_within = prompt is None or (isinstance(prompt, str) and isinstance(chosen, list))
+        if is_within and isinstance(chosen, str | list) and type(chosen) is type(rejected):
             size = _shared(chosen, rejected)
             if isinstance(chosen, str) and 0 < size < min(len(chosen), len(rejected)) and chosen[size - 1] == " ":
                 size -= 1  # tokens begin with their space
@@ -65,7 +66,7 @@ def pair_fault(pair: Pair) -> str | None:
     if isinstance(pair.prompt, str):
         return None
     if not pair.prompt:
-        return "its answers begin with different messages, and there is no prompt; add the column prompt"
+        return "its answers begin with different messages, and no prompt; add the column prompt, a list of messages"
     return next(filter(None, map(message_fault, pair.texts()[1:])), None) or tools_fault(pair.tools)
 
 
@@ -96,9 +97,10 @@ class PairEncoder:
         """
         self._tokenizer, self._limit, self._given, self._now = tokenizer, limit, template, now
         self._template: ChatTemplate | None = None
+        self._around = SpecialTokens.of(tokenizer)
         own = template or json.dumps(tokenizer.chat_template)
         shown = now if "strftime_now" in own else None
-        parts = ("pairs 1", tokenizer_sha256(tokenizer), own, limit, shown)
+        parts = ("pairs 2", tokenizer_sha256(tokenizer), own, limit, shown)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def value_of(self, row: Mapping[str, Any]) -> Pair:
@@ -134,10 +136,8 @@ class PairEncoder:
     def _tokens(self, pair: Pair) -> list[list[int]]:
         """Return the tokens of the prompt, and of the prompt with each answer."""
         if isinstance(pair.prompt, str):
-            end = self._tokenizer.eos_token or ""
-            prompt, *wholes = pair.texts()
-            texts = [prompt, *(whole.removesuffix(end) + end for whole in wholes)]
-            return list(self._tokenizer(texts, verbose=False)["input_ids"])
+            prompt, *wholes = self._tokenizer(pair.texts(), add_special_tokens=False, verbose=False)["input_ids"]
+            return [self._around.opened(prompt), *map(self._around.closed, wholes)]
         template = self._chat_template()
         talks = pair.texts()
         texts = [template.text(talks[0], pair.tools, add_generation_prompt=True)]

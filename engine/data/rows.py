@@ -88,7 +88,7 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
     Raises:
         RowFault: a row cannot be read.
     """
-    suffixes = PurePosixPath(str(file)).suffixes
+    suffixes = PurePosixPath(str(file).lower()).suffixes
     if suffixes[-1:] == [".parquet"]:
         yield from _parquet(file, columns)
     elif suffixes[-1:] == [".tar"]:
@@ -207,8 +207,13 @@ def _parquet(file: Path | str, columns: Collection[str]) -> Iterator[tuple[str, 
     names = [name for name in features if name in columns]
     read = Features({name: features[name] for name in names})
     number = 0
-    with open_file(file) as opened, pq.ParquetFile(opened) as table:
-        for batch in table.iter_batches(PARQUET_ROWS, columns=names):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"row {number}", without_nulls(read.decode_example(row))
+    try:
+        with open_file(file) as opened, pq.ParquetFile(opened) as table:
+            for batch in table.iter_batches(PARQUET_ROWS, columns=names):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"row {number}", without_nulls(read.decode_example(row))
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise RowFault(
+            f"after row {number}", f"not read ({str(error).splitlines()[0]}); write the file again"
+        ) from error

@@ -84,7 +84,9 @@ class ChatTemplate:
                 )
         return text
 
-    def spans(self, messages: Sequence[Message], tools: Tools, text: str, tokens: Sequence[Span]) -> list[Span]:
+    def spans(
+        self, messages: Sequence[Message], tools: Tools, text: str, tokens: Sequence[Span], prompted: int = 0
+    ) -> list[Span]:
         """Find the assistant's spans in ``text``, the result of `text` for the same conversation.
 
         Each span starts where generation would start, and includes the end of the turn. It ends at the end of a token,
@@ -92,14 +94,21 @@ class ChatTemplate:
 
         Args:
             tokens: character range of each token. Text after the last token is not searched.
+            prompted: number of messages at the beginning whose spans are left out.
 
         Raises:
             ValueError: the template does not show where a turn begins or ends.
         """
         if self.has_tags:
-            _, spans = self._jinja(messages, tools, return_assistant_tokens_mask=True)
-            return [(start, end) for start, end in spans[0] if end > start]
-        return list(_Turns(self, messages, tools, text, tokens).spans())
+            prompt = messages[:prompted]
+            is_answered = any(message["role"] == "assistant" for message in prompt)
+            skipped = len(self._tagged(prompt, tools)) if is_answered else 0
+            return [(start, end) for start, end in self._tagged(messages, tools)[skipped:] if end > start]
+        return list(_Turns(self, messages, tools, text, tokens).spans(prompted))
+
+    def _tagged(self, messages: Sequence[Message], tools: Tools) -> list[Span]:
+        """Return the ranges of characters between generation tags."""
+        return self._jinja(messages, tools, return_assistant_tokens_mask=True)[1][0]
 
     def _jinja(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[list[str], list[list[Span]]]:
         try:
@@ -142,11 +151,11 @@ class _Turns:
             else:
                 self._last[message] = max((at, number), self._last.get(message, (at, number)))
 
-    def spans(self) -> Iterator[Span]:
-        """Yield the span of each assistant turn that begins among the tokens."""
+    def spans(self, first: int = 0) -> Iterator[Span]:
+        """Yield the span of each assistant turn, from message ``first`` on, that begins among the tokens."""
         until = self._ends[-1] if self._ends else 0
         for turn, message in enumerate(self._messages):
-            if message["role"] == "assistant":
+            if turn >= first and message["role"] == "assistant":
                 self._rendered.clear()
                 start = self._start(turn)
                 if start is not None and start >= until:

@@ -18,8 +18,8 @@ def is_url(path: str) -> bool:
 
 
 def suffix_of(file: Path | str) -> str:
-    """Return the suffix of a path or URL."""
-    return PurePosixPath(str(file)).suffix
+    """Return the suffix of a path or URL, in lower case."""
+    return PurePosixPath(str(file)).suffix.lower()
 
 
 def remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:

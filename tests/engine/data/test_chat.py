@@ -5,7 +5,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from weft.conf.schema import DataConfig, DataKind, WeftConfig
-from weft.engine.data import build_loader, check_source, encode_first
+from weft.engine.data import build_loader, check_source, encode_first, require_encodable
 from weft.engine.data.chat import ChatEncoder, label
 from weft.engine.data.documents import IGNORED
 from weft.engine.data.messages import chat_columns, messages_of
@@ -105,6 +105,27 @@ def test_a_template_that_hides_its_turns_is_refused(tokenizer):
     hidden = "{% for m in messages %}{{ m.role }}{{ m.content | length }} {% endfor %}"
     with pytest.raises(ValueError, match=r"message 3: .*\{% generation %\}"):
         ChatTemplate(hidden, tokenizer).render(TALK)
+
+
+@pytest.mark.parametrize("template", [CHATML, CHAT_TEMPLATE])
+def test_answers_in_a_prompt_do_not_count(tokenizer, template):
+    """Count the completion only, as TRL's SFT trainer does."""
+    row = {"prompt": TALK[:4], "completion": TALK[4:]}
+    encoder = ChatEncoder(tokenizer, ("prompt", "completion"), template=template, limit=1000)
+    columns = encoder([encoder.value_of(row)], [0])
+    learnt = tokenizer.decode([token for token in columns["labels"][0] if token != IGNORED])
+    assert learnt.startswith("it is 4<|") and "really" not in learnt
+
+
+def test_a_row_that_the_template_refuses_is_found_before_the_run(tokenizer, write, tmp_path):
+    strict = CHATML + "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    path = write("a.jsonl", [{"messages": TALK[1:]}] * 9 + [{"messages": TALK}])
+    data = DataConfig(kind=DataKind.chat, path=path, chat_template=strict, cache_dir=str(tmp_path))
+    encode_first(data, tokenizer)
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 10: the chat template refuses .*: no system role"):
+        require_encodable(data, tokenizer, check_source(data))
+    write("a.jsonl", [{"messages": TALK[1:]}])
+    require_encodable(data, tokenizer, check_source(data))
 
 
 def test_a_refusal_of_the_template_names_the_conversation(tokenizer):

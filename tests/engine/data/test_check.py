@@ -74,6 +74,30 @@ CHAT_FAULTS = {
         TALK + '{"prompt": "a", "completion": "b"}\n',
         "line 2: its conversation is in prompt, and that of rows before in messages; write all alike",
     ),
+    "no value": (
+        '{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": null}]}\n',
+        "line 1: message 2 has role, content, not content; its content is null",
+    ),
+    "a call that is not JSON": (
+        '{"conversations": [{"from": "gpt", "value": "a"}, {"from": "function_call", "value": "tide()"}]}\n',
+        r"line 1: message 2 has role, tool_calls, not content; it calls nothing: .*function_call: JSON with a name",
+    ),
+    "no calls": (
+        talk([{"role": "assistant", "content": None, "tool_calls": []}]),
+        "line 2: message 1 has role, content, tool_calls, not content; it calls nothing",
+    ),
+    "no instruction": (
+        '{"instruction": null, "input": "1 and 2", "output": "3"}\n',
+        "line 1: message 1 has role, content, not content; its content is null",
+    ),
+    "an input that is no text": (
+        '{"instruction": "add", "input": [1, 2], "output": "3"}\n',
+        "line 1: message 1 has a content that is a list",
+    ),
+    "answers in the prompt only": (
+        '{"prompt": [{"role": "assistant", "content": "a"}], "completion": [{"role": "user", "content": "b"}]}\n',
+        r"line 1: no message has the role assistant \(found: user\)",
+    ),
     "nobody answers": (
         '{"conversations": [{"from": "human", "value": "a"}]}\n',
         r"line 1: no message has the role assistant \(found: user\)",
@@ -114,7 +138,8 @@ def test_folders(tmp_path):
     config = DataConfig(kind=DataKind.text, path=str(tmp_path))
     with pytest.raises(ValueError, match=r"the folder has no file of kind \.jsonl, \.json, \.parquet, \.txt"):
         check_source(config)
-    (tmp_path / "README.md").write_text("read me")
+    for name in ("README.md", "dataset_infos.json"):  # as clones of the hub have them
+        (tmp_path / name).write_text("{}")
     (tmp_path / "part").mkdir()
     (tmp_path / "part/a.jsonl").write_text(GOOD)
     check_source(config)
@@ -128,6 +153,9 @@ def test_folders(tmp_path):
             with pytest.raises(ValueError, match=rf"part/{name} \(1 such\) would not be read.*; convert it"):
                 check_source(DataConfig(kind=DataKind.text, path=address))
         (tmp_path / "part" / name).unlink()
+    for name, unread in (("c.JSONL", ["c.JSONL"]), ("train.jsonl", ["c.JSONL", "part/a.jsonl"])):
+        (tmp_path / name).write_text(GOOD)
+        assert check_source(config).files == [str(tmp_path / each) for each in unread]
     (tmp_path / "c.txt").write_text("mixed")
     with pytest.raises(ValueError, match=r"the folder mixes \.jsonl, \.txt"):
         check_source(config)
@@ -146,6 +174,35 @@ def test_columns_of_parquet(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             check_source(DataConfig(path=path, **settings))
+
+
+ROWS = {
+    DataKind.text: ("text", "a", "field text is a NoneType"),
+    DataKind.chat: ("messages", json.loads(TALK)["messages"], "it holds nothing"),
+    DataKind.preference: ("chosen", "a", "it has prompt: str, chosen: NoneType, rejected: str"),
+}
+
+
+@pytest.mark.parametrize("form", ["parquet", "saved"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_null_in_a_later_row_of_a_table_is_found(tmp_path, kind, form):
+    name, value, fault = ROWS[kind]
+    made = datasets.Dataset.from_list([{"prompt": "a", "rejected": "b", name: value}] * 40)
+    made = datasets.concatenate_datasets([made, made.select([0]).map(lambda row: {name: None}, features=made.features)])
+    path = tmp_path / ("saved" if form == "saved" else "a.PARQUET")
+    made.save_to_disk(path) if form == "saved" else made.to_parquet(path)
+    with pytest.raises(ValueError, match=rf"data\.path={path}: row 41: {fault}"):
+        check_source(DataConfig(kind=kind, path=str(path), cache_dir=str(tmp_path)))
+
+
+def test_a_damaged_table_is_named_with_the_rows_before(tmp_path):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"text": [str(n) * 999 for n in range(99)]}).to_parquet(path)
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"data\.path={path}: after row 0: not read \(.*\); write the file again"):
+        check_source(DataConfig(kind=DataKind.text, path=str(path)))
 
 
 def test_plain_text_has_one_field_and_no_conversations(tmp_path):

@@ -1,11 +1,13 @@
 """Preference pairs become the tokens that TRL's DPOTrainer makes of them."""
 
+import copy
 import json
 from functools import cache
 from itertools import islice
 
 import pytest
 from datasets import Dataset
+from tokenizers import processors
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer
 
@@ -78,6 +80,22 @@ def test_pair_has_the_tokens_and_labels_of_trl(case, tmp_path):
         assert batch["labels"][row].tolist() == [-100, *labels[1:]] + [-100] * (LIMIT - len(ids))
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_special_tokens_of_a_text_are_not_repeated(ends):
+    made = copy.deepcopy(tokenizer())
+    if ends:  # as Llama's with add_eos_token
+        (_, bos), (_, eos) = ((each, made.convert_tokens_to_ids(each)) for each in ("<|bos|>", "<|eos|>"))
+        made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|bos|> $A <|eos|>", special_tokens=[("<|bos|>", bos), ("<|eos|>", eos)]
+        )
+    row = {"prompt": "<|bos|>what is 2?", "chosen": " it is 2.", "rejected": " no<|eos|>"}
+    (ids,), (labels,) = (
+        PairEncoder(made, template="", limit=LIMIT)([Pair.of(row)], [0])[n] for n in ("input_ids", "labels")
+    )
+    assert made.decode(ids) == "<|bos|>what is 2? it is 2.<|eos|><|bos|>what is 2? no<|eos|>"
+    assert made.decode([label for label in labels if label >= 0]) == " it is 2.<|eos|> no<|eos|>"
+
+
 def test_pair_without_tokens_of_an_answer_is_left_out():
     encoder = PairEncoder(tokenizer(), template="", limit=LIMIT)
     long = {"prompt": "what is 2?" * 30, "chosen": " it", "rejected": " no"}
@@ -88,6 +106,7 @@ def test_pair_without_tokens_of_an_answer_is_left_out():
     ("row", "problem"),
     [
         ({"prompt": "what", "chosen": "is", "rejected": 3}, "chosen: str, rejected: int; give texts"),
+        ({"prompt": [QUESTION], "chosen": "is", "rejected": "no"}, "it has prompt: list, chosen: str, rejected: str"),
         ({"prompt": "what", "chosen": "is"}, "no fields chosen and rejected"),
         ({"chosen": [say("assistant", "2")], "rejected": [say("assistant", "3")]}, "add the column prompt"),
         (
