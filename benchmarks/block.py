@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from benchmarks.blocks.clock import Clock, Measured, Passes
 from benchmarks.blocks.kernels import candidates
 from benchmarks.blocks.llama import LLAMA_8B, TINY, VARIANTS, Block, Shape
-from benchmarks.results import finish, parse, show
+from benchmarks.results import at_once, finish, parse, show
 from weft.engine.planning.devices import data_sheet
 from weft.pipeline.hardware import GPU_KINDS
 from weft.tools.tables import table_of
@@ -147,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     for part in args.parts:
         make, left = PARTS[part]
         found = make(TINY if args.tiny else LLAMA_8B, args.tokens, rows, args.variants or list(VARIANTS))
-        made = list(_printed(found))
+        made = list(at_once(found))
         tables[part] = table_of((row for row in made if NOTE not in row), _title(part, device, args.tiny), left=left)
         notes[part] = [", ".join(row.values()) for row in made if NOTE in row]
         show(tables[part], *notes[part])
@@ -175,10 +174,3 @@ def _title(part: str, device: torch.device, tiny: bool) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     goal = "" if part != "block" or tiny else f"; goal: an MFU of {GOAL:.0%} on an H100"
     return f"{'a block' if part == 'block' else 'kernels'} of {model} in bf16 on {name}, one sequence{goal}"
-
-
-def _printed(rows: Iterator[Row]) -> Iterator[Row]:
-    """Print each row at once, because the machine may be taken away at any time."""
-    for row in rows:
-        print(*row.values(), sep=", ", file=sys.stderr, flush=True)
-        yield row

@@ -14,10 +14,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.results import parse, write_json
 from benchmarks.serving.figures import steps_within
 from benchmarks.serving.report import Findings, prefills_of, report_serving
@@ -104,7 +105,7 @@ class _Bench:
         apart = not args.real and len(cores) > 1
         self.training_cores = (cores[0],) if apart else ()
         self.serving_cores = cores[1:] if apart else cores
-        self.training = Training(self.config, args.real, folder, self.training_cores, bed="")
+        self.training = Training(self.config, args.real, folder, self.training_cores)
         self.windows = Windows()
         self.answers: list[Answer] = []
         self.asked: list[tuple[list[Request], int]] = []
@@ -118,9 +119,9 @@ class _Bench:
         serving = weft_server(self.config, "serve", "--trace", str(self.folder), key=self.key)
         with self._bed() as bed, serving as serve:
             until_ready(self.urls, serve)
-            self.training = replace(self.training, bed=bed)
+            start = partial(run_ranks_in, bed, bed.nodes) if bed else partial(run_ranks, NUM_RANKS)
             with ThreadPoolExecutor(1) as threads:
-                ranks = threads.submit(run_ranks, NUM_RANKS, train, self.training, timeout_s=RUN_S)
+                ranks = threads.submit(start, train, self.training, timeout_s=RUN_S)
                 watch = Watch(self.workers)
                 try:
                     self.memory = self._memory()
@@ -157,20 +158,20 @@ class _Bench:
         return {"first tokens equal": [equal, len(pairs)], "memory": self.memory}
 
     @contextlib.contextmanager
-    def _bed(self) -> Iterator[str]:
-        """Build a bed with one node per rank, and yield its name, or an empty name without a WAN.
+    def _bed(self) -> Iterator[NetBed | None]:
+        """Build a bed with one node per rank, and yield it, or None without a WAN.
 
         The bed's line runs on the training's core. This process, which sends the requests, moves to the workers' cores.
         """
         with contextlib.ExitStack() as stack:
-            name = ""
+            bed = None
             if self.args.wan:
                 if self.training_cores:
                     os.sched_setaffinity(0, self.training_cores)
                 topology = Topology.of_cluster(self.config.cluster, name=f"bubbles{os.getpid()}")
-                name = stack.enter_context(NetBed.up(topology)).name
+                bed = stack.enter_context(NetBed.up(topology))
             os.sched_setaffinity(0, self.serving_cores)
-            yield name
+            yield bed
 
     def _alternate(self, trace: Sequence[Request], ranks: Future, watch: Watch) -> None:
         """Alternate windows with and without requests; a window with requests ends when all of them are answered."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from time import sleep
 
 import torch.distributed as dist
 
+from benchmarks.adapting.disturbance import set_speed
 from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.case import EngineCase, time_steps
 from benchmarks.peers.emulated_stage import EmulatedWork
@@ -164,11 +164,9 @@ def real_rounds(
     case: EngineCase, config: WeftConfig, slow: tuple[int, float] | None, folder: Path, rounds: int
 ) -> list[tuple[float, ...]]:
     """Return, by round, the seconds of the measured steps on one rank of the real job."""
-    work = case.work
-    if slow is not None and int(os.environ["RANK"]) == slow[0]:
-        times = {name: getattr(work, name) / slow[1] for name in ("forward_s", "input_s", "weight_s")}
-        work = replace(work, **times)
-    engine = emulated_engine(case, config, work=work)
+    engine = emulated_engine(case, config)
+    if slow is not None and engine.global_rank == slow[0]:
+        set_speed(engine, case.work, slow[1])
     turns = Turns(folder, rounds, _nothing)
     engine.train_batch()  # the first makes buffers
     found = []

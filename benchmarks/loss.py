@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.memory import RankPeak, layout_peak, most_allocated
-from benchmarks.results import finish, parse, show
+from benchmarks.results import at_once, finish, parse, show
 from weft.conf.schema import ModelConfig
 from weft.engine.backward.products import multiply
 from weft.engine.models.head_loss import HeadLoss
@@ -152,16 +151,9 @@ def main(argv: Sequence[str]) -> int:
     tables = {}
     for part in args.parts:
         title, rows = PARTS[part]
-        tables[part] = table_of(_printed(row for dtype in args.dtypes for row in rows(dtype, args.rounds)), title)
+        tables[part] = table_of(at_once(row for dtype in args.dtypes for row in rows(dtype, args.rounds)), title)
         show(tables[part])
     return finish(args, "loss", tables)
-
-
-def _printed(rows: Iterator[dict[str, object]]) -> Iterator[dict[str, object]]:
-    """Print each row at once, because the next ones take minutes."""
-    for row in rows:
-        print(*row.values(), sep=", ", file=sys.stderr)
-        yield row
 
 
 PARTS: dict[str, tuple[str, Callable[[str, int], Iterator[dict[str, object]]]]] = {

@@ -17,7 +17,7 @@ from benchmarks.peers.case import EngineCase, StageProfile, middle_and_spread, t
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import NUM_LAYERS, Layout, Links, measured_links, wan_topology
 from benchmarks.peers.weft_engine import emulated_engine
-from benchmarks.results import parse, show, write_json
+from benchmarks.results import finish, parse, show, write_json
 from weft.comm.wan.library import load
 from weft.conf.schema import WeftConfig
 from weft.pipeline.costs import StageCost
@@ -151,8 +151,7 @@ def main(argv: Sequence[str]) -> int:
     show(table_of(map(_cells, found), "steps, predicted before the first and measured"))
     met = judge(found)
     print("\n".join(verdict(found)))
-    write_json(args, "prediction", found, met=met)
-    return 0 if met else 1
+    return finish(args, "prediction", found, met=met)
 
 
 def judge(found: Sequence[Predicted]) -> bool:

@@ -8,12 +8,13 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -22,6 +23,7 @@ from rich.table import Table
 from weft.conf.host.files import write_atomic
 from weft.tools import tables
 
+Row = TypeVar("Row", bound=Mapping[str, object])
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 120
 _SHOWN: list[Table] = []
@@ -90,6 +92,13 @@ def show(*parts: Table | str) -> None:
     """Print tables and lines, and keep them so that `write_json` can write them as printed (see `benchmarks.page`)."""
     _SHOWN.extend(part for part in parts if isinstance(part, Table))
     tables.show(*parts)
+
+
+def at_once(rows: Iterable[Row]) -> Iterator[Row]:
+    """Print each row when it is there, because the machine may be taken away at any time."""
+    for row in rows:
+        print(*row.values(), sep=", ", file=sys.stderr, flush=True)
+        yield row
 
 
 def _printed(table: Table) -> dict[str, Any]:

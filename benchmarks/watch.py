@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from weft.engine.observability.event_timer import EventTimer
 from weft.pipeline.action import Action, Op
 from weft.tools.tables import table_of
 from weft.tools.watch import FOLDER
-from weft.tools.watch.collector import POLL_S, Collector, rounds
+from weft.tools.watch.collector import POLL_S, Collector, allow_files, rounds
 
 STAGES, MICROBATCHES = 8, 8
 TRANSFERS = ("RECV_F", "F", "SEND_F", "RECV_B", "B", "SEND_B")
@@ -107,7 +106,7 @@ def _peak_mib(process: psutil.Process) -> float:
 
 def collector(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Write steps to the rings of all ranks, and measure a second of the collector's rounds after each."""
-    _allow_files()
+    allow_files()
     (folder / FOLDER).mkdir(parents=True)
     context = get_context("spawn")
     ours, theirs = context.Pipe()
@@ -147,15 +146,9 @@ def collector(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def _allow_files() -> None:
-    """Allow as many open files as this user may have: a mapped ring is one."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def _write_rings(folder: Path, ranks: int, steps: Connection) -> None:
     """Write each step that is received to the rings of all ranks, until it is 0."""
-    _allow_files()
+    allow_files()
     rings = [RingWriter(rings_folder(folder), rank, CAPACITY) for rank in range(ranks)]
     steps.send(0)
     while step := steps.recv():

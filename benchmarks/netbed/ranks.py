@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -23,7 +23,6 @@ def run_ranks_in(
     *args: Any,
     timeout_s: float = 120.0,
     meanwhile: Callable[[], object] | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Return the results of ``function(*args)`` on each rank, like `weft.tools.ranks.run_ranks`.
 
@@ -36,7 +35,6 @@ def run_ranks_in(
         "GLOO_SOCKET_IFNAME": "lan0",
         "DS_ACCELERATOR": "cpu",
         VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex(32),
-        **(environment or {}),
     }
     return run_with(
         [same | {"LOCAL_RANK": str(list(nodes[:rank]).count(node))} for rank, node in enumerate(nodes)],

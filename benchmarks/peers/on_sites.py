@@ -100,9 +100,7 @@ def _run(bed: NetBed, name: str, case: EngineCase, link: LinkProfile, title: str
     warm = many or simulated_s < _SHORT_S
     case = replace(case, wan=wan, num_steps=steps if many else 1, num_warmup=int(warm))
     timeout_s = 60 + 4 * (case.num_steps + 1) * simulated_s
-    runs = run_ranks_in(
-        bed, bed.nodes, engine.run, case, timeout_s, timeout_s=timeout_s, environment=engine.environment
-    )
+    runs = run_ranks_in(bed, bed.nodes, engine.run, case, timeout_s, timeout_s=timeout_s)
     slowest = max(runs, key=lambda run: median(run.step_s))
     times = ", ".join(f"{seconds:.2f}" for seconds in slowest.step_s)
     print(f"{title}, {engine.title}: {times} s, simulated {simulated_s:.2f}", file=sys.stderr, flush=True)

@@ -47,11 +47,6 @@ class Engine:
         """True for Weft's engine, whose ranks of one host exchange tensors through shared memory."""
         return self.module == "weft_engine"
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of the engine's ranks in a netbed."""
-        return {} if self.is_weft else {"GLOO_SOCKET_IFNAME": "lan0"}
-
 
 def _torch(title: str, kind: str) -> Engine:
     return Engine(f"torch {title}", "torch_engines", arguments={"kind": kind})

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peers.case import EngineCase, RankRun, ZeroCase, ZeroRun, time_computes, time_steps
-from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedStage, EmulatedWork
+from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedStage
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import (
     CommConfig,
@@ -110,16 +110,12 @@ def _run_sharded(case: ZeroCase, stage: int, num_stages: int) -> ZeroRun:
     return found
 
 
-def emulated_engine(case: EngineCase, config: WeftConfig, work: EmulatedWork | None = None) -> WeftEngine:
-    """Return Weft's engine on the emulated layers of ``case``, with layout and schedule from ``config``.
-
-    Args:
-        work: work of this rank's layers, if it differs from the plan's.
-    """
+def emulated_engine(case: EngineCase, config: WeftConfig) -> WeftEngine:
+    """Return Weft's engine on the emulated layers of ``case``, with layout and schedule from ``config``."""
     device = join(config)
 
     def stage(opened: PreparedRun, index: int) -> EmulatedStage:
-        return EmulatedStage(work or case.work, index=index, layers=opened.plan.split.layers)
+        return EmulatedStage(case.work, index=index, layers=opened.plan.split.layers)
 
     ids = torch.zeros(1, 2, dtype=torch.long)
     same = repeat({"input_ids": ids, "labels": ids})

@@ -38,7 +38,7 @@ def measure_stalls(args: argparse.Namespace, config: WeftConfig, folder: Path) -
     prefill.yield_cores = False
     front.port, front.deadline_s, front.max_queue = prefill.first_port + 8, DEADLINE_S, 2 * PROMPTS
     workers, here, stock = (workers_of(config), f"http://127.0.0.1:{front.port}", f"http://127.0.0.1:{front.port + 1}")
-    training = Training(config, True, folder, (), bed="")
+    training = Training(config, True, folder, ())
     with (
         weft_server(config, "serve") as serve,
         stock_server(config, front.port + 1, folder / "stock.log") as other,

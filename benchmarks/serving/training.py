@@ -13,20 +13,16 @@ import torch.distributed as dist
 
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
-from weft.comm.key import VARIABLE
 from weft.conf import load
 from weft.conf.schema import ScheduleKind, WeftConfig
 from weft.conf.sites import ranks_per_site
 from weft.engine.engine import WeftEngine
 from weft.inference.board.common_bubbles import Spans
 from weft.pipeline.costs import LinkCost
-from weft.tools.netbed import NetBed
 
 WORK = EmulatedWork(forward_s=0.02, input_s=0.02, weight_s=0.02, hidden_bytes=2**18)
 VOCABULARY = 4096
 """Vocabulary of the real model's random tokens."""
-_KEY = "the key of a bed that no other process can reach"
-_PORT = 29500
 
 
 @dataclass(frozen=True)
@@ -37,14 +33,12 @@ class Training:
         real: train the quickstart's model instead of emulated layers.
         folder: receives rank 0's step times; a file named ``stop`` there ends the run.
         cores: cores that the ranks may use; empty is all.
-        bed: netbed with a node per rank; empty is one site on this machine.
     """
 
     config: WeftConfig
     real: bool
     folder: Path
     cores: tuple[int, ...]
-    bed: str
 
     @property
     def stop(self) -> Path:
@@ -75,8 +69,6 @@ def train(training: Training) -> None:
     """Train one rank until the stop file appears."""
     if training.cores:
         os.sched_setaffinity(0, training.cores)
-    if training.bed:
-        _enter(NetBed(training.bed))
     engine = _real(training.config) if training.real else _emulated(training.config)
     ended, count = torch.zeros(1), 0
     with open(training.steps_file if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as steps:
@@ -89,19 +81,6 @@ def train(training: Training) -> None:
                 ended[0] = float(training.stop.exists())
                 dist.all_reduce(ended)
     engine.destroy()
-
-
-def _enter(bed: NetBed) -> None:
-    """Move this rank to its node, before it has any connection."""
-    bed.enter(bed.nodes[int(os.environ["RANK"])])
-    os.environ.update(
-        {
-            "MASTER_ADDR": bed.address(bed.nodes[0]),
-            "MASTER_PORT": str(_PORT),
-            "GLOO_SOCKET_IFNAME": "lan0",
-            VARIABLE: _KEY,
-        }
-    )
 
 
 def _emulated(config: WeftConfig) -> WeftEngine:

@@ -302,12 +302,17 @@ def _after(write: Callable[[], None], least_s: float) -> float:
     return monotonic() + max(least_s, REST * (monotonic() - begun))
 
 
+def allow_files() -> None:
+    """Allow as many open files as this user may have, because each mapped ring keeps one open."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``RUN_FOLDER PROMETHEUS_PORT`` until all ranks of this host have ended."""
     run_folder, port = Path(argv[0]), int(argv[1])
     os.nice(10)
-    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each ring keeps a file open
+    allow_files()
     lock = _lock(run_folder / FOLDER)
     if lock is None:
         return 0
