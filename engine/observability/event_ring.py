@@ -8,9 +8,7 @@ waits. A record is two actions (the second is 0 unless the slot is a strand pair
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
-import stat
 from enum import IntEnum
 from pathlib import Path
 from struct import Struct
@@ -19,14 +17,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.conf.host.private import private_folder, shared_memory_folder
+from weft.conf.host.private import shared_memory_folder
 from weft.conf.host.processes import own_identity, start_ticks
+from weft.conf.host.shared_words import WORD_BYTES, make_words, map_words, publish
 from weft.pipeline.action import Action, Op, Slot, slot_text
 
 MAGIC = int.from_bytes(b"weftring", "little")
 VERSION = 1
 PREFIX = "events-"
-WORD = 8
 HEADER = 16
 """Words before the first record."""
 RECORD = Struct("3Q2d")
@@ -114,33 +112,24 @@ class RingWriter:
             ValueError: the folder is not private to this user.
             OSError: there is no space for it.
         """
-        private_folder(folder)
         self._path = folder / f"{kind}{rank}"
-        draft = folder / f".{self._path.name}.{os.getpid()}"
-        draft.unlink(missing_ok=True)
-        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(file, 0, HEADER * WORD + capacity * RECORD.size)  # a hole may raise SIGBUS later
-            self._memory = mmap.mmap(file, 0)
-            self._inode = os.fstat(file).st_ino
-        finally:
-            os.close(file)
+        self._memory = make_words(self._path, HEADER + capacity * RECORD.size // WORD_BYTES)
         words = self._words = memoryview(self._memory).cast("Q")
         words[Header.RANK], words[Header.CAPACITY] = rank, capacity
         words[Header.PID], words[Header.STARTED] = own_identity()
         words[Header.WALL] = round(epoch_s() * 1e9)
         words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
-        draft.replace(self._path)
-        self._written, self._at = 0, HEADER * WORD
+        self._inode = publish(self._path)
+        self._written, self._at = 0, HEADER * WORD_BYTES
         self._end = len(self._memory)
-        self._count, self._current = int(Header.WRITTEN), Header.FIRST * WORD
+        self._count, self._current = int(Header.WRITTEN), Header.FIRST * WORD_BYTES
 
     def write(self, first: int, second: int, step: int, start: float, end: float) -> None:
         """Add a record. See `encode_slot`."""
         RECORD.pack_into(self._memory, self._at, first, second, step, start, end)
         self._at += RECORD.size
         if self._at == self._end:
-            self._at = HEADER * WORD
+            self._at = HEADER * WORD_BYTES
         self._written = self._words[self._count] = self._written + 1
 
     def begin(self, first: int, second: int, step: int, start: float) -> None:
@@ -176,25 +165,14 @@ class RingReader:
             ValueError: it is not a ring of this version, or other users can write to it.
             OSError: it cannot be opened.
         """
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            found = os.fstat(file)
-            if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise ValueError(f"{path}: not private to this user; remove it")
-            size = found.st_size - HEADER * WORD
-            if size <= 0:
-                raise ValueError(f"{path}: {found.st_size} bytes are no ring of events; remove it")
-            memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
-        finally:
-            os.close(file)
+        memory, found = map_words(path, "ring of events", magic=MAGIC, version=VERSION, least=HEADER)
         self._words = np.frombuffer(memory, dtype="u8", count=HEADER)
         words = [int(word) for word in self._words]
-        if words[Header.MAGIC] != MAGIC or words[Header.VERSION] != VERSION:
-            raise ValueError(f"{path}: no ring of events of version {VERSION}; rank and collector need the same Weft")
+        size = found.st_size - HEADER * WORD_BYTES
         if size != words[Header.CAPACITY] * RECORD.size:
             raise ValueError(f"{path}: {size} bytes do not hold {words[Header.CAPACITY]} records; remove it")
         # As numbers: copying records compares their types each time.
-        self._records = np.frombuffer(memory, dtype="u8", offset=HEADER * WORD).reshape(-1, len(DTYPE.descr))
+        self._records = np.frombuffer(memory, dtype="u8", offset=HEADER * WORD_BYTES).reshape(-1, len(DTYPE.descr))
         self.rank, self.pid, self._started = words[Header.RANK], words[Header.PID], words[Header.STARTED]
         self.wall_s = words[Header.WALL] / 1e9
         """Seconds since the epoch when the host's `time.perf_counter` was 0, by its clock when the rank began."""

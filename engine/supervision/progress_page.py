@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import mmap
 import os
 import select
 import shutil
-import stat
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
@@ -23,14 +21,14 @@ from tempfile import gettempdir
 from time import time
 from typing import NamedTuple
 
-from weft.conf.host.private import private_folder, shared_memory_folder
+from weft.conf.host.private import shared_memory_folder
 from weft.conf.host.processes import own_start, process_state
+from weft.conf.host.shared_words import make_words, map_words, publish
 from weft.engine.observability.watcher import Phase
 from weft.engine.supervision.messages import LinkReading, RowProgress
 
 MAGIC = int.from_bytes(b"weftprog", "little")
 VERSION = 3
-WORD_BYTES = 8
 ATTEMPTS = 100
 """Number of reads of a record under change, after which it counts as empty."""
 HEADER = 8
@@ -124,18 +122,10 @@ def make_page(path: Path, num_ranks: int) -> None:
         ValueError: the folder belongs to someone else or is open to others.
         OSError: there is no space for it.
     """
-    private_folder(path.parent)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.unlink(missing_ok=True)
-    file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(file, 0, (HEADER + num_ranks * RECORD) * WORD_BYTES)  # writing to a hole may raise SIGBUS
-        with mmap.mmap(file, 0) as memory, memoryview(memory) as whole, whole.cast("Q") as words:
-            words[Header.RANKS], words[Header.OWNER], words[Header.STARTED] = num_ranks, os.getpid(), own_start()
-            words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
-    finally:
-        os.close(file)
-    draft.replace(path)
+    with make_words(path, HEADER + num_ranks * RECORD) as memory, memoryview(memory) as whole, whole.cast("Q") as words:
+        words[Header.RANKS], words[Header.OWNER], words[Header.STARTED] = num_ranks, os.getpid(), own_start()
+        words[Header.VERSION], words[Header.MAGIC] = VERSION, MAGIC
+    publish(path)
 
 
 def owner(path: Path) -> tuple[int, int]:
@@ -155,22 +145,12 @@ def map_page(path: Path) -> memoryview:
         ValueError: there is no page, others have access to it, or it has another version.
     """
     try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        memory, _ = map_words(path, "progress page", magic=MAGIC, version=VERSION, least=HEADER)
     except OSError as error:
         raise ValueError(
             f"{path}: {error.strerror}; WEFT_PROGRESS names the page that this host's agent made"
         ) from error
-    try:
-        found = os.fstat(file)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise ValueError(f"{path}: not a file of this user alone; remove it")
-        if found.st_size < HEADER * WORD_BYTES:
-            raise ValueError(f"{path}: {found.st_size} bytes are no progress page; remove it")
-        words = memoryview(mmap.mmap(file, 0)).cast("Q")
-    finally:
-        os.close(file)
-    if words[Header.MAGIC] != MAGIC or words[Header.VERSION] != VERSION:
-        raise ValueError(f"{path}: not a progress page of version {VERSION}; agent and ranks need the same Weft")
+    words = memoryview(memory).cast("Q")
     if len(words) != HEADER + words[Header.RANKS] * RECORD:
         raise ValueError(f"{path}: {len(words)} words do not hold {words[Header.RANKS]} ranks; remove it")
     return words

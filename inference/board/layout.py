@@ -9,16 +9,14 @@ lasts until the next step begins.
 from __future__ import annotations
 
 import mmap
-import os
-import stat
 from pathlib import Path
 
-from weft.conf.host.private import private_folder, shared_memory_folder
+from weft.conf.host.private import shared_memory_folder
+from weft.conf.host.shared_words import map_words
 from weft.conf.schema import WeftConfig
 
 MAGIC = int.from_bytes(b"weftbord", "little")
 VERSION = 1
-WORD_BYTES = 8
 
 HEADER = 16
 """Number of words before the predicted step."""
@@ -75,47 +73,10 @@ def map_board(path: Path) -> tuple[mmap.mmap, tuple[int, int]]:
         OSError: it cannot be opened.
         ValueError: wrong owner or permissions, or not a board of this version.
     """
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        found = os.fstat(file)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise ValueError(f"{path}: not private to this user; remove it, or run as the user who trains")
-        if found.st_size < HEADER * WORD_BYTES:
-            raise ValueError(f"{path}: {found.st_size} bytes are too few for a bubble board; remove it")
-        memory = mmap.mmap(file, 0)
-    finally:
-        os.close(file)
+    memory, found = map_words(path, "bubble board", magic=MAGIC, version=VERSION, least=HEADER)
     words = memoryview(memory).cast("Q")
-    if words[Header.MAGIC] != MAGIC or words[Header.VERSION] != VERSION:
-        raise ValueError(f"{path}: not a bubble board of version {VERSION}; trainer and worker need the same Weft")
     if not words[Header.ROWS] or len(words) != num_words(words[Header.ROWS], words[Header.EDGES]):
         raise ValueError(
             f"{path}: {len(words)} words, its header says {num_words(words[Header.ROWS], words[Header.EDGES])}"
         )
     return memory, (found.st_dev, found.st_ino)
-
-
-def make_board(path: Path, words: int) -> mmap.mmap:
-    """Create a board under a temporary name, zeroed; `publish` gives it its final name.
-
-    Raises:
-        ValueError: the folder is not private to this user.
-    """
-    private_folder(path.parent)
-    draft = _draft(path)
-    draft.unlink(missing_ok=True)
-    file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(file, words * WORD_BYTES)
-        return mmap.mmap(file, 0)
-    finally:
-        os.close(file)
-
-
-def publish(path: Path) -> None:
-    """Rename a board of `make_board` to its final name, replacing an older one."""
-    _draft(path).replace(path)
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")

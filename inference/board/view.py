@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.conf.host.processes import start_ticks
+from weft.conf.host.shared_words import WORD_BYTES
 from weft.inference.board.forecast import Forecast, forecast, planned
 from weft.inference.board.futex import Futex
-from weft.inference.board.layout import HEADER, ROW_HEADER, WORD_BYTES, Header, RowHeader, map_board, row_at
+from weft.inference.board.layout import HEADER, ROW_HEADER, Header, RowHeader, map_board, row_at
 
 SILENCE_S = 0.5
 """Seconds without a heartbeat after which a writer counts as dead."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic_ns
 
 from weft.conf.host.processes import own_identity
+from weft.conf.host.shared_words import WORD_BYTES, make_words, publish
 from weft.conf.host.threads import Thread
 from weft.inference.board.futex import Futex
 from weft.inference.board.layout import (
@@ -21,13 +22,10 @@ from weft.inference.board.layout import (
     ROW_HEADER,
     ROWS,
     VERSION,
-    WORD_BYTES,
     Header,
     RowHeader,
     board_path,
-    make_board,
     num_words,
-    publish,
     row_at,
 )
 
@@ -83,7 +81,7 @@ class BoardWriter:
 
     def _map(self) -> None:
         """Map a new, unpublished file."""
-        self._memory = make_board(self.path, self._num_words)
+        self._memory = make_words(self.path, self._num_words)
         self._words = memoryview(self._memory).cast("Q")
         self._bell = Futex(memoryview(self._memory), Header.BELL * WORD_BYTES)
 

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from time import monotonic_ns
 
-from weft.inference.board.layout import WORD_BYTES, make_board, publish
+from weft.conf.host.shared_words import WORD_BYTES, make_words, publish
 
 STALE_S = 15.0
 """Seconds after which a waker, which checks every quarter of a second, counts as dead."""
@@ -32,7 +32,7 @@ class WorkerStatus:
             OSError: it cannot be written.
             ValueError: its folder is not private to this user.
         """
-        memory = make_board(path, _WORDS) if path is not None else bytearray(_WORDS * WORD_BYTES)
+        memory = make_words(path, _WORDS) if path is not None else bytearray(_WORDS * WORD_BYTES)
         self._words = memoryview(memory).cast("Q")
         if path is not None:
             publish(path)

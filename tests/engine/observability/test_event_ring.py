@@ -17,7 +17,6 @@ from weft.engine.observability.clock import HostClock
 from weft.engine.observability.event_ring import (
     HEADER,
     KINDS,
-    WORD,
     Header,
     RingReader,
     RingWriter,
@@ -218,4 +217,4 @@ def test_events_of_a_gpu_are_read_after_the_device_has_passed_them(folder, monke
 def test_rings_of_two_runs_lie_apart(tmp_path):
     assert rings_folder(tmp_path / "a") != rings_folder(tmp_path / "b")
     assert rings_folder(tmp_path / "a").parent.name == f"weft-{os.getuid()}"
-    assert WORD * HEADER == 128 and WeftConfig().logging.events and COMPUTE
+    assert 8 * HEADER == 128 and WeftConfig().logging.events and COMPUTE

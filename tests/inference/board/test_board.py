@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weft.inference.board.common_bubbles import CommonBubbles
 from weft.inference.board.forecast import forecast, planned
-from weft.inference.board.layout import ROWS, WORD_BYTES, Header, RowHeader, map_board, num_words, row_at
+from weft.inference.board.layout import ROWS, Header, RowHeader, map_board, num_words, row_at
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.view import BoardView
 from weft.inference.board.writer import BoardWriter, board_path
@@ -287,7 +287,7 @@ def test_the_file_holds_what_its_header_says(writer, path):
     memory, _ = map_board(path)
     words = memoryview(memory).cast("Q")
     assert words[Header.ROWS] == ROWS and words[Header.EDGES] == 16
-    assert os.stat(path).st_size == num_words(words[Header.ROWS], words[Header.EDGES]) * WORD_BYTES
+    assert os.stat(path).st_size == 8 * num_words(words[Header.ROWS], words[Header.EDGES])
 
 
 @pytest.mark.parametrize(

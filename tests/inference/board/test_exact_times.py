@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.conf.host.shared_words import WORD_BYTES
 from weft.inference.board import reader as reading
 from weft.inference.board.forecast import Forecast, forecast, planned
-from weft.inference.board.layout import HEADER, MAGIC, ROW_HEADER, ROWS, VERSION, WORD_BYTES, Header, map_board, row_at
+from weft.inference.board.layout import HEADER, MAGIC, ROW_HEADER, ROWS, VERSION, Header, map_board, row_at
 from weft.inference.board.reader import BoardReader, Bubble
 from weft.inference.board.view import SILENCE_S, BoardView
 from weft.inference.board.writer import WAKING_GAP_NS, BoardWriter, board_path
