@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+from weft.conf.host.documents import nests_deeper
+
 _ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
 _ENDED = re.compile(rb'"finish_reason"\s*:\s*"|data: {"error"')
 _OF_DECODING = ("n", "best_of", "min_tokens", "max_tokens", "max_completion_tokens")
@@ -72,12 +71,6 @@ def parse(body: bytes, *, max_depth: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refusal(400, "the body is not a JSON object")
     return value
-
-
-def nests_deeper(body: bytes, depth: int) -> bool:
-    """True if brackets are nested deeper than ``depth``, without a recursive parser."""
-    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
-    return any(level > depth for level in accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))
 
 
 def check_prefill_only(value: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ import psutil
 
 from benchmarks.survival.hosts import HOSTS, NUM_RANKS, OneMachine
 from weft.conf import load
+from weft.conf.host.json_records import JsonRecords
 from weft.conf.host.processes import end_with_parent
 from weft.engine.supervision.driver.files import JOURNAL, config_file, read_journal
 from weft.engine.supervision.progress_page import ProgressReader, page_path
@@ -40,27 +41,12 @@ class RankProcess:
     pid: int
 
 
-class Metrics:
+class Metrics(JsonRecords):
     """Steps that a run has logged; steps that are repeated after a fault replace earlier ones."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._state = path, (0, 0)
-        self._records: dict[int, dict[str, Any]] = {}
-
-    def read(self) -> dict[int, dict[str, Any]]:
-        """Return the records of training by step; the file is read again only if it has changed."""
-        if not self._path.exists():
-            return {}
-        stat = self._path.stat()
-        if (stat.st_ino, stat.st_size) != self._state:
-            records = {}
-            for line in self._path.read_text().splitlines():
-                with suppress(ValueError):  # the last one is being written
-                    record = json.loads(line)
-                    if record["kind"] == "train":
-                        records[record["step"]] = record
-            self._state, self._records = (stat.st_ino, stat.st_size), records
-        return self._records
+    def by_step(self) -> dict[int, dict[str, Any]]:
+        """Return the records of training by step."""
+        return {record["step"]: record for record in self.read() if record["kind"] == "train"}
 
 
 class SupervisedRun:
@@ -100,16 +86,16 @@ class SupervisedRun:
 
     def losses(self) -> dict[int, float]:
         """Return the losses by step."""
-        return {step: record["loss"] for step, record in self._metrics.read().items()}
+        return {step: record["loss"] for step, record in self._metrics.by_step().items()}
 
     def step_seconds(self) -> dict[int, float]:
         """Return the seconds of each step, as rank 0 logged it."""
-        return {step: record["step_seconds"] for step, record in self._metrics.read().items()}
+        return {step: record["step_seconds"] for step, record in self._metrics.by_step().items()}
 
     @property
     def step(self) -> int:
         """The last step that has ended, or 0."""
-        return max(self._metrics.read(), default=0)
+        return max(self._metrics.by_step(), default=0)
 
     @property
     def batch_size(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ MOST_VALUES = 10_000
 A larger file may have one per character.
 """
 _MOST_DIGITS = 1000
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
@@ -42,6 +46,14 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deep") from None
+
+
+def nests_deeper(body: bytes, depth: int) -> bool:
+    """True if the brackets of JSON are nested deeper than ``depth``, without a recursive parser."""
+    if body.count(b"[") + body.count(b"{") <= depth:
+        return False
+    brackets = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+    return any(level > depth for level in accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))
 
 
 def read_yaml(path: Path, *, most_bytes: int) -> Any:

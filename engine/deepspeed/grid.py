@@ -10,7 +10,7 @@ the store about every other. So its `deepspeed.comm` is bound to `_OneWorld`, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,14 +60,14 @@ class RankGrid(PipelineParallelGrid):
         self.stage_id, self.data_parallel_id = at.pipe, at.data
         self.is_first_stage, self.is_last_stage = at.pipe == 0, at.pipe == self.pipe_parallel_size - 1
         self.dp_groups = topology.get_axis_comm_lists("data")
-        self.dp_group, self.dp_proc_group = self._join(self.dp_groups)
+        self.dp_group, self.dp_proc_group = join(self.dp_groups)
         self.pipe_groups = topology.get_axis_comm_lists("pipe")
-        self.pp_group, self.pp_proc_group = self._join(self.pipe_groups)
+        self.pp_group, self.pp_proc_group = join(self.pipe_groups)
         model, self.ds_model_proc_group = self.pp_group, self.pp_proc_group
         if self.model_parallel_size > 1:
             self.model_groups = topology.get_axis_comm_lists("model")
-            self.slice_group, self.slice_proc_group = self._join(self.model_groups)
-            model, self.ds_model_proc_group = self._join(self._models())
+            self.slice_group, self.slice_proc_group = join(self.model_groups)
+            model, self.ds_model_proc_group = join(self._models())
         else:
             self.slice_group = [self.global_rank]
         self.ds_model_world_size, self.ds_model_rank = len(model), model.index(self.global_rank)
@@ -92,19 +92,20 @@ class RankGrid(PipelineParallelGrid):
             for replica in range(self.data_parallel_size)
         ]
 
-    def _join(self, groups: list[list[int]]) -> tuple[list[int], dist.ProcessGroup]:
-        """Create this rank's group among ``groups``, which contain every rank once. Return its ranks, too.
 
-        For the other groups this rank only increases torch's counter, from which names of groups are derived. That
-        takes 10 to 20 microseconds, without the store.
-        """
-        mine: tuple[list[int], dist.ProcessGroup] | None = None
-        for ranks in groups:
-            group = dist.new_group(ranks)
-            if self.global_rank in ranks:
-                mine = ranks, group
-        assert mine is not None, "every rank is in one of the groups"
-        return mine
+def join(groups: Iterable[Sequence[int]]) -> tuple[list[int], dist.ProcessGroup]:
+    """Create this rank's group among ``groups``, which contain every rank once. Return its ranks, too. Collective call.
+
+    For the other groups this rank only increases torch's counter, from which names of groups are derived. That takes
+    10 to 20 microseconds, without the store.
+    """
+    mine: tuple[list[int], dist.ProcessGroup] | None = None
+    for ranks in map(list, groups):
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            mine = ranks, group
+    assert mine is not None, "every rank is in one of the groups"
+    return mine
 
 
 def grid_of(process_group: dist.ProcessGroup | None = None, topology: Any = None) -> PipelineParallelGrid:

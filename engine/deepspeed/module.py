@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.comm.exchange import gather
 from weft.comm.job import GatherPurpose
-from weft.engine.deepspeed.grid import RankTopology
+from weft.engine.deepspeed.grid import RankTopology, join
 from weft.engine.layout import RankLayout
 from weft.engine.stages.cutting.stage import Stage
 from weft.pipeline.placement import Placement
@@ -40,9 +40,9 @@ class WeftModule(PipelineModule):
         own = self._grid.get_data_parallel_group()
         every = range(layout.stages)
         data = [ranks for stage in every for ranks in layout.data_groups(stage)]
-        self.data_group = own if layout.context == 1 else self._join(data)
+        self.data_group = own if layout.context == 1 else join(data)[1]
         """Ranks that hold the same parts of this rank's stages."""
-        self.stage_group = own if layout.lines == layout.replicas else self._join(map(layout.lines_of, every))
+        self.stage_group = own if layout.lines == layout.replicas else join(map(layout.lines_of, every))[1]
         """Group of all ranks of this rank's stages."""
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -53,15 +53,6 @@ class WeftModule(PipelineModule):
                 if parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter
-
-    def _join(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup:
-        """Create the groups, which contain every rank once, and return this rank's group. Collective call."""
-        mine = None
-        for ranks in groups:
-            group = dist.new_group(list(ranks))
-            mine = group if self.global_rank in ranks else mine
-        assert mine is not None, "every rank is in one of the groups"
-        return mine
 
     def _join_tied(self, layout: RankLayout) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
         """Return tied parameters, each with the group of the ranks that hold it. Collective call.

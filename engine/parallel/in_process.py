@@ -17,11 +17,11 @@ from weft.engine.parallel.axis import Alone, AxisGroup, AxisGroups, Completed
 Result = TypeVar("Result")
 
 
-class _ExchangeBarrier:
+class ExchangeBarrier:
     """Barrier at which the members of one group exchange values."""
 
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
+    def __init__(self, size: int, *, timeout_s: float | None = None) -> None:
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._brought: list[Any] = [None] * size
 
     def exchange(self, index: int, value: Any, what: str) -> list[Any]:
@@ -47,7 +47,7 @@ class InProcessGroup:
     axis: str
     size: int
     index: int
-    barrier: _ExchangeBarrier
+    barrier: ExchangeBarrier
 
     def all_gather(self, shard: Tensor) -> Handle:
         """See `AxisGroup`."""
@@ -97,7 +97,7 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     apart = sizes | {"expert": max(1, sizes.get("expert", 1) // tensor)}
     axes = {axis: apart[axis] for axis, size in sizes.items() if size > 1}
     positions = [dict(zip(axes, at, strict=True)) for at in product(*map(range, axes.values()))]
-    barriers: dict[tuple, _ExchangeBarrier] = {}
+    barriers: dict[tuple, ExchangeBarrier] = {}
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
@@ -105,7 +105,7 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
         found = {axis: _group(axis, axes[axis], at, barriers) for axis in axes if axis != "expert" or tensor == 1}
         if "expert" in axes and tensor > 1:
             others = tuple((name, index) for name, index in at.items() if name not in ("expert", "tensor"))
-            barrier = barriers.setdefault(("expert", others), _ExchangeBarrier(sizes["expert"]))
+            barrier = barriers.setdefault(("expert", others), ExchangeBarrier(sizes["expert"]))
             index = at["expert"] * tensor + at["tensor"]
             found["expert"] = InProcessGroup("expert", sizes["expert"], index, barrier)
         return AxisGroups().with_groups(found)
@@ -131,11 +131,11 @@ def run_in_threads(sizes: dict[str, int], member: Callable[[AxisGroups], Result]
     return [results[number] for number in range(len(positions))]
 
 
-def _group(axis: str, size: int, at: dict[str, int], barriers: dict[tuple, _ExchangeBarrier]) -> AxisGroup:
+def _group(axis: str, size: int, at: dict[str, int], barriers: dict[tuple, ExchangeBarrier]) -> AxisGroup:
     if size == 1:
         return Alone(axis)
     others = tuple((name, index) for name, index in at.items() if name != axis)
-    barrier = barriers.setdefault((axis, others), _ExchangeBarrier(size))
+    barrier = barriers.setdefault((axis, others), ExchangeBarrier(size))
     return InProcessGroup(axis, size, at[axis], barrier)
 
 

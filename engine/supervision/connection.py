@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from typing import Any, cast
 
 import msgspec
 
+from weft.conf.host.documents import nests_deeper
+
 MOST_BYTES = 1 << 20
 """Maximum size of a frame, by default."""
 MOST_DEPTH = 32
@@ -21,7 +22,6 @@ MOST_DEPTH = 32
 _LENGTH_BYTES = 4
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 _DECODER = msgspec.json.Decoder(dict[str, Any])
-_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{\]}]', re.DOTALL)
 
 
 class FrameError(ValueError):
@@ -68,21 +68,12 @@ class Frames:
 
 
 def _parsed(frame: bytes) -> dict[str, Any]:
-    if frame.count(b"[") + frame.count(b"{") > MOST_DEPTH and _depth(frame) > MOST_DEPTH:
+    if nests_deeper(frame, MOST_DEPTH):
         raise FrameError(f"a message of more than {MOST_DEPTH} containers inside of each other")
     try:
         return _DECODER.decode(frame)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"no JSON object: {str(error)[:100]}") from error
-
-
-def _depth(frame: bytes) -> int:
-    depth = most = 0
-    for token in _TOKENS.finditer(frame):
-        first = frame[token.start()]
-        depth += (first in b"[{") - (first in b"]}")
-        most = max(most, depth)
-    return most
 
 
 PING_S = 2.0

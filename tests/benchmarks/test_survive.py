@@ -112,9 +112,9 @@ def test_losses_differ_by_the_largest_and_a_missing_one_is_an_error():
 def test_what_is_trained_again_replaces_what_was(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path)
-    assert metrics.read() == {}
+    assert metrics.by_step() == {}
     path.write_text('{"step": 1, "kind": "train", "loss": 2}\n{"step": 1, "kind": "eval", "loss": 9}\n{"step": 2, "ki')
-    assert {step: record["loss"] for step, record in metrics.read().items()} == {1: 2}
+    assert {step: record["loss"] for step, record in metrics.by_step().items()} == {1: 2}
     path.unlink()
     path.write_text('{"step": 1, "kind": "train", "loss": 3}\n')
-    assert {step: record["loss"] for step, record in metrics.read().items()} == {1: 3}
+    assert {step: record["loss"] for step, record in metrics.by_step().items()} == {1: 3}

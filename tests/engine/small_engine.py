@@ -20,6 +20,7 @@ from weft.conf.schema import CommConfig, DataConfig, Partition, ZeroConfig
 from weft.engine.checkpoint.optimizer_state import collect
 from weft.engine.checkpoint.origin import Origin
 from weft.engine.checkpoint.pieces import cut_tensors, stored_name, whole_name
+from weft.engine.deepspeed.grid import join
 from weft.engine.layout import RankLayout
 from weft.engine.zero import Collectives, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
@@ -94,8 +95,8 @@ class SmallEngine:
             placement=SimpleNamespace(rank_stages=tuple((stage,) for stage in range(stages))),
         )
         replicas = [self.layout.lines_of(stage) for stage in range(stages)]
-        self.replicas = self.module.data_group = self._join(replicas)
-        pipelines = self._join(zip(*replicas, strict=True))
+        self.replicas = self.module.data_group = join(replicas)[1]
+        pipelines = join(zip(*replicas, strict=True))[1]
         together = [(part.embed.weight, pipelines)] if part.tied else []
         for parameter, _ in together:
             parameter.ds_pipe_replicated = self.pipe_rank > 0
@@ -128,10 +129,6 @@ class SmallEngine:
     def make_part(self, tied: bool) -> Any:
         """This rank's virtual stage."""
         return SmallPart(self.pipe_rank, tied=tied)
-
-    def _join(self, groups: Any) -> dist.ProcessGroup:
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-        return next(group for ranks, group in made.items() if self.global_rank in ranks)
 
     def _waiting(self) -> Any:
         self.waited += 1

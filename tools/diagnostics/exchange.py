@@ -94,17 +94,11 @@ def with_neighbour(
 
     def swap() -> None:
         time.sleep(pause_s)
-        works = [dist.isend(sent, other), dist.irecv(received, other)]
-        for work in works:
-            work.wait()
-
-    def swap_on_device() -> None:
-        time.sleep(pause_s)
         pair = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
-    seconds = _best(device, rounds, swap_on_device if device.type == "cuda" else swap)
+    seconds = _best(device, rounds, swap)
     right = torch.equal(received, _numbers(other, rank, _NUMBERS, device))
     return Exchanged(4 * _NUMBERS / seconds, () if right else (other,))
 

@@ -99,7 +99,7 @@ class RunRecord:
         member = self.plan["members"][line]
         found = self.plan["schedules"][str(member["pipelines"])]
         placement = replace(self.placement, sites=tuple(self.plan["sites"][line]), pipelines=member["pipelines"])
-        rows = tuple(tuple(parse_slot(text) for text in _slots(row)) for row in found["rows"])
+        rows = tuple(tuple(parse_slot(text) for text in row.split()) for row in found["rows"])
         return Schedule(found["name"], placement, found["num_microbatches"], rows)
 
     def _by_kind(self, make: Callable[[int], T]) -> list[T]:
@@ -264,7 +264,3 @@ def _link(tree: dict[str, Any]) -> LinkCost:
 
 def _sites(config: dict[str, Any]) -> list[dict[str, Any]]:
     return config["cluster"].get("sites") or [{"name": "one site"}]
-
-
-def _slots(row: str) -> Iterator[str]:
-    yield from row.split()

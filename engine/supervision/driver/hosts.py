@@ -178,6 +178,24 @@ def config_for(config: WeftConfig, chosen: ChosenHosts, hostfile: Path) -> WeftC
     return _with_batch(replace(config, cluster=cluster), _batch(config), chosen.replicas, chosen.microbatches)
 
 
+def on_hosts(config: WeftConfig, hosts: Mapping[str, Sequence[str]], master_addr: str, hostfile: str) -> WeftConfig:
+    """Return the configuration of a run whose manager has chosen its hosts. The caller writes `hostfile_text`.
+
+    Args:
+        hosts: hosts of each site. The first ones work, and the rest are spares.
+    """
+    cluster = config.cluster
+    cluster = replace(
+        cluster,
+        hostfile=hostfile,
+        sites=[replace(site, hosts=list(hosts[site.name]), nodes=0, spares=0) for site in cluster.sites],
+        spares=[host for site in cluster.sites for host in hosts[site.name][site.nodes :]],
+        master_addr=master_addr,
+        master_port=cluster.master_port or ClusterConfig.master_port,
+    )
+    return replace(config, cluster=cluster)
+
+
 def hostfile_text(slots: Mapping[str, int]) -> str:
     """Return the hostfile of an attempt."""
     return "".join(f"{host} slots={count}\n" for host, count in slots.items())

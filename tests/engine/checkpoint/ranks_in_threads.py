@@ -14,6 +14,7 @@ import torch
 
 from weft.engine.checkpoint import CheckpointError, Piece, Ranks, durable, newest, open_checkpoint, save
 from weft.engine.checkpoint.pieces import share
+from weft.engine.parallel.in_process import ExchangeBarrier
 
 NUM_RANKS = 3
 
@@ -22,26 +23,14 @@ class Crash(BaseException):
     """The process dies: nothing may catch this."""
 
 
-class Meeting:
+class Meeting(ExchangeBarrier):
     """All-gather between threads; a thread that dies leaves the others with an error, as sockets do."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._barrier = threading.Barrier(size, timeout=20)
-        self._values: list[Any] = [None] * size
+        super().__init__(size, timeout_s=20)
 
     def ranks(self, rank: int) -> Ranks:
-        def gather(value: Any) -> list[Any]:
-            self._values[rank] = value
-            self._barrier.wait()
-            values = list(self._values)
-            self._barrier.wait()
-            return values
-
-        return Ranks(rank, gather)
-
-    def abort(self) -> None:
-        self._barrier.abort()
+        return Ranks(rank, lambda value: self.exchange(rank, value, "gather"))
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

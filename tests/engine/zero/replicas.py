@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import Primitive
 from weft.comm.sums import ReplicaSum
 from weft.engine.models.hidden_matrices import tag
+from weft.engine.parallel.in_process import ExchangeBarrier
 from weft.engine.zero import Collectives, ShardedOptimizer
 from weft.engine.zero.collectives import CompletedHandle
 from weft.engine.zero.muon import Muon
@@ -19,23 +20,15 @@ from weft.engine.zero.muon import Muon
 LIMIT_S = 20
 
 
-class Meeting:
+class Meeting(ExchangeBarrier):
     """Where threads bring a tensor each, and see everyone's."""
 
     def __init__(self, count: int) -> None:
+        super().__init__(count, timeout_s=LIMIT_S)
         self.count = count
-        self._barrier = threading.Barrier(count, timeout=LIMIT_S)
-        self._brought: list[Tensor | None] = [None] * count
 
-    def exchange(self, number: int, tensor: Tensor) -> list[Tensor]:
-        self._brought[number] = tensor.clone()
-        self._barrier.wait()
-        everyones = [tensor.clone() for tensor in self._brought]
-        self._barrier.wait()
-        return everyones
-
-    def abort(self) -> None:
-        self._barrier.abort()
+    def exchange(self, number: int, tensor: Tensor, what: str = "tensor") -> list[Tensor]:
+        return [brought.clone() for brought in super().exchange(number, tensor.clone(), what)]
 
 
 class Late:

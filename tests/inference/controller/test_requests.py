@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.conf.host.documents import nests_deeper
 from weft.inference.requests import (
     Completion,
     Refusal,
     as_prefill,
     check_prefill_only,
-    nests_deeper,
     parse,
     prompt_part,
 )

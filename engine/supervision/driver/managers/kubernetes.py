@@ -21,10 +21,10 @@ from weft.conf.checks import check
 from weft.conf.host.private import write_private
 from weft.conf.host.storage import Storage
 from weft.conf.hosts import world_size
-from weft.conf.schema import ClusterConfig, KubernetesConfig, SiteConfig, TrainConfig, WeftConfig
+from weft.conf.schema import KubernetesConfig, SiteConfig, TrainConfig, WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.supervision.agent import agent
-from weft.engine.supervision.driver.hosts import hostfile_text
+from weft.engine.supervision.driver.hosts import hostfile_text, on_hosts
 from weft.engine.supervision.messages import AgentCommand, decode, encode
 
 DRIVER = "driver"
@@ -82,18 +82,10 @@ def _slots(config: WeftConfig) -> dict[str, int]:
 
 def _resolved(config: WeftConfig) -> WeftConfig:
     """Return the configuration as the pods see it, with the names of all hosts."""
-    names = {site.name: host_names(config.train.name, site) for site in config.cluster.sites}
-    sites = [replace(site, hosts=names[site.name], nodes=0, spares=0, select={}) for site in config.cluster.sites]
-    spares = [host for site in config.cluster.sites for host in names[site.name][site.nodes :]]
-    cluster = replace(
-        config.cluster,
-        hostfile=f"{SETTINGS}/hostfile",
-        sites=sites,
-        spares=spares,
-        master_addr=sites[0].hosts[0],
-        master_port=config.cluster.master_port or ClusterConfig.master_port,
-    )
-    return replace(config, cluster=cluster)
+    sites = [replace(site, select={}) for site in config.cluster.sites]
+    names = {site.name: host_names(config.train.name, site) for site in sites}
+    config = replace(config, cluster=replace(config.cluster, sites=sites))
+    return on_hosts(config, names, names[sites[0].name][0], f"{SETTINGS}/hostfile")
 
 
 def _check(config: WeftConfig) -> None:

@@ -6,14 +6,14 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.conf.checks import check
 from weft.conf.host.private import write_private
 from weft.conf.hosts import run_folder
-from weft.conf.schema import ClusterConfig, SiteConfig, WeftConfig
-from weft.engine.supervision.driver.hosts import hostfile_text
+from weft.conf.schema import SiteConfig, WeftConfig
+from weft.engine.supervision.driver.hosts import hostfile_text, on_hosts
 
 _MOST_S = 60.0
 _KINDS = ("partition", "constraint")
@@ -193,16 +193,6 @@ def with_hosts(config: WeftConfig, hosts: Mapping[str, Sequence[str]], master_ad
                 f"{len(hosts[site.name])} hosts; ask for more, or correct cluster.sites.select"
             )
     write_private(hostfile, hostfile_text({host: cluster.ranks for site in hosts.values() for host in site}))
-    sites = [replace(site, hosts=list(hosts[site.name]), nodes=0, spares=0) for site in cluster.sites]
-    spares = [host for site in cluster.sites for host in hosts[site.name][site.nodes :]]
-    cluster = replace(
-        cluster,
-        hostfile=str(hostfile),
-        sites=sites,
-        spares=spares,
-        master_addr=master_addr,
-        master_port=cluster.master_port or ClusterConfig.master_port,
-    )
-    found = replace(config, cluster=cluster)
+    found = on_hosts(config, hosts, master_addr, str(hostfile))
     check(found)
     return found
