@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, softmax
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.engine import tiny
-from tests.engine.tiny import batches
+from tests.engine.tiny import begun
 from weft.conf.schema import DistillConfig, WeftConfig
 
 STEPS = 20
@@ -67,12 +67,9 @@ def reference_losses(config: WeftConfig, replicas: int) -> list[float]:
 
 def weft_losses(cases: list[WeftConfig]) -> list[list[float]]:
     """Losses of this rank's engine, of each case."""
-    from weft.engine.initialize import initialize
-
     found = []
     for config in cases:
-        engine, *_ = initialize(config=config)
-        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine = begun(config)
         found.append([float(engine.train_batch()) for _ in range(STEPS)])
         engine.destroy()
     return found

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.engine.tiny import batches, tiny_config
+from tests.engine.tiny import batches, tiny_config, train_alone
 from weft.conf.schema import Quantization, WeftConfig
 from weft.engine.precision import DTYPES
 from weft.engine.stages.files.loading import build_model
@@ -60,26 +60,7 @@ def repeated(config: WeftConfig, replica: int, num_replicas: int, per_batch: int
 
 def losses_of_peft(base: str, config: WeftConfig, num_replicas: int) -> list[float]:
     """Train peft's model in one process on the batches of all replicas."""
-    from weft.engine.deepspeed.construction import learning_rate, parameter_groups
-
-    model, data, losses = peft_model(base, config), repeated(config, 0, 1, num_replicas), []
-    groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=tuple(config.optimizer.betas))
-    scheduler = learning_rate(config.optimizer, config.train.steps)(optimizer)
-    for _ in range(STEPS):
-        step = list(itertools.islice(data, config.pipeline.microbatches * num_replicas))
-        items = torch.tensor(sum(int((b["labels"][:, 1:] != -100).sum()) for b in step))
-        total = 0.0
-        for batch in step:
-            loss = model(**batch, num_items_in_batch=items, use_cache=False).loss
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(total)
-    return losses
+    return train_alone(peft_model(base, config), config, num_replicas, STEPS, repeated(config, 0, 1, num_replicas))
 
 
 def train_each(folder: str, cases: dict[str, WeftConfig]) -> dict[str, list[float]]:

@@ -154,20 +154,29 @@ def reference_losses(
     settings = config.model, config.optimizer, config.train, config.pipeline.microbatches
     seen = repr((*settings, num_replicas, steps, device, loss_of, data))
     if seen not in _known:
-        _known[seen] = _trained_alone(config, num_replicas, steps, device, loss_of, data(0, 1))
+        from weft.engine.precision import DTYPES
+        from weft.engine.stages.files.loading import build_model
+
+        torch.set_num_threads(1)
+        model = build_model(config.model, dtype=torch.float32, seed=config.train.seed).train().to(device)
+        low = DTYPES[config.train.precision]
+        _known[seen] = train_alone(model, config, num_replicas, steps, data(0, 1), device, loss_of, low)
     return _known[seen]
 
 
-def _trained_alone(
-    config: WeftConfig, num_replicas: int, steps: int, device: str, loss_of: Callable, data: Iterator
+def train_alone(
+    model: torch.nn.Module,
+    config: WeftConfig,
+    num_replicas: int,
+    steps: int,
+    data: Iterator[dict[str, Tensor]],
+    device: str = "cpu",
+    loss_of: Callable[[Any, dict[str, Tensor], Tensor, int], Tensor] = own_loss,
+    low: torch.dtype = torch.float32,
 ) -> list[float]:
+    """Train a model in this process on the batches of all replicas, with forwards in the type ``low``."""
     from weft.engine.deepspeed.construction import learning_rate, parameter_groups
-    from weft.engine.precision import DTYPES
-    from weft.engine.stages.files.loading import build_model
 
-    torch.set_num_threads(1)
-    low = DTYPES[config.train.precision]
-    model = build_model(config.model, dtype=torch.float32, seed=config.train.seed).train().to(device)
     groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
     make = ReferenceLamb if config.optimizer.kind is OptimizerKind.lamb else torch.optim.AdamW
     optimizer = make(groups, lr=config.optimizer.lr, betas=tuple(config.optimizer.betas), eps=config.optimizer.eps)
@@ -201,12 +210,18 @@ def _add_gradients(source: torch.nn.Module, target: torch.nn.Module) -> None:
             low.grad = None
 
 
-def weft_losses(config: WeftConfig, steps: int) -> list[float]:
-    """Losses of this rank's Weft engine; every rank reports the same."""
+def begun(config: WeftConfig) -> Any:
+    """Return this rank's engine, which trains on `batches`."""
     from weft.engine.initialize import initialize
 
     engine, *_ = initialize(config=config)
     engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    return engine
+
+
+def weft_losses(config: WeftConfig, steps: int) -> list[float]:
+    """Losses of this rank's Weft engine; every rank reports the same."""
+    engine = begun(config)
     losses = [float(engine.train_batch()) for _ in range(steps)]
     check_order(engine)
     engine.destroy()
@@ -233,14 +248,12 @@ def check_order(engine) -> None:
 
 def measured_peaks(configs: list[WeftConfig]) -> list[tuple]:
     """Per run and rank: live chunks as simulated, live chunks as measured, saved bytes as measured."""
-    from weft.engine.initialize import initialize
     from weft.pipeline.costs import CostModel
     from weft.pipeline.simulation import simulate
 
     peaks = []
     for config in configs:
-        engine, *_ = initialize(config=config)
-        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine = begun(config)
         engine.train_batch()
         predicted = simulate(engine.schedule, CostModel.unit(engine.schedule.placement.num_stages))
         measured = engine.measured_timelines()[-1]
@@ -251,10 +264,7 @@ def measured_peaks(configs: list[WeftConfig]) -> list[tuple]:
 
 def evaluate_between_steps(config: WeftConfig) -> tuple:
     """A step, an evaluation, a step: losses, evaluation loss, logits and what was measured."""
-    from weft.engine.initialize import initialize
-
-    engine, *_ = initialize(config=config)
-    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    engine = begun(config)
     losses = [float(engine.train_batch())]
     held_back = batches(engine.replica, engine.num_replicas)
     loss, logits = engine.eval_batch(held_back, return_logits=True, num_micro_batches=3)

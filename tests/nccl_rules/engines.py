@@ -55,10 +55,9 @@ def divided_under_rules(
         steps, number of chunks), how many micro-batches are launched together, and in how many buckets each stage's
         weights are cut by the plan.
     """
-    from tests.engine.tiny import batches, check_order
+    from tests.engine.tiny import begun, check_order
     from weft.comm.collectives import probe
     from weft.comm.collectives.communicator import Communicator
-    from weft.engine.initialize import initialize
 
     probe.host_identity = lambda: ("host", hosts[dist.get_rank()])
     device = join(LIMIT_S, bound=True)
@@ -75,8 +74,7 @@ def divided_under_rules(
     found = []
     for config in configs:
         started.clear()
-        engine, *_ = initialize(config=config)
-        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine = begun(config)
         losses = [float(engine.train_batch()) for _ in range(steps)]
         check_order(engine)
         plan = engine.plan.overlap
@@ -146,15 +144,14 @@ def without_eager_connection(config: WeftConfig, limit_s: float) -> str:
 
 def a_run(config: WeftConfig, folder: str, overrides: list[str]) -> dict[str, Any]:
     """Evaluation between steps, a checkpoint in the background, a resume, and a recipe that ends by the clock."""
-    from tests.engine.tiny import batches
+    from tests.engine.tiny import batches, begun
     from weft.conf import load
     from weft.engine.initialize import initialize
     from weft.recipes.train import train
 
     device = join(LIMIT_S)
     waits = note_waits_in_steps(device)
-    engine, *_ = initialize(config=config)
-    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    engine = begun(config)
     losses = [float(engine.train_batch())]
     held_back = batches(engine.replica, engine.num_replicas)
     evaluated, logits = engine.eval_batch(held_back, return_logits=True, num_micro_batches=3)

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.engine.tiny import batches, tiny_config
+from tests.engine.tiny import begun, tiny_config
 
 
 def work_without_pickles(folder: str) -> None:
     """Plan, train, measure, save, resume and export, in several layouts; any pickle between ranks is an error."""
     forbid_pickles()
     from weft.engine.checkpoint import export
-    from weft.engine.initialize import initialize
 
     layouts = {
         "tied, ZeRO-1": tiny_config(stages=2, zero=1, tied=True),
@@ -25,8 +24,7 @@ def work_without_pickles(folder: str) -> None:
         "LoRA": tiny_config(stages=4, lora=True),
     }
     for name, config in layouts.items():
-        engine, *_ = initialize(config=config)
-        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine = begun(config)
         engine.train_batch()
         engine.train_batch()
         engine.measured_timelines()

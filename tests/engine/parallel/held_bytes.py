@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from tests.engine.tiny import batches
+from tests.engine.tiny import begun
 from weft.conf.schema import WeftConfig
-from weft.engine.initialize import initialize
 
 
 def held_and_predicted(configs: list[WeftConfig]) -> list[tuple[dict[str, float], dict[str, float]]]:
     """Bytes after a step of each run, and those of the plan for this pipeline rank."""
     found = []
     for config in configs:
-        engine, *_ = initialize(config=config)
-        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine = begun(config)
         engine.train_batch()
         planned = engine.plan.memory[engine.pipe_rank].zero
         weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.module.parameters()}

@@ -9,7 +9,7 @@ from time import sleep
 
 import torch.distributed as dist
 
-from tests.engine.tiny import batches
+from tests.engine.tiny import begun
 from weft.conf.schema import WeftConfig
 from weft.engine.planning.adaptation import Adaptation
 from weft.pipeline.memory import peak_bytes
@@ -35,10 +35,7 @@ def report(adaptation: Adaptation, slow_stage: int, changed: tuple[float, ...] =
 
 def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW, kill_planner: bool = False) -> dict:
     """Losses, schedules and proposals of a run; after a change, ranks wait until the plan has been made."""
-    from weft.engine.initialize import initialize
-
-    engine, *_ = initialize(config=config)
-    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    engine = begun(config)
     adaptation, losses, schedules, predicted = engine.adaptation, [], [], []
     if adaptation is not None:
         report(adaptation, slow_stage, changed)
@@ -81,10 +78,7 @@ def check_order_of_last(engine) -> None:
 
 def die_while_planning(config: WeftConfig) -> str:
     """Rank 1 dies while rank 0 plans. Return rank 0's error, after which no process of its is left."""
-    from weft.engine.initialize import initialize
-
-    engine, *_ = initialize(config=config)
-    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    engine = begun(config)
     report(engine.adaptation, 1)
     planner = None
     try:

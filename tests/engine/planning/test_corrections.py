@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.engine.tiny import batches, tiny_config
+from tests.engine.tiny import begun, tiny_config
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.host.measurements import Measurements
@@ -17,10 +17,7 @@ KEY = topology_key(Group((0, 1), (0, 0)), "cpu")
 
 def corrected(config, steps):
     """Train, and correct; the speed that was planned with."""
-    from weft.engine.initialize import initialize
-
-    engine, *_ = initialize(config=config)
-    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    engine = begun(config)
     for _ in range(steps):
         engine.train_batch()
     timelines = engine.correct_measurements()

@@ -8,19 +8,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.engine.tiny import batches
+from tests.engine.tiny import begun
 from weft.conf.schema import WeftConfig
 
 
 def go_astray(configs: list[WeftConfig], folder: str) -> list[dict[str, Any]]:
     """Return for each configuration: two good steps, saved and exported; then a rate that no weight survives."""
     from weft.engine.checkpoint import export
-    from weft.engine.initialize import initialize
 
     found = []
     for number, config in enumerate(configs):
-        engine, *_ = initialize(config=config)
-        engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+        engine = begun(config)
         good = [float(engine.train_batch()) for _ in range(2)]
         kept, exported = f"{folder}/{number}", Path(folder, f"export{number}")
         engine.save_checkpoint(kept)

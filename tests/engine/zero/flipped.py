@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.engine.tiny import batches, tiny_config
+from tests.engine.tiny import begun, tiny_config
 from weft.engine.zero import ReplicasDiffer
 
 
@@ -17,12 +17,9 @@ def trained_with_a_flip(stages: int, zero: int, where: str) -> tuple[str, int, s
     Returns:
         What was found, the steps done by then, the parameter's name where it happened, and the losses.
     """
-    from weft.engine.initialize import initialize
-
     config = tiny_config(stages=stages, zero=zero, microbatches=2, layers=2)
     config.supervise.compare_every = 2
-    engine, *_ = initialize(config=config)
-    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    engine = begun(config)
     losses, name, text = [], "", ""
     for step in range(1, 10):
         if step == 6 and engine.holds_loss and engine.replica == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engine.tiny import batches
+from tests.engine.tiny import begun
 from weft.conf.schema import WeftConfig
 from weft.inference.board.observer import WORK
 from weft.inference.board.reader import BoardReader
@@ -11,10 +11,7 @@ from weft.pipeline.action import Op
 
 def train_and_read(config: WeftConfig, steps: int) -> dict:
     """Losses, work on the board, the rank's own marks of it in the same step, its pairs, and whether the board goes."""
-    from weft.engine.initialize import initialize
-
-    engine, *_ = initialize(config=config)
-    engine.set_dataiterator(batches(engine.replica, engine.num_replicas))
+    engine = begun(config)
     reader = BoardReader(engine.bubbles.path) if engine.bubbles else None
     losses = [float(engine.train_batch()) for _ in range(steps)]
     work = reader.work()[-1][1] if reader else []

@@ -150,27 +150,29 @@ def test_where_all_are_refused_there_is_nothing_to_divide_by():
     assert found.refused_share == 1.0 and found.mean_queued_s == found.prefill_share == 0.0
 
 
-def test_simulate_replays_a_trace_over_dp_cells(tmp_path, capsys):
+@pytest.fixture
+def simulated(tmp_path):
+    """Arguments of `weft simulate` that replay `TRACE` on 8 GPUs in 2 cells."""
     schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
     trace.write_text(TRACE)
     assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
-    options = [str(schedule), f"--prefill={trace}", "--gpus=8", "--cells=2", "--loads=0.5"]
-    assert main(["simulate", *options]) == 0
+    return ["simulate", str(schedule), f"--prefill={trace}", "--gpus=8", "--cells=2"]
+
+
+def test_simulate_replays_a_trace_over_dp_cells(simulated, capsys):
+    assert main([*simulated, "--loads=0.5"]) == 0
     said = capsys.readouterr().out
     assert "8 GPUs in 2 DP-cells of 4" in said and "*" not in said
-    assert main(["simulate", *options, "--gpus=9"]) == 2
+    assert main([*simulated, "--loads=0.5", "--gpus=9"]) == 2
     assert "--gpus=9: not a multiple of --cells=2 x 2" in capsys.readouterr().err
 
 
-def test_simulate_cuts_the_model_over_neighbouring_gpus(tmp_path, capsys):
-    schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
-    trace.write_text(TRACE)
-    assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
-    options = [str(schedule), f"--prefill={trace}", "--gpus=8", "--cells=2", "--loads=0.5", "--stages", "1", "2", "4"]
-    assert main(["simulate", *options]) == 0
+def test_simulate_cuts_the_model_over_neighbouring_gpus(simulated, capsys):
+    options = ["--loads=0.5", "--stages", "1", "2", "4"]
+    assert main([*simulated, *options]) == 0
     said = capsys.readouterr().out
     assert all(weights in said for weights in ("16.1", "8.1", "4.0"))
-    assert main(["simulate", *options, "3"]) == 2
+    assert main([*simulated, *options, "3"]) == 2
     assert "--stages=3: not a divisor of --gpus=8" in capsys.readouterr().err
 
 
@@ -192,20 +194,13 @@ def test_simulate_cuts_the_model_over_neighbouring_gpus(tmp_path, capsys):
         (["--prefill-cost=-1,1,1"], "--prefill-cost: give times"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(tmp_path, capsys, options, part):
-    schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
-    trace.write_text(TRACE)
-    assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
-    assert main(["simulate", str(schedule), f"--prefill={trace}", "--gpus=8", "--cells=2", *options]) == 2
+def test_options_that_mean_nothing_are_refused(simulated, capsys, options, part):
+    assert main([*simulated, *options]) == 2
     assert part in capsys.readouterr().err
 
 
-def test_prompts_that_are_all_refused_leave_dashes(tmp_path, capsys):
-    schedule, trace = tmp_path / "s.json", tmp_path / "trace.csv"
-    trace.write_text(TRACE)
-    assert main(["schedule", "1f1b", "--ranks=2", "--microbatches=4", "--format=json", f"--out={schedule}"]) == 0
-    options = ["--gpus=8", "--cells=2", "--deadline=0.001", "--loads=0.5"]
-    assert main(["simulate", str(schedule), f"--prefill={trace}", *options]) == 0
+def test_prompts_that_are_all_refused_leave_dashes(simulated, capsys):
+    assert main([*simulated, "--deadline=0.001", "--loads=0.5"]) == 0
     assert "100.0%" in capsys.readouterr().out
 
 

@@ -72,22 +72,20 @@ def test_what_fails_leaves_a_report(tmp_path, monkeypatch):
     )
 
 
-def test_ranks_that_an_error_names_are_reported(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "kind", "ranks"),
+    [
+        (ReplicasDiffer("after step 3: ranks 4, 5 do not agree", 2, (4, 5)), FaultKind.corruption, (4, 5)),
+        (NonFiniteError("step 3: nan", Source((1,))), FaultKind.bad_numbers, (1,)),
+    ],
+)
+def test_ranks_that_an_error_names_are_reported(tmp_path, monkeypatch, error, kind, ranks):
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
-    with pytest.raises(ReplicasDiffer), reported(Attempt()):
-        raise ReplicasDiffer("after step 3: ranks 4, 5 do not agree", 2, (4, 5))
+    with pytest.raises(type(error)), reported(Attempt()):
+        raise error
     found = read_report(tmp_path / "0.json")
     assert found is not None
-    assert (found.kind, found.ranks) == (FaultKind.corruption, (4, 5))
-
-
-def test_the_rank_where_bad_numbers_first_appeared_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "0.json"))
-    with pytest.raises(NonFiniteError), reported(Attempt()):
-        raise NonFiniteError("step 3: nan", Source((1,)))
-    found = read_report(tmp_path / "0.json")
-    assert found is not None
-    assert (found.kind, found.ranks) == (FaultKind.bad_numbers, (1,))
+    assert (found.kind, found.ranks) == (kind, ranks)
 
 
 def test_an_error_without_words_is_named(tmp_path, monkeypatch):
