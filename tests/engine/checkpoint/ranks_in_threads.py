@@ -6,13 +6,14 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.engine.checkpoint import CheckpointError, Piece, Ranks, durable, newest, open_checkpoint, save
+from weft.engine.checkpoint import Piece, Ranks, durable, newest, open_checkpoint, save
 from weft.engine.checkpoint.pieces import share
 from weft.engine.parallel.in_process import ExchangeBarrier
 
@@ -31,6 +32,23 @@ class Meeting(ExchangeBarrier):
 
     def ranks(self, rank: int) -> Ranks:
         return Ranks(rank, lambda value: self.exchange(rank, value, "gather"))
+
+
+def in_threads(count: int, run: Callable[[Ranks], Any]) -> list[Any]:
+    """Return what each rank's ``run`` returned or raised; a rank that dies does not meet the others any more."""
+    meeting = Meeting(count)
+
+    def outcome(rank: int) -> Any:
+        try:
+            return run(meeting.ranks(rank))
+        except Exception as error:
+            return error
+        except BaseException as error:
+            meeting.abort()
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(outcome, range(count)))
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -53,29 +71,15 @@ def save_step(
         site_of: the folder in ``folder`` that each rank writes to; they write to ``folder`` itself without.
     """
     sites = list(site_of) or [""] * num_ranks
-    num_ranks = len(sites)
-    meeting = Meeting(num_ranks)
-    outcomes: list[Any] = [None] * num_ranks
 
-    def run(rank: int) -> None:
+    def run(ranks: Ranks) -> Path:
+        rank, num_ranks = ranks.rank, len(sites)
         near = [other for other in range(num_ranks) if sites[other] == sites[rank]]
         held = [Piece.whole(name, tensor) for name, tensor in tensors(step).items()]
         pieces = [*share(held, near.index(rank), len(near)), Piece.whole(f"own/{rank}", torch.tensor([rank]))]
-        try:
-            place = folder / sites[rank]
-            outcomes[rank] = save(place, step, pieces, {"value": step}, ranks=meeting.ranks(rank), keep=keep)
-        except CheckpointError as error:
-            outcomes[rank] = error
-        except BaseException as error:
-            outcomes[rank] = error
-            meeting.abort()
+        return save(folder / sites[rank], step, pieces, {"value": step}, ranks=ranks, keep=keep)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outcomes
+    return in_threads(len(sites), run)
 
 
 def check(folder: Path, steps: set[int]) -> int:

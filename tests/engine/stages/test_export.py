@@ -1,13 +1,13 @@
 """Tests that plain transformers and plain peft read the exports of stages, bit by bit."""
 
 import json
-from threading import Barrier, Thread
 
 import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.engine.checkpoint.ranks_in_threads import in_threads
 from tests.engine.stages.tiny import ARCHITECTURES, batch, stages_of, tiny, whole
 from weft.engine.stages.files.exporting import export_stages
 from weft.engine.stages.files.shards import write_shards
@@ -52,29 +52,11 @@ def test_stages_of_several_layers_in_small_shards(tmp_path):
     assert len(shards) > 2 and all(shard.num_bytes < 130_000 for shard in shards)
 
 
-def in_threads(count, function):
-    """Writers of one job as threads, with a real all-gather."""
-    barrier, values, results = Barrier(count, timeout=20), [None] * count, [None] * count
-
-    def work(rank):
-        def gather(value):
-            values[rank] = value
-            barrier.wait()
-            everything = list(values)
-            barrier.wait()
-            return everything
-
-        try:
-            results[rank] = function(rank, gather)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [Thread(target=work, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+def written_together(writers, folder):
+    """Return what each writer of one job returned or raised; ``writers`` are the stages that each holds."""
+    return in_threads(
+        len(writers), lambda ranks: export_stages(writers[ranks.rank], folder, rank=ranks.rank, gather=ranks.gather)
+    )
 
 
 def test_several_writers(tmp_path):
@@ -83,8 +65,7 @@ def test_several_writers(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     fold = [[stages[0], stages[3]], [stages[1], stages[2]]]
-    results = in_threads(2, lambda rank, gather: export_stages(fold[rank], tmp_path / "out", rank=rank, gather=gather))
-    assert results == [None, None]
+    assert written_together(fold, tmp_path / "out") == [None, None]
     require_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), whole(config))
     assert not (tmp_path / "out" / "old").exists()
 
@@ -100,9 +81,7 @@ def test_a_failing_writer_stops_all_and_leaves_the_old_export(tmp_path, monkeypa
         return write_shards(stage, folder, **named)
 
     monkeypatch.setattr("weft.engine.stages.files.exporting.write_shards", full)
-    results = in_threads(
-        2, lambda rank, gather: export_stages([stages[rank]], tmp_path / "out", rank=rank, gather=gather)
-    )
+    results = written_together([[stage] for stage in stages], tmp_path / "out")
     assert all(isinstance(r, ValueError) and "rank 1" in str(r) and "No space left" in str(r) for r in results)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["old"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -84,21 +85,17 @@ class MeetingOptimizer(ShardedOptimizer):
 def in_threads(count: int, run: Callable[[Meeting, int], Any]) -> list[Any]:
     """Return the results of ``run`` in ``count`` threads; raise the first error, if there is one."""
     meeting = Meeting(count)
-    results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
-    def call(number: int) -> None:
+    def call(number: int) -> Any:
         try:
-            results[number] = run(meeting, number)
+            return run(meeting, number)
         except BaseException as error:
             errors.append(error)
             meeting.abort()
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(count) as pool:
+        results = list(pool.map(call, range(count)))
     real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
     if errors:
         raise (real or errors)[0]

@@ -68,6 +68,7 @@ def test_fragments_share_their_norms():
 def step_together(optimizers):
     """Step in threads that wait for each other in the sum, as ranks do."""
     import threading
+    from concurrent.futures import ThreadPoolExecutor
 
     barrier, parts = threading.Barrier(len(optimizers)), []
     lock = threading.Lock()
@@ -81,11 +82,8 @@ def step_together(optimizers):
 
     for optimizer in optimizers:
         optimizer._sum = add_up
-    threads = [threading.Thread(target=optimizer.step) for optimizer in optimizers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(optimizers)) as pool:
+        list(pool.map(Lamb.step, optimizers))
 
 
 def test_settings_that_are_not_given_are_those_of_adam_and_deepspeeds_bounds():
