@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -64,12 +65,59 @@ ELSEWHERE = {
     "max_length": "data.sequence_length",
     "max_seq_length": "data.sequence_length",
     "max_seq_len": "data.sequence_length",
+    "seq_len": "data.sequence_length",
     "r": "model.lora.rank",
     "lora_r": "model.lora.rank",
     "lora_alpha": "model.lora.alpha",
     "lora_dropout": "model.lora.dropout",
+    "load_in_4bit": "model.lora.quantize",
+    "quantization": "model.lora.quantize",
+    "attention": "model.attn_implementation",
+    "flash_attention": "model.attn_implementation",
+    "hidden_size": "model.overrides",
+    "num_hidden_layers": "model.overrides",
+    "num_layers": "model.overrides",
+    "vocab_size": "model.overrides",
+    "model.name": "model.path",
+    "file": "data.path",
+    "train_file": "data.path",
+    "validation_file": "data.eval_split",
+    "validation_split": "data.eval_split",
+    "test_size": "data.eval_fraction",
+    "block_size": "data.sequence_length",
+    "data.max_tokens": "data.sequence_length",
+    "data.type": "data.kind",
+    "distill.alpha": "distill.weight",
+    "tp": "parallel.tensor",
+    "tensor_model_parallel_size": "parallel.tensor",
+    "sequence_parallel": "parallel.tensor",
+    "cp": "parallel.context",
+    "ep": "parallel.expert",
+    "pp": "pipeline.stages",
+    "pipeline_model_parallel_size": "pipeline.stages",
+    "pipeline.kind": "pipeline.schedule",
+    "optimizer.name": "optimizer.kind",
+    "optimizer.type": "optimizer.kind",
+    "num_gpus": "cluster.ranks",
+    "num_processes": "cluster.ranks",
+    "nproc_per_node": "cluster.ranks",
+    "world_size": "cluster.ranks",
+    "cluster.gpus": "cluster.ranks",
+    "evaluation_strategy": "train.eval_every",
+    "logging_dir": "train.output_dir",
+    "checkpoint.dir": "train.output_dir",
+    "checkpoint.path": "train.output_dir",
+    "patience": "train.early_stopping_patience",
+    "push_to_hub": "train.hub_model_id",
+    "save_every": "checkpoint.every",
+    "save_interval": "checkpoint.every",
+    "checkpoint_every": "checkpoint.every",
+    "checkpoint.steps": "checkpoint.every",
+    "logging.steps": "logging.every",
 }
-"""Fields by the names that they have in Hugging Face, DeepSpeed and Megatron."""
+"""Fields by the names that they have in Hugging Face, DeepSpeed and Megatron, or by a name in a group."""
+SIMILAR = 1.25
+"""Least similarity of names, of at most 2.3."""
 
 
 @cache
@@ -147,10 +195,29 @@ _EXAMPLES = {int: "1", float: "0.5", str: "a"}
 def unknown(name: str, known: Iterable[str]) -> str:
     """Return a message for an unknown field ``name``, with the nearest of the ``known`` dotted names."""
     known = list(known)
-    leaf = name.rpartition(".")[2]
-    same = [full for full in known if full.rpartition(".")[2] == leaf]
-    near = difflib.get_close_matches(name, same, n=1, cutoff=0) or difflib.get_close_matches(name, known, n=1)
-    near = near or difflib.get_close_matches(leaf, known, n=1)
-    if (ours := ELSEWHERE.get(leaf.replace("-", "_"))) in known and not same:
-        near = [ours]
-    return f"there is no field {name}; " + (f"did you mean {near[0]}?" if near else "`weft config` lists every field")
+    near = _nearest(name.lower().replace("-", "_"), known)
+    group = name.rpartition(".")[0]
+    others = [full.rpartition(".")[2] for full in known if group and full.rpartition(".")[0] == group]
+    hint = f"{group} has {', '.join(others)}" if others else "`weft config` lists every field"
+    return f"there is no field {name}; " + (f"did you mean {' or '.join(near)}?" if near else hint)
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Return the fields that ``name`` may mean: by the names of others, or by letters and words."""
+    ours = ELSEWHERE.get(name) or ELSEWHERE.get(name.rpartition(".")[2], "")
+    if ours in known:
+        return [ours]
+    if "." not in name and (typo := difflib.get_close_matches(name, known, n=1, cutoff=0.8)):
+        return typo
+    scores = {full: _similarity(name, full) for full in known if "." in full}
+    best = max(scores.values(), default=0.0)
+    if best < SIMILAR:
+        return []
+    return [full for full, score in scores.items() if score == best][:3]
+
+
+def _similarity(name: str, full: str) -> float:
+    (group, _, leaf), (other_group, _, other) = name.rpartition("."), full.rpartition(".")
+    words, others = (set(re.split("[._]", text)) for text in (name, full))
+    groups = difflib.SequenceMatcher(None, group, other_group).ratio()
+    return difflib.SequenceMatcher(None, leaf, other).ratio() + len(words & others) / len(words | others) + 0.3 * groups

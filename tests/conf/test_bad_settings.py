@@ -16,6 +16,18 @@ BAD = [
     (["optimizer.learning_rate=1e-5"], "there is no field optimizer.learning_rate; did you mean optimizer.lr?"),
     (["train.max_steps=5"], "there is no field train.max_steps; did you mean train.steps?"),
     (["train.per_device_train_batch_size=5"], "did you mean train.microbatch_size?"),
+    (["pipeline.stage=2"], "did you mean pipeline.stages?"),
+    (["cluster.rank=2"], "did you mean cluster.ranks?"),
+    (["cluster.port=1"], "did you mean cluster.master_port?"),
+    (["optimizer.min_lr=1e-5"], "did you mean optimizer.min_lr_ratio?"),
+    (["optimizer.warmup=9"], "did you mean optimizer.warmup_steps or optimizer.warmup_ratio?"),
+    (["model.name=a/b"], "did you mean model.path?"),
+    (["parallel.tp=2"], "did you mean parallel.tensor?"),
+    (["logging.steps=5"], "did you mean logging.every?"),
+    (["Train.Seed=5"], "did you mean train.seed?"),
+    (["name=a"], "did you mean data.name or train.name?"),
+    (["train.push_to_hub=true"], "did you mean train.hub_model_id?"),
+    (["comm.backend=nccl"], "there is no field comm.backend; comm has timeout_s, deadline_s, connections"),
     # parallelism inside of a layer
     (["parallel.tensor=0"], "parallel.tensor=0: outside its range"),
     (
