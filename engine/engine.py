@@ -160,13 +160,18 @@ class WeftEngine(PipelineEngine):
 
     def attach_watcher(self, watcher: Watcher) -> None:
         """Publish this rank's progress through ``watcher`` from now on."""
-        self.watcher, self.records.timer = watcher, watcher.timer
-        self.collectives.observe_waits(watcher.observed_waits)
+        self.watcher = watcher
+        self.time_events()
         position, endpoint = self.plan.layout.position, self.wan.endpoint if self.wan is not None else None
         peers = [] if endpoint is None else list(endpoint.peers)
         here = position(self.global_rank).site
         watcher.follow(self.device, endpoint, [peer for peer in peers if position(peer).site != here])
         self.slot_observers[:0] = watcher.observers(lambda: self.global_steps)
+
+    def time_events(self) -> None:
+        """Time events with the watcher's timer from now on, if it has one."""
+        self.records.timer = self.watcher.timer
+        self.collectives.observe_waits(self.watcher.observed_waits)
 
     # -- set-up --------------------------------------------------------------------------------
 

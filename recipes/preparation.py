@@ -79,6 +79,8 @@ def start_clock(folder: Path, *, anew: bool = False) -> str:
     return started
 
 
+SELF_CHECK = "self_check.json"
+"""File in a run's folder that records a passed self-check."""
 SKIPS = 3
 """``supervise.max_skips`` of a supervised run that leaves it at null."""
 
@@ -109,7 +111,7 @@ def prepare(
     if config.data.packing:
         together(lambda: refuse_packing(load_hf_config(config.model).model_type))
     if config.model.self_check:  # only a recipe knows whether sequences are packed
-        together(lambda: _check_model(config, folder / "self_check.json") if dist.get_rank() == 0 else None)
+        together(lambda: _check_model(config, folder) if dist.get_rank() == 0 else None)
     attempt.set_up.done("self-check")
     loader, evaluation = _loaders(config, tokenizer, folder, kept, host)
     attempt.set_up.done("data")
@@ -136,16 +138,17 @@ def inputs_of(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
     return found
 
 
-def _check_model(config: WeftConfig, passed: Path) -> None:
-    """Run the model's self-check, unless an earlier attempt has passed it with the same settings.
-
-    Args:
-        passed: file in the run's folder that records a passed check.
-    """
+def checked(config: WeftConfig) -> str:
+    """Return the settings that the model's self-check depends on, as the run's folder records a passed check."""
     done = {"model": to_tree(config)["model"], "packing": config.data.packing, "rows": config.train.microbatch_size}
     done["teacher"] = config.distill.enabled and config.inference.scores.enabled and config.distill.teacher
+    return json.dumps(done) + "\n"
+
+
+def _check_model(config: WeftConfig, folder: Path) -> None:
+    """Run the model's self-check, unless an earlier attempt has passed it with the same settings."""
     with suppress(OSError, ValueError):
-        if attempt_number() > 1 and json.loads(passed.read_text()) == done:
+        if attempt_number() > 1 and (folder / SELF_CHECK).read_text() == checked(config):
             return
     hf_config = load_hf_config(config.model)
     flash = config.model.attn_implementation.is_flash
@@ -159,7 +162,6 @@ def _check_model(config: WeftConfig, passed: Path) -> None:
         check_packing(hf_config)
     if config.distill.enabled:
         check_streamed_teacher(config)
-    write_private(passed, json.dumps(done) + "\n")
 
 
 def _fit_vocabulary(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -49,7 +49,7 @@ from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.finish import check_finish, finish, print_once
 from weft.recipes.history import Evaluations
 from weft.recipes.objectives import objective_of, open_scores
-from weft.recipes.preparation import inputs_of, prepare
+from weft.recipes.preparation import SELF_CHECK, checked, inputs_of, prepare
 from weft.recipes.progress import Progress
 from weft.recipes.run import TrainingRun
 from weft.recipes.shown import warn_once
@@ -147,7 +147,7 @@ def train(
     config, device = join_job(config)
     attempt.set_up.done("join")
     folder = run_folder(config)
-    release = _lock_folder(config, folder, attempt)
+    release, settings = _lock_folder(config, folder, attempt), to_yaml(config)
     config, tokenizer, loader, evaluation = prepare(config, folder, attempt)
     for each in (loader, evaluation):
         attempt.callback(each.close) if each is not None else None
@@ -156,7 +156,6 @@ def train(
     attempt.callback(engine.abandon)
     attempt.interrupt = engine.interrupt
     engine.origin = replace(engine.origin, inputs=from_rank_zero(lambda: inputs_of(config, tokenizer)))
-    collector = _time_events(config, engine, watcher, folder)
     engine.attach_watcher(watcher)
     engine.stop_signals = signals
     _check_outputs(config, engine, tokenizer, folder)
@@ -167,6 +166,8 @@ def train(
 
     run = TrainingRun(config, engine, loader, evaluation, folder, Evaluations())
     start = run.resume()
+    _record(settings, config, engine, folder)
+    collector = _time_events(config, engine, watcher, folder)
     attempt.set_up.done("resume")
     if signals is not None:
         signals.defer()
@@ -203,6 +204,7 @@ def _time_events(
     longest = max(map(len, engine.plan.schedule(engine.line).rows))
     try:
         watcher.timer = EventTimer.open(folder, engine.global_rank, longest, engine.device, watcher.waits)
+        engine.time_events()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return None
         started: subprocess.Popen[bytes] = entry("watch").collect(config, folder, first_host=engine.global_rank == 0)
@@ -213,7 +215,7 @@ def _time_events(
 
 
 def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable[[], None]:
-    """Lock the run's folder, write the configuration into it, and return a function that unlocks it. Collective call.
+    """Lock the run's folder, and return a function that unlocks it. Collective call.
 
     Raises:
         ValueError: another run writes there, or the run cannot resume there. Raised on every rank.
@@ -224,9 +226,7 @@ def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable
             check_resume(config)
         if config.train.shared:
             make_shared_folder(folder)
-        taken = RunLock(folder)
-        write_private(folder / "config.yaml", to_yaml(config))
-        return taken
+        return RunLock(folder)
 
     taken = together(lambda: lock() if dist.get_rank() == 0 else None)
     attempt.set_up.done("lock")
@@ -237,20 +237,31 @@ def _lock_folder(config: WeftConfig, folder: Path, attempt: Attempt) -> Callable
 
 
 def _check_outputs(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the plan, and check that checkpoints and exports can be written. Collective call.
+    """Check that checkpoints and exports can be written. Collective call.
 
     Raises:
         ValueError: they cannot. Raised on every rank.
     """
-
-    def write_plan() -> None:
-        write_private(folder / "plan.json", plan_to_json(engine.plan))
-        print_once(f"plan: {folder / 'plan.json'} ({engine.plan.summary()})")
-
-    together(lambda: write_plan() if engine.global_rank == 0 else None)
     check_folder(engine, folder / "checkpoints", keep=config.checkpoint.keep + config.checkpoint.load_best_model_at_end)
     check_finish(config, engine, tokenizer, folder)
-    engine.set_up.done("plan file, folder")
+    engine.set_up.done("folder")
+
+
+def _record(settings: str, config: WeftConfig, engine: WeftEngine, folder: Path) -> None:
+    """Write given settings, plan and passed self-check of a run that is not refused. Collective call.
+
+    Raises:
+        ValueError: they cannot be written. Raised on every rank.
+    """
+
+    def write() -> None:
+        write_private(folder / "config.yaml", settings)
+        write_private(folder / "plan.json", plan_to_json(engine.plan))
+        if config.model.self_check:
+            write_private(folder / SELF_CHECK, checked(config))
+        print_once(f"plan: {folder / 'plan.json'} ({engine.plan.summary()})")
+
+    together(lambda: write() if engine.global_rank == 0 else None)
 
 
 def reports_error(error: ValueError) -> bool:

@@ -16,8 +16,12 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written, read, or applied to this model."""
 
 
-class OtherBaseError(CheckpointError):
-    """A checkpoint whose run has another base model than this run. Older checkpoints are not tried."""
+class OtherModelError(CheckpointError):
+    """A checkpoint of another model than this run's. Older checkpoints are not tried."""
+
+
+class OtherBaseError(OtherModelError):
+    """A checkpoint whose run has another base model than this run."""
 
 
 class StorageError(CheckpointError):
@@ -28,7 +32,9 @@ class NoSpaceError(StorageError):
     """There is not enough space for a checkpoint."""
 
 
-BY_NAME = {each.__name__: each for each in (CheckpointError, OtherBaseError, StorageError, NoSpaceError)}
+BY_NAME = {
+    each.__name__: each for each in (CheckpointError, OtherModelError, OtherBaseError, StorageError, NoSpaceError)
+}
 """Classes of errors by the name under which a rank reports them to others."""
 
 

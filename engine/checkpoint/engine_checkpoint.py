@@ -16,7 +16,7 @@ from weft.conf.schema import ModelConfig
 from weft.engine.checkpoint import engine_state
 from weft.engine.checkpoint.background import BackgroundWriter, snapshot
 from weft.engine.checkpoint.client_state import decode, encode
-from weft.engine.checkpoint.durable import CheckpointError, OtherBaseError
+from weft.engine.checkpoint.durable import CheckpointError, OtherModelError
 from weft.engine.checkpoint.engine_state import (
     EVERYTHING,
     Moment,
@@ -215,7 +215,7 @@ def load_newest(engine: Trained, folder: Path, wanted: Wanted = EVERYTHING) -> t
         try:
             return path, load_engine(engine, path, wanted)
         except CheckpointError as error:
-            if number == len(order) or isinstance(error, OtherBaseError):
+            if number == len(order) or isinstance(error, OtherModelError):
                 raise
             log.warning("skipped: %s", error)
     return None

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from weft.engine.checkpoint import manifest_form as form
 from weft.engine.checkpoint import optimizer_state
 from weft.engine.checkpoint.client_state import CLIENT
-from weft.engine.checkpoint.durable import CheckpointError
+from weft.engine.checkpoint.durable import OtherModelError
 from weft.engine.checkpoint.manifest import MANIFEST
 from weft.engine.checkpoint.optimizer_state import OPTIM, WEIGHT
 from weft.engine.checkpoint.pieces import Piece, StoredPiece, stored_name, whole_name
@@ -258,12 +258,12 @@ def check_names(checkpoint: Checkpoint, held: Iterable[Fragment], ranks: Ranks) 
     """Check that the model has every weight of the checkpoint, so that none is silently ignored. Collective call.
 
     Raises:
-        CheckpointError: on every rank, if the model lacks a weight.
+        OtherModelError: on every rank, if the model lacks a weight.
     """
     known = {f"{WEIGHT}/{name}" for of_rank in ranks.gather([f.name for f in held]) for name in of_rank}
     lost = sorted(name for name in checkpoint.names if name.startswith(f"{WEIGHT}/") and name not in known)
     if lost:
-        raise CheckpointError(
+        raise OtherModelError(
             f"{checkpoint.path}: it holds {len(lost)} tensors that this model lacks, such as {lost[0]}; give the "
             "model and lora settings with which the checkpoint was written"
         )

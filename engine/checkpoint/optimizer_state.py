@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from weft.engine.checkpoint.durable import CheckpointError
+from weft.engine.checkpoint.durable import CheckpointError, OtherModelError
 from weft.engine.checkpoint.pieces import Piece, share, stored_name
 from weft.engine.checkpoint.reader import Checkpoint
 from weft.engine.zero import Fragment, ShardedOptimizer
@@ -100,7 +100,7 @@ def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoi
         with_state: also restore the optimiser's state. Otherwise it is unchanged.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or belongs to another model.
+        CheckpointError: the checkpoint is damaged. `OtherModelError` if it belongs to another model.
     """
     held = list(held)
     has_state = with_state and any(name.startswith(f"{OPTIM}/") for name in checkpoint.names)
@@ -113,12 +113,12 @@ def restore(held: Iterable[Fragment], optimizer: Optimizer, checkpoint: Checkpoi
         name = f"{WEIGHT}/{fragment.name}"
         shape = fragment.shape
         if name not in checkpoint.names:
-            raise CheckpointError(
+            raise OtherModelError(
                 f"{checkpoint.path}: it lacks the model's {fragment.name}; give the model and lora settings with "
                 "which the checkpoint was written"
             )
         if checkpoint.shape(name) != shape:
-            raise CheckpointError(
+            raise OtherModelError(
                 f"{checkpoint.path}: {fragment.name} has shape {checkpoint.shape(name)}, the model's has {shape}; "
                 "give the model's settings with which the checkpoint was written"
             )

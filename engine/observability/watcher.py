@@ -94,7 +94,7 @@ class Watcher:
 
     Attributes:
         waits: the supervisor's observer of waits in collectives, if any.
-        timer: times events, if a collector reads them. To be set before the engine attaches the watcher.
+        timer: times events, if a collector reads them. The engine uses it after `WeftEngine.time_events`.
     """
 
     waits: Waits | None = None

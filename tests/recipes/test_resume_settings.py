@@ -57,9 +57,12 @@ def test_resume_refuses_another_base_and_lists_other_settings(adapters, tmp_path
     attempts = [attempt("one", 2), attempt("moved", 4, decay), attempt("moved", 4, decay), attempt("other", 6)]
     ((first, moved, again),) = run_ranks(1, run_all, attempts[:3], timeout_s=250)
     before = contents(tmp_path / "runs" / "run")
-    ((refused,),) = run_ranks(1, run_all, attempts[3:], timeout_s=250)
+    others = [attempts[3], attempt("moved", 6, "train.seed=7", "model.self_check=true", "pipeline.microbatches=4")]
+    for setting in ("model.lora.rank=4",) if adapters else ():
+        others.append(attempt("moved", 6, setting))
+    ((refused, seed, *shapes),) = run_ranks(1, run_all, others, timeout_s=250)
     assert contents(tmp_path / "runs" / "run") == before, "a refused run has changed the folder"
-    ((seed,),) = run_ranks(1, run_all, [attempt("moved", 6, "train.seed=7")], timeout_s=250)
+    assert all("with which the checkpoint was written" in shape["error"] for shape in shapes)
     assert seed["kind"] == "SharedError" and "another train.seed or data setting" in seed["error"]
     config = load(attempts[3]["settings"])
     for check in (lambda: preflight(config, checks=INPUTS), lambda: show(config)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weft.engine.checkpoint import CheckpointError, Piece, Ranks, engine_checkpoint, save
-from weft.engine.checkpoint.durable import OtherBaseError
+from weft.engine.checkpoint.durable import OtherBaseError, OtherModelError
 from weft.engine.checkpoint.folder import LATEST
 
 
@@ -42,16 +42,17 @@ def test_ranks_that_see_different_checkpoints_of_one_name_restore_none(tmp_path,
     assert restored == [3]
 
 
-def test_an_older_checkpoint_does_not_stand_in_for_one_of_another_base(tmp_path, two_ranks, monkeypatch):
+@pytest.mark.parametrize("kind", [OtherBaseError, OtherModelError])
+def test_an_older_checkpoint_does_not_stand_in_for_one_of_another_model(tmp_path, two_ranks, monkeypatch, kind):
     _, restored = two_ranks
     paths = {step: write(tmp_path, step) for step in (2, 5)}
 
     def check_base(engine, checkpoint, wanted):
         if checkpoint.path == paths[5]:
-            raise OtherBaseError("other weights")
+            raise kind("other weights")
 
     monkeypatch.setattr(engine_checkpoint, "check_base", check_base)
-    with pytest.raises(OtherBaseError):
+    with pytest.raises(kind):
         engine_checkpoint.load_newest(None, tmp_path)
     assert restored == []
 
