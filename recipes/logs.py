@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 STEP = "train/global_step"
 """Name of the step axis at Weights & Biases, as in transformers' Trainer."""
+WAITED_FOR = {*OUT_OF_SPACE, errno.EROFS}
+"""Error numbers of the operating system after which lines of metrics wait."""
 SLOW_WRITE_S = 1.0
 """Seconds after which a write counts as waiting for storage instead of as part of a step."""
 
@@ -103,7 +106,7 @@ class LogWriter:
 class JsonLines:
     """A log with one JSON object per line, flushed after every line. Numbers that are not finite become null.
 
-    On a full disk, lines are queued until there is space.
+    On a full or read-only disk, lines are queued.
     """
 
     def __init__(self, path: Path, start: int | None = None) -> None:
@@ -113,14 +116,26 @@ class JsonLines:
             start: number of steps that the run had done when it was resumed. Lines of later steps are removed, because
                 these steps are repeated. None keeps all lines.
         """
-        self._path, self._waiting, self._is_full = path, b"", False
+        self._path, self._waiting, self._is_refused = path, b"", False
         if start is not None:
             self.go_back(start)
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, after the queued lines. If the disk is full, queue it."""
+        """Append a line, after the queued lines. If the disk is full or read-only, queue it."""
         values = {name: value if isfinite(value) else None for name, value in metrics.items()}
         self._waiting += json.dumps({"step": step, "kind": kind, **values}).encode() + b"\n"
+        try:
+            self._append()
+        except OSError as error:
+            if error.errno not in WAITED_FOR:
+                raise
+            if not self._is_refused:
+                log.warning("%s: %s; its next lines wait", self._path, error.strerror)
+            self._is_refused = True
+        else:
+            self._waiting, self._is_refused = b"", False
+
+    def _append(self) -> None:
         mode = self._path.parent.stat().st_mode & 0o666  # as open as the run's folder
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
         size = os.fstat(file).st_size
@@ -128,17 +143,11 @@ class JsonLines:
             written = 0
             while written < len(self._waiting):
                 written += os.write(file, self._waiting[written:])
-        except OSError as error:
-            if error.errno not in OUT_OF_SPACE:
-                raise
+        except OSError:
             os.ftruncate(file, size)  # a line is there as a whole, or waits
-            if not self._is_full:
-                log.warning("%s: %s; its next lines wait", self._path, error.strerror)
-            self._is_full = True
-            return
+            raise
         finally:
             os.close(file)
-        self._waiting, self._is_full = b"", False
 
     def go_back(self, step: int) -> None:
         """Truncate the file where later steps begin, which needs no space on a full disk."""

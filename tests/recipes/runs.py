@@ -107,7 +107,7 @@ class Disk:
         filled_at: step before which it fills up, and the bytes that stay free.
         freed_at: step before which it has space again.
         freed_after_s: seconds after it has filled up until it has space again.
-        read_only: steps in which the folder of checkpoints is read-only.
+        read_only: steps in which the run's folder is read-only.
     """
 
     filled_at: tuple[int, int] = (0, 0)
@@ -117,16 +117,16 @@ class Disk:
 
     def before(self, step: int, folder: Path) -> None:
         """Let the faults of this step begin and end."""
-        ballast, checkpoints = folder / "ballast", str(folder / "run" / "checkpoints")
+        ballast, run = folder / "ballast", str(folder / "run")
         if step == self.filled_at[0]:
             _fill(ballast, free=self.filled_at[1])
             if self.freed_after_s:
                 threading.Timer(self.freed_after_s, ballast.unlink).start()
         if step in self.read_only and step - 1 not in self.read_only:
-            subprocess.run(["mount", "--bind", checkpoints, checkpoints], check=True)
-            subprocess.run(["mount", "-o", "remount,ro,bind", checkpoints], check=True)
+            subprocess.run(["mount", "--bind", run, run], check=True)
+            subprocess.run(["mount", "-o", "remount,ro,bind", run], check=True)
         if step not in self.read_only and step - 1 in self.read_only:
-            subprocess.run(["umount", checkpoints], check=True)
+            subprocess.run(["umount", run], check=True)
         if step == self.freed_at:
             ballast.unlink()
 

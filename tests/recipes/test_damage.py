@@ -131,12 +131,14 @@ def test_the_last_checkpoint_waits_for_room(tmp_path, small_disk):
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_checkpoints_are_read_only(tmp_path, small_disk):
+def test_training_goes_on_while_its_folder_is_read_only(tmp_path, small_disk):
     settings = [*prepare(tmp_path), f"train.steps={STEPS}", "checkpoint.every=1", f"train.output_dir={small_disk}"]
     ((end,),) = run_ranks(1, run_all, [{"settings": settings, "disk": Disk(read_only=range(3, 6))}])
     assert end["steps"] == STEPS
     kept = {path.name for path in (small_disk / "run" / "checkpoints").iterdir()}
     assert f"step-{STEPS:08d}" in kept and len(kept) == 2
+    lines = (small_disk / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, STEPS + 1)), "lines have waited"
 
 
 @pytest.mark.slow
