@@ -263,7 +263,8 @@ class WeftEngine(PipelineEngine):
         """Return a micro-batch in the form that stages take: this rank's part of its sequences, on the device."""
         batch = self.batch_fn(batch) if self.batch_fn else batch
         whole = self.step_loss.minimised is not None
-        prepared = prepare_batch(batch, self.device, self.axes.context, keep_whole=whole)
+        model = next(iter(self.module.stages.values())).hf_model
+        prepared = prepare_batch(batch, self.device, self.axes.context, keep_whole=whole, model=model)
         self.step_loss.attach_items_of(prepared, batch)
         return prepared
 

@@ -30,9 +30,9 @@ from weft.engine.data.tokenizer import padding_id
 Batch = dict[str, Tensor]
 """A micro-batch of B sequences of S tokens on the CPU.
 
-``input_ids``, ``labels`` and ``position_ids`` are int64 [B, S]. A label of -100 is ignored. Labels are not shifted,
-because the model shifts them. ``attention_mask`` (1 for tokens, 0 for padding) is present only if a sequence is padded
-without packing.
+``input_ids`` and ``labels`` are int64 [B, S]. A label of -100 is ignored. Labels are not shifted, because the model
+shifts them. With packing there are ``position_ids`` [B, S]. ``attention_mask`` (1 for tokens, 0 for padding) is present
+only if a sequence is padded without packing.
 """
 
 
@@ -56,12 +56,13 @@ def collate(rows: Sequence[Sequence[Document]], sequence_length: int, pad: int, 
             labels[row, at + 1 : end] = piece.labels[1:]
             positions[row, at:end] = np.arange(end - at)
             at = end
-        padded_from = at if packing else 0
-        positions[row, padded_from:] = np.arange(sequence_length - padded_from)
+        positions[row, at:] = np.arange(sequence_length - at)
         if at:  # a row without documents attends to its padding, because a softmax over nothing is NaN
             mask[row, at:] = 0
-    batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    if not packing and not mask.all():
+    batch = {"input_ids": ids, "labels": labels}
+    if packing:
+        batch["position_ids"] = positions
+    elif not mask.all():
         batch["attention_mask"] = mask
     return {name: torch.from_numpy(values) for name, values in batch.items()}
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from weft.engine.models.batch import attach_rows_of
+from weft.engine.models.batch import attach_rows_of, default_positions
 from weft.engine.parallel.axis import Alone, AxisGroup
 from weft.engine.stages.cutting.context import WHOLE, part_of
 
@@ -20,6 +21,7 @@ def prepare_batch(
     context: AxisGroup = ALONE,
     *,
     keep_whole: bool = False,
+    model: PreTrainedModel | None = None,
 ) -> dict[str, Tensor]:
     """Check a micro-batch, add position ids if it has none, and move it to ``device``. Drop a mask that masks nothing.
 
@@ -28,6 +30,7 @@ def prepare_batch(
             ``position_ids`` [B, S] and ``attention_mask`` [B, S].
         context: ranks that share its sequences. Only this rank's part is kept.
         keep_whole: also keep the whole micro-batch, which an objective reads.
+        model: model or stage of it whose default positions are added.
 
     Raises:
         ValueError: the micro-batch has another form.
@@ -39,16 +42,22 @@ def prepare_batch(
             "(-100 = ignored), as Hugging Face models take"
         )
     given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    if "position_ids" not in given:
-        given["position_ids"] = _positions(given)
-    mask = given.get("attention_mask")
+    mask, is_given = given.get("attention_mask"), "position_ids" in given
+    if mask is not None and mask.shape != given["input_ids"].shape:
+        raise ValueError(
+            f"micro-batch: attention_mask has the shape {list(mask.shape)}, and input_ids "
+            f"{list(given['input_ids'].shape)}; give a mask of padding [B, S], and position_ids that restart at each "
+            "document"
+        )
+    if not is_given:
+        given["position_ids"] = default_positions(given, model)
     # Kernels without a mask are faster, but examining a mask on the device would synchronise.
     needless = mask is not None and mask.device.type == "cpu" and bool(mask.all())
     positions, cut = given["position_ids"], context.size > 1
     given = part_of(given, context, keep_whole=keep_whole)
     moved = {name: value.to(device, non_blocking=True) for name, value in given.items()}
     if cut or positions.device.type == "cpu":
-        attach_rows_of(moved["position_ids"], positions.cpu())
+        attach_rows_of(moved["position_ids"], (positions if is_given else _among_tokens(batch)).cpu())
     if needless:
         whole = {} if cut or not keep_whole else {WHOLE + name: value for name, value in moved.items()}
         del moved["attention_mask"]
@@ -56,8 +65,8 @@ def prepare_batch(
     return moved
 
 
-def _positions(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the position of each token among the tokens that are not padding."""
+def _among_tokens(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the position of each token among the tokens that are not padding, which separates padding from text."""
     mask = tensors.get("attention_mask", torch.ones_like(tensors["input_ids"]))
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 

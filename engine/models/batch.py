@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import PreTrainedModel, masking_utils
 
 Batch = Mapping[str, Tensor]
 """Tensors of a micro-batch: int64 [B, S] ``input_ids``, ``labels`` and ``position_ids``.
@@ -29,6 +31,24 @@ def label_tokens(batch: Batch) -> Tensor:
     return (predicted != -100).sum()
 
 
+def default_positions(batch: Batch, model: PreTrainedModel | None) -> Tensor:
+    """Return the positions that a model's own forward gives a micro-batch without ``position_ids``, [B, S]."""
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if model is not None and (count := counts_from_padding(type(model).__module__)) is not None:
+        return count(ids, model.config.pad_token_id)
+    if model is not None and model.config.model_type == "opt" and mask is not None:
+        return mask.long().cumsum(-1) * mask.long() - 1
+    return torch.arange(ids.shape[-1], device=ids.device).repeat(len(ids), 1)
+
+
+@cache
+def counts_from_padding(module: str) -> Callable[[Tensor, int], Tensor] | None:
+    """Return a function of ids and padding token if positions of a module's models begin behind it, as in RoBERTa."""
+    kinds = vars(sys.modules[module]).values()
+    return next((found for kind in kinds if (found := getattr(kind, _COUNTING, None)) is not None), None)
+
+
+_COUNTING = "create_position_ids_from_input_ids"
 _KNOWN = "_weft_packed"
 _SEQUENCES = "_weft_sequences"
 

@@ -11,7 +11,7 @@ from weft.engine.models.batch import Batch
 from weft.engine.parallel import functions, zigzag
 from weft.engine.parallel.axis import AxisGroup
 
-CUT = ("input_ids", "labels", "position_ids")
+CUT = ("input_ids", "labels", "position_ids", "token_type_ids")
 """Inputs whose positions are divided over the group."""
 WHOLE = "whole."
 """Prefix under which a part also keeps the tensors of the whole micro-batch. Objectives read them."""

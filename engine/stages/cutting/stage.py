@@ -30,6 +30,8 @@ from weft.engine.stages.cutting.port import Port, StageEnded, require_as_predict
 _log = logging.getLogger(__name__)
 HEAD_WEIGHT, HEAD = 1 << 29, 1 << 30
 """Numbers, above all stages, that mean the weight and the logits of the last stage's head."""
+INPUTS = ("input_ids", "attention_mask", "position_ids")
+"""Inputs of forwards that accept any."""
 
 
 class Stage(nn.Module):
@@ -88,6 +90,7 @@ class Stage(nn.Module):
             )
         self._port = port
         self._arguments = accepted_arguments(self.hf_model)
+        self._inputs = {*inspect.signature(self.hf_model.forward).parameters, *INPUTS} - {"labels"}
         self._weights_dtype: torch.dtype | None = None
 
     @property
@@ -252,9 +255,10 @@ class Stage(nn.Module):
     def accepted(self, batch: Batch, **more: Any) -> dict[str, Any]:
         """Return the arguments for the model's own forward: the micro-batch's tensors without labels, and ``more``.
 
-        Arguments that the forward does not accept are left out.
+        They include further tensors that the forward names, such as ``token_type_ids``. Arguments that it does not
+        accept are left out.
         """
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+        inputs = {name: value for name, value in batch.items() if name in self._inputs}
         if "position_ids" in batch:
             more = more | wanted_arguments(self.hf_model.config, batch["position_ids"])
         return {

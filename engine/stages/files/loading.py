@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from weft.conf.schema import Attention, ModelConfig
+from weft.engine.models.batch import counts_from_padding
 from weft.engine.models.block_variants import variant_fields
 from weft.engine.models.lora import PREFIX, add_adapters, require_adapters, require_targets
 from weft.engine.models.quantization import BaseQuantization, base_quantization, settle_quantized
@@ -142,6 +143,8 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: i
     hf_config = load_hf_config(config)
     check_padding(config, hf_config)
     positions = getattr(hf_config, "max_position_embeddings", None)
+    if isinstance(positions, int) and counts_from_padding(model_class(hf_config).__module__) is not None:
+        positions -= (hf_config.pad_token_id or 0) + 1
     if isinstance(positions, int) and 0 < positions < tokens:
         raise ValueError(
             f"data.sequence_length={tokens}: {config.path or config.arch} is made for {positions} positions; shorten "

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from benchmarks.verification.shared_architectures import small_model
 from weft.engine.execution.batches import prepare_batch
-from weft.engine.models.batch import count_label_tokens, label_tokens
+from weft.engine.models.batch import count_label_tokens, flash_arguments, label_tokens
 from weft.engine.stages.cutting.context import whole_batch
 
 CPU = torch.device("cpu")
@@ -43,13 +44,28 @@ def test_what_is_on_the_device_already_is_taken_as_it_is():
     assert prepare_batch(there, META)["attention_mask"].device == META
 
 
-def test_positions_skip_padding():
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt", "roberta"])
+def test_positions_are_those_of_the_models_own_forward(model_type):
+    """Behind padding, OPT counts tokens, GPT-2 positions, and RoBERTa begins behind the padding's token."""
+    model = small_model(model_type, 1).eval()
     batch = _batch(padded=True)
     batch["attention_mask"][1, :2] = 0
-    assert prepare_batch(batch, torch.device("cpu"))["position_ids"].tolist() == [
-        [0, 1, 2, 3, 3, 3],
-        [0, 0, 0, 1, 2, 3],
-    ]
+    batch["input_ids"] = (batch["input_ids"] + 3).where(batch["attention_mask"] == 1, model.config.pad_token_id or 0)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    prepared = prepare_batch(batch, CPU, model=model)
+    seen = given["attention_mask"].bool()
+    with torch.no_grad():
+        found = model(**given, position_ids=prepared["position_ids"]).logits
+        assert torch.equal(found[seen], model(**given).logits[seen])
+    rows = flash_arguments(prepared["position_ids"])
+    assert rows["cu_seq_lens_q"].tolist() == [0, 4, 5, 6, 7, 8, 12], "each token of padding is apart"
+
+
+def test_mask_of_another_shape_is_refused():
+    batch = _batch(padded=True)
+    batch["attention_mask"] = batch["attention_mask"][:, None, None].expand(-1, 1, 6, 6)
+    with pytest.raises(ValueError, match=r"attention_mask has the shape \[2, 1, 6, 6\], .*give a mask of padding"):
+        prepare_batch(batch, CPU)
 
 
 def test_labels_are_counted_where_they_are():

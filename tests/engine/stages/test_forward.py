@@ -19,7 +19,7 @@ from weft.engine.stages.checking.self_check import tried_batch
 from weft.engine.stages.files.loading import load_hf_config
 
 
-def check(config, count, *, dtype=torch.float32, packed=False, masked=False, again=Recompute.none):
+def check(config, count, *, dtype=torch.float32, packed=False, masked=False, typed=False, again=Recompute.none):
     reference = whole(config, dtype=dtype)
     stages = stages_of(config, count, dtype=dtype)
     for model in (reference, *(stage.hf_model for stage in stages)):
@@ -28,6 +28,8 @@ def check(config, count, *, dtype=torch.float32, packed=False, masked=False, aga
     if masked:
         data["attention_mask"] = torch.ones_like(data["input_ids"])
         data["attention_mask"][0, -3:] = 0
+    if typed:
+        data["token_type_ids"] = torch.arange(10).repeat(2, 1) % 2
     num_items = torch.tensor(37)
     want = reference(**data, num_items_in_batch=num_items, use_cache=False)
     got = run(stages, data, num_items)
@@ -93,6 +95,10 @@ def test_packed(arch):
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text", "gpt2"])
 def test_padded(arch):
     check(tiny(arch), 2, masked=True)
+
+
+def test_token_types():
+    check(tiny("gpt2"), 2, typed=True)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt2", "mixtral"])
