@@ -115,6 +115,8 @@ def parquet_features(file: Path | str) -> Features:
             schema = pq.read_schema(opened)
     except (pa.ArrowException, OSError) as error:
         raise RowFault("", f"not a Parquet file ({str(error).splitlines()[0]}); write it again") from error
+    if twice := [name for name in schema.names if schema.names.count(name) > 1]:
+        raise RowFault("", f"column {twice[0]} is there twice; rename one")
     try:
         return Features.from_arrow_schema(schema)
     except (ValueError, TypeError):

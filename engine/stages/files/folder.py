@@ -45,6 +45,8 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             try:
                 weight_map = parse_json(read_text(folder / name))["weight_map"]
+                if not weight_map:
+                    raise ValueError("it names no file")
                 return [folder / file for file in sorted(set(weight_map.values()))]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
@@ -61,11 +63,14 @@ def weight_types(folder: Path) -> set[str]:
 
     Other file formats return an empty set.
     """
-    found: set[str] = set()
-    for file in weight_files(folder):
-        if file.suffix == ".safetensors":
-            found |= {entry["dtype"] for name, entry in read_header(file)[1].items() if name != "__metadata__"}
-    return found & {"F64", "F32", "F16", "BF16"}
+    return set(tensor_types(folder).values()) & {"F64", "F32", "F16", "BF16"}
+
+
+def tensor_types(folder: Path) -> dict[str, str]:
+    """Return safetensors' names of the types of a folder's tensors, by name. Other file formats return nothing."""
+    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
+    headers = [read_header(file)[1] for file in files]
+    return {name: entry["dtype"] for each in headers for name, entry in each.items() if name != "__metadata__"}
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:

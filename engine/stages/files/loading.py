@@ -19,7 +19,7 @@ from weft.engine.models.block_variants import variant_fields
 from weft.engine.models.lora import PREFIX, add_adapters, require_adapters, require_targets
 from weft.engine.models.quantization import BaseQuantization, base_quantization, settle_quantized
 from weft.engine.models.seeding import load, new_model
-from weft.engine.models.skeleton import causal_config, model_class, num_layers
+from weft.engine.models.skeleton import causal_config, config_skeleton, model_class, num_layers
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.cutting.from_model import named_parts, share_tied
 from weft.engine.stages.cutting.outline import Outline, outline_of
@@ -28,8 +28,18 @@ from weft.engine.stages.cutting.prune import open_port, prune
 from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.stages.cutting.stage import Stage, global_names
 from weft.engine.stages.files.config_ranges import ImpossibleNumber, require_possible
-from weft.engine.stages.files.folder import is_local, require_whole_folder, source_of, weight_types, weights_folder
+from weft.engine.stages.files.folder import (
+    is_local,
+    require_whole_folder,
+    source_of,
+    tensor_types,
+    weight_types,
+    weights_folder,
+)
 from weft.engine.stages.files.shards import base_type, exact_type, settle_types
+
+NO_FLOATS = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64"}
+"""Types of safetensors whose numbers are no weights."""
 
 
 def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
@@ -165,7 +175,7 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: i
     if config.path and is_local(config.path) and weight_types(weights_folder(config.path)):
         cls = model_class(hf_config)
         try:
-            _, report = load(
+            model, report = load(
                 cls,
                 source_of(config.path),
                 hf_config,
@@ -176,10 +186,15 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: i
                 ignore_mismatched_sizes=True,
                 device_map="meta",  # reads only headers
             )
-        except (RuntimeError, TypeError, ArithmeticError, KeyError) as error:  # negative sizes, unknown activations
-            remedy = "correct config.json or generation_config.json"
+        except Exception as error:  # any: negative sizes, unknown activations, odd settings, damaged headers
+            remedy = "correct config.json or generation_config.json, or copy or download the folder again"
             raise ValueError(f"model.path={config.path}: not read ({_one_line(error)}); {remedy}") from error
-        _require_fitting(config, cls, report)
+        trained = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+        kinds = tensor_types(weights_folder(config.path))
+        odd = [f"{name} has the type {kind}" for name, kind in kinds.items() if name in trained and kind in NO_FLOATS]
+        _require_fitting(config, cls, {**report, "error_msgs": odd})
+    if not config.path:
+        config_skeleton(hf_config)
 
 
 def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from weft.conf.schema import DataConfig, DataKind
@@ -174,6 +176,9 @@ def test_columns_of_parquet(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             check_source(DataConfig(path=path, **settings))
+    pq.write_table(pa.table([["a"], ["b"]], ["text", "text"]), path)
+    with pytest.raises(ValueError, match="column text is there twice; rename one"):
+        check_source(DataConfig(kind=DataKind.text, path=path))
 
 
 ROWS = {

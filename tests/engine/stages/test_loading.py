@@ -263,6 +263,12 @@ class TestErrors:
             ("config.json", {"hidden_act": "nope"}, "not read .'nope'.; correct config.json"),
             ("config.json", {"intermediate_size": -32}, "not read .*negative dimension.*; correct config.json"),
             ("generation_config.json", "[" * 100_000, r"not read \(maximum recursion.*; correct .*generation_config"),
+            (
+                "generation_config.json",
+                {"cache_implementation": "nope"},
+                r"model.path=.*\(Invalid `cache_implementation`",
+            ),
+            ("model.safetensors.index.json", {"weight_map": {}}, r"index.json cannot be read \(it names no file\)"),
         ],
     )
     def test_hostile_configuration(self, copied, file, change, message):
@@ -273,6 +279,20 @@ class TestErrors:
 
     def test_impossible_override(self):
         self.refused("model.overrides.rope_theta=-1.0: not above 0; correct it", tiny("llama", rope_theta=-1.0))
+
+    def test_new_model_with_an_unknown_name(self):
+        with pytest.raises(ValueError, match=r"cannot build LlamaForCausalLM .*'gelux'.*check model.overrides"):
+            check_model_fits(tiny("llama", hidden_act="gelux"), 1, 8)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [("F32", "I32", "has the type I32"), ("F32", "F99", "not read .*F99"), ("[0,", "[8,", "not read .*offset")],
+    )
+    def test_header_that_other_weights_would_have(self, copied, old, new, message):
+        file = next(copied.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes().replace(old.encode(), new.encode(), 1))
+        with pytest.raises(ValueError, match=rf"model\.path=.*{message}"):
+            check_model_fits(ModelConfig(path=str(copied)), 1, 8)
 
     def test_more_stages_than_layers(self):
         self.refused("5 virtual stages, but the model has 4 layers", tiny("llama"), 5)
