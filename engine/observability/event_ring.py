@@ -41,9 +41,9 @@ _NUMBERS = {kind: number for number, kind in enumerate(KINDS, start=1)}
 
 
 class Header(IntEnum):
-    """Indices of the header's words. The last four describe the slot that runs."""
+    """Indices of the header's words. Those from ``FIRST`` to ``SINCE`` describe the slot that runs."""
 
-    MAGIC, VERSION, RANK, PID, STARTED, CAPACITY, WRITTEN, WALL, CLOSED, FIRST, SECOND, STEP, SINCE = range(13)
+    MAGIC, VERSION, RANK, PID, STARTED, CAPACITY, WRITTEN, WALL, CLOSED, FIRST, SECOND, STEP, SINCE, COST = range(14)
 
 
 class Event(NamedTuple):
@@ -132,6 +132,14 @@ class RingWriter:
             self._at = HEADER * WORD_BYTES
         self._written = self._words[self._count] = self._written + 1
 
+    def state_cost(self, event_s: float) -> None:
+        """Publish the processor time that an event costs the rank."""
+        self._words[Header.COST] = round(event_s * 1e9)
+
+    def remove(self) -> None:
+        """Remove the file, so that no collector finds it. What is written goes nowhere."""
+        self._path.unlink(missing_ok=True)
+
     def begin(self, first: int, second: int, step: int, start: float) -> None:
         """Publish the slot that runs from now on."""
         CURRENT.pack_into(self._memory, self._current, first, second, step, start)
@@ -206,7 +214,7 @@ class RingReader:
         return int(self._words[Header.CLOSED]) > 1
 
     def current(self) -> dict[str, object]:
-        """Return what the rank does now: its slot and step, and the seconds since the slot began."""
+        """Return what the rank does now: its slot and step, the slot's begin, and what an event costs (0: unknown)."""
         first, second, step = (int(self._words[index]) for index in (Header.FIRST, Header.SECOND, Header.STEP))
         since = float(self._words[Header.SINCE :][:1].view("f8")[0])
         return {
@@ -215,4 +223,5 @@ class RingReader:
             "step": step,
             "since": since + self.wall_s,
             "alive": not self.is_closed,
+            "event_s": int(self._words[Header.COST]) / 1e9,
         }

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ import torch
 from weft.engine.observability.clock import DeviceTimes
 from weft.engine.observability.event_ring import RingWriter, encode, encode_slot, rings_folder
 from weft.engine.observability.watcher import Waits
-from weft.pipeline.action import Slot
+from weft.pipeline.action import Action, Op, Slot
 
 STEPS_KEPT = 8
 """Steps that a ring holds at least, if the collector does not read it."""
 LEAST_RECORDS = 4096
 OTHER_RECORDS = 64
 """Records of a step besides its slots and their waits."""
+TRIALS, TURNS = 100, 5
+"""Events that are timed together when a run begins, and how often: the fastest are the least disturbed."""
 MOST_PENDING = 100_000
 """Records that wait for the device. Older ones are dropped."""
 
@@ -50,7 +52,24 @@ class EventTimer:
             OSError, ValueError: shared memory cannot be used. See `RingWriter`.
         """
         needed = STEPS_KEPT * (2 * longest_row + OTHER_RECORDS)
-        return cls(RingWriter(rings_folder(folder), rank, max(LEAST_RECORDS, needed)), device, inner)
+        trial = RingWriter(rings_folder(folder), rank, TRIALS, "trial")
+        trial.remove()
+        event_s = cls(trial, device).event_s()
+        ring = RingWriter(rings_folder(folder), rank, max(LEAST_RECORDS, needed))
+        ring.state_cost(event_s)
+        return cls(ring, device, inner)
+
+    def event_s(self) -> float:
+        """Return the processor time of an event on this host, by writing some. For a ring that nothing reads."""
+        slot, turns = (Action(Op.F, 0, 0),), []
+        for _ in range(TURNS):
+            begun_s = thread_time()
+            for _ in range(TRIALS):
+                self.slot_begins(slot)
+                self.slot_ended(slot, self._mark(), self._mark())
+            self._read_device()
+            turns.append(thread_time() - begun_s)
+        return min(turns) / TRIALS
 
     def slot_begins(self, slot: Slot) -> None:
         """Publish the slot that runs from now on."""

@@ -154,6 +154,7 @@ class Views:
             ],
             "needs": needs_of(record),
             "clocks": _clocks(record, spans),
+            "timer_share": _timer_share(record, spans),
         }
 
     def _ranks(self, **_: Any) -> list[dict[str, Any]]:
@@ -215,6 +216,18 @@ def _clocks(record: RunRecord, spans: pd.DataFrame) -> dict[str, Any]:
     bounds = [clock.bound_s for clock in clocks.values() if isfinite(clock.bound_s)]
     unknown = [host for host, clock in clocks.items() if not isfinite(clock.bound_s)]
     return {"hosts": len(clocks), "bound_s": max(bounds, default=0.0), "unknown": unknown}
+
+
+def _timer_share(record: RunRecord, spans: pd.DataFrame) -> float | None:
+    """Return the largest part of a rank's step that timing its events took, or None if no rank stated the cost."""
+    event_s = {entry["rank"]: entry.get("event_s") or 0.0 for entry in record.current()}
+    whole = spans[spans.section == "step"].groupby("rank")
+    step_s = (whole.end_s.max() - whole.start_s.max()).to_dict()
+    counts = spans[spans.section != PREFILL].groupby("rank").size().to_dict()
+    shares = [
+        counts[rank] * event_s[rank] / step_s[rank] for rank in step_s if event_s.get(rank) and step_s[rank] > 0.0
+    ]
+    return max(shares, default=None)
 
 
 def _transfers(record: RunRecord, transfers: Iterable[Transfer], origin_s: float = 0.0) -> list[list[Any]]:

@@ -1,6 +1,7 @@
 """A rank's events reach the collector whole and in order, also after SIGKILL; foreign files are refused."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,7 +103,8 @@ def test_events_of_a_killed_rank_can_be_read(folder):
     reader = RingReader(folder / "rank0")
     assert reader.read()["step"].tolist() == list(range(10))
     assert reader.is_closed and not reader.is_finished
-    assert reader.current() | {"since": 0} == {"rank": 0, "slot": "2F", "step": 10, "since": 0, "alive": False}
+    expected = {"rank": 0, "slot": "2F", "step": 10, "since": 0, "alive": False, "event_s": 0.0}
+    assert reader.current() | {"since": 0} == expected
 
 
 @pytest.mark.parametrize("damage", ["open", "short", "foreign", "size", "link"])
@@ -212,6 +214,21 @@ def test_events_of_a_gpu_are_read_after_the_device_has_passed_them(folder, monke
     found = reader.read()
     assert [event_text(int(word), 0) for word in found["first"]] == ["0F0", "step"]
     assert found["step"].tolist() == [1, 2] and found["end"][0] - found["start"][0] == pytest.approx(1e-6)
+
+
+def test_a_timer_states_what_its_events_cost_and_leaves_no_other_trace(tmp_path):
+    folder = rings_folder(tmp_path)
+    try:
+        timer = EventTimer.open(tmp_path, 2, 4, CPU)
+        reader = RingReader(folder / "rank2")
+        assert [path.name for path in folder.iterdir()] == ["rank2"]
+        assert len(reader.read()) == 0 and reader.current()["slot"] == ""
+        assert 0.0 < reader.current()["event_s"] < 1.0
+        with timer.step(1):
+            pass
+        assert reader.read()["step"].tolist() == [1]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_rings_of_two_runs_lie_apart(tmp_path):

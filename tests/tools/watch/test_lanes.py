@@ -1,5 +1,6 @@
 """Lanes of the timeline and of its trace: transfers, uplinks between sites, and prefills, each shown once."""
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.tools.watch.recorded import Recording
 from weft.pipeline.action import SENDS, Action, Op
 from weft.pipeline.costs import LinkCost
+from weft.tools.watch import FOLDER
 from weft.tools.watch.record import RunRecord
 from weft.tools.watch.views import Views
 
@@ -129,3 +131,18 @@ def test_sites_without_names_are_numbered(tmp_path):
     recording.run(2)
     shown = Views(RunRecord(recording.write())).show("timeline", step=1)
     assert {each[2] for each in shown["transfers"]} == {"", "east → 1", "1 → east"}
+
+
+def test_the_share_of_timing_is_that_of_the_rank_with_the_most(tmp_path):
+    recording = Recording(tmp_path, **HOW)
+    recording.run(3, jitter=0.0)
+    record = RunRecord(recording.write())
+    assert Views(record).show("timeline", step=2)["timer_share"] is None, "no rank has stated the cost"
+    ranks = [{"rank": rank, "slot": "", "step": 3, "alive": False, "event_s": 7e-6 * (rank == 7)} for rank in range(8)]
+    now = {"at": 0.0, "host": "host", "ranks": ranks}
+    (tmp_path / FOLDER / "now-host.json").write_text(json.dumps(now))
+    spans = record.spans(2)
+    own = spans[spans["rank"] == 7]
+    whole = own[own.section == "step"]
+    expected = 7e-6 * len(own) / float(whole.end_s.iloc[0] - whole.start_s.iloc[0])
+    assert Views(record).show("timeline", step=2)["timer_share"] == pytest.approx(expected)

@@ -256,6 +256,8 @@ def test_a_live_run_of_eight_ranks_is_followed(tmp_path, browser):
             assert browser.run("document.querySelectorAll('.rank').length") == 0
             show(browser, address, "ranks?rank=3")
             assert browser.run("document.querySelectorAll('.rank').length") == 8
+            show(browser, address, "timeline")
+            assert re.fullmatch(r"Timing took a rank at most [\d.]+ % of this step\.", text(browser, "#timer"))
             assert browser.errors == []
     finally:
         os.killpg(job.pid, signal.SIGTERM)

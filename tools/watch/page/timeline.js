@@ -2,7 +2,7 @@
 // transfers, of prefills in bubbles, and of uplinks between sites.
 
 import { AXIS, inWords, LANE, layout, ROW } from "./lanes.js";
-import { brush, canvas, colour, element, panel, time } from "./tools.js";
+import { brush, canvas, colour, element, panel, share, time } from "./tools.js";
 
 const LABEL = 64;
 const WAITS = { RECV_F: 1, RECV_B: 1, gradients: 2, weights: 2, sums: 2 };
@@ -122,6 +122,7 @@ export async function timeline({ fetched, query, go }) {
     hosts > unknown.length + 1 ? `Clocks of ${hosts - unknown.length} hosts are lined up by their transfers, to within ${time(bound)} of the first one's.` : "",
     unknown.length ? `Nothing passes between the first host and ${unknown.slice(0, 8).join(", ")}${unknown.length > 8 ? " and others" : ""}, whose clocks are as they were.` : "",
   ].join(" ") }) : null;
+  const timer = found.timer_share === null ? null : element("p", { className: "quiet", id: "timer", textContent: `Timing took a rank at most ${share(found.timer_share, 3)} of this step.` });
   const input = element("input", { type: "number", id: "step", min: 1, value: found.step, onchange: (event) => go({ step: event.target.value, rank: null, slot: null }) });
   const bar = element("div", { className: "bar" }, element("label", {}, "Step ", input),
     element("button", { textContent: "newest", onclick: () => go({ step: null, rank: null, slot: null }) }),
@@ -131,7 +132,7 @@ export async function timeline({ fetched, query, go }) {
     ...Object.entries(KEYS).filter(([name]) => name !== "prefill" || found.prefills.length).map(([name, text]) => element("span", { className: "key" }, element("i", { style: { background: `var(--${name})` } }), text)));
   return {
     children: [panel(`Step ${found.step}: ${time(whole)} measured (above), ${time(found.predicted_step_s)} predicted (below)`, bar,
-      element("div", { className: "scroll", dataset: { scroll: "" } }, on), status, clocks)],
+      element("div", { className: "scroll", dataset: { scroll: "" } }, on), status, clocks, timer)],
     drawn,
   };
 }
