@@ -21,7 +21,6 @@ MOST_CHARACTERS = 1_000_000
 """Largest length of all values together, with their references resolved."""
 _RESOLVERS = ("oc.env", "now")
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
-_NESTED = re.compile(r"\$\{[^{}]*\$\{")
 _ELSEWHERE = 100
 """Assumed length of a value that a reference takes from elsewhere."""
 
@@ -37,6 +36,8 @@ def read_recipe(path: str) -> dict[str, Any]:
         tree = read_yaml(Path(path).expanduser(), most_bytes=MOST_BYTES)
         if not isinstance(tree, dict):
             raise ValueError("holds no fields; write for example `train: {steps: 10}`")
+        if any(part in str(tree.get("defaults")) for part in ("..", "${", "_file")):  # files there would not be checked
+            raise ValueError("defaults: name recipes and groups of Weft, without paths and references")
         _References(tree).check()
     except ValueError as error:
         raise ValueError(f"recipe={path}: {error}") from error
@@ -59,8 +60,8 @@ class _References:
             raise ValueError(f"its references stand for more than {MOST_CHARACTERS:,} characters; write values out")
 
     def _check_text(self, place: str, text: str) -> None:
-        if _NESTED.search(text):
-            raise ValueError(f"{place}: a reference inside of another is not supported in a file; write the value out")
+        if "${" in _REFERENCE.sub("", text):  # OmegaConf reads braces in arguments, even those in quotes
+            raise ValueError(f"{place}: a reference with braces inside is not supported in a file; write the value out")
         for inside in _REFERENCE.findall(text):
             resolver, colon, arguments = inside.partition(":")
             if not colon:

@@ -28,6 +28,7 @@ BOMBS = {
     "tables": doubling(lambda n: f"{{a: '${{model.overrides.v{n}}}', b: '${{model.overrides.v{n}}}'}}", "{c: 1}"),
     "itself": "train: {name: '${train.name}'}",
     "an alias of itself": "a: &a [*a]",
+    "a recipe that builds on itself": "defaults: [_file, _self_]",
     "a reference inside of another": "a: x\ntrain: {name: '${${a}}'}",
 }
 
@@ -58,6 +59,9 @@ def test_a_recipe_that_stands_for_much_is_refused_in_one_line(tmp_path, bomb):
         "${oc.decode:'oc.env'}",
         "${oc.${train.name}:HF_TOKEN}",
         "${oc.env:${oc.env:USER}}",
+        '${oc.env:HF_TOKEN,"{"}',
+        "${oc.env:WANDB_API_KEY,{a: 1}}",
+        "${oc.env:USER,'}'}${oc.env:HF_TOKEN,[{}]}",
     ],
 )
 def test_a_recipe_file_reads_no_variable_that_may_be_secret(tmp_path, monkeypatch, reading):
@@ -68,6 +72,15 @@ def test_a_recipe_file_reads_no_variable_that_may_be_secret(tmp_path, monkeypatc
         with pytest.raises(ValueError, match=r"(may not read the variable|is not supported in a file)") as caught:
             load([f"recipe={path}"])
         assert "a secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ['["{}/other@_global_", _self_]', '[{{"{}@_global_": other}}, _self_]'])
+def test_a_recipe_file_builds_on_no_file_elsewhere(tmp_path, monkeypatch, form):
+    monkeypatch.setenv("HF_TOKEN", "a secret of the user")
+    (tmp_path / "other.yaml").write_text("# @package _global_\ntrain: {name: '${oc.env:HF_TOKEN}'}\n")
+    path = write(tmp_path, "defaults: " + form.format("/" + "../" * 12 + str(tmp_path).strip("/")))
+    with pytest.raises(ValueError, match="defaults: name recipes and groups of Weft"):
+        load([f"recipe={path}"])
 
 
 def test_references_and_harmless_variables_are_filled_in(tmp_path, monkeypatch):
