@@ -38,6 +38,9 @@ _OF_LISTS = frozenset(
 )
 """Filters that do not convert their argument into text."""
 
+_ORDERING = frozenset(("min", "max", "sort", "unique", "groupby", "dictsort"))
+"""Filters that copy each text in lower case, and compare values."""
+
 
 class _Budget(threading.local):
     """Remaining steps and characters of this thread's rendering. ``steps`` is None outside of `limited`."""
@@ -75,18 +78,21 @@ def _spend(steps: int, characters: int = 0) -> None:
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, (str, list, tuple)) else 0
+    return len(value) if isinstance(value, (str, list, tuple, dict)) else 0
 
 
-def _text_length(value: Any) -> int:
+def _text_length(value: Any, of_part: int = 0) -> int:
     """Estimate the length of ``str(value)``. An object that a list has several times counts as often.
 
     The count stops when it exceeds the characters that are left.
+
+    Args:
+        of_part: count so many characters for each part, whatever its length.
     """
     most, length, parts = max(_LEFT.characters, 0), 0, [value]
     while parts and length <= most:
         part = parts.pop()
-        length += len(part) if isinstance(part, str) else _PART_CHARACTERS
+        length += of_part or (len(part) if isinstance(part, str) else _PART_CHARACTERS)
         if isinstance(part, dict):
             parts += [*part, *part.values()]
         elif isinstance(part, (list, tuple)):
@@ -97,6 +103,12 @@ def _text_length(value: Any) -> int:
 def _made(value: Any) -> Any:
     """Count a text or list that the template made or searches, and return it."""
     _spend(1, _length(value))
+    return value
+
+
+def _compared(value: Any) -> Any:
+    """Count the parts of a value that is compared, hashed or searched, and return it."""
+    _spend(1, _length(value) if isinstance(value, str) else _text_length(value, _PART_CHARACTERS))
     return value
 
 
@@ -134,7 +146,7 @@ def _check_call(name: str, text: Any, arguments: list[Any]) -> None:
     if name not in _OF_LISTS and max(numbers, default=0) > _MOST_NUMBER:
         raise SecurityError(f"{name} of a number above {_MOST_NUMBER:,}")
     most = max([_text_length(each) for each in arguments if not isinstance(each, int)], default=0)
-    size = _length(text) if name in _OF_LISTS else _text_length(text)
+    size = _length(text) if name in _OF_LISTS and name not in _ORDERING else _text_length(text)
     if name in ("format", "format_map"):
         _check_format(str(text), arguments)
     elif name == "replace" and len(arguments) > 1:
@@ -205,9 +217,10 @@ class _Limits(NodeTransformer):
         self.generic_visit(node)
         return _filtered(node, "weft_made") if isinstance(node.arg, nodes.Slice) else node
 
-    def visit_Operand(self, node: nodes.Operand) -> nodes.Operand:
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        node.expr = _filtered(node.expr, "weft_made")
+        for side in (node, *node.ops):
+            side.expr = _filtered(side.expr, "weft_compared")
         return node
 
 
@@ -223,6 +236,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, finalize=_written, **options)
         ours = {"weft_looped": _looped, "weft_concatenated": _concatenated, "weft_made": _made}
+        ours["weft_compared"] = _compared
         self.filters = _Filters(self.filters | ours)
         del self.globals["lipsum"]  # it writes text of any length
 
@@ -242,6 +256,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             bits = left.bit_length() * max(1, right) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _MOST_BITS:
                 raise SecurityError(f"a number of more than {_MOST_BITS:,} bits")
+            _spend(1 + bits // 64)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # as jinja2 has it
@@ -252,6 +267,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             if method.__name__ == "join" and args and not isinstance(args[0], (str, list, tuple)):
                 args = (_listed(args[0]),)
             _check_call(method.__name__, text, [*args, *kwargs.values()])
+        elif isinstance(text, (list, tuple, dict)):  # they hash or compare their arguments
+            for value in (text, *args) if method.__name__ in ("count", "index") else args:
+                _compared(value)
         _spend(_CALL_STEPS)
         return _made(super().call(__context, __obj, *args, **kwargs))
 

@@ -56,6 +56,15 @@ HOSTILE = {
     "map": "{{ ['x'] | map('center', 5000000000) | list }}",
     "searching": SPACE + "{% set s = ns.x * 30000 %}{% for i in range(99999) %}{{ 'yy' in s }}{% endfor %}",
     "counting": SPACE + "{% set s = ns.x * 30000 %}{% for i in range(99999) %}{{ s.count('yy') }}{% endfor %}",
+    "counting in lists": "{% set s = [1] * 90000 %}{% for i in range(90000) %}{{ s.count(2) }}{% endfor %}",
+    "comparing lists of lists": "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+    "hashing tuples of tuples": "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}"
+    "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ ns.x in {1: 1} }}",
+    "sorting copies": SPACE + "{{ ([ns.x * 60] * 60000) | sort | length }}",
+    "dictionaries that grow": "{% set ns = namespace(d={}) %}{% for i in range(99999) %}"
+    "{% set ns.d = dict(ns.d, **{'k' ~ i: 1}) %}{% endfor %}",
+    "powers in a loop": "{% for i in range(90000) %}{% set x = 7 ** 30000 %}{% endfor %}",
     "round": "{{ 1.5 | round(1000000000, 'ceil') }}",
     "lipsum": "{{ lipsum(n=99999, min=99999, max=100000) }}",
 }
