@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from weft.conf.features import FEATURES, require
+from weft.conf.host.terminal import printable
 
 COMMANDS = {
     "launch": ("weft.tools.launch_command", "check a configuration, start a run and supervise it"),
@@ -34,7 +35,7 @@ LIGHT_HELP = ("train", "check", "profile", "emulate")
 MOVED = {"bench": ("python", "-m", "benchmarks"), "parity": ("python", "-m", "benchmarks", "parity")}
 """Former commands, with the command that replaces each; it runs in a checkout of Weft."""
 OWN_SIGNALS = ("launch", "serve", "controller", "train")
-"""Commands that handle SIGTERM themselves; the others unwind, so that no temporary folder or process stays."""
+"""Commands that handle signals themselves; the others unwind, so that no temporary folder or process stays."""
 BAD_INPUT = 2
 
 
@@ -74,8 +75,10 @@ def _run(command: str, rest: Sequence[str]) -> int:
 
 
 def unwind_on_termination() -> None:
-    """Raise `SystemExit` in this process upon SIGTERM, so that context managers clean up."""
-    signal.signal(signal.SIGTERM, partial(_unwind, os.getpid()))
+    """Raise `SystemExit` in this process upon SIGTERM, or SIGHUP without `nohup`, so that context managers clean up."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, partial(_unwind, os.getpid()))
 
 
 def report_bad_input(name: str, command: Callable[[], int]) -> int:
@@ -86,7 +89,7 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
         sys.stdout.flush()  # the reader may have closed it before the last of the output
         return status
     except ValueError as error:
-        for line in str(error).splitlines():
+        for line in printable(str(error)).splitlines():
             print(f"{name}: {line}", file=sys.stderr)
         return BAD_INPUT
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from weft.comm.collectives import CollectiveCosts
 from weft.conf.batch import fit_batch
+from weft.conf.host.terminal import printable
 from weft.conf.hosts import world_size
 from weft.conf.schema import DataKind, WeftConfig
 from weft.conf.sources import sources_of
@@ -43,7 +44,7 @@ def first_row_lines(config: WeftConfig) -> list[str]:
         return [f"first row: not shown ({error})"]
     counted = sum(label != IGNORED for label in row.labels)
     which = "all of which count" if counted == len(row.ids) else f"of which {counted:,} count in the loss, «these»"
-    text = _marked(row, tokenizer) if counted < len(row.ids) else _printable(tokenizer.decode(row.ids))
+    text = _marked(row, tokenizer) if counted < len(row.ids) else printable(tokenizer.decode(row.ids))
     head = f"first row of {sources[0].path}: {len(row.ids):,} tokens, {which}"
     return [head, *_shortened(text).splitlines(), *unused]
 
@@ -53,15 +54,10 @@ def _marked(row: Document, tokenizer: PreTrainedTokenizerBase) -> str:
     at = 0
     for counts, labels in groupby(row.labels, lambda label: label != IGNORED):
         here = len(list(labels))
-        text = _printable(tokenizer.decode(row.ids[at : at + here]))
+        text = printable(tokenizer.decode(row.ids[at : at + here]))
         parts.append(f"«{text}»" if counts else text)
         at += here
     return "".join(parts)
-
-
-def _printable(text: str) -> str:
-    """Escape control characters."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 def _shortened(text: str) -> str:

@@ -21,15 +21,19 @@ A larger file may have one per character.
 _MOST_DIGITS = 1000
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_OWN_PIPES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_FILE_BYTES) -> str:
     """Read a UTF-8 text file of at most ``most_bytes``.
 
     Raises:
-        ValueError: the file cannot be read, is larger, or is not UTF-8.
+        ValueError: the file cannot be read, is larger, or is not UTF-8; or it is a pipe, which may never be written to.
+            A pipe of this process, such as ``/dev/stdin``, is read.
     """
     try:
+        if path.is_fifo() and path.parent not in _OWN_PIPES:
+            raise ValueError("a pipe")
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)
         text = data.decode("utf-8")

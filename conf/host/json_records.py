@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from weft.conf.host.documents import MOST_FILE_BYTES
 
 
 class JsonRecords:
@@ -17,12 +20,14 @@ class JsonRecords:
     def read(self) -> list[dict[str, Any]]:
         """Return all complete records, in order. Lines that are not JSON objects are left out."""
         try:
+            if not self._path.is_file():
+                return []
             with open(self._path, "rb") as file:
                 found = self._path.stat()
                 if found.st_size < self._position or found.st_ino != self._inode:
                     self._position, self._inode, self._records = 0, found.st_ino, []
                 file.seek(self._position)
-                lines = file.readlines()
+                lines = BytesIO(file.read(MOST_FILE_BYTES)).readlines()
         except FileNotFoundError:
             return []
         for line in lines:
@@ -31,7 +36,7 @@ class JsonRecords:
             self._position += len(line)
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 self._records.append(record)

@@ -21,6 +21,7 @@ from typing import NamedTuple, NoReturn, TextIO
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
+_TIME_WAIT = "06"
 STOPPED = frozenset("Tt")
 """States of a process that a signal or a debugger has stopped."""
 USUAL_S = 5e-5
@@ -62,6 +63,23 @@ def peer_process(connection: socket.socket) -> tuple[int, int]:
     """Return pid and user of the process at the other end of a Unix socket, as the kernel reports them."""
     pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, user
+
+
+def connection_users(own: tuple[str, int], peer: tuple[str, int]) -> set[int]:
+    """Return the users of this host whose TCP sockets may be the other end of a loopback connection.
+
+    Args:
+        own, peer: addresses of this end and of the other one. Only their ports are compared.
+    """
+    ends = [f"{port:04X}" for port in (peer[1], own[1])]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, remote, state, *_ = fields = line.split()
+                if [local[-4:], remote[-4:]] == ends and state != _TIME_WAIT:
+                    found.add(int(fields[7]))
+    return found
 
 
 def host_identity() -> tuple[object, ...]:

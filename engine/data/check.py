@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from datasets import Features, Json, LargeList, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from weft.conf.host.terminal import printable
 from weft.conf.schema import DataConfig, DataKind
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
@@ -281,7 +282,7 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
     if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):
         parts.append("arguments of tool_calls that are text, which the chat template quotes again: write objects")
     paths = ", ".join(each.path for each in sources_of(data))
-    return [f"{paths}: {'; '.join(parts)}"] if parts else []
+    return [printable(f"{paths}: {'; '.join(parts)}")] if parts else []
 
 
 def _seen_in_table(data: DataConfig) -> Seen:

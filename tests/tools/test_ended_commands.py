@@ -1,7 +1,10 @@
-"""A command that is ended by SIGTERM leaves nothing behind."""
+"""A command that a signal ends leaves nothing behind."""
 
+import signal
 import subprocess
 import sys
+
+import pytest
 
 CODE = """
 import sys
@@ -12,9 +15,10 @@ sys.exit(cli.main())
 """
 
 
-def test_a_command_that_is_ended_removes_its_temporary_folders(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_removes_its_temporary_folders(tmp_path, number):
     command = subprocess.Popen([sys.executable, "-c", CODE, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert command.stdout.readline().startswith(str(tmp_path))
-    command.terminate()
-    assert command.wait(30) == 143
+    command.send_signal(number)
+    assert command.wait(30) == 128 + number
     assert list(tmp_path.iterdir()) == []

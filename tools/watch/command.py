@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         )
     import uvicorn
 
-    from weft.tools.watch.server import make_app, new_token
+    from weft.tools.watch.server import OwnUserProtocol, make_app, new_token
 
     token = "" if is_loopback(args.host) else os.environ.get(TOKEN) or new_token()
     app = make_app(record, host=args.host, token=token, other=other)
@@ -47,7 +47,12 @@ def main(argv: list[str]) -> int:
     address = f"http://{args.host}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
     print(f"{record.name}: {address}", flush=True)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1
+        app,
+        http="auto" if token else OwnUserProtocol,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
     )
     uvicorn.Server(config).run([listener])
     return 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
-import yaml
 
+from weft.conf.host.documents import parse_json, read_text, read_yaml
 from weft.conf.host.json_records import JsonRecords
+from weft.conf.host.terminal import printable
 from weft.pipeline.action import Action, Op, parse_slot, receive_of
 from weft.pipeline.cell import pipeline_of, predict
 from weft.pipeline.costs import CostModel, LinkCost, StageCost
@@ -22,9 +23,10 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import MEASURED_LANES, Span, Timeline
 from weft.tools.watch import FOLDER
 from weft.tools.watch.clocks import Clock, line_up
-from weft.tools.watch.step_files import StepFiles, file_number, host_of
+from weft.tools.watch.step_files import StepFiles, file_number, files_of, host_of
 
 T = TypeVar("T")
+MOST_BYTES = 2**20
 COMPUTE_SECTIONS = ("F", "B", "I", "W")
 
 
@@ -51,26 +53,32 @@ class RunRecord:
         """Read the run in ``folder``. Raise ValueError if there is no run, or it has no plan yet."""
         self.folder = folder.expanduser().absolute()
         try:
-            self.config: dict[str, Any] = yaml.safe_load((self.folder / "config.yaml").read_text())
-            self.plan: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
+            self.config: dict[str, Any] = printable(read_yaml(self._file("config.yaml"), most_bytes=MOST_BYTES))
+            self.plan: dict[str, Any] = printable(parse_json(read_text(self._file("plan.json"))))
             self._read_plan()
         except FileNotFoundError as error:
             raise ValueError(
-                f"{folder}: no {Path(error.filename).name} there; name the folder of a run, such as runs/quickstart, "
-                "after it has started"
+                f"{folder}: no {error} there; name the folder of a run, such as runs/quickstart, after it has started"
             ) from error
-        except (KeyError, TypeError, AttributeError, yaml.YAMLError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
             raise ValueError(f"{folder}: its config.yaml or plan.json is not of this Weft ({error!r})") from error
         self._metrics = JsonRecords(self.folder / "metrics.jsonl")
         self.metrics: list[dict[str, Any]] = []
         self.steps = StepFiles(self.folder / FOLDER, list(self.places))
         self.refresh()
 
+    def _file(self, name: str) -> Path:
+        if not (self.folder / name).exists():
+            raise FileNotFoundError(name)
+        return self.folder / name
+
     def _read_plan(self) -> None:
         plan = self.plan
         shape = plan["placement"]
         self.placement = Placement(tuple(shape["groups"]), shape["legs"], tuple(shape["sites"]))
         self.costs = _costs(plan["costs"], plan.get("collectives"))
+        if any(sum(line) > len(ranks) for line, ranks in zip(plan["sites"], plan["ranks"], strict=True)):
+            raise ValueError("its sites have more ranks than its pipelines")
         sites = [[number for number, size in enumerate(line) for _ in range(size)] for line in plan["sites"]]
         self.places = {
             rank: Place(rank, line, stage, sites[line][stage], tuple(self.placement.rank_stages[stage]))
@@ -142,7 +150,7 @@ class RunRecord:
         Times are by the first host's clock (`weft.tools.watch.clocks`).
         """
         found = []
-        for path in sorted((self.folder / FOLDER).glob("spans-*.parquet"), key=file_number):
+        for path in sorted(files_of(self.folder / FOLDER, "spans-*.parquet"), key=file_number):
             try:
                 table = pd.read_parquet(path, filters=[("step", "==", step)])
             except (OSError, ValueError):
@@ -187,7 +195,7 @@ class RunRecord:
     def step_with_spans(self, step: int | None = None) -> int:
         """Return the recorded step with events that is nearest to ``step``, or the newest, or 0."""
         steps = set[int]()
-        for path in (self.folder / FOLDER).glob("spans-*.parquet"):
+        for path in files_of(self.folder / FOLDER, "spans-*.parquet"):
             try:
                 steps.update(int(step) for step in pd.read_parquet(path, columns=["step"]).step.unique() if step)
             except (OSError, ValueError):
@@ -215,11 +223,9 @@ class RunRecord:
         """Return what each rank does now, or did last, from all hosts. See `RingReader.current`."""
         found = []
         for path in (self.folder / FOLDER).glob("now-*.json"):
-            try:
-                now = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            found += [{**entry, "host": now["host"], "at": now["at"]} for entry in now["ranks"]]
+            with suppress(ValueError, KeyError, TypeError):  # it is being replaced, or damaged
+                now = printable(parse_json(read_text(path)))
+                found += [{**entry, "host": now["host"], "at": now["at"]} for entry in now["ranks"]]
         return sorted(found, key=lambda entry: entry["rank"])
 
 

@@ -1,7 +1,7 @@
 """The page's web server: static files, views of a run as JSON, and server-sent events when there is something new.
 
-Only this machine reaches it on loopback. On another address every request needs the token. Names of hosts are checked,
-so that no other web site reaches it through the user's browser.
+Only this user reaches it on loopback, because a run's folder is private. On another address every request needs the
+token. Names of hosts are checked, so that no other web site reaches it through the user's browser.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +19,9 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, StreamingResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from weft.conf.host.processes import connection_users
 from weft.conf.hosts import is_loopback
 from weft.tools.watch.limits import Limits
 from weft.tools.watch.record import RunRecord
@@ -34,6 +37,17 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+
+
+class OwnUserProtocol(H11Protocol):
+    """HTTP on loopback for processes of this user and of root. Connections of others are closed at once."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Close the connection if it is another user's."""
+        super().connection_made(transport)
+        users = connection_users(*map(transport.get_extra_info, ("sockname", "peername")))
+        if not users or users - {os.geteuid(), 0}:
+            transport.abort()
 
 
 def new_token() -> str:

@@ -85,7 +85,7 @@ class StepFiles:
     def refresh(self) -> bool:
         """Read the footers of new and changed files. Return True if there are any."""
         parts = {}
-        for path in self._folder.glob("steps-*.parquet"):
+        for path in files_of(self._folder, "steps-*.parquet"):
             with suppress(OSError, ValueError):  # it is being replaced, or damaged
                 found = path.stat()
                 state = found.st_mtime_ns, found.st_size
@@ -163,6 +163,11 @@ class StepFiles:
                 found = _Rows(at, place, lookup[coded.indices.to_numpy()], count.to_numpy() * mean_s.to_numpy())
                 is_shown = (at >= 0) & (at <= last - first) & (place >= 0)
                 yield found if is_shown.all() else found.chosen(is_shown)
+
+
+def files_of(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a folder that match a pattern. Others, such as pipes, could block their reader."""
+    return [path for path in folder.glob(pattern) if path.is_file()]
 
 
 def file_number(path: Path) -> tuple[int, str]:

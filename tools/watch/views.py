@@ -17,6 +17,7 @@ from weft.pipeline.timeline import SEND_LANE
 from weft.tools.watch.analysis import heat, links, mean_shares, measured_shares, where_time_goes
 from weft.tools.watch.explain import limits
 from weft.tools.watch.record import RunRecord, waits_for
+from weft.tools.watch.step_files import files_of
 from weft.tools.watch.trace import step_trace
 from weft.tools.watch.transfers import Transfer, measured_transfers, predicted_transfers, uplink
 
@@ -101,13 +102,13 @@ class Views:
     def _log(self) -> list[str]:
         """Return the last lines of rank 0's log of a run that an agent started."""
         found = sorted(
-            (self._record.folder / "supervisor" / "logs").rglob("*.log"), key=lambda path: path.stat().st_mtime
+            files_of(self._record.folder / "supervisor" / "logs", "**/*.log"), key=lambda path: path.stat().st_mtime
         )
         lines: list[str] = []
         for path in found[-4:]:
             with open(path, "rb") as file:
                 file.seek(max(0, path.stat().st_size - 4096))
-                lines += file.read().decode(errors="replace").splitlines()[-8:]
+                lines += file.read(4096).decode(errors="replace").splitlines()[-8:]
         return lines[-8:]
 
     def _metrics(self, **_: Any) -> dict[str, list[Any]]:

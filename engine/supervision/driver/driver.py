@@ -24,6 +24,7 @@ from weft.conf import load
 from weft.conf.host.private import write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S, Storage, StorageHangs, TimedRead
+from weft.conf.host.terminal import printable
 from weft.conf.hosts import is_loopback, read_hostfile
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
@@ -73,7 +74,7 @@ def drive(run_folder: Path, *, attach: bool = False, early: EarlyAgent | None = 
         with stderr_on_thread():
             return asyncio.run(driver.run())
     except ValueError as error:
-        for line in str(error).splitlines():
+        for line in printable(str(error)).splitlines():
             print(f"weft launch: {line}", file=sys.stderr)
         return 2
 
@@ -261,7 +262,7 @@ class Driver:
     def say(self, text: str) -> None:
         """Print a line for the user."""
         with suppress(OSError):  # the terminal is closed
-            print(f"weft: {text}", file=sys.stderr, flush=True)
+            print(f"weft: {printable(text)}", file=sys.stderr, flush=True)
 
     def rows(self) -> JobRows | None:
         """Return the schedule rows from the plan that the ranks have written, or None if it cannot be read.

@@ -1,6 +1,7 @@
 """The page's server: views, tokens, host names, and what a run's texts cannot do."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -88,6 +89,31 @@ def test_other_addresses_need_a_token(record):
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert asked.get("/api/overview").status_code == 200
+
+
+GET = """
+import encodings.idna, os, socket, sys
+os.setuid(int(sys.argv[2]))
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as end:
+    end.sendall(b"GET /api/overview HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
+    try:
+        print(end.recv(12).decode())
+    except ConnectionError:
+        print("closed")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_host_cannot_read_the_page(record):
+    words = [sys.executable, "-m", "weft.tools.cli", "watch", str(record.folder), "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            port = serving.stdout.readline().rpartition(":")[2].strip("/\n")
+            asked = {user: [sys.executable, "-c", GET, port, str(user)] for user in (0, 54321)}
+            heard = {user: subprocess.check_output(words, text=True, timeout=60) for user, words in asked.items()}
+        finally:
+            serving.terminate()
+    assert heard == {0: "HTTP/1.1 200\n", 54321: "closed\n"}
 
 
 def test_another_web_site_cannot_read_the_page_through_a_name_of_its_own(record):

@@ -1,0 +1,19 @@
+"""Text for a terminal, of files and processes that are not trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def printable(value: Any) -> Any:
+    """Return a text, or a tree of JSON types, with control characters escaped, because a terminal would obey them.
+
+    Line feeds stay.
+    """
+    if isinstance(value, dict):
+        return {printable(key): printable(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return list(map(printable, value))
+    if not isinstance(value, str):
+        return value
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in value)
