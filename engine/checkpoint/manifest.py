@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from weft.engine.checkpoint import durable
@@ -17,6 +18,7 @@ from weft.engine.checkpoint.shard_file import ShardEntry, StoredFile, check_size
 FORMAT = 1
 """Version of the format, which increases when older readers would misread it."""
 MANIFEST = "manifest.json"
+_MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
+        found = path.stat()
+        if not S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise ValueError(f"no file of up to {_MOST_BYTES >> 30} GiB")
         outer = json.loads(path.read_bytes())
         body = outer["checkpoint"]
         intact = outer["checksum"] == checksum(_canonical(body))

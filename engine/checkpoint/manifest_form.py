@@ -13,6 +13,8 @@ from weft.engine.checkpoint.shard_file import TYPES, StoredFile
 T = TypeVar("T")
 MOST_ELEMENTS, MOST_AXES = 1 << 56, 32
 """Largest numbers of elements and axes of a tensor, which are torch's own limits."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Largest header that the safetensors library accepts."""
 _FILE = re.compile(r"rank-\d{3,9}\.safetensors")
 
 
@@ -77,6 +79,8 @@ def _file(name: str, body: Any) -> StoredFile:
     size, header = number(body, "num_bytes"), number(body, "header_bytes")
     if header > size:
         raise FormError(f"header_bytes={header}: more than num_bytes={size}")
+    if header > _MOST_HEADER_BYTES:
+        raise FormError(f"header_bytes={header}: more than {_MOST_HEADER_BYTES}")
     return StoredFile(name, size, header, text(body, "header_checksum"))
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -144,11 +145,11 @@ class ShardReader:
 def check_size(path: Path, file: StoredFile) -> None:
     """Check that a file exists with its full size. Raise CheckpointError if the file is missing or has another size."""
     try:
-        found = path.stat().st_size
+        found = path.stat()
     except OSError as error:
         raise damaged(path, f"{error.strerror}") from error
-    if found != file.num_bytes:
-        raise damaged(path, f"it has {found} bytes instead of {file.num_bytes}")
+    if found.st_size != file.num_bytes or not S_ISREG(found.st_mode):
+        raise damaged(path, f"it has {found.st_size} bytes instead of {file.num_bytes}, or is no file")
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

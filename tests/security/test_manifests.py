@@ -121,6 +121,25 @@ def test_what_is_no_manifest_at_all(saved, text):
     assert newest(saved.parent) is None
 
 
+@pytest.mark.parametrize("name", [MANIFEST, "rank-000.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "file with holes"])
+def test_a_planted_file_neither_blocks_nor_fills_memory(saved, name, kind):
+    body, size = body_of(saved), 100 << 30
+    (saved / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(saved / name)
+        size = 0
+    else:
+        (saved / name).touch()
+        os.truncate(saved / name, size)
+    if name != MANIFEST:
+        body["files"][name] |= {"num_bytes": size, "header_bytes": size}
+        sign(saved, body)
+    with pytest.raises(CheckpointError, match="the checkpoint is damaged"):
+        checkpoint = open_checkpoint(saved)
+        checkpoint.load(checkpoint.names)
+
+
 @pytest.mark.parametrize(
     "name", ["../../secret", "/etc/passwd", "rank-000.safetensors/../x", "..", "sub/rank-000.safetensors"]
 )
