@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.comm.listeners import refuse_other_users
 from weft.tools.children import Child, with_news
 
 _ARRIVE_S = 120.0  # imports take long if the disk is cold or the host busy; callers have their own limits
@@ -71,6 +72,7 @@ def _rank(
     if on_gpu:
         torch.cuda.set_device(device)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    refuse_other_users(one_host=True)
     # A file of this user's own folder: torch's TCP store would listen on every address.
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

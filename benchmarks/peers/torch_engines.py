@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.case import EngineCase, RankRun, ZeroCase, ZeroRun, time_computes, time_steps
 from benchmarks.peers.emulated_stage import EmulatedLayer, emulated_hidden, emulated_loss, layers_per_stage
+from weft.comm import rendezvous
 from weft.comm.collectives.collective import Primitive
 from weft.comm.collectives.primitives import PRIMITIVES
 from weft.engine.distributed import init_distributed
@@ -42,7 +43,8 @@ _KINDS: Mapping[str, tuple[type[_PipelineSchedule], str]] = MappingProxyType(
 
 def run(case: EngineCase, timeout_s: float, kind: str) -> RankRun:
     """Run one rank of a schedule of torch.distributed.pipelining."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    rendezvous.register()  # torch's own would listen on every address
+    dist.init_process_group("gloo", init_method=rendezvous.METHOD, timeout=timedelta(seconds=timeout_s))
     rank, pipeline, replicas = _groups(case)
     make, legs = _KINDS[kind]
     placement = Placement((case.num_ranks,), legs, (case.num_ranks,))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from weft.comm import listeners as module
 from weft.comm.listeners import refuse_other_users
+from weft.tools.local_ranks import answers_of
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 OTHER = 54321
@@ -81,6 +82,16 @@ def test_with_several_hosts_other_users_of_this_one_are_refused(listener):
         assert connect(listener, os.geteuid()) == "open"
     finally:
         refuse_other_users(one_host=True)
+
+
+def attacked(device):
+    """Return the state of another user's connections to this rank's listeners."""
+    return [connect(address, OTHER) for address in listeners()]
+
+
+@as_root
+def test_ranks_that_measure_a_host_listen_to_their_own_user_only():
+    assert answers_of(2, attacked, most_s=60) == {0: ["closed"], 1: ["closed"]}
 
 
 def test_without_a_compiler_a_warning_names_what_is_missing(monkeypatch, caplog):
