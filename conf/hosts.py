@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from weft.conf.host.documents import read_text
 from weft.conf.schema import ClusterConfig, ClusterManager, WeftConfig
 
-LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*(#.*)?")
+MOST_BYTES = 2**20
+LINE = re.compile(r"(?P<host>[^\s-]\S*)\s+slots=(?P<slots>\d+)\s*(#.*)?")
 
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
@@ -17,7 +19,11 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         ValueError: a line is malformed, a host is listed twice, or there is no host.
     """
     hosts: dict[str, int] = {}
-    for number, line in enumerate(Path(path).expanduser().read_text().splitlines(), start=1):
+    try:
+        lines = read_text(Path(path).expanduser(), most_bytes=MOST_BYTES).splitlines()
+    except ValueError as error:
+        raise ValueError(f"cluster.hostfile={path}: {error}") from error
+    for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

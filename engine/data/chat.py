@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from weft.conf.host.documents import read_text
 from weft.engine.data.documents import IGNORED, document_key, text_key
 from weft.engine.data.encode import Columns
 from weft.engine.data.messages import CALLS, Conversation, conversation_fault, is_call
@@ -19,6 +20,7 @@ from weft.engine.data.tokenizer import tokenizer_sha256
 from weft.engine.data.tokens import WINDOW, Tokens, tokens_of
 
 T = TypeVar("T")
+_MOST_BYTES = 2**20
 TEMPLATES = ("default", "tool_use")
 """Names of the templates without and with tools, in a tokenizer with several templates."""
 
@@ -209,4 +211,7 @@ def find_template(tokenizer: PreTrainedTokenizerBase, given: str, name: str = TE
     file = Path(given).expanduser()
     if not file.is_file():
         raise ValueError(f"data.chat_template={given}: neither a file nor a Jinja template; give one of them")
-    return file.read_text(encoding="utf-8")
+    try:
+        return read_text(file, most_bytes=_MOST_BYTES)
+    except ValueError as error:
+        raise ValueError(f"data.chat_template={given}: {error}") from error

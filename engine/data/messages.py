@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from weft.conf.host.documents import parse_json
 from weft.conf.schema import DataConfig
 
 _NEEDED = ("role", "content")
@@ -97,7 +97,7 @@ def tools_of(row: Mapping[str, Any]) -> Any:
     if not isinstance(tools, str):
         return tools
     try:
-        return json.loads(tools) if tools.strip() else None
+        return parse_json(tools) if tools.strip() else None
     except ValueError:
         return tools  # for `tools_fault` to name
 
@@ -140,7 +140,7 @@ def _with_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _calls(text: Any) -> list[dict[str, Any]]:
     """Return the tool calls in JSON text, or an empty list if it has none."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except (ValueError, TypeError):
         return []
     found = found if isinstance(found, list) else [found]

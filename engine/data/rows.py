@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,8 +17,10 @@ from datasets import Features, IterableDataset, Value
 
 from weft.engine.data.messages import without_nulls
 from weft.engine.data.shards import SampleFault, read_samples
-from weft.engine.data.storage import is_url, open_file, suffix_of, version_of
+from weft.engine.data.storage import MOST_ROW_BYTES, is_url, open_file, suffix_of, version_of
 
+MOST_LIST_CHARACTERS = 1 << 30
+_LINES = "write one object per line"
 PARQUET_ROWS = 32
 """Number of rows of a Parquet file to read at once."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -145,9 +148,14 @@ def broken_text(value: Any, path: str = "") -> str | None:
 
 
 def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
-    """Yield lines with their numbers, from 1. Only line feeds separate lines."""
+    """Yield lines with their numbers, from 1. Only line feeds separate lines.
+
+    A line has a largest size, because a small compressed file, or one with holes, may have a line of any size.
+    """
     with open_file(file) as opened:
-        for number, line in enumerate(opened, start=1):
+        for number, line in enumerate(iter(partial(opened.readline, MOST_ROW_BYTES + 1), b""), start=1):
+            if len(line) > MOST_ROW_BYTES:
+                raise RowFault(f"line {number}", f"more than {MOST_ROW_BYTES >> 20} MiB; write shorter lines")
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError:
@@ -162,11 +170,17 @@ def _is_list(file: Path | str) -> bool:
 def _json_lines(file: Path | str) -> Iterator[tuple[str, Any]]:
     for number, line in _lines(file):
         if line.strip():
-            yield f"line {number}", _parsed(line.rstrip(), number, "write one object per line")
+            yield f"line {number}", _parsed(line.rstrip(), number, _LINES)
 
 
 def _json_list(file: Path | str) -> Iterator[tuple[str, Any]]:
-    text = "".join(line for _, line in _lines(file))
+    lines = list[str]()
+    left = MOST_LIST_CHARACTERS
+    for number, line in _lines(file):
+        if (left := left - len(line)) < 0:
+            raise RowFault(f"line {number}", f"a list of more than {MOST_LIST_CHARACTERS:,} characters; {_LINES}")
+        lines.append(line)
+    text = "".join(lines)
     rows = _parsed(text, 1, "correct the list")
     yield from ((f"entry {number}", row) for number, row in enumerate(rows, start=1))
 

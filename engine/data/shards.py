@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.engine.data.storage import open_file
+from weft.engine.data.storage import MOST_ROW_BYTES, open_file
 
 TEXT_KINDS = ("txt", "text")
 """Suffixes of files whose content is the column ``text``."""
@@ -44,6 +44,8 @@ def read_samples(file: Path | str) -> Iterator[tuple[str, dict[str, Any]]]:
                     yield f"sample {current}", row
                     row = {}
                 current = sample
+                if kind in ("json", *TEXT_KINDS) and member.size > MOST_ROW_BYTES:  # it may have holes
+                    raise SampleFault(f"sample {sample}", f"more than {MOST_ROW_BYTES >> 20} MiB; split it")
                 content = shard.extractfile(member) if kind in ("json", *TEXT_KINDS) else None
                 row |= {kind: None} if content is None else _columns(content.read(), kind, f"sample {sample}")
             if row:

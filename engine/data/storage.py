@@ -9,6 +9,8 @@ from typing import BinaryIO
 import fsspec
 from fsspec.core import url_to_fs
 
+MOST_ROW_BYTES = 1 << 28
+"""Largest line, or file of an archive."""
 HUB = "hf://"
 
 

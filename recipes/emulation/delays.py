@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from weft.comm.collectives.costs import AlphaBeta, CollectiveCosts
 from weft.comm.collectives.group import LinkClass
 from weft.comm.emulated.operation_log import EmulationError
 from weft.comm.emulated.step import Call
+from weft.conf.host.documents import parse_json, read_text
 
 ENTRY_POINTS = "weft.delay_models"
 """Group of entry points with which packages provide delay models by name."""
@@ -117,7 +117,7 @@ class TraceDelays(DelayModel):
         """
         super().__init__(job)
         try:
-            self._seconds: dict[str, dict[str, float]] = json.loads(Path(file).expanduser().read_text())["compute"]
+            self._seconds: dict[str, dict[str, float]] = parse_json(read_text(Path(file).expanduser()))["compute"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise EmulationError(
                 f"--delays trace:{file}: cannot be read: {error}; `weft emulate --record FILE` writes one"

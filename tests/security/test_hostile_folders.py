@@ -24,8 +24,9 @@ def refused(action, part):
         struct.pack("<Q", len(DEEP)) + DEEP,
         struct.pack("<Q", 50_000 * 6) + b'{"a":' * 50_000 + b"}" * 50_000,
         struct.pack("<Q", 1 << 60) + b"{}",
+        struct.pack("<Q", 32) + b'{"a": {"data_offsets": [0,"x"]}}',
     ],
-    ids=["brackets", "metadata", "a length beyond any file"],
+    ids=["brackets", "metadata", "a length beyond any file", "an offset that is text"],
 )
 def test_a_hostile_header_of_safetensors_is_refused(tmp_path, header):
     (tmp_path / "config.json").write_text("{}")

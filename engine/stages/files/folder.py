@@ -92,11 +92,11 @@ def _require_whole_file(folder: Path, file: Path) -> None:
     try:
         begin, header = read_header(file)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = begin + max(ends, default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"model.path={folder}: {file.name} is not a safetensors file; copy or download it again"
         ) from error
-    whole = begin + max(ends, default=0)
     if size != whole:
         raise ValueError(f"model.path={folder}: {file.name} has {size} of {whole} bytes; copy or download it again")
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from weft.conf.host.documents import parse_json, read_text
 from weft.conf.host.private import make_run_folder, write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S
@@ -44,8 +45,14 @@ class Spec:
 
     @classmethod
     def read(cls, run_folder: Path) -> Spec:
-        """Return the specification that `write` stored. Raise ValueError if the file does not exist."""
+        """Return the specification that `write` stored.
+
+        Raises:
+            ValueError: the file does not exist, or is another user's, who would choose what this user executes.
+        """
         try:
+            if (owner := spec_file(run_folder).stat().st_uid) not in (os.geteuid(), 0):
+                raise ValueError(f"{run_folder}: the run belongs to user {owner}, who has to attach to it")
             return cls(**json.loads(spec_file(run_folder).read_text()))
         except OSError as error:
             raise ValueError(f"{run_folder}: no supervised run is under way there ({error.strerror})") from error
@@ -243,11 +250,12 @@ class DenyList:
             ValueError: the file exists and cannot be read. Treating it as empty would readmit evicted hosts.
         """
         try:
-            found = json.loads(self.path.read_text())
+            self.path.stat()
+            found = parse_json(read_text(self.path))
             return {host: _denial(entry) for host, entry in found.items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{self.path}: cannot be read as a deny-list ({error}); repair it, or remove it to admit every host"
             ) from error

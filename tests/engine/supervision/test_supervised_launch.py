@@ -210,6 +210,14 @@ def test_there_is_nothing_to_attach_to(tmp_path, capfd):
     assert "no supervised run is under way there" in capfd.readouterr().err
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's file")
+def test_no_one_attaches_to_a_run_of_another_user(tmp_path, capfd):
+    Spec("os:abort", [], {}).write(tmp_path)
+    os.chown(tmp_path / "supervisor" / "job.json", 54321, 54321)
+    assert driver.main(["attach", str(tmp_path)]) == 2
+    assert "the run belongs to user 54321, who has to attach to it" in capfd.readouterr().err
+
+
 def test_a_second_driver_is_refused_with_the_first_ones_process(tmp_path, capfd):
     holder = subprocess.Popen(
         [

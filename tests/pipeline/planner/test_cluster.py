@@ -82,6 +82,8 @@ def test_a_link_of_several_sites_is_one_between_every_two(tmp_path):
         (ONE.replace("gpu: A100", "gpu: B17"), "sites[0].gpu"),
         (ONE.replace("name: a", "name: 'a b'"), "sites[0].name='a b': expected a word"),
         (ONE.replace("name: a", "name: ''"), "sites[0].name='': expected a word"),
+        (ONE.replace("name: a", 'name: "\\e[2Ja"'), "sites[0].name='\\x1b[2Ja': expected a word"),
+        (ONE.replace("name: a", "name: -oProxyCommand=x"), "sites[0].name='-oProxyCommand=x': expected a word"),
         (ONE.replace("name: a", "name: null"), "sites[0].name=None: expected a word"),
         (ONE.replace("hosts", "host"), "field 'host' is not known"),
         *(

@@ -45,6 +45,12 @@ def test_a_damaged_list_admits_no_host(tmp_path, text):
     assert path.read_text() == text
 
 
+def test_a_pipe_in_its_place_blocks_no_one(tmp_path):
+    os.mkfifo(tmp_path / "denied.json")
+    with pytest.raises(ValueError, match="cannot be read as a deny-list"):
+        DenyList(tmp_path / "denied.json").read()
+
+
 def test_where_it_lies(tmp_path):
     config = load(["model.arch=llama", f"train.output_dir={tmp_path}"])
     assert DenyList.of(config.cluster.deny_list, config.train.output_dir).path == tmp_path / "denied_hosts.json"
