@@ -219,8 +219,9 @@ class _Limits(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        for side in (node, *node.ops):
-            side.expr = _filtered(side.expr, "weft_compared")
+        node.expr = _filtered(node.expr, "weft_compared")
+        for operand in node.ops:
+            operand.expr = _filtered(operand.expr, "weft_compared")
         return node
 
 
