@@ -199,7 +199,7 @@ class Bounds:
         """Return the least seconds by which a reduction over the WAN is slower at a route's sites than at the best.
 
         Only pipeline ranks whose sites are fixed count. Of these, the one with the best links is taken, because it may
-        be the fullest.
+        be the fullest. The result is infinite if two sites of any rank have no link.
         """
         if shape.routes == 1:
             return 0.0
@@ -207,11 +207,11 @@ class Bounds:
         sent = estimates.across_bytes(part, shape)
         on = [site for site, held in zip(route.sites, route.stages, strict=True) for _ in range(held)]
         by_rank = {tuple(on[rank :: shape.num_stages]) for rank in range(shape.num_stages)}
-        least_s = min(
+        each_s = [
             max((estimates.least_across_from_s(here, at, shape.routes, sent) for here in at), default=0.0)
             for at in by_rank
-        )
-        return max(0.0, least_s - estimates.least_across_s(part, shape))
+        ]
+        return inf if inf in each_s else max(0.0, min(each_s) - estimates.least_across_s(part, shape))
 
     def _ranks(self, shape: Shape, route: Route, by: str = "whole_s") -> list[tuple[int, int]]:
         """Return (site, number of ranks) for a route, then for the fastest other sites until all ranks are placed.

@@ -203,7 +203,7 @@ class Own:
         return sum(self.cluster.sites[site].price * held * lines for site, held in each)
 
     def egress(self, layout):
-        """Money for a step's bytes that leave sites."""
+        """Money for a step's bytes that leave sites; infinite if replicas are at sites without a link."""
         sequences = layout.replicas // layout.routes * layout.microbatches * layout.microbatch_size
         crossings = 2 if layout.arrangement == "fold" else 1
         price = 0.0
@@ -213,6 +213,8 @@ class Own:
         if layout.routes > 1:
             on, stages = [ranks_of(*route) for route in self.routes(layout)], self.routes(layout)[0][1]
             for spans, *at in zip(self.rank_spans(layout, stages), *on, strict=True):
+                if None in (self.cluster.link(*pair) for pair in combinations(at, 2)):
+                    return inf
                 prices = sum(2 * self.cluster.link(*pair).egress_price for pair in combinations(at, 2))
                 price += prices * step_bytes(layout) * self.part(*spans).parameters / layout.routes
         return price / 1e9

@@ -1,5 +1,7 @@
 """Tests of plans against all layouts of random small clusters, by a second model and the simulator."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.pipeline.planner.changes import compared, is_refuted
@@ -7,7 +9,7 @@ from tests.pipeline.planner.judge import judge
 from tests.pipeline.planner.own_model import Own
 from tests.pipeline.planner.planned import cluster, model, site
 from tests.pipeline.planner.random_cases import case
-from weft.pipeline.planner.request import Request
+from weft.pipeline.planner.request import Objective, Request
 from weft.pipeline.planner.search import plan
 
 CHUNK = 25
@@ -71,6 +73,16 @@ def test_predictions_are_those_of_the_documented_model(seed):
         assert one.step_s == pytest.approx(own.step_s(one.layout), rel=1e-6), one.layout
         assert one.price_per_hour == pytest.approx(own.price_per_hour(one.layout))
         assert one.egress_per_step == pytest.approx(own.egress(one.layout), abs=1e-12)
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_a_model_that_fits_only_on_routes_without_links_has_no_plan(objective):
+    """Only replicas on routes of their own would fit, and these need links between all sites of a rank."""
+    whole = cluster(*(site(name, hosts=1, gpus_per_host=1) for name in "abcd"))
+    chain = replace(whole, links={pair: link for pair, link in whole.links.items() if pair[1] - pair[0] == 1})
+    work, request = model(layers=2, parameters=2_000_000_000), Request(sequences=2, objective=objective)
+    verdict = judge(chain, work, request)
+    assert verdict.found is None and verdict.best is None
 
 
 def test_a_site_may_hold_fewer_ranks_than_fit():
