@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from math import lcm, prod
+from operator import attrgetter
 from pathlib import Path
 
 from weft.conf.distill_checks import distill_problems
@@ -26,6 +27,23 @@ from weft.conf.schema.ranges import out_of_range
 from weft.conf.sites import site_problems
 from weft.conf.sources import source_problems
 
+PATHS = (
+    "model.path",
+    "model.tokenizer",
+    "data.path",
+    "data.cache_dir",
+    "distill.teacher",
+    "pipeline.schedule_file",
+    "pipeline.costs_file",
+    "cluster.hostfile",
+    "cluster.deny_list",
+    "checkpoint.resume",
+    "train.output_dir",
+    "train.name",
+)
+"""Fields that may be paths."""
+MOST_BYTES = 255
+"""Most bytes of a part of a path on common file systems."""
 HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
 
 
@@ -38,10 +56,19 @@ def check(config: WeftConfig, *, complete: bool = True) -> None:
     Raises:
         ValueError: the configuration has problems. The message has a line for each, with field, value and remedy.
     """
-    problems = list(out_of_range(config)) or [line for find in CHECKS for line in find(config)]
+    problems = [*out_of_range(config), *_too_long(config)] or [line for find in CHECKS for line in find(config)]
     problems += missing(config) if complete else []
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _too_long(config: WeftConfig) -> Iterator[str]:
+    for field in PATHS:
+        value = attrgetter(field)(config)
+        longest = max(len(part.encode(errors="replace")) for part in value.split("/"))
+        if longest > MOST_BYTES:
+            shown = f"{value[:40]}..."
+            yield f"{field}={shown}: a part of {longest} bytes, and file systems take {MOST_BYTES}; shorten it"
 
 
 def missing(config: WeftConfig) -> Iterator[str]:

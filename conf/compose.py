@@ -100,7 +100,7 @@ def _parse(text: str) -> Override:
     if text.startswith("-"):
         raise ValueError(f"{text}: this option is not known; settings are written key=value, as in train.steps=10")
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(_quoted(text))
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{text}: not a setting ({reason}); write key=value, and quote text: key='a=b, c'") from error
@@ -111,6 +111,14 @@ def _parse(text: str) -> Override:
     if override.is_sweep_override():
         raise ValueError(f"{text}: a sweep would run once per rank; give one value, and quote text with commas")
     return override
+
+
+def _quoted(text: str) -> str:
+    """Return an override with quotes around a path or name with letters beyond ASCII, which Hydra's grammar lacks."""
+    name, equals, value = text.partition("=")
+    if field_types().get(name) is not str or value.isascii() or value[:1] in ("'", '"'):
+        return text
+    return f"{name}{equals}'{value}'"
 
 
 def _line(override: Override) -> str:

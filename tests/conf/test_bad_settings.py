@@ -155,6 +155,8 @@ BAD = [
     ),
     (["pipeline.microbatches=0"], "it follows from train.batch_size, which is 0"),
     (["train.name=a/b"], "choose one word"),
+    (["train.name=" + 300 * "a"], f"train.name={40 * 'a'}...: a part of 300 bytes, and file systems take 255; shorten"),
+    (["cluster.hostfile=/b/" + 99 * "äöü"], "a part of 594 bytes"),
     (["train.output_dir=/etc/passwd"], "not a folder"),
     (["train.early_stopping_patience=2"], "it needs evaluations; set train.eval_every"),
     (["checkpoint.load_best_model_at_end=true"], "checkpoint.load_best_model_at_end=true: it needs evaluations"),

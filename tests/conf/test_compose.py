@@ -75,6 +75,11 @@ def test_a_setting_of_an_earlier_version_keeps_its_meaning(flag, kind, tmp_path)
         compose(["model.gradient_checkpointing=maybe"])
 
 
+def test_text_has_letters_of_all_languages():
+    given = compose(["train.output_dir=/home/jürgen/läufe", "train.name='ä b'", "data.path=数据.jsonl"])
+    assert (given.train.output_dir, given.train.name, given.data.path) == ("/home/jürgen/läufe", "ä b", "数据.jsonl")
+
+
 def test_nothing_departs_by_default():
     assert compose() == WeftConfig()
 
