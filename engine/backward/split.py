@@ -293,10 +293,11 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        # Identify by storage object, not by address: sharded weights are freed and allocated again.
-        if storage._cdata not in self._resident:
-            self._sizes[storage.data_ptr()] = storage.nbytes()
+        for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+            storage = part.untyped_storage()
+            # Identify by storage object, not by address: sharded weights are freed and allocated again.
+            if storage._cdata not in self._resident:
+                self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     @property

@@ -87,6 +87,23 @@ def test_a_shared_activation_is_counted_once():
     assert saved.live_bytes == saved.kept_bytes
 
 
+def test_a_sparse_matrix_is_counted_by_its_parts():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.values = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return torch.sparse_coo_tensor([[0, 1], [2, 3]], self.values, (4, 4)) @ x
+
+    module, x = Sparse(), torch.arange(12.0).view(4, 3)
+    split, saved, output = run_split(module, x)
+    assert saved.activation_bytes >= 2 * 2 * 8 + 2 * 4  # indices and values
+    split.input_backward(saved, torch.ones_like(output))
+    split.weight_backward(saved)
+    assert module.values.grad.tolist() == [6.0 + 7 + 8, 9.0 + 10 + 11]
+
+
 def test_a_stage_without_matrices_has_an_empty_w():
     module = nn.LayerNorm(4)
     split, saved, output = run_split(module, torch.randn(3, 4))
