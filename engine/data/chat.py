@@ -71,7 +71,7 @@ class ChatEncoder:
         self._limit = limit
         texts = sorted({plain.template, tool_use.template})
         shown = now if any("strftime_now" in text for text in texts) else None
-        parts = ("chat 5", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
+        parts = ("chat 6", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def value_of(self, row: Mapping[str, Any]) -> Conversation:

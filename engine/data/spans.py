@@ -161,7 +161,8 @@ class _Turns:
                 if start is not None and start >= until:
                     return
                 end = None if start is None else self._end(turn, start)
-                if start is None or end is None or end < start:
+                others = (at for message, at in self._first.items() if message != turn)
+                if start is None or end is None or end < start or any(start <= at < end for at in others):
                     raise ValueError(
                         f"message {turn + 1}: the chat template does not show where this assistant turn begins and "
                         "ends; mark it in data.chat_template with {% generation %} and {% endgeneration %}"
@@ -181,6 +182,9 @@ class _Turns:
             return 0 if first is None and not turn else first
         shared = _agreement(prompt, self._after(turn, number) or "")
         agreed = _agreement(self._text[base : base + len(prompt)], prompt)
+        if number is None and first and agreed < len(prompt):  # a template may begin with more if there are messages
+            prompt, shared = prompt[shared:], 0
+            agreed, base = max((_agreement(self._text[at : at + len(prompt)], prompt), at) for at in range(first))
         if agreed <= shared < len(prompt):
             return None
         start = base + agreed

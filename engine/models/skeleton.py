@@ -130,7 +130,8 @@ def cuttable_layers(model: PreTrainedModel) -> str:
     """Return `decoder_layers` of a model that will be cut.
 
     Raises:
-        ValueError: there is no list of layers, several lists have a part of each layer, or layers share weights.
+        ValueError: there is no list of layers, several lists have a part of each layer, or layers are skipped at random
+            or share weights.
     """
     path = decoder_layers(model)
     parent = path.rpartition(".")[0]
@@ -141,6 +142,11 @@ def cuttable_layers(model: PreTrainedModel) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     name, remedy = type(model).__name__, "choose another architecture, or run it whole with pipeline.stages=1"
+    if dropped := getattr(model.config.get_text_config(), "layerdrop", 0):
+        raise ValueError(
+            f"model: {name} skips layers at random (layerdrop={dropped}), for which other ranks wait; set layerdrop=0 "
+            "(model.overrides)"
+        )
     if count > 1 and len(beside) > 1:
         raise ValueError(
             f"model: {name} has the parts of its layers in several lists, {', '.join(beside)}, so there is no layer to "

@@ -19,7 +19,7 @@ from weft.engine.models.block_variants import variant_fields
 from weft.engine.models.lora import PREFIX, add_adapters, require_adapters, require_targets
 from weft.engine.models.quantization import BaseQuantization, base_quantization, settle_quantized
 from weft.engine.models.seeding import load, new_model
-from weft.engine.models.skeleton import causal_config, config_skeleton, model_class, num_layers
+from weft.engine.models.skeleton import causal_config, config_skeleton, cuttable_layers, model_class, num_layers
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.stages.cutting.from_model import named_parts, share_tied
 from weft.engine.stages.cutting.outline import Outline, outline_of
@@ -167,7 +167,7 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: i
         )
     if config.lora.enabled:
         require_adapters(config.lora, model_class(hf_config), hf_config)
-    quantized = quantization_of(config)
+    quantized, model = quantization_of(config), None
     if quantized is not None:
         quantized.require_whole_layers(tensor=tensor, expert=expert)
         if quantized.is_stored:
@@ -194,7 +194,9 @@ def check_model_fits(config: ModelConfig, stages: int, tokens: int, *, tensor: i
         odd = [f"{name} has the type {kind}" for name, kind in kinds.items() if name in trained and kind in NO_FLOATS]
         _require_fitting(config, cls, {**report, "error_msgs": odd})
     if not config.path:
-        config_skeleton(hf_config)
+        model = config_skeleton(hf_config)
+    if model is not None and stages > 1:
+        cuttable_layers(model)
 
 
 def check_padding(config: ModelConfig, hf_config: PreTrainedConfig) -> None:

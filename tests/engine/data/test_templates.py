@@ -89,6 +89,24 @@ def test_turn_ends_at_its_closing_token(tokenizer, name, system):
     assert learnt(tokenizer, name, TALK if system else TALK[1:]) == turns(name, answers)
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen2.5", "phi3", "chatml"])
+def test_answer_at_the_beginning_counts_alone(tokenizer, name):
+    """Without messages, templates leave out the system's turn or the beginning of sequence, but not with them."""
+    assert learnt(tokenizer, name, TALK[4:]) == turns(name, ANSWERS[1:])
+
+
+def test_turn_with_the_text_of_another_inside_is_refused(tokenizer, monkeypatch):
+    """Gemma 4 renders a tool's response between a call and the same message's content."""
+    inside = (
+        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{{ messages[loop.index].content }}{% endif %}{{ m.content }}"
+    )
+    text = "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }} " + inside + "<|im_end|>{% endfor %}"
+    monkeypatch.setitem(TEMPLATES, "inside", text + "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}")
+    talk = [TALK[1], {"role": "assistant", "content": "so", "tool_calls": [CALL]}, {"role": "tool", "content": "low"}]
+    with pytest.raises(ValueError, match="message 2: the chat template does not show where this assistant turn begins"):
+        learnt(tokenizer, "inside", talk)
+
+
 @pytest.mark.parametrize("content", ["", None])
 @pytest.mark.parametrize("name", CALLED)
 def test_call_of_a_tool_counts_in_the_loss(tokenizer, name, content):

@@ -294,6 +294,13 @@ class TestErrors:
         with pytest.raises(ValueError, match=rf"model\.path=.*{message}"):
             check_model_fits(ModelConfig(path=str(copied)), 1, 8)
 
+    def test_layers_skipped_at_random(self):
+        config = ModelConfig(arch="opt", overrides={"layerdrop": 0.1, "num_hidden_layers": 2})
+        message = r"OPTForCausalLM skips layers at random \(layerdrop=0.1\)"
+        self.refused(message, config)
+        with pytest.raises(ValueError, match=message):
+            check_model_fits(config, 2, 8)
+
     def test_more_stages_than_layers(self):
         self.refused("5 virtual stages, but the model has 4 layers", tiny("llama"), 5)
 
