@@ -59,8 +59,12 @@ class Bounds:
             through.append(
                 (held / speeds[site].whole_s / least.through_share, 2 * way_s + before * least.layer_through_s)
             )
-            if speeds[site].gathered_s:
-                gathered.append((held / speeds[site].gathered_s, spans[-1][1]))
+            first += held
+        first = 0  # sites that compute fast may gather slowly
+        by_gathering = self._ranks(shape, route, "gathered_s") if least.gathered_s else []
+        for site, held, way_s in spans_of(by_gathering, ways_s, len(route.sites)) if by_gathering else ():
+            before_s = (first + (held - 1) / 2) * least.layer_forward_s
+            gathered.append((held / speeds[site].gathered_s, way_s + before_s))
             first += held
         sent_s, hops_s = self._inside(shape, route, len(ways_s))
         pipeline_s = max(

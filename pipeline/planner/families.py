@@ -72,12 +72,14 @@ class FamilyBounds:
         whole_s, through_s, paid = least[:, site]
         slowest_s = np.maximum(slowest_s[site, stages], whole_s / stages)
         step_s = np.maximum(microbatches * slowest_s, through_s)
+        sent_s, way_s, cell = self._hops(family, replicas, routes)
         if not crosses:  # one rank sends nothing
             inside_s, arrived_s = local_s(self._estimates, family, self._best.network_bps)
             several_s = through_s + 2 * arrived_s + (microbatches - 1) * inside_s
+            if sent_s < inf:  # a link to another site may be faster than a network
+                several_s = np.minimum(several_s, through_s + 2 * way_s + (microbatches - 1 / cell) * sent_s)
             step_s = np.minimum(np.maximum(step_s, np.where(stages > 1, several_s, 0.0)), microbatches * whole_s)
         else:
-            sent_s, way_s, cell = self._hops(family, replicas, routes)
             sending_s = (microbatches - 1 / cell) * sent_s
             step_s = np.maximum(np.maximum(step_s, microbatches * sent_s), through_s + 2 * way_s + sending_s)
         step_s = step_s + self._ends_s(family, replicas, routes, stages)

@@ -36,6 +36,10 @@ class Latency:
     step_s: float
     peak_bytes: tuple[float, ...]
 
+    def fits(self, rooms: Sequence[float]) -> bool:
+        """True if no rank's peak exceeds its bytes in ``rooms``, which are those of one pipeline."""
+        return all(peak <= rooms[rank % len(rooms)] for rank, peak in enumerate(self.peak_bytes))
+
 
 def pipeline_latency(
     placement: Placement,
@@ -44,6 +48,7 @@ def pipeline_latency(
     cap_bytes: float,
     schedule: str = "auto",
     enough_s: float = 0.0,
+    rooms: Sequence[float] = (inf,),
 ) -> Latency:
     """Return the step of a DP-cell by a list scheduler or 1F1B; later, `auto` improves it by a search.
 
@@ -55,13 +60,17 @@ def pipeline_latency(
         cap_bytes: maximum activation bytes of a rank.
         schedule: ``auto`` or ``1f1b``.
         enough_s: stop trying rules once a step is this short.
+        rooms: by rank of a pipeline, the bytes that fit. A rule that needs more is taken only if no other one fits.
     """
+
+    def cost(one: Latency) -> tuple[bool, float]:
+        return not one.fits(rooms), one.step_s
+
     first, *others = _RULES[len(placement.legs)] if schedule == "auto" else (schedule,)
     best = _latency(placement, num_microbatches, costs, cap_bytes, first)
     for rule in others:
-        if best.step_s > enough_s:
-            other = _latency(placement, num_microbatches, costs, cap_bytes, rule)
-            best = min(best, other, key=lambda one: one.step_s)
+        if cost(best) > (False, enough_s):
+            best = min(best, _latency(placement, num_microbatches, costs, cap_bytes, rule), key=cost)
     return best
 
 

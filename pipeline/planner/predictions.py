@@ -34,7 +34,7 @@ class Predictions:
         cap = cap_of(candidate)
         enough_s = NEAR * (candidate.bound_s - candidate.collective_s - candidate.optimizer_s)
         cells = [
-            pipeline_latency(cell, layout.microbatches, costs, cap, layout.schedule, enough_s)
+            pipeline_latency(cell, layout.microbatches, costs, cap, layout.schedule, enough_s, candidate.rooms)
             for costs, cell in dict.fromkeys(
                 (costs, cell) for costs, way in zip(candidate.costs, layout.ways, strict=True) for cell in way.cells
             )
@@ -43,7 +43,7 @@ class Predictions:
         peaks = [
             max(max(cell.peak_bytes[rank :: layout.num_stages]) for cell in cells) for rank in range(layout.num_stages)
         ]
-        if any(peak > left for peak, left in zip(peaks, candidate.rooms, strict=True)):
+        if not all(cell.fits(candidate.rooms) for cell in cells):
             return None
         memory = [replace(state, activations=peak) for state, peak in zip(candidate.states, peaks, strict=True)]
         on = [self._cluster.sites[site] for site in layout.site_of()]

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.pipeline.planner import odd_cases
 from tests.pipeline.planner.changes import compared, is_refuted
 from tests.pipeline.planner.judge import judge
 from tests.pipeline.planner.own_model import Own
@@ -73,6 +74,29 @@ def test_predictions_are_those_of_the_documented_model(seed):
         assert one.step_s == pytest.approx(own.step_s(one.layout), rel=1e-6), one.layout
         assert one.price_per_hour == pytest.approx(own.price_per_hour(one.layout))
         assert one.egress_per_step == pytest.approx(own.egress(one.layout), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", [2, 97])
+def test_no_layout_of_odd_clusters_is_better_than_the_gap_allows(seed):
+    verdict = judge(*odd_cases.case(seed))
+    assert verdict.found and not verdict.best and not verdict.cheaper
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 150, CHUNK))
+def test_no_layout_of_many_odd_clusters_is_better_than_the_gap_allows(first):
+    verdicts = {seed: judge(*odd_cases.case(seed)) for seed in range(first, first + CHUNK)}
+    assert not {seed: one.best or one.cheaper for seed, one in verdicts.items() if one.best or one.cheaper}
+
+
+def test_a_link_may_be_faster_than_the_network_of_a_site():
+    """The price allows one GPU of each site, between which a fold is fastest."""
+    sites = [site("a", hosts=1, gpus_per_host=2, gpu="A100-40GB", price=1.4), site("b", 1, 1, gpu="A40", price=0.0)]
+    some = cluster(*(replace(one, network_bps=1e9) for one in sites), latency_s=0.0005, bandwidth_bps=4e11)
+    verdict = judge(
+        some, model(layers=6, parameters=20_000_000, tokens=2048), Request(sequences=2, max_cost_per_hour=1.5)
+    )
+    assert verdict.found and not verdict.best and not verdict.cheaper
 
 
 @pytest.mark.parametrize("objective", Objective)

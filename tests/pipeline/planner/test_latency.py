@@ -124,3 +124,15 @@ def test_a_pipeline_repeats_itself_after_what_its_memory_holds(microbatches, mon
 def test_a_stage_waits_without_room_for_all_that_are_on_their_way(room, bound_s):
     assert latency_bound_s(Placement.straight(2), 4, CostModel.unit(2), [room] * 2) == pytest.approx(bound_s)
     assert latency_bound_s(Placement.straight(2), 4, CostModel.unit(2)) == 13.0
+
+
+def test_a_rule_that_needs_too_much_memory_gives_way_to_one_that_fits():
+    times = ((0.5, 3.0, 0.1, 1.0), (0.5, 1.0, 0.5, 4.0), (0.5, 1.0, 1.0, 8.0))
+    stages = tuple(
+        StageCost(forward_s=f, input_s=i, weight_s=w, activation_bytes=a, output_bytes=1.0) for f, i, w, a in times
+    )
+    costs = CostModel(stages=stages, wan=LinkCost(latency_s=0.5, bandwidth_bps=8.0))
+    placement = Placement.straight(3, (1, 1, 1))
+    fast = pipeline_latency(placement, 12, costs, 16.0)
+    slow = pipeline_latency(placement, 12, costs, 16.0, rooms=(10.0, 16.0, 16.0))
+    assert not fast.fits((10.0, 16.0, 16.0)) and slow.fits((10.0, 16.0, 16.0)) and fast.step_s < slow.step_s
