@@ -134,6 +134,8 @@ def initialize(
     refuse_partitioning(model)
     if model is not None:
         hf_model(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError("model: every weight has requires_grad=False; set it for those to train, or add adapters")
     weft, device = join_job(weft)
     engine = build_engine(weft, device, sections=sections, model=model, objective=objective, **given)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

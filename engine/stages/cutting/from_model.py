@@ -96,6 +96,7 @@ def stages_from_model(
     if split.num_stages == 1:
         cuts = named_parts(whole, axes, prefix)
         return [Stage(model, index=0, num_stages=1, port=Port(), axes=axes, cuts=cuts)]
+    _require_apart(whole, split)
     outline = outline_of(type(whole), whole.config)
     assert split.num_layers == outline.num_layers
     bodies = [model, *(_same_weights(model) for _ in stages[1:])]
@@ -109,6 +110,23 @@ def stages_from_model(
         made.append(Stage(body, index=index, num_stages=split.num_stages, port=port, tied=names, axes=axes, cuts=cuts))
     share_tied(made)
     return made
+
+
+def _require_apart(model: PreTrainedModel, split: StageSplit) -> None:
+    """Check that no trained weight is in layers of several stages, as in adapters with a bank for all layers.
+
+    Raises:
+        ValueError: one is, and each stage would train its own.
+    """
+    path, first = decoder_layers(model), dict[nn.Parameter, int]()
+    for stage, window in enumerate(split.layers):
+        for index in window:
+            for name, parameter in model.get_submodule(f"{path}.{index}").named_parameters():
+                if parameter.requires_grad and first.setdefault(parameter, stage) != stage:
+                    raise ValueError(
+                        f"model: {path}.{index}.{name} is also a weight of layers on another stage, and each stage "
+                        "would train its own; set pipeline.stages=1, or use adapters without a shared weight"
+                    )
 
 
 def _checkpoint_without_reentrance(model: nn.Module) -> None:

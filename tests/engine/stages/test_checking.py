@@ -166,6 +166,10 @@ class TestWhatIsGiven:
         with pytest.raises(ValueError, match="Linear is no Hugging Face model"):
             self_check(torch.nn.Linear(2, 2))
 
+    def test_nothing_to_train(self):
+        with pytest.raises(ValueError, match="every weight has requires_grad=False"):
+            initialize(model=whole(tiny("llama")).requires_grad_(False), config=WeftConfig())
+
     def test_another_head(self):
         config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32)
         with pytest.raises(ValueError, match="BertForSequenceClassification is no causal language model"):

@@ -124,6 +124,16 @@ def test_prompt_tuning_is_refused():
         stages_from_model(tuned, split, [0])
 
 
+def test_trained_weight_of_several_stages_is_refused():
+    import peft
+
+    bank = peft.VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=4, topk=2)
+    model = peft.get_peft_model(whole(tiny("llama")), bank)
+    split = split_layers(model.get_base_model().config, 2, SplitKind.even)
+    with pytest.raises(ValueError, match=r"layers.2.self_attn.q_proj.vblora_vector_bank.*; set pipeline.stages=1"):
+        stages_from_model(model, split, [0])
+
+
 def test_stages_without_a_target_have_no_adapters():
     config = tiny("llama")
     config.lora.enabled, config.lora.target_modules = True, [r".*layers\.[01]\..*q_proj"]
