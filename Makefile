@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
-JOBS ?= 2
+JOBS ?= 3
 BIN := $(VENV)/bin
 # vLLM's prefill/decode proxy is in its repository and in no wheel.
 TOY_PROXY ?= .cache/toy_proxy_server.py

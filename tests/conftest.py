@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -116,6 +117,17 @@ def _gpus(count: int) -> str:
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what a test says it has measured count as measured on a quiet machine, so that nothing measures it anew."""
     monkeypatch.setattr("weft.conf.host.measurements._load", lambda: 0.0)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Make this process the only rank of a job while a module's tests run."""
+    from weft.engine.distributed import init_distributed
+
+    with mock.patch.dict(os.environ):
+        init_distributed(timeout_s=60)
+        yield
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,6 +11,8 @@ from tests.engine.tiny import batches, reference_losses, tiny_config, weft_losse
 from weft.conf.schema import Attention
 from weft.engine.initialize import initialize
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 CASES = {
     "fp32": ({}, "sdpa", 1e-4),
     "bf16": ({"precision": "bf16"}, "sdpa", 1e-2),

@@ -1,23 +1,13 @@
 """W accumulates into DeepSpeed's BF16_Optimizer as a plain backward does."""
 
-import os
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from weft.engine.backward import SplitBackward
-from weft.engine.distributed import init_distributed
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world():
-    with mock.patch.dict(os.environ):
-        init_distributed(timeout_s=60)
-        yield
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def make(immediate):

@@ -45,9 +45,9 @@ def test_no_pin_beats_an_unpinned_plan_by_more_than_its_gap(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(25, 50, 5))
-def test_no_pin_beats_any_of_many_plans_by_more_than_its_gap(first):
-    assert not changes_that_refute("pins", range(first, first + 5))
+@pytest.mark.parametrize("seed", range(25, 50))
+def test_no_pin_beats_any_of_many_plans_by_more_than_its_gap(seed):
+    assert not changes_that_refute("pins", [seed])
 
 
 @pytest.mark.parametrize("seed", [1, 22, 44])
@@ -56,9 +56,9 @@ def test_more_gpus_memory_or_bandwidth_and_lower_prices_make_no_plan_worse_than_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(25, 100, 25))
+@pytest.mark.parametrize("first", range(25, 100, 5))
 def test_more_of_anything_makes_none_of_many_plans_worse_than_its_gap_allows(first):
-    assert not changes_that_refute("resources", range(first, first + 25))
+    assert not changes_that_refute("resources", range(first, first + 5))
 
 
 @pytest.mark.parametrize("seed", range(10))
