@@ -270,7 +270,7 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
     chat = data.kind is DataKind.chat
     encoder = ChatEncoder(tokenizer, (), template=data.chat_template, limit=data.sequence_length) if chat else None
     if not (seen.unread or seen.keys):
-        seen = _merged(for_each_source(data, _seen_in_table))
+        seen = _merged([seen, *for_each_source(data, _seen_in_table)])
     hidden = [] if encoder is None else [key for key, talks in seen.keys.items() if not _is_shown(encoder, key, talks)]
     parts = []
     if seen.unread:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import check_source
+from weft.engine.data import check_source, unused_lines
 
 GOOD = '{"text": "one"}\n'
 TALK = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
@@ -136,7 +136,7 @@ def test_settings_that_cannot_work(case):
         check_source(DataConfig(**{"kind": DataKind.text, "path": "owner/name", **settings}))
 
 
-def test_folders(tmp_path):
+def test_folders(tmp_path, tokenizer):
     config = DataConfig(kind=DataKind.text, path=str(tmp_path))
     with pytest.raises(ValueError, match=r"the folder has no file of kind \.jsonl, \.json, \.parquet, \.txt"):
         check_source(config)
@@ -157,7 +157,8 @@ def test_folders(tmp_path):
         (tmp_path / "part" / name).unlink()
     for name, unread in (("c.JSONL", ["c.JSONL"]), ("train.jsonl", ["c.JSONL", "part/a.jsonl"])):
         (tmp_path / name).write_text(GOOD)
-        assert check_source(config).files == [str(tmp_path / each) for each in unread]
+        named = f"{tmp_path}: files of no split that is read: {', '.join(str(tmp_path / each) for each in unread)}"
+        assert unused_lines(config, tokenizer, check_source(config)) == [named]
     (tmp_path / "c.txt").write_text("mixed")
     with pytest.raises(ValueError, match=r"the folder mixes \.jsonl, \.txt"):
         check_source(config)
