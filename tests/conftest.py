@@ -27,6 +27,8 @@ NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 os.environ.setdefault("XDG_CACHE_HOME", str(Path("~/.cache").expanduser()))
 os.environ["HOME"] = tempfile.mkdtemp(prefix="weft-tests-")
 atexit.register(shutil.rmtree, os.environ["HOME"], ignore_errors=True)
+for name in ("COLUMNS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # of the user's own job
+    os.environ.pop(name, None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
