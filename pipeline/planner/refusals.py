@@ -64,10 +64,11 @@ class Refusals:
 
     def _no_memory(self) -> str:
         least, where = min((needed() for needed in self._too_large), default=(0.0, ""))
-        most = max(site.gpu.memory_bytes for site in self._cluster.sites) * self._request.max_memory
-        need = f"at best {bytes_text(least)} on a GPU ({where})" if where else "its layers take more"
+        rooms = [site.gpu.memory_bytes * self._request.max_memory for site in self._cluster.sites]
+        filled = " to ".join(dict.fromkeys(map(bytes_text, (min(rooms), max(rooms)))))
+        need = f"at best {bytes_text(least)} on a GPU ({where})" if least > min(rooms) else "no cut of its layers does"
         return (
-            f"memory: the model does not fit the GPUs: {need}, and a plan fills {bytes_text(most)}; add GPUs or choose "
+            f"memory: the model does not fit the GPUs: {need}, and a plan fills {filled}; add GPUs or choose "
             "ones with more memory, raise --max-memory, or free a pinned field"
         )
 

@@ -104,15 +104,18 @@ def test_what_was_refused_most_often_is_why_there_is_no_plan():
     for price in (9.0, 7.5, 8.0):
         found.price(price)
     assert "the cheapest 7.5 an hour" in found.explained()
-    for least, where in ((3 * 2**30, "x=1"), (2 * 2**30, "y=2"), (4 * 2**30, "z=3")):
+    for least, where in ((300 * 2**30, "x=1"), (200 * 2**30, "y=2"), (400 * 2**30, "z=3")):
         found.memory(lambda least=least, where=where: (least, where))
     found.memory()
     said = found.explained()
-    most = max(one.gpu.memory_bytes for one in SOME.sites) / 2
-    assert "at best 2 GiB on a GPU (y=2)" in said and f"a plan fills {most / 2**30:.4g} GiB" in said
+    least, most = (end(one.gpu.memory_bytes for one in SOME.sites) / 2 for end in (min, max))
+    filled = f"a plan fills {least / 2**30:.4g} GiB" + f" to {most / 2**30:.4g} GiB" * (most > least)
+    assert "at best 200 GiB on a GPU (y=2)" in said and filled in said
+    found.memory(lambda: (2**30, "fits every GPU"))
     alone = refusals()
     alone.memory()
-    assert "its layers take more, and a plan fills" in alone.explained()
+    for one in (found, alone):
+        assert "no cut of its layers does, and a plan fills" in one.explained()
 
 
 def test_a_pin_that_no_layout_has_is_refused_with_possible_values():
