@@ -183,7 +183,8 @@ class BruteForce:
 
     def _room_table(self, shape):
         """Return the bytes for saved activations of a rank with one virtual stage, which are no less than with two."""
-        key = replace(without_stages(shape), microbatches=min(2, shape.microbatches))
+        most = {"num_stages": min(3, shape.num_stages), "microbatches": min(2, shape.microbatches)}
+        key = replace(without_stages(shape), **most)
         if key not in self._rooms:
             own, layers = self.own, len(self.own.work.layers)
             values = np.full((len(own.cluster.sites), layers + 1, layers + 1), -inf)

@@ -162,7 +162,8 @@ class Own:
 
     def rooms(self, layout):
         """Bytes for saved activations by rank, at the site of any route that has least; None if one does not fit."""
-        shape, found = without_stages(layout), [inf] * layout.num_stages
+        hops = {"num_stages": min(3, layout.num_stages), "arrangement": layout.arrangement}  # messages take memory
+        shape, found = replace(without_stages(layout), **hops), [inf] * layout.num_stages
         for sites, stages in self.routes(layout):
             ranks = zip(self.rank_spans(layout, stages), ranks_of(sites, stages), strict=True)
             for rank, (spans, site) in enumerate(ranks):
