@@ -82,7 +82,10 @@ def unwind_on_termination() -> None:
 
 
 def report_bad_input(name: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; for a ValueError, print it after the command's name and return 2."""
+    """Run a command and return its exit code.
+
+    A ValueError is printed after the command's name, and the code is 2. Ctrl-C ends the command in one line, too.
+    """
     try:
         _require_home()
         status = command()
@@ -92,6 +95,9 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
         for line in printable(str(error)).splitlines():
             print(f"{name}: {line}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

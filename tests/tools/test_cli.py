@@ -161,6 +161,14 @@ def test_a_wrong_configuration_is_printed_and_refused(capsys):
     assert "learning rate" in out and "choose one word" in err and "set model.path" not in err
 
 
+def test_an_interrupt_is_one_line(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    assert cli.report_bad_input("weft plan", interrupted) == 130
+    assert capsys.readouterr().err == "weft plan: interrupted\n"
+
+
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m weft.tools.cli config | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
