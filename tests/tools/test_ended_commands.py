@@ -7,7 +7,8 @@ import sys
 import pytest
 
 CODE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` has it ignored
 from weft.tools import cli
 cli.COMMANDS["slow"] = ("tests.tools.slow_command", "")
 sys.argv = ["weft", "slow", sys.argv[1]]
