@@ -197,6 +197,9 @@ def emulated_hidden(work: EmulatedWork) -> Tensor:
 class EmulatedStage(nn.Module):
     """A virtual stage of emulated layers, with the interface of `weft.engine.stages.cutting.stage.Stage`."""
 
+    hf_model = None
+    """No model whose default positions would be added to a batch."""
+
     def __init__(self, work: EmulatedWork, *, index: int, layers: Sequence[range]) -> None:
         super().__init__()
         self.index = index
