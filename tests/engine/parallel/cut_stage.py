@@ -57,6 +57,7 @@ class CutStage(nn.Module):
     """A virtual stage of such blocks, with what the engine uses of `weft.engine.stages.cutting.stage.Stage`."""
 
     tied: frozenset[str] = frozenset()
+    hf_model = None
 
     def __init__(self, index: int, num_stages: int, axes: AxisGroups) -> None:
         super().__init__()

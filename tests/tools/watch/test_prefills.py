@@ -16,6 +16,11 @@ from hypothesis import strategies as st
 
 from tests.quickstart import TINY_QUICKSTART
 from weft.engine.observability.event_ring import PREFILL, RingWriter, encode, rings_folder
+from weft.tools.watch import FOLDER
+from weft.tools.watch.collector import Collector
+from weft.tools.watch.prefills import READS_KEPT
+
+pytest.importorskip("weft.inference", reason="needs the feature prefill")
 from weft.inference.board import reader as reader_module
 from weft.inference.board.reader import BoardReader
 from weft.inference.board.writer import BoardWriter
@@ -24,9 +29,6 @@ from weft.inference.worker import chunk_recorder
 from weft.inference.worker import gate as gate_module
 from weft.inference.worker.chunk_recorder import ChunkRecorder
 from weft.inference.worker.gate import Gate
-from weft.tools.watch import FOLDER
-from weft.tools.watch.collector import Collector
-from weft.tools.watch.prefills import READS_KEPT
 
 
 @pytest.fixture
