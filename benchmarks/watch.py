@@ -1,4 +1,4 @@
-"""Costs of watching: the first heat map and the collector of 10,000 ranks, timers, bytes, and the clocks' error."""
+"""Costs of watching: the first heat map and the collector of 10,000 ranks, timers, and bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter, process_time, time
+from time import perf_counter, process_time
 from urllib.request import urlopen
 
 import numpy as np
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         )
     figures: dict[str, float] = {}
     with TemporaryDirectory(prefix="weft-watch-") as folder:
-        for part in (heat_map, collector, timer, clock):
+        for part in (heat_map, collector, timer):
             figures |= part(Path(folder) / part.__name__, args)
     show(table_of(list(_rows(figures)), f"{args.ranks} ranks, {args.steps} steps"))
     met = (
@@ -202,18 +202,6 @@ def timer(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     return {"slot_s": slot_s - plain_s, "wait_s": wait_s, "ring_bytes": float(RECORD.size)}
 
 
-def clock(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Bound the error with which ranks of one host convert their clock to seconds since 1970."""
-    readings = []
-    for _ in range(MARKS * TURNS):
-        before = perf_counter()
-        wall = time()
-        readings.append((perf_counter() - before, wall - before))
-    gaps, offsets = np.array(readings).T
-    drift = offsets - np.median(offsets)
-    return {"clock_gap_s": float(np.quantile(gaps, 0.99)), "clock_apart_s": float(np.quantile(np.abs(drift), 0.99))}
-
-
 def _rows(figures: dict[str, float]) -> Iterator[dict[str, str]]:
     texts = (
         ("first heat map, processor time", "map_cpu_s", "{:.2f} s", f"{MOST_MAP_S:.0f} s"),
@@ -228,7 +216,6 @@ def _rows(figures: dict[str, float]) -> Iterator[dict[str, str]]:
         ("bytes per rank and step in the files", "file_bytes", "{:.0f}", ""),
         ("timer, per slot", "slot_s", "{:.2e} s", ""),
         ("timer, per wait", "wait_s", "{:.2e} s", ""),
-        ("clocks of a host's ranks apart by at most (99 %)", "clock_apart_s", "{:.2e} s", ""),
     )
     for what, name, form, goal in texts:
         yield {"what": what, "measured": form.format(figures[name]), "goal": goal}

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from weft.conf.features import FEATURES, require
-from weft.conf.host.terminal import printable
+from weft.conf.host.terminal import print_error
 
 COMMANDS = {
     "launch": ("weft.tools.launch_command", "check a configuration, start a run and supervise it"),
@@ -92,8 +92,7 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
         sys.stdout.flush()  # the reader may have closed it before the last of the output
         return status
     except ValueError as error:
-        for line in printable(str(error)).splitlines():
-            print(f"{name}: {line}", file=sys.stderr)
+        print_error(name, error)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import socket
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +17,7 @@ from weft.conf.batch import check_world
 from weft.conf.checks import virtual_stages
 from weft.conf.host.owners import own_folder
 from weft.conf.host.private import make_run_folder, make_shared_folder
-from weft.conf.host.terminal import printable
+from weft.conf.host.terminal import print_error
 from weft.conf.host.triton import kernel_obstacle
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
 from weft.conf.schema import Attention, ClusterManager, Kernels, Precision, WeftConfig
@@ -51,8 +50,7 @@ def check_inputs(argv: Sequence[str]) -> int:
     try:
         preflight(load([], recipe_file=file), checks=INPUTS)
     except ValueError as error:
-        for line in printable(str(error)).splitlines():
-            print(f"weft launch: {line}", file=sys.stderr)
+        print_error("weft launch", error)
         return 2
     return 0
 

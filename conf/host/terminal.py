@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -17,3 +18,9 @@ def printable(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in value)
+
+
+def print_error(command: str, error: Exception) -> None:
+    """Print the lines of an error to standard error, each after the name of the command."""
+    for line in printable(str(error)).splitlines():
+        print(f"{command}: {line}", file=sys.stderr)

@@ -24,7 +24,7 @@ from weft.conf import load
 from weft.conf.host.private import write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S, Storage, StorageHangs, TimedRead
-from weft.conf.host.terminal import printable
+from weft.conf.host.terminal import print_error, printable
 from weft.conf.hosts import is_loopback, read_hostfile
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
@@ -74,8 +74,7 @@ def drive(run_folder: Path, *, attach: bool = False, early: EarlyAgent | None = 
         with stderr_on_thread():
             return asyncio.run(driver.run())
     except ValueError as error:
-        for line in printable(str(error)).splitlines():
-            print(f"weft launch: {line}", file=sys.stderr)
+        print_error("weft launch", error)
         return 2
 
 
