@@ -1,7 +1,8 @@
 """The collector: writes the events of a host's ranks to Parquet files, in one process per host.
 
 It runs at low priority outside of the ranks, and ends when all ranks of the host have ended. ``steps-*`` has a row per
-step, rank and section (count, mean and maximum), ``spans-*`` a row per event, and ``now-*.json`` the slots that run.
+step, rank and section (count, mean and maximum), ``spans-*`` a row per event, ``now-*.json`` the slots that run, and
+``calls-*.json`` the collective calls of ranks that stall.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from weft.engine.observability.event_ring import (
 )
 from weft.tools.watch import FOLDER
 from weft.tools.watch.prefills import Prefills, stored
+from weft.tools.watch.stalls import Stalls
 
 POLL_S = 0.25
 PUBLISH_S = 1.0
@@ -77,6 +79,7 @@ class Collector:
         self._rings_folder = rings_folder(run_folder)
         self._readers: dict[str, RingReader] = {}
         self._prefills = Prefills()
+        self._stalls = Stalls(run_folder, self._rings_folder, host)
         self._epoch_s = epoch_s()  # one for all rings: processes of a host share its monotonic clock
         self._waiting: list[np.ndarray] = []
         self._newest = np.zeros(0, "u8")  # step of each rank
@@ -185,9 +188,10 @@ class Collector:
             )
 
     def publish_current(self) -> None:
-        """Write what each rank does now."""
+        """Write what each rank does now, and the calls of ranks that stall."""
         now = {"at": time(), "host": self._host, "ranks": [reader.current() for reader in self._readers.values()]}
         write_atomic(self._folder / f"now-{self._host}.json", json.dumps(now))
+        self._stalls.follow(self._readers.values())
 
     def close(self) -> None:
         """Write everything, and remove the rings."""
