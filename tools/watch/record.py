@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,13 +173,26 @@ class RunRecord:
         if len(hosts) < 2:
             return line_up(hosts, ())
         host_of_rank = spans.groupby("rank").host.first()
-        return line_up(
-            hosts,
-            (
-                (host_of_rank[rank], host_of_rank[peer], ended_s - start_s)
-                for rank, peer, _, start_s, _, ended_s in self.arrivals(spans)
-            ),
+        passed = (
+            (host_of_rank[rank], host_of_rank[peer], ended_s - start_s)
+            for rank, peer, _, start_s, _, ended_s in self.arrivals(spans)
         )
+        return line_up(hosts, chain(passed, self._sums(spans)))
+
+    def _sums(self, spans: pd.DataFrame) -> Iterator[tuple[str, str, float]]:
+        """Yield sums of gradients as transfers, in both directions between a stage's first host and each other one.
+
+        A rank's optimiser ends after the last backward of every replica, because it needs the sum of their gradients.
+        """
+        rows = spans.assign(stage=spans["rank"].map({rank: place.stage for rank, place in self.places.items()}))
+        summed_s = rows[rows.section == Op.STEP.name].groupby(["stage", "host"]).end_s.min()
+        sent_s = rows[rows.section.isin(COMPUTE_SECTIONS)].groupby(["stage", "host"]).end_s.max()
+        known = pd.concat([summed_s, sent_s], axis=1, keys=["summed", "sent"]).dropna()
+        for _, table in known.groupby(level="stage"):
+            first, *others = table.droplevel("stage").itertuples()
+            for other in others:
+                yield first.Index, other.Index, other.summed - first.sent
+                yield other.Index, first.Index, first.summed - other.sent
 
     def arrivals(self, spans: pd.DataFrame) -> Iterator[tuple[int, int, Action, float, float, float]]:
         """Yield the transfers of a step: rank, receiving rank, send, its start, and the receive's start and end."""

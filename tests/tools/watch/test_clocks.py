@@ -2,6 +2,7 @@
 
 from math import inf
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,8 +62,21 @@ def test_a_step_of_two_hosts_is_shown_as_if_they_had_one_clock(tmp_path, ahead_s
     assert shares[1] == pytest.approx(shares[0], abs=1e-5)
 
 
-def test_hosts_that_exchange_no_transfers_keep_their_clocks_and_are_named(tmp_path):
-    record = recorded(tmp_path, {"a": (range(0, 8, 2), 0.0), "b": (range(1, 8, 2), 5.0)})  # a pipeline each
+@pytest.mark.parametrize("ahead_s", [0.0, 5.0, -7.0])
+def test_hosts_with_a_pipeline_each_are_lined_up_by_their_sums_of_gradients(tmp_path, ahead_s):
+    record = recorded(tmp_path, {"a": (range(0, 8, 2), 0.0), "b": (range(1, 8, 2), ahead_s)})
+    table = pd.read_parquet(tmp_path / "watch" / "spans-b-00001.parquet", filters=[("step", "==", 2)])
+    found = record.clocks(pd.concat([record.spans(2).query("host == 'a'"), table.assign(host="b")]))["b"]
+    assert 0.0 < found.bound_s < 0.01 and abs(found.ahead_s - ahead_s) <= found.bound_s
+    shown = Views(record).show("timeline", step=2)["clocks"]
+    assert shown == {"hosts": 2, "bound_s": pytest.approx(found.bound_s), "unknown": []}
+
+
+def test_hosts_that_exchange_nothing_keep_their_clocks_and_are_named(tmp_path):
+    record = recorded(tmp_path, {"a": (range(2), 0.0), "b": (range(2, 4), 5.0)}, lines=1)
+    path = tmp_path / "watch" / "spans-b-00001.parquet"
+    table = pd.read_parquet(path)
+    table[~table.section.isin(["SEND_F", "SEND_B", "RECV_F", "RECV_B"])].to_parquet(path)
     assert Views(record).show("timeline", step=2)["clocks"] == {"hosts": 2, "bound_s": 0.0, "unknown": ["b"]}
     spans = record.spans(2)
     assert spans[spans.host == "b"].start_s.min() == pytest.approx(spans[spans.host == "a"].start_s.min() + 5.0)
