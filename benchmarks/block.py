@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,7 +15,7 @@ import torch
 from benchmarks.blocks.clock import Clock, Measured, Passes
 from benchmarks.blocks.kernels import candidates
 from benchmarks.blocks.llama import LLAMA_8B, TINY, VARIANTS, Block, Shape
-from benchmarks.results import at_once, finish, parse, show
+from benchmarks.results import finish, parse, show
 from weft.engine.planning.devices import data_sheet
 from weft.pipeline.hardware import GPU_KINDS
 from weft.tools.tables import table_of
@@ -146,7 +147,10 @@ def main(argv: Sequence[str]) -> int:
     for part in args.parts:
         make, left = PARTS[part]
         found = make(TINY if args.tiny else LLAMA_8B, args.tokens, rows, args.variants or list(VARIANTS))
-        made = list(at_once(found))
+        made = []
+        for row in found:  # printed when it is there, because the machine may be taken away at any time
+            print(*row.values(), sep=", ", file=sys.stderr, flush=True)
+            made.append(row)
         tables[part] = table_of((row for row in made if NOTE not in row), _title(part, device, args.tiny), left=left)
         notes[part] = [", ".join(row.values()) for row in made if NOTE in row]
         show(tables[part], *notes[part])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
 import re
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -25,15 +23,12 @@ from benchmarks.serving.report import Findings, prefills_of, report_serving
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
 from benchmarks.serving.served_model import write_model
 from benchmarks.serving.servers import stock_server, until_ready, weft_server
-from benchmarks.serving.stalls import measure_stalls
 from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.layout import boards_folder
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.command import cost_file, stage_file, workers_of
-from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 from weft.recipes.serving.checks import model_bytes
-from weft.recipes.serving.scoring import Scorer, likelihoods_of, with_weights
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.ranks import run_ranks
 
@@ -41,9 +36,7 @@ NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = (0, 3)
 """Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end. A worker of two
 stages spans them, one of four stages all ranks."""
-LONGEST_PROMPT, LONGEST_DOCUMENT = 2048, 512
-AGAIN = "again"
-"""Folder of a copy of the workers' weights."""
+LONGEST_PROMPT = 2048
 STATED = re.compile(r"stage (\d+) of \d+: (\d+) bytes of weights, (\d+) bytes of KV cache")
 """The memory that a stage logs."""
 RUN_S = 1800.0
@@ -54,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     """Train on four ranks, with and without requests in alternating windows. Returns 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks bubbles", description=__doc__)
     parser.add_argument("--python", required=True, type=os.path.abspath, help="a Python that has vLLM")
-    parser.add_argument("--trace", type=Path, help="CSV of an Azure LLM inference trace")
+    parser.add_argument("--trace", required=True, type=Path, help="CSV of an Azure LLM inference trace")
     parser.add_argument("--requests", type=int, default=200, help="requests of the trace")
     parser.add_argument("--rounds", type=int, default=3, help="windows without and with requests")
     parser.add_argument("--window", type=float, default=8.0, help="seconds of a window")
@@ -64,25 +57,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--real", action="store_true", help="real compute on shared cores, instead of emulated on one")
     parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
-    parser.add_argument(
-        "--evaluate", type=int, metavar="DOCUMENTS", help="instead load weights and score documents in each round"
-    )
-    parser.add_argument("--stalls", type=int, metavar="ROUNDS", help="instead stop a worker under bursts")
     args = parse(parser, argv)
-    if args.trace is None and args.stalls is None and args.evaluate is None:
-        raise ValueError("--trace: no trace is given; name the CSV of an Azure LLM inference trace")
-    for name, number in (("stalls", args.stalls), ("evaluate", args.evaluate)):
-        if number is not None and number < 1:
-            raise ValueError(f"--{name}={number}: give a number above 0")
-    if args.evaluate and args.stages > 1:
-        raise ValueError(f"--stages={args.stages}: workers of several stages score no documents; use --stages 1")
-    if args.stalls is not None:
-        with tempfile.TemporaryDirectory(prefix="weft-stalls-") as folder:
-            bench = _Bench(args, Path(folder))
-            write_model(bench.folder / "model")
-            return measure_stalls(args, bench.config, bench.folder)
     over_s = args.rounds * args.window
-    trace = [] if args.evaluate else read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=over_s)
+    trace = read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=over_s)
     with tempfile.TemporaryDirectory(prefix="weft-bubbles-") as folder:
         return _Bench(args, Path(folder)).run(trace)
 
@@ -113,10 +90,7 @@ class _Bench:
 
     def run(self, trace: Sequence[Request]) -> int:
         write_model(self.folder / "model")
-        if self.args.evaluate:
-            shutil.copytree(self.folder / "model", self.folder / AGAIN)
-            os.environ[FOLDER_VARIABLE] = self.config.inference.prefill.model
-        serving = weft_server(self.config, "serve", "--trace", str(self.folder), key=self.key)
+        serving = weft_server(self.config, "--trace", str(self.folder), key=self.key)
         with self._bed() as bed, serving as serve:
             until_ready(self.urls, serve)
             start = partial(run_ranks_in, bed, bed.nodes) if bed else partial(run_ranks, NUM_RANKS)
@@ -180,8 +154,6 @@ class _Bench:
                 ranks.result()
             time.sleep(0.1)
         with self._window("warm"):
-            if self.args.evaluate:
-                self._score(1)
             replay(trace[: len(trace) // 8], self.urls, key=self.key, seed=10**6)
         each = -(-len(trace) // self.args.rounds)
         for part in range(self.args.rounds):
@@ -189,27 +161,9 @@ class _Bench:
             with self._window("off"):
                 time.sleep(self.args.window)
             with self._window("on"):
-                if self.args.evaluate:
-                    self._score(part)
-                    continue
                 shifted = [Request(r.after_s - requests[0].after_s, r.tokens) for r in requests]
                 self.asked.append((shifted, 1000 * part))
                 self.answers += replay(shifted, self.urls, key=self.key, seed=1000 * part)
-
-    def _score(self, number: int) -> None:
-        """Load weights into all workers, as after a checkpoint, and let them score documents of all lengths."""
-        scorers = [Scorer(url, self.key, self.config.inference.prefill.model) for url in self.urls]
-        draw, begin_s = random.Random(number), time.monotonic()
-        prompts = [
-            [draw.randrange(256) for _ in range(draw.randint(2, LONGEST_DOCUMENT))] for _ in range(self.args.evaluate)
-        ]
-        ready = with_weights(scorers, AGAIN if number % 2 else "model")
-        loaded_s = time.monotonic() - begin_s
-        found = likelihoods_of(ready, prompts)
-        print(
-            f"{len(found)} documents of {sum(map(len, prompts))} tokens scored by {len(ready)} workers in "
-            f"{time.monotonic() - begin_s:.1f} s, of which weights {loaded_s:.1f} s"
-        )
 
     @contextlib.contextmanager
     def _window(self, name: str) -> Iterator[None]:
@@ -228,7 +182,6 @@ class _Bench:
             for stage, rank in enumerate(worker.ranks)
         }
         found = Findings(
-            folder=self.folder,
             workers=self.workers,
             watch=watch,
             windows=self.windows,

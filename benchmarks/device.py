@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import VOCABULARY, random_batches
+from benchmarks.memory import QUICKSTART, memory_row, random_batches
 from benchmarks.results import finish, parse, show
 from weft.conf.compose import compose
 from weft.tools.tables import table_of
 
 BASE = (
-    "recipe=quickstart",
-    f"model.overrides.vocab_size={VOCABULARY}",
-    "model.self_check=false",
+    *QUICKSTART,
     "pipeline.stages=1",
     "pipeline.microbatches=4",
     "model.overrides.num_key_value_heads=4",
@@ -140,10 +138,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _memory_row(found: dict[str, Any]) -> dict[str, object]:
-    return {
-        "layout": found["layout"],
-        **({"ranks": found["ranks"], "rank": found["rank"]} if "ranks" in found else {}),
-        "predicted MB": f"{found['predicted'] / 1e6:.1f}",
-        "measured MB": f"{found['measured'] / 1e6:.1f}",
-        "error": f"{found['error']:+.1%}",
-    }
+    where = {name: found[name] for name in ("ranks", "rank") if "ranks" in found}
+    return memory_row(found["layout"], found["predicted"], found["measured"], **where)

@@ -12,7 +12,6 @@ from time import sleep
 
 import torch.distributed as dist
 
-from benchmarks.adapting.disturbance import set_speed
 from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.case import EngineCase, time_steps
 from benchmarks.peers.emulated_stage import EmulatedWork
@@ -166,7 +165,10 @@ def real_rounds(
     """Return, by round, the seconds of the measured steps on one rank of the real job."""
     engine = emulated_engine(case, config)
     if slow is not None and engine.global_rank == slow[0]:
-        set_speed(engine, case.work, slow[1])
+        slower = {name: getattr(case.work, name) / slow[1] for name in ("forward_s", "input_s", "weight_s")}
+        for stage in engine.module.stages.values():
+            for layer in stage.layers:
+                layer.work = replace(case.work, **slower)
     turns = Turns(folder, rounds, _nothing)
     engine.train_batch()  # the first makes buffers
     found = []

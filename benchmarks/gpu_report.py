@@ -118,7 +118,6 @@ def items(out: Path, *, emulated: bool = False) -> tuple[Item, ...]:
         Item("profile", "layers of a Llama-7B on a GPU; what all GPUs' collectives take", (*WEFT, *profile), 1, 100.0),
         Item("node", "memory, matrix products, NCCL", node, 1, 60.0),
         bench("collectives", "rewrites over NCCL alongside plain ones", "--cache", cache, on=on_two, num_gpus=2),
-        Item("rts", "a ready-to-send message, on this machine's processor", ("-m", "tests.nccl_rules.rts_cost"), 0),
         run("one", "a run on one GPU", 1, "pipeline.stages=1"),
         Item("links", "how the GPUs are joined", ("nvidia-smi", "topo", "-m"), 0, 10.0),
         Item("software", "torch, CUDA, NCCL", ("-m", "torch.utils.collect_env"), 0, 30.0),

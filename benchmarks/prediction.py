@@ -107,7 +107,6 @@ class Predicted:
     """
 
     name: str
-    sites: int
     predicted_s: float
     measured_s: float
     spread: float
@@ -210,7 +209,6 @@ def _measure(layout: Layout, case: EngineCase, stages: StageProfile, args: argpa
     measured_s, spread = max(middle_and_spread(step_s) for _, step_s in ranks)
     return Predicted(
         name=layout.name,
-        sites=len(layout.sites),
         predicted_s=ranks[0][0],
         measured_s=measured_s,
         spread=spread,

@@ -8,24 +8,21 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
 from rich.table import Table
 
-from weft.conf.host.files import write_atomic
+from weft.conf.host.files import require_writable, write_atomic
 from weft.tools import tables
 
-Row = TypeVar("Row", bound=Mapping[str, object])
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH = 120
 _SHOWN: list[Table] = []
 
 
@@ -38,8 +35,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str], **known: Collect
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure here")
     args = parser.parse_args(argv)
     args.command = shlex.join([*parser.prog.split(), *argv])
-    if args.json is not None and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
-        raise ValueError(f"--json {args.json}: cannot be written; name a file in a folder that is there")
+    if args.json is not None:
+        require_writable("--json", args.json)
     for option, names in known.items():
         if unknown := [str(name) for name in getattr(args, option) or () if name not in names]:
             raise ValueError(f"--{option} {' '.join(unknown)}: not known; choose from {', '.join(map(str, names))}")
@@ -64,41 +61,13 @@ def write_json(args: argparse.Namespace, bench: str, figures: Any, *, met: bool 
     given = {name: value for name, value in vars(args).items() if name not in ("json", "command")}
     asked = {"bench": bench, "command": args.command, "arguments": given, "met": met}
     found = {**asked, **_measured_on(), "figures": _plain(figures), "tables": list(map(_printed, _SHOWN))}
-    write_atomic(args.json, as_text(json.loads(json.dumps(found, default=str))) + "\n")
-
-
-def as_text(value: Any, indent: str = "") -> str:
-    """Return JSON text in which scalars fill lines, and each list or object that does not fit has lines of its own."""
-    flat = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or len(indent + flat) <= WIDTH:
-        return flat
-    inner = f"{indent} "
-    names = [f"{json.dumps(name)}: " for name in value] if isinstance(value, dict) else [""] * len(value)
-    items = list(value.values()) if isinstance(value, dict) else value
-    lines: list[str] = []
-    for name, item in zip(names, items, strict=True):
-        text = name + as_text(item, inner)
-        if lines and not isinstance(item, dict | list) and lines[-1][-1] not in "}]":
-            joined = f"{lines[-1]}, {text}"
-            if len(inner + joined) < WIDTH:
-                lines[-1] = joined
-                continue
-        lines.append(text)
-    between = ",\n" + inner
-    return f"{flat[0]}\n{inner}{between.join(lines)}\n{indent}{flat[-1]}"
+    write_atomic(args.json, json.dumps(found, indent=1, ensure_ascii=False, default=str) + "\n")
 
 
 def show(*parts: Table | str) -> None:
     """Print tables and lines, and keep them so that `write_json` can write them as printed (see `benchmarks.page`)."""
     _SHOWN.extend(part for part in parts if isinstance(part, Table))
     tables.show(*parts)
-
-
-def at_once(rows: Iterable[Row]) -> Iterator[Row]:
-    """Print each row when it is there, because the machine may be taken away at any time."""
-    for row in rows:
-        print(*row.values(), sep=", ", file=sys.stderr, flush=True)
-        yield row
 
 
 def _printed(table: Table) -> dict[str, Any]:

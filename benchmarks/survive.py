@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
@@ -57,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         for number, session in enumerate(SESSIONS):
             print(*(f"run {number}: {fault.name}" for fault in session.faults), sep="\n")
         return 0
-    with _terminated_like_interrupted(), tempfile.TemporaryDirectory(prefix="weft-survive-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="weft-survive-") as temporary:
         return _faults(args, args.folder or Path(temporary), [*SETTINGS, *args.overrides])
 
 
@@ -71,7 +70,7 @@ def _faults(args: argparse.Namespace, folder: Path, settings: Sequence[str]) -> 
 
     try:
         _run(Outcomes(folder, settings, tell), args)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the latter upon SIGTERM
         print("stopped: these are the faults so far", file=sys.stderr)
     show(table_of((each.row for each in found), "8 ranks on 4 hosts of 2 sites", left=2))
     met = bool(found) and all(each.met for each in found)
@@ -97,17 +96,3 @@ def _run(outcomes: Outcomes, args: argparse.Namespace) -> None:
 
 def _figures(found: Sequence[Survival]) -> list[dict[str, object]]:
     return [asdict(each) | {"met": each.met} for each in found]
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Make SIGTERM end the benchmark as Ctrl-C does, with the results so far."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

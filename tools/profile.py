@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from weft.conf.checks import check
 from weft.conf.compose import compose
-from weft.conf.host.files import write_atomic
+from weft.conf.host.files import require_writable, write_atomic
 from weft.conf.schema import Recompute, WeftConfig
 from weft.engine.models.tracing import trace_model
 from weft.engine.planning.devices import data_sheet
@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args, overrides = parsers.profile().parse_known_args(argv)
     seconds = number(args.seconds, "--seconds", above=0.0)
-    if args.out.is_dir() or not args.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {args.out}: cannot be written; name a file in a folder that is there")
+    require_writable("--out", args.out)
     ranks = _ranks(args.ranks)
     config = compose(overrides)
     check(config)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.chunked_cross_entropy import chunked_cross_entropy
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from benchmarks.blocks.clock import Passes
 from benchmarks.blocks.llama import COMPILED, DTYPE, FUSED, Shape, Variant
-from benchmarks.loss import HEADS
 from weft.conf.host.triton import is_interpreted
+from weft.conf.schema import ModelConfig
+from weft.engine.backward.products import multiply
+from weft.engine.models.head_loss import HeadLoss
 from weft.engine.models.kernels import fused_rotation, gated_product, kernel_for
+from weft.engine.parallel.axis import Alone
 from weft.engine.zero.kernels.accumulation import accumulate_plain
 from weft.engine.zero.norm import squared_norm
 
@@ -151,14 +155,45 @@ def candidates(shape: Shape, tokens: int, device: torch.device) -> Iterator[Cand
         yield Candidate(kernel, "Liger", FUSED, liger, inputs)
     yield from _accumulations(shape, device)
     ends = normal(tokens, shape.width), lambda: normal(shape.words, shape.width)() * shape.width**-0.5
-    whole, *others = HEADS.items()
     for name, needs, function in (
-        ("torch", Variant(), whole[1]),
-        ("torch.compile", COMPILED, torch.compile(whole[1], dynamic=False)),
-        *((name, Variant(), head) for name, head in others),
+        ("torch", Variant(), _whole_loss),
+        ("torch.compile", COMPILED, torch.compile(_whole_loss, dynamic=False)),
+        ("Weft", Variant(), _weft_loss),
+        ("DeepSpeed chunked_cross_entropy", Variant(), _deepspeed_loss),
+        *((("torch linear_cross_entropy", Variant(), _torch_loss),) if hasattr(F, "linear_cross_entropy") else ()),
         ("Liger", FUSED, _liger_loss),
     ):
         yield Candidate("cross-entropy", name, needs, partial(function, labels=labels), ends)
+
+
+def _whole_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+
+def _weft_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    product = HeadLoss(
+        weight=weight,
+        bias=None,
+        labels=labels,
+        ignore_index=-100,
+        steps=(),
+        chunk_bytes=ModelConfig.loss_chunk_mb * 1e6,
+        group=Alone("tensor"),
+        differentiable=True,
+        complete=nullcontext,
+    )
+    return multiply(hidden, product).sum()
+
+
+def _deepspeed_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return chunked_cross_entropy(F.linear(hidden, weight), labels, reduction="sum")
+
+
+def _torch_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    # torch 2.13 has both, and 2.11 neither.
+    compute, options = getattr(F, "linear_cross_entropy"), getattr(torch.nn, "LinearCrossEntropyOptions")  # noqa: B009
+    loss: Tensor = compute(hidden, weight, labels, reduction="sum", options=options())
+    return loss
 
 
 def _liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

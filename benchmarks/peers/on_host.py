@@ -42,15 +42,14 @@ _LEGEND = (
 def main(argv: Sequence[str]) -> int:
     """Run every engine on every case and return 1 if Weft's 1F1B misses its goal."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks engines host", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round of three steps")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each engine, in turns")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of a run")
     parser.add_argument("--cases", nargs="+", metavar="N", type=int, default=list(NUMBERS), help=f"1 to {NUMBERS[-1]}")
     parser.add_argument("--engines", nargs="+", metavar="NAME", default=list(HOST), help=f"of {', '.join(HOST)}")
     args = parse(parser, argv, engines=HOST, cases=NUMBERS)
-    cases = _cases(3 if args.quick else args.steps)
+    cases = _cases(args.steps)
     chosen = [cases[number - 1] for number in sorted(args.cases)]
-    rows = list(race(args.engines, chosen, rounds=1 if args.quick else args.rounds))
+    rows = list(race(args.engines, chosen, rounds=args.rounds))
     show_steps(rows, "a training step: 10 ms forward, input and weight gradient per layer, 4 ranks")
     show(f"\n{_LEGEND}")
     goal_case = cases[GOAL_CASE - 1].name

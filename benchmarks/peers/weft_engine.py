@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
 from statistics import median
@@ -30,7 +29,6 @@ from weft.engine.distributed import device_bytes, from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import PreparedRun
 from weft.engine.layout import RankLayout
-from weft.engine.models.batch import Batch
 from weft.engine.models.sizes import ModelSizes, PartSize
 from weft.engine.planning.facts import Facts, Links
 from weft.engine.planning.joining import join
@@ -113,13 +111,26 @@ def _run_sharded(case: ZeroCase, stage: int, num_stages: int) -> ZeroRun:
 def emulated_engine(case: EngineCase, config: WeftConfig) -> WeftEngine:
     """Return Weft's engine on the emulated layers of ``case``, with layout and schedule from ``config``."""
     device = join(config)
-
-    def stage(opened: PreparedRun, index: int) -> EmulatedStage:
-        return EmulatedStage(case.work, index=index, layers=opened.plan.split.layers)
-
+    facts = _facts(case, config, device)
+    placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
+    opened = PreparedRun.open(config, facts, placement, device)
+    held = placement.rank_stages[facts.layout.position(dist.get_rank()).stage]
+    stages = [EmulatedStage(case.work, index=index, layers=opened.plan.split.layers) for index in held]
+    module = WeftModule(stages, placement, facts.layout)
+    engine = opened.engine(
+        config,
+        deepspeed_config(config, dist.get_world_size()),
+        module,
+        args=None,
+        optimizer=None,
+        model_parameters=list(module.parameters()),
+        training_data=None,
+        lr_scheduler=None,
+        collate_fn=None,
+    )
     ids = torch.zeros(1, 2, dtype=torch.long)
-    same = repeat({"input_ids": ids, "labels": ids})
-    return engine_of(config, emulated_facts(case, config, device), device, stage, same)
+    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    return engine
 
 
 @dataclass(frozen=True)
@@ -135,38 +146,7 @@ class LayersJob:
         return emulated_engine(self.case, self.config)
 
 
-def engine_of(
-    config: WeftConfig,
-    facts: Facts,
-    device: torch.device,
-    stage: Callable[[PreparedRun, int], EmulatedStage],
-    data: Iterator[Batch],
-) -> WeftEngine:
-    """Return Weft's engine of emulated stages, planned from ``facts``. A collective call.
-
-    Args:
-        stage: creates the virtual stage with a number, from the finished plan.
-    """
-    placement = from_rank_zero(lambda: settle_placement(config, facts), Placement)
-    opened = PreparedRun.open(config, facts, placement, device)
-    held = placement.rank_stages[facts.layout.position(dist.get_rank()).stage]
-    module = WeftModule([stage(opened, index) for index in held], placement, facts.layout)
-    engine = opened.engine(
-        config,
-        deepspeed_config(config, dist.get_world_size()),
-        module,
-        args=None,
-        optimizer=None,
-        model_parameters=list(module.parameters()),
-        training_data=None,
-        lr_scheduler=None,
-        collate_fn=None,
-    )
-    engine.set_dataiterator(data)
-    return engine
-
-
-def emulated_facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
+def _facts(case: EngineCase, config: WeftConfig, device: torch.device) -> Facts:
     """Return the facts of emulated layers, except the costs of their collectives."""
     layer = PartSize(case.work.weight_elements, case.work.weight_elements)
     sites = range(len(case.sites))

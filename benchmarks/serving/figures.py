@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 
 from weft.inference.board.common_bubbles import Spans, intersection
 
@@ -49,8 +47,3 @@ def use_of(work: Spans, prefills: Spans, windows: Spans) -> RankUse:
         bubbles_used=inside_s / idle_s if idle_s else 0.0,
         outside=(ran_s - inside_s) / ran_s if ran_s else 0.0,
     )
-
-
-def slowdown(on_s: Sequence[float], off_s: Sequence[float]) -> float:
-    """Return the median step with prefill divided by the one without, minus 1."""
-    return median(on_s) / median(off_s) - 1.0

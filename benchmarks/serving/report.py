@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.serving.figures import slowdown, steps_within, use_of
+from benchmarks.serving.figures import steps_within, use_of
 from benchmarks.serving.requests import Answer
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.common_bubbles import Spans
-from weft.inference.board.writer import BoardWriter, board_path
 from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.command import Worker
-
-MARKED_STEPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +26,6 @@ class Findings:
         costs: cost model of each rank's part of a worker.
     """
 
-    folder: Path
     workers: Sequence[Worker]
     watch: Watch
     windows: Windows
@@ -55,13 +50,11 @@ def report_serving(found: Findings) -> dict[str, object]:
     """Print the gains and costs of prefill, and return the figures."""
     windows = found.windows
     off_s, on_s = (steps_within(found.steps, windows.spans[name]) for name in ("off", "on"))
-    print(
-        f"\na mark on the board: {_mark_ns(found.folder):.0f} ns, {found.watch.marks(found.workers[0].ranks[0])} a step"
-    )
-    print(f"training step: {_spread(off_s)} without requests, {_spread(on_s)} with: {slowdown(on_s, off_s):+.2%}")
+    slower = median(on_s) / median(off_s) - 1
+    print(f"\ntraining step: {_spread(off_s)} without requests, {_spread(on_s)} with: {slower:+.2%}")
     for name, spans in (("off", windows.spans["off"]), ("on", windows.spans["on"])):
-        medians = [median(steps) for span in spans if (steps := steps_within(found.steps, [span]))]
-        print(f"  windows {name}: {_listed(medians)} ms")
+        medians = [1e3 * median(steps) for span in spans if (steps := steps_within(found.steps, [span]))]
+        print(f"  windows {name}: {', '.join(f'{each:.1f}' for each in medians)} ms")
     figures: dict[str, object] = {"off_s": off_s, "on_s": on_s}
     parts = [(worker, stage, rank) for worker in found.workers for stage, rank in enumerate(worker.ranks)]
     for worker, stage, rank in parts:
@@ -79,28 +72,13 @@ def report_serving(found: Findings) -> dict[str, object]:
     good = sorted(answer.ttft_s for answer in found.answers if answer.status == 200)
     split = _bubbles_per_request(records)
     print(f"bubbles per prompt: median {median(split):g}, most {max(split)}")
-    if found.answers:
-        times = f"TTFT p50 {_at(good, 0.5):.2f} s, p90 {_at(good, 0.9):.2f} s"
-        print(f"{len(good)} of {len(found.answers)} requests answered; {times}")
+    times = f"TTFT p50 {_at(good, 0.5):.2f} s, p90 {_at(good, 0.9):.2f} s"
+    print(f"{len(good)} of {len(found.answers)} requests answered; {times}")
     return figures | {"late_s": late, "ttft_s": good, "bubbles_per_prompt": split}
 
 
 def _within(record: dict, spans: Spans) -> bool:
     return any(low <= record["start_s"] <= high for low, high in spans)
-
-
-def _mark_ns(folder: Path) -> float:
-    """Return the nanoseconds that the engine spends on a mark."""
-    writer = BoardWriter(board_path(folder / "marks", 0), rank=0, plan=[], max_edges=64)
-    begin_ns = time.perf_counter_ns()
-    for _ in range(MARKED_STEPS):
-        writer.begin(1)
-        for _ in range(15):
-            writer.busy()
-            writer.idle()
-    end_ns = time.perf_counter_ns()
-    writer.close()
-    return (end_ns - begin_ns) / (MARKED_STEPS * 31)
 
 
 def _bubbles_per_request(records: Iterable[dict]) -> list[int]:
@@ -115,10 +93,6 @@ def _bubbles_per_request(records: Iterable[dict]) -> list[int]:
 def _spread(values: Sequence[float]) -> str:
     low, middle, high = quantiles(values, n=4)
     return f"{middle * 1e3:.1f} ms ({(high - low) / middle:.2%} between quartiles, {len(values)} steps)"
-
-
-def _listed(seconds: Iterable[float]) -> str:
-    return ", ".join(f"{1e3 * value:.1f}" for value in seconds)
 
 
 def _at(ordered: Sequence[float], share: float) -> float:

@@ -1,4 +1,4 @@
-"""The servers of a benchmark: `weft serve`, `weft controller`, and a stock vLLM server to compare with."""
+"""The servers of a benchmark: `weft serve`, and a stock vLLM server to compare with."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ START_S = 300.0
 
 
 def settings_of(config: WeftConfig) -> list[str]:
-    """Return the settings of `weft serve` and `weft controller`."""
-    prefill, controller = config.inference.prefill, config.inference.controller
+    """Return the settings of `weft serve`."""
+    prefill = config.inference.prefill
     given = {
         "train.name": config.train.name,
         "cluster.ranks": config.cluster.ranks,
@@ -37,24 +37,19 @@ def settings_of(config: WeftConfig) -> list[str]:
         "inference.prefill.first_port": prefill.first_port,
         "inference.prefill.yield_cores": prefill.yield_cores,
         "inference.prefill.arguments": f"[{','.join(map(repr, ARGUMENTS))}]",
-        "inference.controller.port": controller.port,
-        "inference.controller.deadline_s": controller.deadline_s,
-        "inference.controller.max_queue": controller.max_queue,
     }
     return [f"{name}={value}" for name, value in given.items()]
 
 
 @contextlib.contextmanager
-def weft_server(config: WeftConfig, command: str, *options: str, key: str = "") -> Iterator[subprocess.Popen]:
-    """Run `weft serve` or `weft controller` until the block ends, and remove the boards of `weft serve` with it."""
-    words = [sys.executable, "-m", "weft.tools.cli", command, *options, *settings_of(config)]
-    env = os.environ | ({config.inference.controller.api_key_env: key} if key else {})
+def weft_server(config: WeftConfig, *options: str, key: str) -> Iterator[subprocess.Popen]:
+    """Run `weft serve` until the block ends, and remove its boards."""
+    words = [sys.executable, "-m", "weft.tools.cli", "serve", *options, *settings_of(config)]
     try:
-        with _running(words, env) as process:
+        with _running(words, os.environ | {config.inference.controller.api_key_env: key}) as process:
             yield process
     finally:
-        if command == "serve":
-            shutil.rmtree(boards_folder(config, os.getuid()), ignore_errors=True)
+        shutil.rmtree(boards_folder(config, os.getuid()), ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -79,7 +74,7 @@ def _running(words: Sequence[str], env: dict[str, str], out: object = None) -> I
         process.wait(30)
 
 
-def until_ready(urls: Sequence[str], process: subprocess.Popen, path: str = "/health") -> None:
+def until_ready(urls: Sequence[str], process: subprocess.Popen) -> None:
     """Wait until all servers answer with success. Raise RuntimeError if a server does not, or its process has ended."""
     deadline_s = time.monotonic() + START_S
     for url in urls:
@@ -87,7 +82,7 @@ def until_ready(urls: Sequence[str], process: subprocess.Popen, path: str = "/he
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"{url}: the server did not start; a worker's log is in the folder of the boards")
             try:
-                with urllib.request.urlopen(f"{url}{path}", timeout=2):
+                with urllib.request.urlopen(f"{url}/health", timeout=2):
                     break
             except OSError:
                 time.sleep(0.5)

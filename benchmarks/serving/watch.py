@@ -31,11 +31,6 @@ class Watch:
         """Return the times of the rank's computations, in order."""
         return [span for _, spans in sorted(self._steps[rank].items()) for span in spans]
 
-    def marks(self, rank: int) -> int:
-        """Return the number of marks on the rank's board in the last recorded step."""
-        steps = self._steps[rank]
-        return 2 * len(steps[max(steps)])
-
     def end(self) -> None:
         """Stop collecting."""
         self._ended.set()

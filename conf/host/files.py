@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ def write_atomic(path: Path, text: str) -> None:
     """Atomically write a UTF-8 file, without conversion of line ends."""
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8", newline="")
+
+
+def require_writable(option: str, file: Path) -> None:
+    """Check before the work for it begins that a file can be written. Raise ValueError that names the option if not."""
+    if file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
+        raise ValueError(f"{option} {file}: cannot be written; name a file in a folder that is there")
 
 
 def _finite(text: str) -> float:

@@ -149,11 +149,11 @@ def no_processes(monkeypatch):
 
 def test_bench_engine(no_processes, capsys, tmp_path):
     chosen = ["weft-1f1b", "weft-auto", "deepspeed-1f1b", "torch-1f1b"]
-    words = ["host", "--quick", "--cases", "2", "--engines", *chosen, "--json", str(tmp_path / "out.json")]
+    words = ["host", "--rounds", "1", "--cases", "2", "--engines", *chosen, "--json", str(tmp_path / "out.json")]
     assert bench_engines.main(words) == 0
     assert "goal of 1.10 is met" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["bench"] == "engines" and written["met"] and written["arguments"]["quick"]
+    assert written["bench"] == "engines" and written["met"] and written["arguments"]["rounds"] == 1
     found = written["figures"]
     assert [r["engine"] for r in found] == chosen
     assert found[2]["references"]["ideal"] == 2.0

@@ -9,7 +9,7 @@ from benchmarks.peers.layout import NUM_LAYERS
 from benchmarks.prediction import LAYOUTS, MICROBATCHES, Predicted, judge, misranked, verdict
 from weft.conf.checks import check
 
-ONE = Predicted(name="one", sites=1, predicted_s=1.0, measured_s=1.0, spread=0.0)
+ONE = Predicted(name="one", predicted_s=1.0, measured_s=1.0, spread=0.0)
 
 
 def steps(*pairs):

@@ -10,6 +10,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NoReturn
 
+from weft.conf.host.files import require_writable
 from weft.conf.schema import LoraConfig
 from weft.pipeline.limits import count, number
 from weft.pipeline.memory import USABLE
@@ -52,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
     request = _request(args, cluster, work)
     questions = {question: changed(cluster, question) for question in args.what_if}
     for name, file in {"--write": args.write, "--out": args.out}.items():
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            raise ValueError(f"{name} {file}: cannot be written; name a file in a folder that is there")
+        if file is not None:
+            require_writable(name, file)
     if (args.format == "png") != (args.out is not None):
         raise ValueError("--format png: it writes a file, and no other format does; name it with --out FILE")
     started = perf_counter()

@@ -1,1 +1,0 @@
-"""Runs of `benchmarks startup`: Weft, and torchrun with transformers' Trainer and peft."""
