@@ -9,12 +9,9 @@ from math import lcm, prod
 from operator import attrgetter
 from pathlib import Path
 
-from weft.conf.distill_checks import distill_problems
 from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.inference_checks import inference_problems
-from weft.conf.memory_checks import memory_problems
-from weft.conf.optimizer_checks import optimizer_problems
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
 from weft.conf.schema import (
     DataKind,
@@ -26,6 +23,7 @@ from weft.conf.schema import (
 from weft.conf.schema.ranges import out_of_range
 from weft.conf.sites import site_problems
 from weft.conf.sources import source_problems
+from weft.conf.training_checks import distill_problems, memory_problems, optimizer_problems
 
 PATHS = (
     "model.path",

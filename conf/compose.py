@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from weft.conf.fields import FOLDER, choices, field_types, groups, unknown
 from weft.conf.recipe_file import read_recipe
-from weft.conf.renamed import renamed_override, renamed_tree
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import explain
 
@@ -34,7 +33,7 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
     Raises:
         ValueError: an unknown key, a wrong type, an unknown choice, a sweep, or two recipes.
     """
-    settings = [_parse(renamed_override(text)) for text in overrides]
+    settings = list(map(_parse, overrides))
     recipes = [setting for setting in settings if setting.key_or_group == "recipe"]
     # Choices of files decide what is composed; values are set in the result.
     chosen, values = list[str](), list[str]()
@@ -142,9 +141,7 @@ def _recipe(recipe: str, *, is_file: bool) -> str:
     if not is_file and not recipe.endswith((".yaml", ".yml")):
         _require_choice("recipe", recipe)
         return recipe
-    ConfigStore.instance().store(
-        group="recipe", name=FROM_FILE, node=renamed_tree(read_recipe(recipe)), package="_global_"
-    )
+    ConfigStore.instance().store(group="recipe", name=FROM_FILE, node=read_recipe(recipe), package="_global_")
     return FROM_FILE
 
 

@@ -162,6 +162,11 @@ class CostModel:
         one = StageCost(forward_s=1.0, input_s=1.0, weight_s=1.0, activation_bytes=1.0, output_bytes=1.0)
         return cls(stages=(one,) * num_stages, local=local or LinkCost(), wan=wan or LinkCost())
 
+    def require_stages(self, count: int, whose: str = "the placement") -> None:
+        """Check that these are the costs of ``count`` virtual stages. Raise ValueError otherwise."""
+        if len(self.stages) != count:
+            raise ValueError(f"costs.stages: costs of {len(self.stages)} virtual stages, {whose} has {count}")
+
     def for_cell(self, pipelines: int) -> CostModel:
         """Return the costs of a DP-cell of ``pipelines`` pipelines, which pool their WAN uplinks."""
         shared = tuple((pair, replace(link, sharing=pipelines)) for pair, link in self.wan_links)

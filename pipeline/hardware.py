@@ -17,7 +17,6 @@ class GpuKind:
         peak: dense operations per second by number format.
         scale_up_bytes_per_s: one way, between GPUs of a host: NVLink, otherwise PCIe.
         scale_up_latency_s: latency of a collective inside of a host, per member.
-        has_nvlink: True if NVLink joins all GPUs of a host.
     """
 
     name: str
@@ -25,7 +24,6 @@ class GpuKind:
     memory_bytes: float
     bytes_per_s: float
     scale_up_bytes_per_s: float
-    has_nvlink: bool
     scale_up_latency_s: float = 5e-6
 
     @property
@@ -34,17 +32,7 @@ class GpuKind:
         return self.peak["bf16"]
 
 
-def _kind(
-    name: str,
-    bf16: float,
-    tf32: float,
-    fp32: float,
-    gb: float,
-    gb_per_s: float,
-    scale_up: float,
-    *,
-    nvlink: bool = True,
-) -> GpuKind:
+def _kind(name: str, bf16: float, tf32: float, fp32: float, gb: float, gb_per_s: float, scale_up: float) -> GpuKind:
     peak = {"bf16": bf16 * 1e12, "fp16": bf16 * 1e12, "tf32": tf32 * 1e12, "fp32": fp32 * 1e12}
     return GpuKind(
         name=name,
@@ -52,7 +40,6 @@ def _kind(
         memory_bytes=gb * 1e9,
         bytes_per_s=gb_per_s * 1e9,
         scale_up_bytes_per_s=scale_up * 1e9,
-        has_nvlink=nvlink,
     )
 
 
@@ -60,7 +47,7 @@ def _kind(
 # same host (data sheets state both ways together).
 _KINDS = (
     # "NVIDIA A40 GPU Accelerator" product brief PB-10147 and data sheet (2021). NVLink joins pairs only.
-    _kind("A40", 149.7, 74.8, 37.4, 48, 696, 32, nvlink=False),
+    _kind("A40", 149.7, 74.8, 37.4, 48, 696, 32),
     # "NVIDIA A100 Tensor Core GPU" data sheet (2021), SXM and PCIe.
     _kind("A100", 312, 156, 19.5, 80, 2039, 300),
     _kind("A100-40GB", 312, 156, 19.5, 40, 1555, 300),
@@ -68,13 +55,13 @@ _KINDS = (
     _kind("A800", 312, 156, 19.5, 80, 2039, 200),
     # "NVIDIA H100 Tensor Core GPU" data sheet (2023), SXM and PCIe; it states figures with sparsity, twice these.
     _kind("H100", 989.4, 494.7, 67, 80, 3350, 450),
-    _kind("H100-PCIE", 756, 378, 51, 80, 2000, 64, nvlink=False),
+    _kind("H100-PCIE", 756, 378, 51, 80, 2000, 64),
     # "NVIDIA H200 Tensor Core GPU" data sheet (2024).
     _kind("H200", 989.4, 494.7, 67, 141, 4800, 450),
     # "NVIDIA HGX B200" data sheet (2025): a GPU of eight.
     _kind("B200", 2250, 1125, 75, 180, 7700, 900),
     # "NVIDIA L40S" data sheet (2023): PCIe 4.0 x16.
-    _kind("L40S", 362, 183, 91.6, 48, 864, 32, nvlink=False),
+    _kind("L40S", 362, 183, 91.6, 48, 864, 32),
 )
 GPU_KINDS = {kind.name: kind for kind in _KINDS}
 """The table, by name."""

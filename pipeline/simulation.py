@@ -41,11 +41,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
         ValueError: ``costs`` is for another number of virtual stages.
         ScheduleError: the schedule deadlocks.
     """
-    num_stages = schedule.placement.num_stages
-    if len(costs.stages) != num_stages:
-        raise ValueError(
-            f"costs.stages: costs of {len(costs.stages)} virtual stages, schedule {schedule.name!r} has {num_stages}"
-        )
+    costs.require_stages(schedule.placement.num_stages, f"schedule {schedule.name!r}")
     if _has_transfers(costs):
         schedule = add_transfers(schedule)
     run = SimulatedStep(schedule, costs)

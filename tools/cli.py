@@ -6,7 +6,6 @@ import atexit
 import difflib
 import gc
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -32,8 +31,6 @@ OWNERS = {command: name for name, feature in FEATURES.items() for command in fea
 """The feature of each command that the core does not have."""
 LIGHT_HELP = ("train", "check", "profile", "emulate")
 """Commands whose modules take seconds to import; `weft.tools.parsers` has their options."""
-MOVED = {"bench": ("python", "-m", "benchmarks"), "parity": ("python", "-m", "benchmarks", "parity")}
-"""Former commands, with the command that replaces each; it runs in a checkout of Weft."""
 OWN_SIGNALS = ("launch", "serve", "controller", "train")
 """Commands that handle signals themselves; the others unwind, so that no temporary folder or process stays."""
 BAD_INPUT = 2
@@ -51,10 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n`weft COMMAND --help` lists the options of a command.")
         return 0
     command, *rest = args
-    if command in MOVED:
-        now = shlex.join([*MOVED[command], *rest])
-        print(f"weft: `weft {command}` has moved; in a checkout of Weft run `{now}`", file=sys.stderr)
-        return BAD_INPUT
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(COMMANDS)}"

@@ -18,7 +18,6 @@ from weft.conf.schema.cluster import KubernetesConfig as KubernetesConfig
 from weft.conf.schema.cluster import LinkConfig as LinkConfig
 from weft.conf.schema.cluster import SiteConfig as SiteConfig
 from weft.conf.schema.cluster import SlurmConfig as SlurmConfig
-from weft.conf.schema.distillation import DistillConfig as DistillConfig
 from weft.conf.schema.inference import ControllerConfig as ControllerConfig
 from weft.conf.schema.inference import DecodeConfig as DecodeConfig
 from weft.conf.schema.inference import EvaluateConfig as EvaluateConfig
@@ -47,6 +46,7 @@ from weft.conf.schema.parallel import SplitKind as SplitKind
 from weft.conf.schema.parallel import ZeroConfig as ZeroConfig
 from weft.conf.schema.supervision import SuperviseConfig as SuperviseConfig
 from weft.conf.schema.training import CheckpointConfig as CheckpointConfig
+from weft.conf.schema.training import DistillConfig as DistillConfig
 from weft.conf.schema.training import ExportDtype as ExportDtype
 from weft.conf.schema.training import LoggingConfig as LoggingConfig
 from weft.conf.schema.training import LrSchedule as LrSchedule

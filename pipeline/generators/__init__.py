@@ -53,10 +53,7 @@ def generate(
     if memory_cap_bytes is not None and not 0 <= memory_cap_bytes < inf:
         raise ValueError(f"pipeline.memory_cap_bytes={memory_cap_bytes:g}: give bytes of at least 0; 0 is no cap")
     costs = costs or CostModel.unit(placement.num_stages)
-    if len(costs.stages) != placement.num_stages:
-        raise ValueError(
-            f"costs.stages: costs of {len(costs.stages)} virtual stages, the placement has {placement.num_stages}"
-        )
+    costs.require_stages(placement.num_stages)
     spec = table[kind]
     least = spec.microbatches_per_rank * placement.num_ranks
     if num_microbatches < least:

@@ -124,10 +124,7 @@ def _ends_differ(costs: CostModel) -> bool:
 
 def _problem(placement: Placement, num_microbatches: int, costs: CostModel, *, until_weight: bool) -> Problem:
     """Return the problem, with times in ticks of a millionth of the pace, or coarser if a step is very long."""
-    if len(costs.stages) != placement.num_stages:
-        raise ValueError(
-            f"costs.stages: costs of {len(costs.stages)} virtual stages, the placement has {placement.num_stages}"
-        )
+    costs.require_stages(placement.num_stages)
     one = Problem(placement, 1, costs)
     step_s = (lone_microbatch(one)[2] + pace_s(one)) * num_microbatches
     exponent = max(frexp(pace_s(one))[1] - _TICK_BITS, frexp(step_s)[1] - _CLOCK_BITS, _LEAST_EXPONENT)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
 from math import inf
+from typing import NamedTuple
 
 from weft.pipeline.planner.bounds import ANYWHERE
+from weft.pipeline.planner.candidates import Candidate
 from weft.pipeline.planner.layout import Layout, Prediction, Shape
-from weft.pipeline.planner.parts import Found, Opened, Placed, place_of
 from weft.pipeline.planner.request import EQUAL, Request
 from weft.pipeline.planner.routes import Route, Routes
 from weft.pipeline.planner.space import Family, Space
@@ -38,6 +40,66 @@ LATER = 1.02
 """Factor by which that ratio grows with every `TOGETHER` cuts of a route."""
 TOGETHER = 8
 """Number of cuts of a route that are expanded together, those with the fastest slowest rank first."""
+
+
+class Opened(NamedTuple):
+    """A part of the space in the queue of the search, which may still be divided.
+
+    Attributes:
+        expected: score that orders the search.
+        bound: lower bound of the scores of the part.
+        shape: the shape; if ``family`` is set, any shape of the family, with any of its numbers of stages.
+        route: the first sites of the part's layouts.
+        crowding: ratio of ``expected`` to ``bound``; None if unknown.
+        cuts: the remaining cuts of a whole route, or None before its first cuts are placed.
+    """
+
+    expected: float
+    bound: float
+    depth: int
+    number: int
+    shape: Shape
+    family: Family | None = None
+    route: Route = ANYWHERE
+    crowding: float | None = None
+    cuts: Iterator[tuple[int, ...]] | None = None
+
+
+class Placed(NamedTuple):
+    """A candidate in the queue of layouts to schedule.
+
+    Attributes:
+        expected: score that orders the queue.
+        number: unique number, which breaks ties.
+        bound: lower bound of the candidate's score.
+    """
+
+    expected: float
+    number: int
+    candidate: Candidate
+    bound: float
+
+
+class Found(NamedTuple):
+    """The result of a search.
+
+    Attributes:
+        predictions: scheduled layouts.
+        left_out: least bound of the parts that were not examined.
+        spare: candidates that were not scheduled, with their bounds.
+    """
+
+    predictions: list[Prediction]
+    left_out: float
+    spare: list[tuple[float, Candidate]]
+
+
+_SHAPE = tuple(field.name for field in fields(Shape))
+
+
+def place_of(layout: Layout) -> tuple[Shape, Route]:
+    """Return the shape and the route of a layout."""
+    return Shape(**{name: getattr(layout, name) for name in _SHAPE}), Route(layout.sites, layout.stages)
 
 
 class Search:

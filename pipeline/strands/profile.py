@@ -110,8 +110,7 @@ def _list(data: Any, name: str, way: str) -> list[Any]:
 
 
 def _segment(data: Any, name: str) -> Segment:
-    # Profiles that earlier versions wrote also have leading_ms and trailing_ms, which nothing reads.
-    fields = known_fields(data, name, ("compute_ms", "kind", "link", "comm_ms", "leading_ms", "trailing_ms"))
+    fields = known_fields(data, name, ("compute_ms", "kind", "link", "comm_ms"))
     link = fields.get("link")
     return Segment(
         compute_s=number(fields.get("compute_ms", 0.0), f"{name}.compute_ms") / 1e3,

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from math import exp, isfinite
 from pathlib import Path
 
+import torch
+
 from weft.conf.host.private import private_folder
 from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import run_folder
-from weft.conf.schema import WeftConfig
-from weft.engine.checkpoint import CheckpointError, open_checkpoint
+from weft.conf.schema import ModelConfig, WeftConfig
+from weft.engine.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from weft.engine.checkpoint.folder import candidates, complete
 from weft.engine.data import load_tokenizer, open_source, with_template
 from weft.engine.data.documents import Document
+from weft.engine.models.skeleton import model_class
+from weft.engine.stages.files.loading import load_hf_config
 from weft.inference.worker.command import addresses, server_key, weights_folder
 from weft.recipes.evaluated import KIND, Results, add_result, known_serials
 from weft.recipes.logs import JsonLines
 from weft.recipes.preparation import read_clock
-from weft.recipes.serving.own_weights import remove_older, write_weights
 from weft.recipes.serving.scoring import Scorer, ScoringError, score_all, with_weights
 
 POLL_S = 1.0
@@ -30,6 +36,11 @@ MOST_LOSS = 700.0
 """Loss above which the perplexity is no double."""
 TRIES = 3
 """Number of attempts to evaluate a checkpoint."""
+WEIGHT = "weight/"
+"""Prefix of weights among the tensors of a checkpoint."""
+VOCABULARY = "model.overrides.vocab_size"
+KEPT = 2
+"""Number of folders to keep: the newest, and one from which a worker may still be loading."""
 
 
 class Evaluator:
@@ -124,3 +135,38 @@ class Evaluator:
 
     def _tokenizer_folder(self) -> Path:
         return private_folder(self._folder / ".tokenizer")
+
+
+def write_weights(checkpoint: Checkpoint, model: ModelConfig, tokenizer_folder: Path, target: Path) -> None:
+    """Write a checkpoint's model into the folder ``target``, which is there as a whole or not at all.
+
+    Args:
+        tokenizer_folder: folder whose files are copied, so that a worker can start with ``target``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has been removed.
+        OSError: the folder cannot be written.
+    """
+    settings = checkpoint.meta.get("origin", {}).get("settings", {})
+    if not model.path and VOCABULARY in settings:  # a new model's follows from its tokenizer
+        model = replace(model, overrides={**model.overrides, "vocab_size": settings[VOCABULARY]})
+    hf_config = load_hf_config(model)
+    with torch.device("meta"):
+        built = model_class(hf_config)._from_config(hf_config)
+    names = [name for name in built.state_dict() if f"{WEIGHT}{name}" in checkpoint.names]  # a tied head has none
+    dtype = hf_config.dtype or torch.float32
+    state = {name: checkpoint.load([f"{WEIGHT}{name}"])[f"{WEIGHT}{name}"].to(dtype) for name in names}
+    draft = target.with_name(f".{target.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(mode=0o700)
+    built.save_pretrained(draft, state_dict=state)
+    for file in tokenizer_folder.iterdir():
+        shutil.copy(file, draft)
+    draft.rename(target)
+
+
+def remove_older(folder: Path) -> None:
+    """Remove all weights in ``folder`` except for the newest `KEPT`."""
+    for old in sorted(path for path in folder.iterdir() if not path.name.startswith("."))[:-KEPT]:
+        with suppress(OSError):
+            shutil.rmtree(old)

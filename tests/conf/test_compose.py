@@ -65,16 +65,6 @@ def test_the_form_of_a_recipes_new_model_is_not_that_of_a_given_one(new, tmp_pat
     assert compose([f"recipe={file}", "model.path=c/d"]).model.overrides == {"rope_theta": 2}
 
 
-@pytest.mark.parametrize(("flag", "kind"), [("true", "layers"), ("False", "none")])
-def test_a_setting_of_an_earlier_version_keeps_its_meaning(flag, kind, tmp_path):
-    file = tmp_path / "own.yaml"
-    file.write_text(f"defaults: [sft, _self_]\nmodel: {{path: a/b, gradient_checkpointing: {flag}}}\n")
-    for settings in ([f"recipe={file}"], ["recipe=sft", f"model.gradient_checkpointing={flag}"]):
-        assert compose(settings).pipeline.recompute.name == kind
-    with pytest.raises(ValueError, match=r"did you mean pipeline\.recompute"):
-        compose(["model.gradient_checkpointing=maybe"])
-
-
 def test_text_has_letters_of_all_languages():
     given = compose(["train.output_dir=/home/jürgen/läufe", "train.name='ä b'", "data.path=数据.jsonl"])
     assert (given.train.output_dir, given.train.name, given.data.path) == ("/home/jürgen/läufe", "ä b", "数据.jsonl")

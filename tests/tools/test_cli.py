@@ -40,16 +40,6 @@ def test_every_command_is_listed(capsys):
     assert all(name in out for name in cli.COMMANDS)
 
 
-def test_every_command_and_bench_that_the_docs_name_is_there():
-    files = ROOT / "README.md", *(ROOT / "docs").glob("*.md")
-    texts = [re.sub(r"(?ms)^```diff\n.*?^```", "", path.read_text()) for path in files]  # diffs add what is not there
-    named = {name for text in texts for name in re.findall(r"`weft ([a-z]+)", text)}
-    shown = {name for text in texts for name in re.findall(r"`python -m benchmarks ([a-z_]+)", text)}
-    assert named - set(cli.COMMANDS) == set()
-    assert shown - set(benches()) == set()
-    assert "doctor" in named
-
-
 def test_schedules_in_the_docs_are_what_is_printed(capsys):
     shown = re.findall(r"(?ms)^\$ weft (schedule [^\n]*)\n(.*?)^```", (ROOT / "docs/extending.md").read_text())
     assert shown
@@ -82,16 +72,6 @@ def test_an_unknown_benchmark_ends_with_2_and_one_line(capsys):
     assert benchmarks.main(["zzz"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "there is no such benchmark" in line
-
-
-@pytest.mark.parametrize(
-    ("former", "now"), [("bench wan --rate 50", "wan --rate 50"), ("parity --all", "parity --all")]
-)
-def test_former_commands_name_the_ones_that_replace_them(capsys, former, now):
-    code, out, err = run(capsys, *former.split())
-    assert (code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert f"python -m benchmarks {now}" in line
 
 
 def test_benchmarks_are_not_importable_from_the_package():

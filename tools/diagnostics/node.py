@@ -24,9 +24,6 @@ from weft.tools.diagnostics.gpu import check_gpus, check_xid
 from weft.tools.diagnostics.judging import Judge, check_disk, check_free_space
 from weft.tools.diagnostics.loopback import check_loopback
 from weft.tools.diagnostics.speed import check_gemm, check_memory
-from weft.tools.doctor import NODE_FAULTS
-
-FAULTS = NODE_FAULTS
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Node:
         folder: folder whose disk is checked.
         driver: host with whose clock this one's is compared, or empty to leave this out.
         judge: compares speeds with references.
-        faults: simulated faults of `FAULTS`, to verify that checks detect them.
+        faults: simulated faults of `weft.tools.doctor.NODE_FAULTS`, to verify that checks detect them.
     """
 
     folder: Path

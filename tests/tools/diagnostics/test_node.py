@@ -14,7 +14,8 @@ from weft.tools.cli import main
 from weft.tools.diagnostics import exchange, gpu
 from weft.tools.diagnostics.corruption import CHECKSUMS, SIZE, check_bits, checksum, factor
 from weft.tools.diagnostics.judging import Judge, check_disk, check_free_space
-from weft.tools.diagnostics.node import FAULTS, Node, diagnose
+from weft.tools.diagnostics.node import Node, diagnose
+from weft.tools.doctor import NODE_FAULTS
 
 CPU = torch.device("cpu")
 
@@ -108,7 +109,7 @@ def test_a_fault_is_seen_by_its_check(fault, judge, tmp_path):
 
 
 def test_every_fault_has_a_test():
-    assert set(FAULTS) == {*FAULTY, "slow-disk", "clock", "wrong-rank", "hung-rank"}
+    assert set(NODE_FAULTS) == {*FAULTY, "slow-disk", "clock", "wrong-rank", "hung-rank"}
 
 
 def test_a_slow_disk(tmp_path):

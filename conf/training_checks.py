@@ -1,0 +1,123 @@
+"""Checks of the settings of the optimiser, of activation memory and of distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from weft.conf.schema import (
+    ChunkedLoss,
+    DistillConfig,
+    OptimizerConfig,
+    OptimizerKind,
+    OptimizerState,
+    PairChoice,
+    Recompute,
+    WeftConfig,
+)
+from weft.conf.schema.ranges import SHARE
+
+
+def optimizer_problems(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each setting of the optimiser that is wrong, unused, or in conflict with an axis."""
+    parallel, optimizer = config.parallel, config.optimizer
+    if len(optimizer.betas) != 2 or any(beta not in SHARE for beta in optimizer.betas):
+        yield f"optimizer.betas={optimizer.betas}: not two numbers {SHARE}; give two, such as [0.9, 0.95]"
+    needs = {OptimizerKind.lamb: "the norm of ", OptimizerKind.muon: ""}
+    if optimizer.kind in needs and (parallel.tensor > 1 or parallel.expert > 1):
+        axis, size = ("tensor", parallel.tensor) if parallel.tensor > 1 else ("expert", parallel.expert)
+        yield (
+            f"optimizer.kind={optimizer.kind.value}: its step depends on {needs[optimizer.kind]}a whole matrix, which "
+            f"parallel.{axis}={size} cuts; set optimizer.kind=adamw, or the axis to 1"
+        )
+    yield from _state_problems(config)
+    for name in ("muon_lr", "muon_momentum"):
+        value = getattr(optimizer, name)
+        if optimizer.kind is not OptimizerKind.muon and value != getattr(OptimizerConfig(), name):
+            yield f"optimizer.{name}={value:g}: only optimizer.kind=muon uses it; set that, or leave it out"
+
+
+def _state_problems(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each conflict of 8-bit moments, whose blocks shards must not cut."""
+    parallel, optimizer = config.parallel, config.optimizer
+    name = f"optimizer.state={optimizer.state.value}"
+    if optimizer.state is OptimizerState.fp32:
+        return
+    if optimizer.kind is not OptimizerKind.adamw:
+        yield f"{name}: optimizer.kind={optimizer.kind.value} has fp32 state only; set optimizer.kind=adamw"
+    for axis, size in (("tensor", parallel.tensor), ("expert", parallel.expert)):
+        if size > 1:
+            yield (
+                f"{name}: parallel.{axis}={size} cuts matrices, and the blocks that share a scale with them; set "
+                "optimizer.state=fp32, or the axis to 1"
+            )
+    if find_spec("bitsandbytes") is None:
+        yield f"{name}: bitsandbytes is not installed; run pip install bitsandbytes, or set optimizer.state=fp32"
+
+
+def memory_problems(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each setting that recomputation or offload does not support."""
+    yield from _recompute(config)
+    if config.pipeline.offload:
+        yield from _offload(config)
+
+
+def _offload(config: WeftConfig) -> Iterator[str]:
+    pipeline, name = config.pipeline, "pipeline.offload=true"
+    shared = {f"parallel.{axis}": getattr(config.parallel, axis) for axis in ("tensor", "context", "expert")}
+    for setting, size in {**shared, "comm.cell": config.comm.cell}.items():
+        if size > 1:
+            yield f"{name}: it does not support {setting}={size}; set {setting}=1, or pipeline.offload=false"
+    if config.zero.stage == 3:
+        yield f"{name}: it does not support zero.stage=3; set a lower stage, or pipeline.offload=false"
+    if pipeline.adapt:
+        yield f"{name}: it does not support pipeline.adapt=true; set one of them to false"
+    if pipeline.recompute is Recompute.auto:
+        yield f"{name}: pipeline.recompute=auto does not weigh it; set pipeline.recompute=attention, layers or none"
+    if pipeline.pairs is PairChoice.always:
+        yield f"{name}: pipeline.pairs=always keeps strand pairs, which it splits; set pipeline.pairs=auto or never"
+    if not pipeline.memory_cap_bytes:
+        yield f"{name}: pipeline.memory_cap_bytes=0 is no cap, which needs none; set the cap, or pipeline.offload=false"
+    if pipeline.schedule.name in ("file", "dualpipev"):
+        yield f"{name}: pipeline.schedule={pipeline.schedule.name} is not supported; set pipeline.schedule=auto"
+
+
+def _recompute(config: WeftConfig) -> Iterator[str]:
+    pipeline, parallel = config.pipeline, config.parallel
+    if pipeline.recompute in (Recompute.none, Recompute.layers):
+        return
+    name = f"pipeline.recompute={pipeline.recompute.name}"
+    shared = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
+    for axis, size in shared.items():
+        if size > 1:
+            yield (
+                f"{name}: parallel.{axis}={size} ranks share layers, whose collectives a choice per stage would "
+                "repeat; set pipeline.recompute=layers or none"
+            )
+    if pipeline.recompute is Recompute.auto and pipeline.costs_file:
+        yield (
+            f"{name}: pipeline.costs_file={pipeline.costs_file} has costs of one choice only; "
+            "leave it empty, or choose none, attention or layers"
+        )
+
+
+def distill_problems(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each setting of distillation that is unused, or in conflict with the model's."""
+    distill, usual = config.distill, DistillConfig()
+    if not distill.enabled:
+        for name, value in vars(distill).items():
+            if value != getattr(usual, name):
+                yield f"distill.{name}={value}: only distill.enabled=true uses it; set that, or leave {name} out"
+        return
+    if config.model.chunked_loss is ChunkedLoss.always:
+        yield (
+            "model.chunked_loss=always: the divergence from a teacher needs whole logits; set model.chunked_loss=auto, "
+            "or a smaller train.microbatch_size"
+        )
+    if not distill.top_k and not distill.tail:
+        yield "distill.tail=false: distill.top_k=0 compares the whole vocabulary; set distill.top_k, or leave tail out"
+    if config.model.overrides.get("output_router_logits"):
+        yield (
+            "model.overrides.output_router_logits=true: the loss of distillation has no part for routers; "
+            "set it to false"
+        )
