@@ -10,11 +10,9 @@ MAX_ROWS = 1024
 """Rows of a table: evaluating this many takes about twice as long as one."""
 _STEPS = 512
 """Number of parts that a period is divided into."""
-_CELLS = 2048
+_CELL_BITS = 11
+_CELLS = 1 << _CELL_BITS
 """Number of parts that the capacity is divided into. Ranks of one stage often end a bubble in the same part."""
-_ROUNDS = 4
-"""Number of periods, from the previous one, in which bounds are tight; work that ends later is only known to
-end after them."""
 _NEVER_S = 2.0**40
 """Position of a row without a candidate."""
 _SLACK_S = 1e-9
@@ -28,7 +26,7 @@ class PlacementBounds:
     its previous position, and at least the position of the current time. Work advances it. Within a step of the table
     the position is constant, then grows with time, then is constant. This is exact unless several bubbles begin or end
     in that step. Within a cell time grows with the position, so bounds are exact except for cells in which a bubble
-    ends.
+    ends, however many periods ahead.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -46,8 +44,10 @@ class PlacementBounds:
         """Growth of the positions until the next step."""
         self._pause_s = np.empty((_STEPS, 0))
         """Maximum time for which positions are constant before they grow."""
-        self._delay_s = np.empty((0, _ROUNDS * _CELLS), np.float32)
-        """Time minus position at the begin of each cell, for each round."""
+        self._delay_s = np.empty((0, _CELLS), np.float32)
+        """Time minus position at the begin of each cell."""
+        self._idle_s = np.empty(0)
+        """Time of a period that has no capacity for work, by which the delay grows in each period."""
         self._allot(16)
 
     @property
@@ -72,9 +72,8 @@ class PlacementBounds:
         self._pause_s[:, row] = np.where(at_once, 0.0, step_s - growth_s)
         positions_s = np.arange(_CELLS) / _CELLS * capacity_s
         delay_s = pattern.times(positions_s) - positions_s
-        # Each full period adds the time in it that has no capacity for work.
-        rounds = np.arange(_ROUNDS)[:, None] * (self._period_s - capacity_s)
-        self._delay_s[row] = np.nextafter((delay_s + rounds).astype(np.float32), np.float32(-np.inf)).ravel()
+        self._delay_s[row] = np.nextafter(delay_s.astype(np.float32), np.float32(-np.inf))
+        self._idle_s[row] = self._period_s - capacity_s
         return row
 
     def drop(self, row: int) -> None:
@@ -98,7 +97,7 @@ class PlacementBounds:
             self._cycle = cycle
         step, into = divmod(phase_s / self._period_s * _STEPS, 1)
         index = int(step)
-        position_s, reach_s, delay_s, cell, number = self._buffers
+        position_s, reach_s, delay_s, cells, entries, number = self._buffers
         number[()] = into * self._period_s / _STEPS
         np.subtract(number, self._pause_s[index], position_s)
         np.maximum(position_s, self._zeros, out=position_s)
@@ -108,11 +107,14 @@ class PlacementBounds:
         number[()] = work_s
         position_s += number
         np.multiply(position_s, self._cells_per_s, reach_s)
-        np.minimum(reach_s, self._last_cells, out=reach_s)
-        reach_s += self._first_cell
-        cell[:] = reach_s
-        self._delay_s.take(cell, out=delay_s, mode="clip")
-        reach_s[:] = delay_s
+        cells[:] = reach_s
+        np.bitwise_and(cells, _CELLS - 1, out=entries)
+        entries += self._first_entry
+        self._delay_s.take(entries, out=delay_s, mode="clip")
+        cells >>= _CELL_BITS
+        reach_s[:] = cells
+        reach_s *= self._idle_s
+        reach_s += delay_s
         reach_s += position_s
         return reach_s, cycle * self._period_s
 
@@ -126,11 +128,11 @@ class PlacementBounds:
         self._passed_s = np.append(self._passed_s, more_steps, axis=1)
         self._growth_s = np.append(self._growth_s, more_steps, axis=1)
         self._pause_s = np.append(self._pause_s, more_steps, axis=1)
-        width = self._delay_s.shape[1]
-        self._delay_s = np.append(self._delay_s, np.zeros((more, width), np.float32), axis=0)
-        self._first_cell = np.arange(size) * float(width)
-        # As arrays: numpy.maximum of an array and a scalar takes twice as long.
-        self._zeros, self._last_cells = np.zeros(size), np.full(size, width - 1.0)
-        floats, singles, wholes = np.empty((2, size)), np.empty(size, np.float32), np.empty(size, np.int64)
+        self._delay_s = np.append(self._delay_s, np.zeros((more, _CELLS), np.float32), axis=0)
+        self._idle_s = np.append(self._idle_s, np.zeros(more))
+        self._first_entry = np.arange(size) * _CELLS
+        # As an array: numpy.maximum of an array and a scalar takes twice as long.
+        self._zeros = np.zeros(size)
+        floats, singles, wholes = np.empty((2, size)), np.empty(size, np.float32), np.empty((2, size), np.int64)
         # The last is zero-dimensional: adding it takes half as long as adding a Python scalar.
-        self._buffers = (*floats, singles, wholes, np.array(0.0))
+        self._buffers = (*floats, singles, *wholes, np.array(0.0))
