@@ -11,7 +11,7 @@ from weft.conf.host.processes import USUAL_S, set_timer_slack
 from weft.inference.board.common_bubbles import Opening, opening
 from weft.inference.board.reader import BoardReader
 from weft.inference.placement.prefill_cost import GAPS_S, TRUSTED, PrefillCost, gap_class
-from weft.inference.worker.status import WorkerStatus
+from weft.inference.worker.status import BEAT_S, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,6 @@ class Waker:
 
     def arm(self, has_work: bool) -> None:
         """Set whether there is work to wake for."""
-        self._status.arm(has_work)
         if not has_work:
             self._armed.clear()
             return
@@ -212,9 +211,11 @@ class Waker:
     def _run(self) -> None:
         set_timer_slack(USUAL_S)
         while True:
-            self._armed.wait()
+            is_armed = self._armed.wait(BEAT_S)
+            self._status.checked()
             try:
-                self._check()
+                if is_armed:
+                    self._check()
             except Exception:
                 logger.exception("checking the boards failed; retrying in %g s", CHECK_S)
                 time.sleep(CHECK_S)
@@ -228,5 +229,4 @@ class Waker:
             self._announced, self._last_wake_s = found if new else self._announced, now_s
             self._status.woke()
             self._wake()
-        self._status.checked()
         self._gate.boards[0].wait(states[0], min(pause_s, self.period_s))

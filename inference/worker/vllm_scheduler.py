@@ -120,7 +120,7 @@ class BubbleScheduler(Scheduler):
         self._steps: deque[_Step] = deque()
         self._most_in_flight = min(stages, MAX_IN_FLIGHT)
         self._most_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
-        self._status = WorkerStatus(Path(settings.status_file) if settings.status_file else None)
+        self._status = WorkerStatus(Path(settings.status_file) if settings.status_file else None, stages)
         if settings.status_file:
             for stage, file in enumerate(self._cost_files):
                 with replacing(stage_file(cost_link(Path(settings.status_file)), stage)) as draft:

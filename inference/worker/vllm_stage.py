@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from weft.inference.board.reader import BoardReader
 from weft.inference.worker.gate import Span
 from weft.inference.worker.settings import WorkerSettings
 from weft.inference.worker.stage_gate import StageGate
+from weft.inference.worker.status import record_stage
 from weft.inference.worker.vllm_interfaces import PREDICTED, SPANS, make_readers_block
 
 if current_platform.is_cpu():
@@ -42,6 +44,8 @@ class StageWorker(PlatformWorker):
         """Create the worker with the settings in `--additional-config`. See `WorkerSettings`."""
         super().__init__(vllm_config, *args, **kwargs)
         settings = WorkerSettings.of(vllm_config.additional_config)
+        if settings.status_file:
+            record_stage(Path(settings.status_file), self.rank)
         self._gate = StageGate(BoardReader(settings.boards[self.rank]), guard_s=settings.guard_s)
         self._predicted_s: Sequence[float] | None = None
         self._begun_s = self._begun_cpu_s = 0.0

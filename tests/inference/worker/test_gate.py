@@ -228,6 +228,7 @@ def test_the_waker_outlives_what_it_meets(writer, gate, error, monkeypatch):
 
 def test_the_waker_says_that_it_looks_and_when_it_wakes(writer, gate, tmp_path):
     status = WorkerStatus(tmp_path / "boards" / "worker0.status")
+    status.serve()
     woken = threading.Event()
     waker = Waker(gate, woken.set, period_s=1000.0, status=status)
     waker.arm(True)
