@@ -28,6 +28,14 @@ _INNER_FIELDS = {"kv_transfer_params", "ec_transfer_params"}
 objects there, and the engine would end."""
 
 
+UNSENDABLE = "the key has characters that an HTTP header cannot carry; make one of ASCII letters and digits"
+
+
+def is_sendable(key: str) -> bool:
+    """True if clients can send the API key in a header."""
+    return key.isascii() and key.isprintable() and key == key.strip()
+
+
 class Refusal(Exception):
     """A request that is answered with an HTTP error.
 

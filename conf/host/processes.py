@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import random
+import resource
 import signal
 import socket
 import struct
@@ -120,6 +121,12 @@ def set_timer_slack(seconds: float) -> None:
     The least is 1 ns. Only timed waits change. A wait that an event ends is as prompt as before.
     """
     _LIBC.prctl(_PR_SET_TIMERSLACK, max(1, round(seconds * 1e9)))
+
+
+def allow_files() -> None:
+    """Allow as many open files as this user may have."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def columns_of(stream: TextIO) -> int:

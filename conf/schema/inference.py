@@ -81,7 +81,7 @@ class ControllerConfig:
     max_queue: Annotated[int, COUNT] = 64
     """Largest number of unanswered requests on one worker."""
     max_connections: Annotated[int, COUNT] = 1024
-    """Largest number of open client connections."""
+    """Largest number of requests in progress. Of more connections, the oldest without a request are closed."""
     receive_timeout_s: Annotated[float, POSITIVE] = 10.0
     """Seconds that a client has to send its request."""
     answer_slack_s: Annotated[float, POSITIVE] = 5.0

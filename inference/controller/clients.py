@@ -1,4 +1,4 @@
-"""Clients of the controller: who may use it, and how much of it in a minute."""
+"""Clients of the controller: who may use it, and how much of it and of others of the same workers in a minute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.conf.host.documents import read_yaml
-from weft.inference.requests import Refusal
+from weft.inference.controller.peers import Peers, Usage
+from weft.inference.requests import UNSENDABLE, Refusal, is_sendable
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +40,43 @@ class Limits:
     at_once: float = inf
 
 
+class Ledger:
+    """The use of this controller by each client, which is published, and of others."""
+
+    def __init__(self, peers: Peers | None = None) -> None:
+        self._peers = peers
+        self._own: dict[str, Usage] = {}
+
+    def own(self, name: str) -> Usage:
+        """Return what a client has used here."""
+        return self._own.get(name, Usage())
+
+    def add(self, name: str, requests: float, tokens: float, running: float) -> None:
+        """Add to what a client has used here."""
+        self._own[name] = self.own(name).plus(requests, tokens, running)
+        if self._peers is not None:
+            self._peers.publish_usage(self._own)
+
+    def others(self, name: str) -> Usage:
+        """Return what a client has used of other controllers."""
+        return self._peers.usage().get(name, Usage()) if self._peers is not None else Usage()
+
+
 class Client:
     """One client: its limits, and what it has used."""
 
-    def __init__(self, name: str, key: str, limits: Limits) -> None:
+    def __init__(self, name: str, key: str, limits: Limits, ledger: Ledger | None = None) -> None:
         self.name, self.key, self.limits = name, key, limits
-        self._running = 0
-        self._buckets = [_Bucket(limits.requests_per_minute), _Bucket(limits.tokens_per_minute)]
+        self._ledger = ledger or Ledger()
+        others, per_minute = self._ledger.others(name), (limits.requests_per_minute, limits.tokens_per_minute)
+        self._buckets = [_Bucket(most, used) for most, used in zip(per_minute, others, strict=False)]
+
+    def count_others(self) -> float:
+        """Count what the client has used of other controllers. Return its requests that are in progress there."""
+        now_s, others = time.monotonic(), self._ledger.others(self.name)
+        for bucket, used in zip(self._buckets, others, strict=False):
+            bucket.count_others(now_s, used)
+        return others.running
 
     @contextmanager
     def admitted(self, tokens: int) -> Iterator[None]:
@@ -54,19 +85,23 @@ class Client:
         Raises:
             Refusal: it exceeds a limit.
         """
-        now_s = time.monotonic()
-        if self._running >= self.limits.at_once:
-            raise self._refusal(f"at_once={self.limits.at_once:g}", BUSY_RETRY_S)
-        for field, bucket in zip(("requests_per_minute", "tokens_per_minute"), self._buckets, strict=True):
-            if wait_s := bucket.wait_s(now_s):
-                raise self._refusal(f"{field}={bucket.per_minute:g}", ceil(wait_s))
-        for bucket, amount in zip(self._buckets, (1, tokens), strict=True):
-            bucket.take(amount)
-        self._running += 1
+        if self.limits == Limits():
+            yield
+            return
+        # Published before those of others are read: of two at the same time, at least one counts the other.
+        self._ledger.add(self.name, 0, 0, 1)
         try:
+            if self._ledger.own(self.name).running + self.count_others() > self.limits.at_once:
+                raise self._refusal(f"at_once={self.limits.at_once:g}", BUSY_RETRY_S)
+            for field, bucket in zip(("requests_per_minute", "tokens_per_minute"), self._buckets, strict=True):
+                if wait_s := bucket.wait_s():
+                    raise self._refusal(f"{field}={bucket.per_minute:g}", ceil(wait_s))
+            for bucket, amount in zip(self._buckets, (1, tokens), strict=True):
+                bucket.take(amount)
+            self._ledger.add(self.name, 1, tokens, 0)
             yield
         finally:
-            self._running -= 1
+            self._ledger.add(self.name, 0, 0, -1)
 
     def _refusal(self, limit: str, retry_after_s: int) -> Refusal:
         return Refusal(
@@ -77,17 +112,26 @@ class Client:
 class _Bucket:
     """A token bucket that may be overdrawn once, so that a request larger than the bucket is served too."""
 
-    def __init__(self, per_minute: float) -> None:
+    def __init__(self, per_minute: float, used_of_others: float) -> None:
         self.per_minute = self._level = per_minute
-        self._at_s = time.monotonic()
+        self._at_s, self._used_of_others = time.monotonic(), used_of_others
 
-    def wait_s(self, now_s: float) -> float:
+    def count_others(self, now_s: float, used: float) -> None:
+        """Fill the bucket, and take what others have used since the last call: little, if calls are frequent.
+
+        Args:
+            used: the total of others, which falls when one of them ends.
+        """
+        filled = (now_s - self._at_s) * self.per_minute / MINUTE_S
+        self._level, self._at_s = min(self.per_minute, self._level + filled), now_s
+        self.take(max(0.0, used - self._used_of_others))
+        self._used_of_others = used
+
+    def wait_s(self) -> float:
         if self.per_minute == inf:
             return 0.0
-        rate = self.per_minute / MINUTE_S
-        self._level, self._at_s = min(self.per_minute, self._level + (now_s - self._at_s) * rate), now_s
         least = min(1.0, self.per_minute)
-        return max(0.0, least - self._level) / rate
+        return max(0.0, least - self._level) * MINUTE_S / self.per_minute
 
     def take(self, amount: float) -> None:
         self._level -= amount
@@ -96,16 +140,18 @@ class _Bucket:
 class Clients:
     """All clients. Those in a file change with it."""
 
-    def __init__(self, key: str, file: str = "") -> None:
+    def __init__(self, key: str, file: str = "", peers: Peers | None = None) -> None:
         """Read the clients.
 
         Args:
             key: key of a client without limits, or empty.
             file: YAML file of clients, private to this user; see `inference.controller.clients`. It may be empty.
+            peers: other controllers, whose use by a client of the same name counts.
 
         Raises:
             ValueError: the file cannot be read, is not private, or has invalid clients.
         """
+        self._ledger = Ledger(peers)
         self._unlimited = [Client("default", key, Limits())] if key else []
         self._path = Path(file).expanduser() if file else None
         self._version = self._stamp()
@@ -124,6 +170,11 @@ class Clients:
         if scheme.lower() != "bearer" or not equal:
             raise Refusal(401, "missing or invalid API key; send it as `Authorization: Bearer KEY`")
         return equal[0]
+
+    def count_others(self) -> None:
+        """Count what clients have used of other controllers. Call it every second or so."""
+        for client in self._listed:
+            client.count_others()
 
     def _stamp(self) -> tuple[int, int] | None:
         if self._path is None:
@@ -161,7 +212,7 @@ class Clients:
             raise ValueError(f"{where}: others can read or write its keys; chmod 600, and change the keys")
         if not isinstance(value, Mapping) or not value:
             raise ValueError(f"{where}: no clients; give lines such as `alice: {{key: SECRET, at_once: 8}}`")
-        clients = [_client(str(name), client, where) for name, client in value.items()]
+        clients = [_client(str(name), client, where, self._ledger) for name, client in value.items()]
         keys = [client.key for client in self._unlimited + clients]
         for client in clients:
             if keys.count(client.key) > 1:
@@ -169,14 +220,16 @@ class Clients:
         return clients
 
 
-def _client(name: str, value: Any, where: str) -> Client:
+def _client(name: str, value: Any, where: str, ledger: Ledger) -> Client:
     known = [field.name for field in fields(Limits)]
     if not isinstance(value, Mapping) or not isinstance(value.get("key"), str) or not value["key"].strip():
         raise ValueError(f"{where}: {name} has no key; give it one in quotes, as in `{name}: {{key: 'SECRET'}}`")
+    if not is_sendable(value["key"].strip()):
+        raise ValueError(f"{where}: {name}: {UNSENDABLE}")
     limits = {field: number for field, number in value.items() if field != "key"}
     for field, number in limits.items():
         if field not in known:
             raise ValueError(f"{where}: {name}.{field} is not a limit; the limits are {', '.join(known)}")
         if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
             raise ValueError(f"{where}: {name}.{field}={number!r}: give a number above 0")
-    return Client(name, value["key"].strip(), Limits(**limits))
+    return Client(name, value["key"].strip(), Limits(**limits), ledger)

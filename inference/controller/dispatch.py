@@ -57,15 +57,16 @@ class Dispatch:
         await asyncio.gather(*map(self.probe, self._fleet.workers))
         self._fleet.refresh()
 
-    async def watch(self) -> None:
-        """Probe periodically, each worker independently."""
+    async def watch(self, chore: Callable[[], None]) -> None:
+        """Probe periodically, each worker independently, and call ``chore``."""
         async with asyncio.TaskGroup() as group:
             for worker in self._fleet.workers:
                 group.create_task(self._periodically(partial(self.probe, worker)))
-            group.create_task(self._periodically(self._refresh))
+            group.create_task(self._periodically(partial(self._refresh, chore)))
 
-    async def _refresh(self) -> None:
+    async def _refresh(self, chore: Callable[[], None]) -> None:
         self._fleet.refresh()
+        chore()
 
     async def _periodically(self, act: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -124,6 +125,8 @@ class Dispatch:
                 continue
             failed.add(worker.index)
             await self.probe(worker)  # the cause may be the prompt or the worker
+            if not worker.up:  # it has ended: as if it had not answered
+                response = None
             if len(failed) == MAX_FAILURES or (response is not None and len(failed) == len(self._fleet.workers)):
                 if response is not None:
                     return response, ticket

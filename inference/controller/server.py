@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
@@ -14,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from weft.conf.host.processes import allow_files
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import ControllerConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.common_bubbles import CommonBubbles
@@ -25,22 +28,25 @@ from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.service import make_app
 from weft.inference.controller.worker import Bubbles
-from weft.inference.worker.command import addresses, decode_url, server_key
+from weft.inference.requests import Refusal
+from weft.inference.worker.command import addresses, api_key, decode_url, server_key
 
 KEEP_ALIVE_S = 30
 LARGEST_HEADER = 16_384
+IDLE_S = 1.0
+"""Seconds that a connection may be without a request, however many there are."""
 
 
 def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
     """Create the application that serves a configuration's workers.
 
     Raises:
-        ValueError: it would be reachable by others without a key, or the tokenizer, the clients or the certificate
-            cannot be read.
+        ValueError: it would be reachable by others without a key, a key cannot be sent, or the tokenizer, the clients
+            or the certificate cannot be read.
     """
     settings, prefill = config.inference.controller, config.inference.prefill
-    api_key = environment.get(settings.api_key_env, "")
-    if not api_key and not settings.clients and not is_loopback(settings.host):
+    key = api_key(settings.api_key_env, environment)
+    if not key and not settings.clients and not is_loopback(settings.host):
         raise ValueError(
             f"inference.controller.host={settings.host}: reachable by others, and there is no API key; set the "
             f"environment variable {settings.api_key_env}, inference.controller.clients, or "
@@ -58,9 +64,9 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         fleet,
         settings,
         count=count,
-        clients=Clients(api_key, settings.clients),
+        clients=Clients(key, settings.clients, peers),
         server_key=server_key(config, environment),
-        model_keys={model.name: environment.get(model.api_key_env, "") for model in settings.models},
+        model_keys={model.name: api_key(model.api_key_env, environment) for model in settings.models},
         allow_decode=prefill.allow_decode,
         estimated=not tokenizer,
         decode_url=decode_url(config.inference.decode),
@@ -75,14 +81,17 @@ def _bubbles_of(address: PrefillWorkerConfig) -> list[Bubbles]:
 
 def serve(app: FastAPI, settings: ControllerConfig) -> None:
     """Serve until SIGINT or SIGTERM."""
+    allow_files()  # one for each connection, and for those to workers
     uvicorn.Server(server_config(app, settings)).run()
 
 
 def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
-    """Return the HTTP server's configuration, with limits per client."""
+    """Return the HTTP server's configuration, with limits of connections."""
 
-    class Protocol(_HeaderTimeout):
-        header_timeout_s = settings.receive_timeout_s
+    class Protocol(_Connection):
+        receive_timeout_s = settings.receive_timeout_s
+        most = settings.max_connections
+        idle: dict[_Connection, float] = {}
 
     return uvicorn.Config(
         app,
@@ -92,7 +101,6 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
         ssl_keyfile=settings.ssl_keyfile or None,
         http=Protocol,
         ws="none",
-        limit_concurrency=settings.max_connections,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=ceil(settings.drain_s),
         h11_max_incomplete_event_size=LARGEST_HEADER,
@@ -102,31 +110,74 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
     )
 
 
-class _HeaderTimeout(H11Protocol):
-    """Closes connections whose client takes too long to send a request header. Uvicorn has no such limit."""
+class _Connection(H11Protocol):
+    """A client's connection, for clients that are slow, silent, many or wrong. Uvicorn has no such limits.
 
-    header_timeout_s = 10.0
+    It is closed if a request header takes too long to arrive, or the rest of a request that was refused. Of more
+    connections than `max_connections`, those without a request are closed, the oldest first.
+    """
+
+    receive_timeout_s: float
+    most: int
+    idle: dict[_Connection, float]
+    """Connections of the server that have no request in progress, and since when, oldest first."""
 
     def connection_made(self, transport: Any) -> None:
         self._too_slow: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        self._wait_for_header()
+        self._limit(is_receiving=True)
+        if len(self.connections) > self.most:
+            oldest, since_s = next(iter(self.idle.items()))
+            if self.loop.time() - since_s > IDLE_S:
+                oldest.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # IDLE with bytes left: the start of a header.
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_waiting()
-        elif self.conn.trailing_data[0]:
-            self._wait_for_header()
+        self._update()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._update()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._forget()
         super().connection_lost(exc)
 
-    def _wait_for_header(self) -> None:
-        if self._too_slow is None:
-            self._too_slow = self.loop.call_later(self.header_timeout_s, self.transport.close)
+    def close(self) -> None:
+        self._forget()
+        self.connections.discard(self)
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, in OpenAI's error format. Uvicorn calls this while it handles the exception."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", 400)
+        body = json.dumps(Refusal(status, f"invalid HTTP request: {error or msg}").answer).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = h11.Response(status_code=status, headers=list(headers.items()))
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _update(self) -> None:
+        if self.transport.is_closing():
+            self._forget()
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self._forget()  # the service limits the time that a body takes
+        else:  # IDLE with bytes left is the start of a header, SEND_BODY the rest of a request that was refused
+            self._limit(is_receiving=self.conn.their_state is not h11.IDLE or bool(self.conn.trailing_data[0]))
+
+    def _limit(self, *, is_receiving: bool) -> None:
+        self.idle.setdefault(self, self.loop.time())
+        if not is_receiving:
+            self._stop_waiting()
+        elif self._too_slow is None:
+            self._too_slow = self.loop.call_later(self.receive_timeout_s, self.close)
+
+    def _forget(self) -> None:
+        self.idle.pop(self, None)
+        self._stop_waiting()
 
     def _stop_waiting(self) -> None:
         if self._too_slow is not None:

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.conf.schema import ControllerConfig
@@ -41,6 +42,8 @@ DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose client disconnected, as in nginx."""
 _REQUEST_ID = b"x-request-id"
+_PROBES = ("/health", "/ready")
+"""Routes that answer however many requests are in progress."""
 _ENDS = "weft.ends"
 """Name in a request's scope of the contexts that end with it."""
 _FORWARDED = (
@@ -83,7 +86,7 @@ def make_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with service.client, service.outer_client:
             await service.dispatch.probe_all()
-            watching = asyncio.create_task(service.dispatch.watch())
+            watching = asyncio.create_task(service.dispatch.watch(clients.count_others))
             yield
             watching.cancel()
         fleet.close()
@@ -109,7 +112,8 @@ def make_app(
         return await service.refused(request, Refusal(error.status_code, why))
 
     app.add_exception_handler(HTTPException, unknown)
-    app.add_middleware(_Ending)
+    app.add_exception_handler(Exception, service.failed)
+    app.add_middleware(_Entry, service=service, most=settings.max_connections)
     return app
 
 
@@ -238,6 +242,9 @@ class _Service:
             headers["Connection"] = "close"
         return JSONResponse(refusal.answer, status_code=refusal.status, headers=headers)
 
+    async def failed(self, request: Request, _: Exception) -> Response:
+        return await self.refused(request, Refusal(500, "an error of the controller, which its log has; report it"))
+
     def _authorize(self, request: Request) -> Client:
         return self._clients.of(request.headers.get("authorization", ""))
 
@@ -308,6 +315,8 @@ class _Service:
                     body += part
                     if is_too_large := is_too_large or len(body) > most:
                         body.clear()
+        except ClientDisconnect:
+            raise _disconnection() from None
         except TimeoutError:
             if not is_too_large:
                 raise Refusal(
@@ -318,15 +327,32 @@ class _Service:
         return bytes(body)
 
 
-class _Ending:
-    """Ends what a request has entered, after its response: `Client.admitted`."""
+class _Entry:
+    """Limits how many requests are in progress, and ends what each has entered, after its response."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, service: _Service, most: int) -> None:
+        self._app, self._service, self._most = app, service, most
+        self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.ExitStack() as scope[_ENDS]:
+        if scope["type"] != "http" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
+            return
+        if self._running >= self._most:
+            why = f"{self._most} requests are in progress (inference.controller.max_connections); retry in 1 s"
+            response = await self._service.refused(Request(scope), Refusal(503, why, retry_after_s=1))
+            await response(scope, receive, send)
+            return
+        self._running += 1
+        try:
+            with contextlib.ExitStack() as scope[_ENDS]:  # `Client.admitted`
+                await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
+
+
+def _disconnection() -> Refusal:
+    return Refusal(CLIENT_GONE, "the client has disconnected")
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -335,7 +361,7 @@ async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -
     try:
         await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Refusal(CLIENT_GONE, "the client has disconnected")
+            raise _disconnection()
         return task.result()
     finally:
         task.cancel()

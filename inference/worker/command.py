@@ -18,6 +18,7 @@ from weft.conf.inference_checks import scored_model
 from weft.conf.schema import DecodeConfig, KvConnector, Precision, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.engine.observability.event_ring import rings_folder
 from weft.inference.board.layout import board_path, boards_folder
+from weft.inference.requests import UNSENDABLE, is_sendable
 from weft.inference.worker.score_arrays import SPARE
 from weft.inference.worker.scorer import Scorer
 from weft.inference.worker.settings import WorkerSettings
@@ -108,12 +109,24 @@ def controller_url(config: WeftConfig) -> str:
     return f"{'https' if settings.ssl_certfile else 'http'}://{settings.host}:{settings.port}"
 
 
+def api_key(variable: str, environment: Mapping[str, str]) -> str:
+    """Return the API key in an environment variable, or an empty string.
+
+    Raises:
+        ValueError: an HTTP header cannot carry it.
+    """
+    key = environment.get(variable, "") if variable else ""
+    if not is_sendable(key):
+        raise ValueError(f"{variable}: {UNSENDABLE}")
+    return key
+
+
 def server_key(config: WeftConfig, outer: Mapping[str, str]) -> str:
     """Return the API key of workers and decode server: the configured one, or one that this user's processes share.
 
     Without it any user of this host could use servers that listen on a loopback address.
     """
-    configured = outer.get(config.inference.controller.api_key_env)
+    configured = api_key(config.inference.controller.api_key_env, outer)
     return configured or shared_key(private_folder(boards_folder(config, os.getuid())) / KEY_FILE)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from weft.conf.host.documents import parse_json, read_text
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
-from weft.inference.worker.command import devices_of, interpreter, workers_of
+from weft.inference.worker.command import api_key, devices_of, interpreter, workers_of
 
 FIXED_BYTES = 1 << 30
 """GPU memory of a vLLM worker besides weights and KV cache: CUDA context, libraries, activations of one step."""
@@ -76,7 +76,8 @@ def check_serving(config: WeftConfig) -> None:
         check_evaluate(config)
     elif not prefill.model:
         raise ValueError("inference.prefill.model='': no model is given; set a model's folder or hub name")
-    if not is_loopback(prefill.host) and not os.environ.get(config.inference.controller.api_key_env):
+    key = api_key(config.inference.controller.api_key_env, os.environ)
+    if not is_loopback(prefill.host) and not key:
         raise ValueError(
             f"inference.prefill.host={prefill.host}: others can reach it, and there is no API key; set the environment "
             f"variable {config.inference.controller.api_key_env}, or inference.prefill.host=127.0.0.1"

@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import resource
 import shutil
 import socket
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from weft.conf.host.files import replacing, write_atomic
+from weft.conf.host.processes import allow_files
 from weft.engine.observability.event_ring import (
     KINDS,
     PREFILL,
@@ -306,17 +306,11 @@ def _after(write: Callable[[], None], least_s: float) -> float:
     return monotonic() + max(least_s, REST * (monotonic() - begun))
 
 
-def allow_files() -> None:
-    """Allow as many open files as this user may have, because each mapped ring keeps one open."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def main(argv: Sequence[str]) -> int:
     """Run ``RUN_FOLDER PROMETHEUS_PORT`` until all ranks of this host have ended."""
     run_folder, port = Path(argv[0]), int(argv[1])
     os.nice(10)
-    allow_files()
+    allow_files()  # each mapped ring keeps one open
     lock = _lock(run_folder / FOLDER)
     if lock is None:
         return 0

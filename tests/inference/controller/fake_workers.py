@@ -39,9 +39,9 @@ class FakeBoard:
 class FakeWorkers(httpx.AsyncBaseTransport):
     """Servers named w0, w1, ...; `fault[name]` is one of:
 
-    dead, hung, dying (in a request), broken, strict, slow, busy (one prompt after the other), mute (no word on its
-    health, but answers), crossing (closes connections when asked for its health, but answers), leaving
-    (aborts prompts, as vLLM does when it shuts down), full (answers 503).
+    dead, hung, dying (in a request), crashing (likewise, with an error), broken, strict, slow, busy (one prompt after
+    the other), mute (no word on its health, but answers), crossing (closes connections when asked for its health, but
+    answers), leaving (aborts prompts, as vLLM does when it shuts down), full (answers 503).
     """
 
     def __init__(self, count):
@@ -92,7 +92,9 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         if fault == "dying":
             self.fault[name] = "dead"
             raise httpx.RemoteProtocolError("closed", request=request)
-        if fault == "broken":
+        if fault == "crashing":
+            self.fault[name] = "dead"
+        if fault in ("broken", "crashing"):
             return httpx.Response(500, json={"error": "engine dead"})
         if fault == "leaving":
             return httpx.Response(200, json={"choices": [{"text": "", "finish_reason": "abort"}]})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.inference.controller.fake_workers import DECODE, PATH, FakeWorkers, controller
 from weft.inference.controller import clients as module
 from weft.inference.controller.clients import Client, Clients, Limits
+from weft.inference.controller.peers import Peers
 from weft.inference.requests import Refusal
 
 WHOLE = {"model": "tiny", "prompt": "one two three", "max_tokens": 9}
@@ -44,6 +45,7 @@ def bearer(key):
         ("alice: {key: a, at_once: .nan}", 0o600, "at_once=nan"),
         ("alice: {key: a}\nbob: {key: a}", 0o600, "the key of another client"),
         ("alice: {key: default}", 0o600, "the key of another client"),
+        ("alice: {key: schl\u00fcssel}", 0o600, "alice: the key has characters that an HTTP header cannot carry"),
         ("{", 0o600, "not YAML"),
     ],
 )
@@ -117,6 +119,54 @@ async def test_requests_are_limited_by_key_until_their_answers_have_been_sent(cl
         assert 'weft_client_requests_total{client="bob"} 2.0' in metrics
         assert 'weft_client_prompt_tokens_total{client="alice"} 6.0' in metrics
         assert 'weft_prefill_refusals_total{status="429"} 2.0' in metrics
+
+
+@pytest.fixture
+def two_controllers(clients_file, tmp_path):
+    """The client alice as two controllers of the same workers see her, and the peers of both."""
+
+    def make(limits):
+        path = str(clients_file(f"alice: {{key: a, {limits}}}"))
+        peers = [Peers(tmp_path / "boards") for _ in range(2)]
+        peers[0].refresh()
+        return [Clients("", path, each) for each in peers], peers
+
+    return make
+
+
+def test_requests_in_progress_are_limited_over_all_controllers(two_controllers):
+    (one, other), peers = two_controllers("at_once: 2")
+    one, other = (clients.of("Bearer a") for clients in (one, other))
+    with one.admitted(1), other.admitted(1):
+        for client in (one, other):
+            with pytest.raises(Refusal, match="at_once=2"), client.admitted(1):
+                pass
+    with one.admitted(1):
+        peers[0].close()  # a controller that has ended
+        peers[1].refresh()
+        with other.admitted(1), other.admitted(1):
+            pass
+
+
+def test_what_a_client_uses_of_two_controllers_is_limited_once(two_controllers, monkeypatch):
+    clock_s, served = 0.0, 0
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock_s)
+    (one, other), _ = two_controllers("tokens_per_minute: 600")
+    for second in range(1, 300):
+        clock_s = second * 1.0
+        for clients in (one, other):
+            # Idle for two minutes, then one of them is used by bursts, then both are at once.
+            if second > 240 or (clients is one and second > 120):
+                while True:
+                    try:
+                        with clients.of("Bearer a").admitted(3):
+                            served += 3
+                    except Refusal:
+                        break
+            clients.count_others()
+        used_s = max(0, second - 120)
+        assert served <= 600 + used_s * 10 + 2 * 3
+    assert served >= 600 + (used_s - 1) * 10
 
 
 async def test_what_has_no_known_prompt_counts_by_its_bytes(clients_file):

@@ -22,6 +22,7 @@ from weft.inference.worker.command import controller_url
 from weft.recipes.serving.checks import check_certificate
 
 PREFILL = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
+METRICS = b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(PREFILL)
 
 
@@ -54,7 +55,9 @@ async def ask(port, *parts):
         async with asyncio.timeout(5):
             while part := await reader.read(65536):
                 answer += part
-                if b"\r\n\r\n" in answer:
+                head, end, body = answer.lower().partition(b"\r\n\r\n")
+                length = head.partition(b"content-length: ")[2].partition(b"\r\n")[0]
+                if end and len(body) >= int(length or 0):
                     break
     writer.close()
     return answer
@@ -87,12 +90,104 @@ async def test_a_client_that_sends_too_much_reads_why(is_declared):
         assert answer.startswith(b"HTTP/1.1 413")
 
 
-async def test_more_connections_than_allowed_get_an_error():
-    async with server(FakeWorkers(1), max_connections=4, receive_timeout_s=2.0) as (port, _):
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-        assert (await ask(port, HEAD, PREFILL)).startswith(b"HTTP/1.1 503")
+def error_of(answer):
+    """The message of an answer in OpenAI's error format."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-type: application/json" in head.lower()
+    status = int(head.split(b" ", 2)[1])
+    error = json.loads(body)["error"]
+    assert error["code"] == status and error.keys() == {"message", "type", "param", "code"}
+    return error["message"]
+
+
+async def test_more_requests_than_allowed_get_an_error_and_probes_an_answer():
+    workers = FakeWorkers(1)
+    workers.fault = {"w0": "slow"}
+    async with server(workers, max_connections=2, receive_timeout_s=10.0) as (port, _):
+        running = [asyncio.create_task(ask(port, HEAD, PREFILL)) for _ in range(2)]
+        while len(workers.seen) < 2:
+            await asyncio.sleep(0.01)
+        refused = await ask(port, HEAD, PREFILL)
+        assert "2 requests are in progress (inference.controller.max_connections)" in error_of(refused)
+        assert refused.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in refused.lower()
+        for path in (b"/health", b"/ready"):
+            assert (await ask(port, b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)).startswith(b"HTTP/1.1 200")
+        assert [answer[:12] for answer in await asyncio.gather(*running)] == [b"HTTP/1.1 200"] * 2
+        workers.fault = {}
+        assert (await ask(port, HEAD, PREFILL)).startswith(b"HTTP/1.1 200")
+
+
+REFUSED = b"POST /v1/none HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD[:20], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", REFUSED])
+async def test_connections_without_a_request_shut_nobody_out(monkeypatch, sent):
+    """Silent ones, half a header, those whose answer is sent, and those that were refused and go on sending."""
+    monkeypatch.setattr("weft.inference.controller.server.IDLE_S", 0.0)
+    async with server(FakeWorkers(1), max_connections=20, receive_timeout_s=60.0) as (port, _):
+        idle = []
+        for _ in range(100):
+            idle.append(await asyncio.open_connection("127.0.0.1", port))
+            idle[-1][1].write(sent)
+            await asyncio.sleep(0)
+        assert (await ask(port, HEAD, PREFILL)).startswith(b"HTTP/1.1 200")
+        ends = [asyncio.create_task(reader.read()) for reader, _ in idle]
+        async with asyncio.timeout(5):
+            while sum(end.done() for end in ends) < 80:
+                await asyncio.sleep(0.01)
+        assert not ends[-1].done(), "the youngest stays"
         for _, writer in idle:
             writer.close()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+async def test_a_refused_request_has_limited_time_to_end():
+    async with server(FakeWorkers(1)) as (port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REFUSED)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
+        with pytest.raises(ConnectionError):
+            async with asyncio.timeout(5):
+                while True:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 40_000, 431),
+        (b"\x16\x03\x01\x02\x00\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    ],
+)
+async def test_what_is_not_http_is_refused_in_openais_format(request_, status):
+    async with server(FakeWorkers(1), receive_timeout_s=10.0) as (port, _):
+        answer = await ask(port, request_)
+        assert answer.startswith(b"HTTP/1.1 %d" % status) and b"connection: close" in answer.lower()
+        assert error_of(answer).startswith("invalid HTTP request: ")
+
+
+async def test_an_error_of_the_controller_is_answered_in_openais_format(monkeypatch):
+    async with server(FakeWorkers(1)) as (port, fleet):
+        monkeypatch.setattr(fleet, "place", None)
+        answer = await ask(port, HEAD, PREFILL)
+        assert answer.startswith(b"HTTP/1.1 500") and "its log" in error_of(answer)
+
+
+async def test_a_client_that_leaves_in_its_body_is_no_error(caplog):
+    async with server(FakeWorkers(1), receive_timeout_s=10.0) as (port, _):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + PREFILL[:5])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        async with asyncio.timeout(5):
+            while b'refusals_total{status="499"} 1.0' not in await ask(port, METRICS):
+                await asyncio.sleep(0.02)
+    assert "Exception" not in caplog.text
 
 
 async def test_the_work_of_a_caller_that_has_left_is_given_up():
@@ -186,6 +281,13 @@ def test_who_listens_to_others_needs_a_key(tmp_path):
     controller.tokenizer = str(tmp_path)
     with pytest.raises(ValueError, match="no such file; give a tokenizer"):
         app_of(config, {})
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "key\n", " key", "k\x00y"])
+def test_keys_that_no_header_carries_are_refused(tmp_path, key):
+    config = WeftConfig()
+    with pytest.raises(ValueError, match="WEFT_API_KEY: the key has characters that an HTTP header cannot carry"):
+        app_of(config, {"WEFT_API_KEY": key})
 
 
 def test_prompts_are_counted_by_the_tokenizer(tmp_path):

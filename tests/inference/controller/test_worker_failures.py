@@ -12,7 +12,7 @@ from tests.inference.controller.fake_workers import (
     controller,
 )
 
-FAULTS = ["dead", "dying", "hung", "broken"]
+FAULTS = ["dead", "dying", "crashing", "hung", "broken"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -26,6 +26,19 @@ async def test_when_a_worker_fails_another_takes_over(fault):
         # One that answers with an error lives.
         up = float(fault == "broken")
         assert f'weft_prefill_worker_up{{worker="0"}} {up}' in (await client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("fault", ["dying", "crashing"])
+async def test_a_prompt_whose_only_worker_ends_is_to_be_sent_again(fault):
+    workers = FakeWorkers(1)
+    async with controller(workers, probe_s=0.05) as client:
+        workers.fault = {"w0": fault}
+        answer = await client.post(PATH, json=PREFILL)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        workers.fault.clear()
+        while (await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.02)
+        assert (await client.post(PATH, json=PREFILL)).status_code == 200
 
 
 @pytest.mark.parametrize("fault", ["dead", "hung"])
