@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ def load(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> We
     # Composing needs Hydra, which the engine never imports: it only reads the schema.
     from weft.conf.checks import check
     from weft.conf.compose import compose
+    from weft.conf.sources import take_credentials
 
     config = compose(overrides, recipe_file=recipe_file)
+    take_credentials(config.data, os.environ)
     check(config)
     return config

@@ -99,7 +99,7 @@ def _parse(text: str) -> Override:
     if text.startswith("-"):
         raise ValueError(f"{text}: this option is not known; settings are written key=value, as in train.steps=10")
     try:
-        override = OverridesParser.create().parse_override(_quoted(text))
+        override = _parse_value(text)
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{text}: not a setting ({reason}); write key=value, and quote text: key='a=b, c'") from error
@@ -112,12 +112,17 @@ def _parse(text: str) -> Override:
     return override
 
 
-def _quoted(text: str) -> str:
-    """Return an override with quotes around a path or name with letters beyond ASCII, which Hydra's grammar lacks."""
-    name, equals, value = text.partition("=")
-    if field_types().get(name) is not str or value.isascii() or value[:1] in ("'", '"'):
-        return text
-    return f"{name}{equals}'{value}'"
+def _parse_value(text: str) -> Override:
+    """Parse an override. A text that Hydra's grammar lacks, such as a name with a bracket, is taken as it is."""
+    parser = OverridesParser.create()
+    try:
+        return parser.parse_override(text)
+    except HydraException:
+        name, equals, value = text.partition("=")
+        if field_types().get(name) is not str or value[:1] in ("'", '"'):
+            raise
+        quoted = value.replace("'", "\\'")
+        return parser.parse_override(f"{name}{equals}'{quoted}'")
 
 
 def _line(override: Override) -> str:

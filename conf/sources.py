@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from weft.conf.host.private import CREDENTIALS, HIDDEN, without_credentials
 from weft.conf.schema import DataConfig, DataKind, PreferenceConfig, SourceConfig, WeftConfig
 from weft.conf.schema.ranges import NATURAL, POSITIVE
 
@@ -39,6 +41,30 @@ def for_each_source(data: DataConfig, function: Callable[[DataConfig], T]) -> li
 def holds_out(data: DataConfig) -> bool:
     """True if there is data for evaluation."""
     return data.eval_fraction > 0 or all(each.eval_split for each in sources_of(data))
+
+
+def pass_credentials(data: DataConfig, environment: MutableMapping[str, str]) -> None:
+    """Set a variable for the processes that read the configuration from a file, where URLs have no credentials."""
+    urls = {without_credentials(each.path): each.path for each in (data, *data.sources)}
+    if found := {shown: url for shown, url in urls.items() if shown != url}:
+        environment[CREDENTIALS] = json.dumps(found)
+
+
+def take_credentials(data: DataConfig, environment: Mapping[str, str]) -> None:
+    """Put the credentials of `pass_credentials` into the URLs of ``data``.
+
+    Raises:
+        ValueError: the variable does not have a URL.
+    """
+    for each in (data, *data.sources):
+        if f"://{HIDDEN}@" in each.path or f"={HIDDEN}" in each.path:
+            try:
+                each.path = str(json.loads(environment[CREDENTIALS])[each.path])
+            except (KeyError, ValueError, TypeError):
+                raise ValueError(
+                    f"data.path={each.path}: {HIDDEN} stands for credentials, which no file has; give the whole URL, "
+                    f'or set {CREDENTIALS} to JSON such as {{{json.dumps(each.path)}: "URL"}}'
+                ) from None
 
 
 def source_problems(config: WeftConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from weft.conf.fields import expectation, field_types, item_class, unknown
+from weft.conf.host.private import without_credentials
 from weft.conf.schema import WeftConfig
 
 
@@ -48,9 +49,15 @@ def to_tree(value: Any) -> Any:
     return value
 
 
+def shown_tree(config: WeftConfig) -> dict[str, Any]:
+    """Return `to_tree` of a configuration without the credentials of its URLs, to be shown or stored."""
+    tree: dict[str, Any] = without_credentials(to_tree(config))
+    return tree
+
+
 def to_yaml(config: WeftConfig) -> str:
-    """Convert a configuration to YAML that ``recipe=FILE`` reads."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False)
+    """Convert a configuration to YAML that ``recipe=FILE`` reads, without the credentials of URLs."""
+    return yaml.safe_dump(shown_tree(config), sort_keys=False)
 
 
 def explain(error: OmegaConfBaseException) -> str:

@@ -30,7 +30,7 @@ from weft.conf.schema import (
     PairChoice,
     WeftConfig,
 )
-from weft.conf.trees import to_tree
+from weft.conf.trees import shown_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any
 from weft.engine.checkpoint.origin import Origin, flat
@@ -50,7 +50,7 @@ from weft.engine.models.batch import Batch
 from weft.engine.models.kernels import fuse, require_kernels
 from weft.engine.models.objective import Objective
 from weft.engine.models.recomputation import recompute
-from weft.engine.models.skeleton import config_skeleton, hf_model
+from weft.engine.models.skeleton import config_skeleton, hf_model, refuse_skipped_layers
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.communicated import open_axes
 from weft.engine.planning.facts import Facts, fact_kinds
@@ -255,6 +255,8 @@ def build_engine(
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     together(lambda: _check_state(config, given.get("optimizer")))
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
+    if config.zero.stage:
+        together(lambda: refuse_skipped_layers(hf_config, hf_config.model_type))
     teacher = together(lambda: _open_teacher(config, hf_config, objective)) if config.distill.enabled else None
     objective = objective if teacher is None else teacher.objective
     if config.model.kernels is Kernels.fused:
@@ -273,7 +275,8 @@ def build_engine(
         together(lambda: self_check(checked, **tried) if dist.get_rank() == 0 else None)
     if config.model.self_check and config.distill.enabled:
         together(lambda: check_streamed_teacher(config) if dist.get_rank() == 0 else None)
-    _check_axes(config, hf_config if model is None else model, facts.exchange)
+    divided = hf_config if model is None else model
+    together(lambda: require_axes(config, divided, facts.exchange) if dist.get_rank() == 0 else None)
     done("self-check")
     run = PreparedRun.open(config, facts, placement, device, attempt)
     done("plan")
@@ -289,7 +292,7 @@ def build_engine(
         together(lambda: teacher.load(device) if engine.holds_loss else None)
         engine.teacher = teacher
     path = hf_config.name_or_path or ""
-    engine.origin = Origin(base, path, flat(to_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
+    engine.origin = Origin(base, path, flat(shown_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
 
@@ -323,24 +326,14 @@ def _check_state(config: WeftConfig, optimizer: Any) -> None:
         )
 
 
-def _check_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchange: ContextExchange) -> None:
-    """Check on rank 0 that the configured axes can divide the model's layers. Collective call."""
+def require_axes(config: WeftConfig, model: PreTrainedConfig | nn.Module, exchange: ContextExchange) -> None:
+    """Check that the configured axes can divide the model's layers. Raise ValueError if they cannot."""
     sizes, packing = config.parallel, config.data.packing
-
-    def run() -> None:
-        if dist.get_rank() == 0 and config.model.self_check:
-            check_axes(
-                model,
-                tensor=sizes.tensor,
-                context=sizes.context,
-                expert=sizes.expert,
-                exchange=exchange,
-                packing=packing,
-            )
-        elif dist.get_rank() == 0:
-            refuse_unshareable(model, tensor=sizes.tensor, expert=sizes.expert)
-
-    together(run)
+    tensor, expert = sizes.tensor, sizes.expert
+    if config.model.self_check:
+        check_axes(model, tensor=tensor, context=sizes.context, expert=expert, exchange=exchange, packing=packing)
+    else:
+        refuse_unshareable(model, tensor=tensor, expert=expert)
 
 
 def _open_pairs(config: WeftConfig, plan: RunPlan, axes: AxisGroups, device: torch.device) -> SlotPairs | None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from weft.conf.host.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
-from weft.conf.trees import to_tree
+from weft.conf.trees import shown_tree
 from weft.engine.checkpoint.durable import OUT_OF_SPACE
 from weft.engine.distributed import is_supervised
 
@@ -228,7 +228,7 @@ class WeightsAndBiases:
                 name=config.logging.wandb_name or os.environ.get("WANDB_NAME") or config.train.name,
                 group=config.logging.wandb_group or os.environ.get("WANDB_RUN_GROUP") or None,
                 dir=None if "WANDB_DIR" in os.environ else str(folder),
-                config=to_tree(config),
+                config=shown_tree(config),
             )
         except wandb.errors.Error as error:
             raise ValueError(

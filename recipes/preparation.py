@@ -16,9 +16,9 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf.batch import num_replicas
-from weft.conf.checks import check, virtual_stages
+from weft.conf.checks import check
 from weft.conf.host.private import write_private
-from weft.conf.schema import ChunkedLoss, DataKind, WeftConfig
+from weft.conf.schema import DataKind, WeftConfig
 from weft.conf.sources import for_each_source
 from weft.conf.trees import to_tree
 from weft.engine.attempt import Attempt, ReusedValues
@@ -41,14 +41,13 @@ from weft.engine.data.open import locate
 from weft.engine.data.teacher_tokens import require_teacher_tokens
 from weft.engine.data.tokenizer import require_rows, tokenizer_sha256
 from weft.engine.distributed import attempt_number, from_rank_zero, is_supervised, rank_zero_first, together
-from weft.engine.initialize import check_streamed_teacher
 from weft.engine.layout import RankLayout
 from weft.engine.stages.checking.refusals import refuse_packing
-from weft.engine.stages.checking.self_check import check_flash_packing, check_packing, self_check
 from weft.engine.stages.files.fingerprint import files_fingerprint, folder_fingerprint
 from weft.engine.stages.files.loading import load_hf_config
 from weft.engine.stages.teacher import teacher_model
 from weft.recipes.finish import print_once
+from weft.tools.preflight import check_stages
 
 
 def read_clock(folder: Path) -> datetime:
@@ -150,18 +149,7 @@ def _check_model(config: WeftConfig, folder: Path) -> None:
     with suppress(OSError, ValueError):
         if attempt_number() > 1 and (folder / SELF_CHECK).read_text() == checked(config):
             return
-    hf_config = load_hf_config(config.model)
-    flash = config.model.attn_implementation.is_flash
-    if config.data.packing and flash and config.train.microbatch_size > 1:
-        check_flash_packing(hf_config)
-    if virtual_stages(config) > 1:
-        chunks = config.model.chunked_loss is not ChunkedLoss.never
-        own_loss = not config.distill.enabled and config.data.kind is not DataKind.preference
-        self_check(hf_config, packing=config.data.packing, chunks=chunks, own_loss=own_loss)
-    elif config.data.packing:
-        check_packing(hf_config)
-    if config.distill.enabled:
-        check_streamed_teacher(config)
+    check_stages(config)
 
 
 def _fit_vocabulary(config: WeftConfig, tokenizer: PreTrainedTokenizerBase) -> None:

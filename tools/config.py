@@ -17,8 +17,9 @@ from weft.conf.checks import check, missing
 from weft.conf.compose import compose
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.fields import docstrings
+from weft.conf.host.private import without_credentials
 from weft.conf.hosts import world_size
-from weft.conf.trees import to_tree
+from weft.conf.trees import shown_tree, to_tree, to_yaml
 
 WIDTH = 100
 
@@ -45,9 +46,9 @@ def main(argv: Sequence[str]) -> int:
         check(config, complete=False)
         print(json.dumps(deepspeed_config(config, world_size(config.cluster)), indent=2))
     elif known.json:
-        print(json.dumps(to_tree(config), indent=2))
+        print(json.dumps(shown_tree(config), indent=2))
     elif known.yaml:
-        print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
+        print(to_yaml(config), end="")
     else:
         print("\n".join(commented(config)))
     check(config, complete=False)  # last, so that a wrong configuration is still printed
@@ -72,5 +73,6 @@ def commented(part: Any, indent: int = 0) -> Iterator[str]:
                 yield ""
         else:
             style = None if isinstance(value, list) else False  # lists on one line
-            block = yaml.safe_dump({field.name: to_tree(value)}, sort_keys=False, width=WIDTH, default_flow_style=style)
+            entry = {field.name: without_credentials(to_tree(value))}
+            block = yaml.safe_dump(entry, sort_keys=False, width=WIDTH, default_flow_style=style)
             yield textwrap.indent(block.rstrip("\n"), pad)

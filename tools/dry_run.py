@@ -22,7 +22,7 @@ from weft.engine.planning.recomputation import choice_text
 from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
-from weft.tools.preflight import INPUTS, is_here, preflight
+from weft.tools.preflight import INPUTS, check_stages, is_here, preflight
 
 MOST_CHARACTERS = 800
 """Maximum number of characters of a row that are shown."""
@@ -103,6 +103,7 @@ def report(config: WeftConfig) -> Iterator[str]:
     yield from [*row, ""] if row else row
     preflight(config, checks=INPUTS)
     plan = expected_plan(config)
+    _check_as_ranks(config, plan)
     schedule, known = plan.schedule(), plan.facts.sources
     whole = rank_size(plan.facts.model, plan.split, range(plan.split.num_stages))
     trained = "" if whole.trained == whole.parameters else f" ({whole.trained / 1e6:,.3g} M trained)"
@@ -128,6 +129,15 @@ def report(config: WeftConfig) -> Iterator[str]:
     if schedule.name == "auto":
         yield bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s)
     yield from filter(None, (plan.cap_text(), choice_text(plan.recompute)))
+
+
+def _check_as_ranks(config: WeftConfig, plan: RunPlan) -> None:
+    """Run the checks of a small copy of the model that ranks run at their start."""
+    from weft.engine.initialize import require_axes  # imports DeepSpeed
+
+    if config.model.self_check:
+        check_stages(config)
+    require_axes(config, settled_model(config), plan.facts.exchange)
 
 
 def _context_lines(plan: RunPlan) -> list[str]:

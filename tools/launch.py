@@ -13,11 +13,12 @@ from typing import NoReturn
 from weft.conf import load
 from weft.conf.batch import fit_batch
 from weft.conf.features import entry, is_installed, require
-from weft.conf.host.private import SECRETS, split_secrets, write_private
+from weft.conf.host.private import SECRETS, split_secrets, without_credentials, write_private
 from weft.conf.host.processes import COLUMNS, columns_of, free_port
 from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import asks_for_nodes, is_loopback, run_folder, working_hosts, world_size
 from weft.conf.schema import ClusterManager, WeftConfig
+from weft.conf.sources import pass_credentials
 from weft.conf.trees import to_yaml
 from weft.tools.launch_arguments import (
     Arguments,
@@ -54,6 +55,7 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
     options, overrides, recipe_file = arguments.options, arguments.overrides, arguments.recipe_file
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
+    pass_credentials(config.data, os.environ)
     if config.dry_run:
         os.environ.update(completed(os.environ, num_gpus() or len(config.cluster.hostfile)))  # other hosts have GPUs
         from weft.tools.dry_run import show
@@ -68,6 +70,7 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
         )
     if asks_for_nodes(config.cluster):
         words = [*(["--config-file", str(Path(recipe_file).absolute())] if recipe_file else []), *overrides]
+        words = without_credentials(words)
         given = entry("supervision").request_hosts(config, words, folder, arguments.write, os.environ)
         if given is None:
             return 0

@@ -20,7 +20,7 @@ from weft.conf.host.private import make_run_folder, make_shared_folder
 from weft.conf.host.terminal import print_error
 from weft.conf.host.triton import kernel_obstacle
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
-from weft.conf.schema import Attention, ClusterManager, Kernels, Precision, WeftConfig
+from weft.conf.schema import Attention, ChunkedLoss, ClusterManager, DataKind, Kernels, Precision, WeftConfig
 from weft.conf.sources import sources_of
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.launch_arguments import num_gpus
@@ -134,7 +134,7 @@ def check_model(config: WeftConfig) -> None:
     if not path or is_here(path) or (_is_hub_name(path) and _runs_here(config)):
         # these import torch, which the other checks do not need
         from weft.engine.models.kernels import require_kernels
-        from weft.engine.models.skeleton import config_skeleton
+        from weft.engine.models.skeleton import config_skeleton, refuse_skipped_layers
         from weft.engine.stages.checking.refusals import refuse_packing
         from weft.engine.stages.files.loading import check_model_fits, load_hf_config
 
@@ -144,6 +144,8 @@ def check_model(config: WeftConfig) -> None:
         hf_config = load_hf_config(config.model)
         if config.data.packing:
             refuse_packing(hf_config.model_type)
+        if config.zero.stage:
+            refuse_skipped_layers(hf_config, hf_config.model_type)
         if config.model.kernels is Kernels.fused:
             require_kernels(config_skeleton(hf_config))
     elif not _is_hub_name(path):
@@ -225,6 +227,25 @@ def check_hub(config: WeftConfig) -> None:
         raise ValueError(f"{name}: HF_HUB_OFFLINE forbids to push; unset it, or push the export yourself")
     if not get_token():
         raise ValueError(f"{name}: there is no token to push with; run `hf auth login`, or set HF_TOKEN")
+
+
+def check_stages(config: WeftConfig) -> None:
+    """Compare a small copy of the model with Hugging Face's forward: cut into stages, packed, and as a teacher."""
+    from weft.engine.initialize import check_streamed_teacher
+    from weft.engine.stages.checking.self_check import check_flash_packing, check_packing, self_check
+    from weft.engine.stages.files.loading import load_hf_config
+
+    hf_config, packing = load_hf_config(config.model), config.data.packing
+    if packing and config.model.attn_implementation.is_flash and config.train.microbatch_size > 1:
+        check_flash_packing(hf_config)
+    if virtual_stages(config) > 1:
+        chunks = config.model.chunked_loss is not ChunkedLoss.never
+        own_loss = not config.distill.enabled and config.data.kind is not DataKind.preference
+        self_check(hf_config, packing=packing, chunks=chunks, own_loss=own_loss)
+    elif packing:
+        check_packing(hf_config)
+    if config.distill.enabled:
+        check_streamed_teacher(config)
 
 
 def check_resume(config: WeftConfig) -> None:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from time import time_ns
+from typing import Any
 
 from weft.conf.host.files import replacing
 
 SECRETS = "WEFT_SECRETS"
 """Environment variable with the path of a file of secret variables, which keeps them out of process lists."""
 _WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+CREDENTIALS = "WEFT_URL_CREDENTIALS"
+"""Environment variable with the URLs of data that have credentials, as JSON: each by its form without them."""
+HIDDEN = "***"
+"""Replaces the credentials of a URL in what is shown or stored."""
+_USER = re.compile(r"(?<!\bgithub)(?<!\bgit)://(?:[^\s/?#@'\"]+|[^\s/?#@:'\"]*:(?!\d+/)[^\s?#@'\"]*)@")
+"""User and password in a URL. The password may have slashes that should have been escaped; a port has digits only."""
+_PARAMETER = re.compile(
+    r"([?&;#][\w.-]*(?:token|sig|secret|key|passw|pwd|credential|auth)[\w.-]*=)[^&#\s'\"]+", re.IGNORECASE
+)
+"""A parameter of a URL whose name is one of a credential, such as the signature of a presigned URL."""
 
 
 def private_folder(path: Path) -> Path:
@@ -115,6 +127,22 @@ def split_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], dict[st
     """Split variables into those that may appear in a process list, and secret ones."""
     secret = {name: value for name, value in variables.items() if any(word in name.upper() for word in _WORDS)}
     return {name: value for name, value in variables.items() if name not in secret}, secret
+
+
+def without_credentials(value: Any) -> Any:
+    """Return a text, or a tree of JSON types, with the credentials in its URLs replaced by `HIDDEN`."""
+    if isinstance(value, dict):
+        return {key: without_credentials(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return list(map(without_credentials, value))
+    if not isinstance(value, str):
+        return value
+    return _PARAMETER.sub(rf"\1{HIDDEN}", _USER.sub(f"://{HIDDEN}@", value))
+
+
+def credentials_in(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable `CREDENTIALS` of an environment, if it is set. It is stored in no file of a run."""
+    return {CREDENTIALS: environment[CREDENTIALS]} if CREDENTIALS in environment else {}
 
 
 def take_secrets(environment: MutableMapping[str, str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from weft.conf.host.private import without_credentials
+
 
 def printable(value: Any) -> Any:
     """Return a text, or a tree of JSON types, with control characters escaped, because a terminal would obey them.
@@ -22,5 +24,5 @@ def printable(value: Any) -> Any:
 
 def print_error(command: str, error: Exception) -> None:
     """Print the lines of an error to standard error, each after the name of the command."""
-    for line in printable(str(error)).splitlines():
+    for line in printable(without_credentials(str(error))).splitlines():
         print(f"{command}: {line}", file=sys.stderr)

@@ -27,6 +27,7 @@ from huggingface_hub import hf_hub_download
 from transformers import PreTrainedTokenizerBase
 
 from weft.conf.host.files import JsonCache
+from weft.conf.host.private import without_credentials
 from weft.conf.schema import DataConfig, DataKind
 from weft.conf.sources import for_each_source
 from weft.engine.data.chat import ChatEncoder
@@ -38,6 +39,7 @@ from weft.engine.data.mixture import MixedSource, Weighted
 from weft.engine.data.pairs import COLUMNS, PAIR_COLUMNS, PairEncoder, pair_columns
 from weft.engine.data.rows import FileRows
 from weft.engine.data.source import LoadedSource, Source, StreamedSource, tokenised
+from weft.engine.data.splits import splits_of
 from weft.engine.data.storage import is_url, remote_files, suffix_of
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".tar": "webdataset"}
@@ -170,12 +172,12 @@ def open_source(
         encoder = encoder_of(data, tokenizer, fields, now)
         name = rows.fingerprint if isinstance(rows, FileRows) else rows._fingerprint
         tokens = tokenised(_plain(rows, fields), encoder, name=name, cache=cache)
-        return LoadedSource(tokens, encoder, name=data.path, part=part)
+        return LoadedSource(tokens, encoder, name=without_credentials(data.path), part=part)
     encoder = encoder_of(data, deepcopy(tokenizer), fields, now)  # a thread uses it, and its settings are mutable
     return StreamedSource(
         rows.streamed() if isinstance(rows, FileRows) else _selected(rows, fields),
         encoder,
-        name=data.path,
+        name=without_credentials(data.path),
         block_documents=_block_documents(data, evaluation),
         part=part,
         typed=not isinstance(rows, FileRows),
@@ -308,18 +310,12 @@ def _files(data: DataConfig, location: Location, split: str) -> tuple[Path | str
     All files of a URL are of the split ``train``.
     """
     if location.path is None or location.path.is_file():
-        found: dict[str, tuple[Path | str, ...]] = {"train": location.files}
+        found: Mapping[str, tuple[Path | str, ...]] = {"train": location.files}
     else:
-        found = _splits(data, location.path)
+        found = splits_of(location.path, data.name)
     if split not in found:
         raise ValueError(f"there is {', '.join(found)}")
     return found[split]
-
-
-def _splits(data: DataConfig, folder: Path) -> dict[str, tuple[Path | str, ...]]:
-    """Return the splits to which names of files and folders, or a README's configuration, assign files."""
-    listed = load_dataset_builder(str(folder), name=data.name or None).config.data_files
-    return {str(name): tuple(map(Path, files)) for name, files in listed.items()}
 
 
 def unread_files(data: DataConfig, location: Location) -> list[str]:
@@ -327,7 +323,7 @@ def unread_files(data: DataConfig, location: Location) -> list[str]:
     if location.path is None or len(location.files) < 2:
         return []
     with suppress(OSError, ValueError, DatasetsError):  # whoever opens it gets the error
-        splits = _splits(data, location.path)
+        splits = splits_of(location.path, data.name)
         read = {Path(file).resolve() for name in (data.split, data.eval_split) for file in splits.get(name, ())}
         return [str(file) for file in location.files if Path(file).resolve() not in read]
     return []

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from datasets import Features, IterableDataset, Value
 
 from weft.engine.data.messages import without_nulls
 from weft.engine.data.shards import SampleFault, read_samples
-from weft.engine.data.storage import MOST_ROW_BYTES, is_url, open_file, suffix_of, version_of
+from weft.engine.data.storage import MOST_ROW_BYTES, is_url, name_of, open_file, suffix_of, version_of
 
 MOST_LIST_CHARACTERS = 1 << 30
 _LINES = "write one object per line"
@@ -91,7 +91,7 @@ def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple
     Raises:
         RowFault: a row cannot be read.
     """
-    suffixes = PurePosixPath(str(file).lower()).suffixes
+    suffixes = name_of(file).suffixes
     if suffixes[-1:] == [".parquet"]:
         yield from _parquet(file, columns)
     elif suffixes[-1:] == [".tar"]:

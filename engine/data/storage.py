@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.utils import infer_compression
+
+from weft.conf.host.private import without_credentials
 
 MOST_ROW_BYTES = 1 << 28
 """Largest line, or file of an archive."""
 HUB = "hf://"
+_PARAMETERS = re.compile(r"[?#].*")
+_PAGE = re.compile(r"https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+)/?((tree|blob|viewer)/.*)?")
 
 
 def is_url(path: str) -> bool:
@@ -19,27 +25,36 @@ def is_url(path: str) -> bool:
     return "://" in path  # a path has no empty part
 
 
+def name_of(file: Path | str) -> PurePosixPath:
+    """Return a path or URL in lower case. Web addresses lose their parameters, such as a signature."""
+    name = str(file).lower()
+    return PurePosixPath(_PARAMETERS.sub("", name) if name.startswith(("http://", "https://")) else name)
+
+
 def suffix_of(file: Path | str) -> str:
     """Return the suffix of a path or URL, in lower case."""
-    return PurePosixPath(str(file)).suffix.lower()
+    return name_of(file).suffix
 
 
 def remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the sorted URLs of a file, of files that match a pattern, or of files with ``suffixes`` in a folder.
 
-    Hidden files, and files whose names begin with an underscore, are left out of folders.
+    A name with a pattern's characters is a pattern only if there is no such file or folder. Hidden files, and files
+    whose names begin with an underscore, are left out of folders.
 
     Raises:
         ValueError: there is no such file, or the storage cannot be reached.
     """
+    if page := _PAGE.fullmatch(url):
+        raise ValueError(f"data.path={url}: a page about a data set; give its hub name, data.path={page[1]}")
     try:
         storage, path = url_to_fs(url)
-        if any(letter in path for letter in "*?["):
-            found = [name for name in storage.glob(path) if suffix_of(name) in suffixes]
-        elif storage.isfile(path):
+        if storage.isfile(path):
             if suffix_of(path) not in suffixes:
                 raise ValueError(f"files of this kind are not read; convert it to one of {', '.join(suffixes)}")
             return (url,)
+        if any(letter in path for letter in "*?[") and not storage.isdir(path):
+            found = [name for name in storage.glob(path) if suffix_of(name) in suffixes]
         else:
             found = [name for name in storage.find(path) if suffix_of(name) in suffixes and not _is_hidden(name, path)]
     except (OSError, ImportError, ValueError) as error:
@@ -57,7 +72,7 @@ def open_file(file: Path | str) -> AbstractContextManager[BinaryIO]:
     """Open a file. Its suffix determines how it is decompressed."""
     local = isinstance(file, Path)
     opened: AbstractContextManager[BinaryIO] = (fsspec.filesystem("file").open if local else fsspec.open)(
-        str(file), "rb", compression="infer"
+        str(file), "rb", compression=infer_compression(str(name_of(file)))
     )
     return opened
 
@@ -70,7 +85,8 @@ def version_of(file: Path | str) -> object:
     if file.startswith(HUB):
         return file
     storage, path = url_to_fs(file)
-    return file, storage.ukey(path)
+    shown = without_credentials(file)
+    return shown, storage.ukey(path) if shown == file else storage.size(path)  # a signature differs from run to run
 
 
 def _is_hidden(name: str, folder: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ from weft.conf.schema import LoraConfig
 from weft.engine.models.lazy_logits import whole_logits_reason
 from weft.engine.models.lora import add_adapters
 from weft.engine.models.quantization import BaseQuantization, scale_bytes
-from weft.engine.models.skeleton import decoder_layers, hf_model, model_class, skeleton
+from weft.engine.models.skeleton import copied, decoder_layers, hf_model, model_class, skeleton
 from weft.engine.parallel.axis import Alone
 from weft.engine.parallel.context_exchange import key_value_size
 from weft.engine.parallel.cut import Cut
@@ -260,4 +259,4 @@ def _copy(model: nn.Module) -> nn.Module:
     tensors: dict[int, Tensor] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
-    return copy.deepcopy(model, tensors | {id(buffer): buffer.to("meta") for buffer in model.buffers()})
+    return copied(model, tensors | {id(buffer): buffer.to("meta") for buffer in model.buffers()})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -126,6 +127,15 @@ def decoder_layers(model: PreTrainedModel) -> str:
     return (named or outermost)[0]
 
 
+def refuse_skipped_layers(config: PreTrainedConfig, name: str) -> None:
+    """Check that a model runs all layers in each step. Raise ValueError if it does not."""
+    if dropped := getattr(config.get_text_config(), "layerdrop", 0):
+        raise ValueError(
+            f"model: {name} skips layers at random (layerdrop={dropped}), for which other ranks wait; set layerdrop=0 "
+            "(model.overrides)"
+        )
+
+
 def cuttable_layers(model: PreTrainedModel) -> str:
     """Return `decoder_layers` of a model that will be cut.
 
@@ -142,11 +152,7 @@ def cuttable_layers(model: PreTrainedModel) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
     name, remedy = type(model).__name__, "choose another architecture, or run it whole with pipeline.stages=1"
-    if dropped := getattr(model.config.get_text_config(), "layerdrop", 0):
-        raise ValueError(
-            f"model: {name} skips layers at random (layerdrop={dropped}), for which other ranks wait; set layerdrop=0 "
-            "(model.overrides)"
-        )
+    refuse_skipped_layers(model.config, name)
     if count > 1 and len(beside) > 1:
         raise ValueError(
             f"model: {name} has the parts of its layers in several lists, {', '.join(beside)}, so there is no layer to "
@@ -231,4 +237,17 @@ def without_memory(module: nn.Module) -> nn.Module:
     for tensor in tensors:
         bare = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-    return copy.deepcopy(module, memo)
+    return copied(module, memo)
+
+
+def copied(module: nn.Module, others: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+    """Return a copy of a module.
+
+    torch copies no tensor with a history, so a state that a forward has left, as in recurrent layers, is detached.
+
+    Args:
+        others: by the ``id`` of tensors, what the copy has in their place.
+    """
+    states = (value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor))
+    memo = {id(state): state.detach().clone() for state in states if not state.is_leaf}
+    return copy.deepcopy(module, memo | dict(others))

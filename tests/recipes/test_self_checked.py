@@ -12,7 +12,7 @@ from weft.recipes import preparation
 def check(monkeypatch, tmp_path):
     """Checks as an attempt does; returns how often the model was run so far."""
     runs = []
-    monkeypatch.setattr(preparation, "self_check", lambda *_, **__: runs.append(1))
+    monkeypatch.setattr(preparation, "check_stages", lambda *_, **__: runs.append(1))
 
     def check(attempt, *overrides):
         monkeypatch.setenv("WEFT_ATTEMPT", str(attempt))
@@ -47,7 +47,7 @@ def test_a_check_that_fails_is_not_passed(check, monkeypatch, tmp_path):
     def fail(*_, **__):
         raise ValueError("differs")
 
-    monkeypatch.setattr(preparation, "self_check", fail)
+    monkeypatch.setattr(preparation, "check_stages", fail)
     for attempt in (1, 2):
         with pytest.raises(ValueError, match="differs"):
             check(attempt)

@@ -17,6 +17,7 @@ from weft.conf import load as load_config
 from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import run_folder
 from weft.conf.sites import num_routes
+from weft.conf.sources import pass_credentials
 from weft.tools.launch import environment, write_config
 from weft.tools.netbed.bed import NetBed, beds, missing
 from weft.tools.netbed.topology import Topology, load
@@ -46,6 +47,7 @@ def launch(overrides: Sequence[str], *, window_kb: float) -> int:
         config = replace(config, cluster=replace(cluster, master_addr=bed.address(bed.nodes[0]), master_port=_PORT))
         folder = run_folder(config)
         RunLock.check(folder)
+        pass_credentials(config.data, os.environ)
         file = write_config(config, folder / "config.yaml")
         command = [sys.executable, "-m", "weft.recipes.train", "--config-file", str(file)]
         shared = {VARIABLE: secrets.token_hex(32), **environment(os.environ)} | {

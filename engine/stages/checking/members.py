@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 from weft.conf.schema import ContextExchange, SplitKind
 from weft.engine.models.batch import Batch, attach_rows_of
+from weft.engine.models.skeleton import copied
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut
 from weft.engine.parallel.in_process import run_in_threads
@@ -56,7 +56,7 @@ def members_outcome(
 
         def make(axes: AxisGroups) -> list[Stage]:
             with making:
-                return stages_from_model(copy.deepcopy(model), split, range(num_stages), axes)
+                return stages_from_model(copied(model), split, range(num_stages), axes)
 
         apart = max(1, axes.expert.size // axes.tensor.size)
         mine = []

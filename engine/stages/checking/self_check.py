@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,7 +14,15 @@ from weft.engine.models.batch import Batch, attach_rows_of, count_label_tokens
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.models.seeding import seeded
 from weft.engine.models.shrink import shrunken_model
-from weft.engine.models.skeleton import causal_config, cuttable_layers, hf_model, model_class, num_layers, skeleton
+from weft.engine.models.skeleton import (
+    causal_config,
+    copied,
+    cuttable_layers,
+    hf_model,
+    model_class,
+    num_layers,
+    skeleton,
+)
 from weft.engine.models.varlen import ON_CPU, VARLEN, wanted_arguments
 from weft.engine.stages.checking.comparison import (
     Outcome,
@@ -180,7 +187,7 @@ def _require_same_evaluation(small: PreTrainedModel, stages: Sequence[Stage], ba
 
 def _stages(small: PreTrainedModel, split: StageSplit, given: bool) -> list[Stage]:
     if given:
-        return stages_from_model(copy.deepcopy(small), split, range(split.num_stages))
+        return stages_from_model(copied(small), split, range(split.num_stages))
     with _refusing(f"{type(small).__name__} cannot be made in stages", passed=ValueError):
         stages = new_stages(type(small), small.config, split, range(split.num_stages), dtype=torch.float32, seed=0)
     roughen(stages)

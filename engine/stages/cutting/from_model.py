@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -10,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from weft.engine.models.lora import PREFIX
-from weft.engine.models.skeleton import decoder_layers, hf_model
+from weft.engine.models.skeleton import copied, decoder_layers, hf_model
 from weft.engine.parallel.axis import AxisGroups
 from weft.engine.parallel.cut import Cut, set_held
 from weft.engine.parallel.experts import dispatch_over, expert_cuts, hold_parts
@@ -144,4 +143,4 @@ def _checkpoint_without_reentrance(model: nn.Module) -> None:
 def _same_weights(model: nn.Module) -> nn.Module:
     """Return a copy of the model's module tree with the same parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    return copied(model, {id(tensor): tensor for tensor in tensors})

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from weft.conf.host.private import credentials_in
 from weft.conf.host.processes import end_process, end_with_parent
 from weft.engine.supervision.messages import MOST_BYTES, AgentCommand, Fork, Forked, Imported, Signal, decode, encode
 
@@ -44,8 +45,9 @@ class EarlyAgent:
 
     def run(self, target: str, arguments: Sequence[str]) -> int:
         """Run a function in a fork of the forkserver, with this process's output, and return its exit code."""
+        environment = credentials_in(os.environ)
         with self._socket.makefile("r") as answers:
-            self._send(Fork(name=target, target=target, arguments=list(arguments)))
+            self._send(Fork(name=target, target=target, arguments=list(arguments), environment=environment))
             answer = answers.readline()
         return int(answer) if answer else 1  # the imports have failed, and have printed why
 

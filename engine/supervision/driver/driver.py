@@ -21,7 +21,7 @@ from typing import Any
 
 from weft.comm.authenticated_socket import RUN
 from weft.conf import load
-from weft.conf.host.private import write_private
+from weft.conf.host.private import credentials_in, without_credentials, write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S, Storage, StorageHangs, TimedRead
 from weft.conf.host.terminal import print_error, printable
@@ -221,7 +221,7 @@ class Driver:
             run_folder=str(self._folder.absolute()),
             slots=self._hosts[host],
             preload=list(self._spec.preload),
-            environment=self._spec.environment | {RUN: _name(self._folder)},
+            environment=self._spec.environment | credentials_in(os.environ) | {RUN: _name(self._folder)},
             heartbeat_s=settings.heartbeat_s,
             orphan_s=settings.setup_deadline_s,
             stop_s=self._config.checkpoint.signal_deadline_s + STOPS_S,
@@ -261,7 +261,7 @@ class Driver:
     def say(self, text: str) -> None:
         """Print a line for the user."""
         with suppress(OSError):  # the terminal is closed
-            print(f"weft: {printable(text)}", file=sys.stderr, flush=True)
+            print(f"weft: {printable(without_credentials(text))}", file=sys.stderr, flush=True)
 
     def rows(self) -> JobRows | None:
         """Return the schedule rows from the plan that the ranks have written, or None if it cannot be read.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.conf.host.documents import parse_json, read_text
-from weft.conf.host.private import make_run_folder, write_private
+from weft.conf.host.private import CREDENTIALS, make_run_folder, write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S
 from weft.conf.schema import WeftConfig
@@ -89,7 +89,8 @@ def prepare_folder(
     settled = replace(config.supervise, enabled=supervised, in_process=supervised and config.supervise.in_process)
     write_private(config_file(folder), to_yaml(replace(config, supervise=settled)))
     write_private(folder / "config.yaml", to_yaml(config))
-    Spec(TARGET, list(PRELOAD), dict(environment)).write(folder)
+    stored = {name: value for name, value in environment.items() if name != CREDENTIALS}
+    Spec(TARGET, list(PRELOAD), stored).write(folder)
 
 
 JOURNAL = Path("supervisor", "journal.jsonl")

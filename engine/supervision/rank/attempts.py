@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from weft.comm.job import current_job
 from weft.comm.lifeline import abort_devices_groups
+from weft.conf.host.private import without_credentials
 from weft.engine.attempt import Attempt, ReusedValues, SetUpTimes, do_nothing
 from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.durable import OUT_OF_SPACE, NoSpaceError, StorageError
@@ -75,7 +76,7 @@ def reported(attempt: Attempt) -> Iterator[None]:
     except Exception as error:
         if path := os.environ.get(ERROR_FILE):
             step, data = (None, None) if attempt.where is None else attempt.where()
-            message = str(error) or type(error).__name__
+            message = without_credentials(str(error)) or type(error).__name__
             ranks = error.ranks if isinstance(error, ReplicasDiffer | NonFiniteError) else ()
             report = ErrorReport(kind=fault_of(error), message=message, step=step, data=data, ranks=ranks)
             try:

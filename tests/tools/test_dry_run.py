@@ -1,0 +1,46 @@
+"""A dry run refuses what ranks refuse at their start."""
+
+import pytest
+
+from weft.conf import load
+from weft.engine import initialize
+from weft.tools import dry_run, preflight
+
+QUICK = ["recipe=quickstart", "data.sequence_length=32", "train.microbatch_size=1", "pipeline.microbatches=2"]
+
+
+def refused(message, *overrides):
+    with pytest.raises(ValueError, match=message) as caught:
+        list(dry_run.report(load([*QUICK, *overrides])))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_self_check_runs_unless_it_is_off(monkeypatch):
+    def fail(config):
+        raise ValueError("stages differ")
+
+    monkeypatch.setattr(dry_run, "check_stages", fail)
+    refused("stages differ")
+    assert list(dry_run.report(load([*QUICK, "model.self_check=false"])))
+
+
+def test_axes_that_ranks_refuse_are_refused(monkeypatch):
+    def fail(config, model, exchange):
+        raise ValueError(f"{model.model_type} cannot share the work of its layers")
+
+    monkeypatch.setattr(initialize, "require_axes", fail)
+    refused("llama cannot share the work of its layers")
+
+
+def test_layers_skipped_at_random_are_refused_where_state_is_sharded():
+    sizes = "{hidden_size: 32, ffn_dim: 32, word_embed_proj_dim: 32, num_hidden_layers: 2, num_attention_heads: 2"
+    model = [
+        "model.arch=opt",
+        f"model.overrides={sizes}, layerdrop: 0.1}}",
+        "data.sequence_length=32",
+        "data.packing=false",
+    ]
+    for stage in (1, 3):
+        with pytest.raises(ValueError, match=r"opt skips layers at random \(layerdrop=0\.1\)"):
+            preflight.check_model(load([*model, f"zero.stage={stage}"]))
+    preflight.check_model(load([*model, "zero.stage=0"]))
