@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
+import torch
+from torch import Tensor
 from transformers.utils import cached_file
 
 from weft.conf.host.documents import parse_json, read_text
+from weft.conf.host.terminal import printable
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -41,36 +46,83 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: the folder has no weights, or the index cannot be read.
     """
-    for name in INDEXES:
-        if (folder / name).is_file():
+    for single, index in zip(SINGLES, INDEXES, strict=True):  # in transformers' order
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
             try:
-                weight_map = parse_json(read_text(folder / name))["weight_map"]
-                if not weight_map:
-                    raise ValueError("it names no file")
-                return [folder / file for file in sorted(set(weight_map.values()))]
+                return [folder / name for name in _indexed(folder / index)]
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(
-                    f"model.path={folder}: {name} cannot be read ({error}); copy or download the folder again"
+                    f"model.path={folder}: {index} cannot be read ({error}); copy or download the folder again"
                 ) from error
-    for name in SINGLES:
-        if (folder / name).is_file():
-            return [folder / name]
     raise ValueError(f"model.path={folder}: no {SINGLES[0]} in it; give the folder of a saved model, with its weights")
 
 
-def weight_types(folder: Path) -> set[str]:
-    """Return safetensors' names of the floating-point types of a folder's weights.
+def _indexed(index: Path) -> list[str]:
+    """Return the names of files in an index. They may not lead out of its folder, whose author may be a stranger."""
+    names = sorted(set(parse_json(read_text(index))["weight_map"].values()))
+    if not names:
+        raise ValueError("it names no file")
+    if outside := [name for name in names if name.startswith("/") or ".." in name.split("/")]:
+        raise ValueError(f"it names {outside[0]!a:.80}, which is not in the folder")
+    return names
 
-    Other file formats return an empty set.
-    """
+
+def weight_types(folder: Path) -> set[str]:
+    """Return safetensors' names of the floating-point types of a folder's weights."""
     return set(tensor_types(folder).values()) & {"F64", "F32", "F16", "BF16"}
 
 
 def tensor_types(folder: Path) -> dict[str, str]:
-    """Return safetensors' names of the types of a folder's tensors, by name. Other file formats return nothing."""
-    files = [file for file in weight_files(folder) if file.suffix == ".safetensors"]
-    headers = [read_header(file)[1] for file in files]
-    return {name: entry["dtype"] for each in headers for name, entry in each.items() if name != "__metadata__"}
+    """Return safetensors' names of the types of a folder's tensors, by name. No weights are read.
+
+    Raises:
+        ValueError: a file is not one of weights.
+    """
+    types: dict[str, str] = {}
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            header = read_header(file)[1].items()
+            types |= {name: entry["dtype"] for name, entry in header if name != "__metadata__"}
+        else:
+            types |= {name: type_name(tensor.dtype) for name, tensor in _pickled(folder, file).items()}
+    return types
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return safetensors' name of a type, such as BF16 or U8."""
+    return re.sub("LOAT|(?<=U)INT|NT|OMPLEX", "", str(dtype).removeprefix("torch.").upper())
+
+
+def _pickled(folder: Path, file: Path) -> dict[str, Tensor]:
+    """Return the tensors in a file of `torch.save` without their data. Other Python objects are not made."""
+    try:
+        _require_small_pickles(file)
+        found = torch.load(file, map_location="meta", weights_only=True)
+        tensors = {name: each for name, each in found.items() if isinstance(name, str) and isinstance(each, Tensor)}
+        if not tensors:
+            raise ValueError("no tensors by name")
+    except Exception as error:  # any: a pickle is a program of its author's
+        other = re.search(r"GLOBAL (\S+)", str(error))
+        reason = (
+            f"it has the Python object {other[1]}" if other else f"{error}\n".splitlines()[0] or type(error).__name__
+        )
+        raise ValueError(
+            f"model.path={folder}: {file.name} cannot be read as weights ({printable(reason):.200}); copy or download "
+            "it again, or save the model as safetensors"
+        ) from error
+    return tensors
+
+
+def _require_small_pickles(file: Path) -> None:
+    with file.open("rb") as stream:
+        is_archive = stream.read(4) == b"PK\x03\x04"  # since torch 1.6
+    if is_archive:
+        with ZipFile(file) as archive:
+            pickles = [each.file_size for each in archive.infolist() if each.filename.endswith(".pkl")]
+        if max(pickles, default=0) > _MOST_HEADER_BYTES:
+            raise ValueError(f"a pickle of {max(pickles)} bytes")
 
 
 def read_header(file: Path) -> tuple[int, dict[str, Any]]:
