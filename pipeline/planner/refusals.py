@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from weft.pipeline.planner.cluster import Cluster
 from weft.pipeline.planner.layout import Shape
@@ -79,8 +80,9 @@ class Refusals:
             if name == "microbatches" and not self._request.sequences:
                 continue  # an open batch follows from it
             others = replace(self._request, pins={one: held for one, held in pins.items() if one != name})
-            known = name in Shape.__dataclass_fields__
-            found = {getattr(one, name) for one in shapes(self._cluster, self._work, others)} if known else set()
+            is_known = name == "cell" or name in Shape.__dataclass_fields__
+            every = shapes(self._cluster, self._work, others) if is_known else ()
+            found = {possible for one in every for possible in _values(one, name)}
             if found and value not in found:
                 field = next(field for field, held in PINS.items() if held == name)
                 some = ", ".join(map(str, sorted(found)[:12])) + (", ..." if len(found) > 12 else "")
@@ -89,3 +91,10 @@ class Refusals:
             "no layout: the pinned fields, the batch, the GPUs, links, --max-sites and --keep-data-in go with none; "
             "loosen one of them, or choose a --batch-tokens that more numbers of replicas divide"
         )
+
+
+def _values(shape: Shape, name: str) -> Iterable[Any]:
+    """Return the values of a field that a layout of this shape may have."""
+    if name == "cell":
+        return range(1, shape.replicas + 1) if shape.may_pool else (1,)
+    return (getattr(shape, name),)

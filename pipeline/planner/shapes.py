@@ -62,6 +62,9 @@ def all_degrees(cluster: Cluster, work: ModelWork, request: Request) -> Iterator
             if not any(site.units(tensor * context) for site in cluster.sites):
                 continue
             for expert in request.choices("expert", _divisors(work.experts) if work.experts else [1]):
+                is_pooled = request.pins.get("cell", 1) > 1  # see `Shape.may_pool`
+                if is_pooled and (tensor, context, expert) != (1, 1, 1):
+                    continue
                 if expert == 1 or (work.experts and not (work.experts % expert or expert % tensor)):
                     yield Degrees(tensor, context, expert)
 
@@ -96,6 +99,8 @@ def groups(cluster: Cluster, work: ModelWork, request: Request, degrees: Degrees
         ranks = units[:, None, None] // each
         fits = (replicas % routes == 0) & (replicas <= units.sum()) & (ranks.sum(axis=0) >= routes)
         fits &= (replicas * gpus % degrees.expert == 0) & (each * gpus % degrees.expert == 0)
+        if (cell := request.pins.get("cell", 1)) > 1:
+            fits &= (replicas >= cell) & (routes == 1)
         at = np.nonzero(fits)
         most = np.minimum(ranks.sum(axis=0) // routes, len(work.layers))[at]
         alone = np.minimum(ranks.max(axis=0)[at], most)

@@ -249,6 +249,7 @@ def test_a_cheap_plan_is_found_where_memory_is_scarce(kinds):
         ({"max_cost_per_hour": 0.01}, "--max-cost-per-hour: every layout costs more, the cheapest 1.5 an hour"),
         ({"pins": {"num_stages": 4, "replicas": 32}}, "--pin replicas=32: no layout has it .* choose one of 1, 2, 4$"),
         ({"pins": {"num_stages": 3, "tensor": 4}, "max_sites": 1}, "--max-sites"),
+        ({"pins": {"cell": 7, "num_stages": 3}}, "--pin comm.cell=7: no layout has it .* choose one of 1, 2, 3, 4$"),
         ({"sequences": 0, "pins": {"microbatches": 2, "num_stages": 99}}, "--pin pipeline.stages=99: no layout has it"),
     ],
 )

@@ -155,3 +155,11 @@ def test_an_open_batch_has_micro_batches_of_every_size():
     pins = {"microbatches": 6, "num_stages": 1, "replicas": 1, "tensor": 1, "context": 1}
     found = shapes(cluster(site("a")), model(), replace(REQUEST, sequences=0, pins=pins))
     assert {one.microbatch_size for one in found} == set(range(1, 65))
+
+
+def test_only_shapes_with_enough_replicas_to_pool_have_a_pinned_cell():
+    """Without a plan, every shape would be looked at until none is left."""
+    some = cluster(site("a"), site("b"))
+    for cell in (1, 2, 3):
+        every = [one for one in shapes(some, model(), REQUEST) if cell == 1 or (one.may_pool and one.replicas >= cell)]
+        assert list(shapes(some, model(), replace(REQUEST, pins={"cell": cell}))) == every
