@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.listeners import refuse_other_users
+from weft.conf.host.files import scratch_folder
 from weft.tools.children import Child, with_news
 
 _ARRIVE_S = 120.0  # imports take long if the disk is cold or the host busy; callers have their own limits
@@ -30,7 +30,7 @@ def answers_of(ranks: int, work: Callable[..., Any], *args: Any, most_s: float) 
     Returns:
         By rank: the result, or the traceback of an error as text. Ranks that did not finish in time are left out.
     """
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
+    with scratch_folder("weft-ranks-") as folder, ExitStack() as stack:
         arguments = ranks, os.path.join(folder, "store"), most_s, work, args
         here = _is_fit_to_fork()
         children = [

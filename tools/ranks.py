@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from weft.conf.host.files import scratch_folder
 from weft.conf.host.processes import free_port
 from weft.tools.children import Child, results_of
 
@@ -59,7 +59,7 @@ def run_with(
         enter, environment: see `Child`; ``enter`` has one function per rank.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with tempfile.TemporaryDirectory(prefix="weft-ranks-") as folder, ExitStack() as stack:
+    with scratch_folder("weft-ranks-") as folder, ExitStack() as stack:
         ranks = []
         for rank, variables in enumerate(own):
             given = {**variables, "RANK": str(rank), "WORLD_SIZE": str(len(own))}

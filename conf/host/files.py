@@ -1,18 +1,25 @@
-"""Atomic file writes: readers find a file complete or not at all, even if its writer fails."""
+"""Atomic file writes: readers find a file complete or not at all, even if its writer fails. Temporary folders."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory, gettempdir
+from time import time
 from typing import Any
 from uuid import uuid4
 
 from weft.conf.host.owners import is_trusted
+
+LOCKED_WITHIN_S = 60.0
+"""Seconds after which a folder in use has been locked."""
 
 
 @contextmanager
@@ -45,6 +52,31 @@ def require_writable(option: str, file: Path) -> None:
     """Check before the work for it begins that a file can be written. Raise ValueError that names the option if not."""
     if file.is_dir() or not os.access(file.absolute().parent, os.W_OK):
         raise ValueError(f"{option} {file}: cannot be written; name a file in a folder that is there")
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[str]:
+    """Yield a temporary folder that is removed afterwards, and remove those of earlier processes that were killed.
+
+    A folder in use is locked by its process and the processes that this one forks.
+    """
+    for left in Path(gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError):
+            folder = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(folder)
+                if found.st_uid == os.geteuid() and time() - found.st_mtime > LOCKED_WITHIN_S:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    rmtree(left, ignore_errors=True)
+            finally:
+                os.close(folder)
+    with TemporaryDirectory(prefix=prefix) as name:
+        folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield name
+        finally:
+            os.close(folder)
 
 
 def _finite(text: str) -> float:
