@@ -40,6 +40,7 @@ PATHS = (
     "train.name",
 )
 """Fields that may be paths."""
+HUB_NAMES = ("model.path", "model.tokenizer", "distill.teacher")
 MOST_BYTES = 255
 """Most bytes of a part of a path on common file systems."""
 HUB_ID = re.compile(r"([\w-][\w.-]{0,95}/)?[\w-][\w.-]{0,95}", re.ASCII)
@@ -67,6 +68,15 @@ def _too_long(config: WeftConfig) -> Iterator[str]:
         if longest > MOST_BYTES:
             shown = f"{value[:40]}..."
             yield f"{field}={shown}: a part of {longest} bytes, and file systems take {MOST_BYTES}; shorten it"
+
+
+def _urls(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each path that is a URL, which would become a folder of that name."""
+    for field in PATHS:
+        value = attrgetter(field)(config)
+        if "://" in value and field != "data.path":
+            name = " or a hub name, OWNER/NAME" if field in HUB_NAMES else ""
+            yield f"{field}={value}: a URL, which only data.path takes; give a path{name}"
 
 
 def missing(config: WeftConfig) -> Iterator[str]:
@@ -351,6 +361,7 @@ def _adapt(config: WeftConfig) -> Iterator[str]:
 
 CHECKS = (
     missing_features,
+    _urls,
     _model,
     source_problems,
     _schedule,

@@ -71,7 +71,7 @@ class ChatEncoder:
         self._limit = limit
         texts = sorted({plain.template, tool_use.template})
         shown = now if any("strftime_now" in text for text in texts) else None
-        parts = ("chat 6", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
+        parts = ("chat 7", fields, tokenizer_sha256(tokenizer), texts, limit, shown)
         self.sha256 = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def value_of(self, row: Mapping[str, Any]) -> Conversation:
@@ -137,7 +137,7 @@ class ChatEncoder:
         """Return the labels of the tokens before the limit."""
         ids, places = tokens.ids[: self._limit], tokens.spans[: self._limit]
         template = self._templates[talk.tools is not None]
-        labels = label(ids, places, template.spans(talk.messages, talk.tools, text, places, talk.prompted))
+        labels = label(ids, places, template.spans(talk.messages, talk.tools, text, places, talk.learnt))
         if len(ids) == len(tokens.ids) and not any(token != IGNORED for token in labels[1:]):
             raise ValueError("it has no assistant token; remove it")
         return labels

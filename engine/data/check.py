@@ -18,7 +18,7 @@ from weft.conf.host.terminal import printable
 from weft.conf.schema import DataConfig, DataKind
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
-from weft.engine.data.messages import FORMS, TOOLS, Conversation, chat_columns, conversation_fault
+from weft.engine.data.messages import FORMS, TOOLS, WEIGHT, Conversation, chat_columns, conversation_fault
 from weft.engine.data.open import columns_of, encoder_of, locate, open_rows, unread_files
 from weft.engine.data.pairs import PAIR_COLUMNS, Pair, pair_columns, pair_fault
 from weft.engine.data.rows import RowFault, parquet_features, read_rows
@@ -56,7 +56,9 @@ class Seen:
     def add(self, talk: Conversation) -> None:
         """Store a conversation under each of its keys, up to `SAMPLES` per key."""
         more = [TOOLS] if talk.tools else []
-        for key in {key for message in talk.messages for key in message if key not in ("role", "content")} | {*more}:
+        for key in {key for message in talk.messages for key in message if key not in ("role", "content", WEIGHT)} | {
+            *more
+        }:
             samples = self.keys.setdefault(key, [])
             if len(samples) < SAMPLES:
                 samples.append(talk)

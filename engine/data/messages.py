@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ TOOLS = "tools"
 """Name of the column with the schemas of functions that an assistant may call."""
 CALLS = ("tool_calls", "function_call")
 """Keys of an assistant's message that may replace its content."""
+WEIGHT = "weight"
+"""Key of a message in OpenAI's format. An assistant's message of weight 0 is not in the loss; of weight 1 it is."""
 
 
 class Conversation(NamedTuple):
@@ -34,6 +37,11 @@ class Conversation(NamedTuple):
     messages: Any
     tools: Any = None
     prompted: int = 0
+
+    @property
+    def learnt(self) -> list[int]:
+        """Numbers of the messages that are in the loss."""
+        return [number for number, each in enumerate(self.messages) if number >= self.prompted and _is_learnt(each)]
 
     @classmethod
     def of(cls, row: Mapping[str, Any], columns: tuple[str, ...]) -> Conversation:
@@ -172,10 +180,31 @@ def message_fault(messages: Any, prompted: int = 0) -> str | None:
             if not (isinstance(message[name], str) or (name == "content" and is_parts(message[name]))):
                 kinds = "text, or a list of parts of type text" if name == "content" else "text"
                 return f"message {number} has a {name} that is {_kind(message[name])}; give {kinds}"
+        if fault := _weight_fault(message):
+            return f"message {number} has {fault}"
     answers = messages[prompted:]
     if not any(message["role"] == "assistant" for message in answers):
         roles = ", ".join(dict.fromkeys(message["role"] for message in answers)) or "none"
         return f"no message has the role assistant (found: {roles}), so nothing can be learnt; rename or remove"
+    if not any(map(_is_learnt, answers)):
+        return f"every message of the assistant has {WEIGHT} 0, so nothing can be learnt; remove the row"
+    return None
+
+
+def _is_learnt(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get(WEIGHT) != 0
+
+
+def _weight_fault(message: Mapping[str, Any]) -> str | None:
+    weight = message.get(WEIGHT)
+    if weight is None or (weight == 0 and not isinstance(weight, bool)):
+        return None
+    if weight != 1 or isinstance(weight, bool):
+        return f"{WEIGHT} {json.dumps(weight):.40}; give 0 to leave it out of the loss, or 1"
+    if message["role"] != "assistant":
+        return (
+            f"{WEIGHT} 1 and the role {message['role']}, but only the assistant's are in the loss; remove the {WEIGHT}"
+        )
     return None
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.engine.data.chat import find_template
 from weft.engine.data.documents import IGNORED, Document, document_key
 from weft.engine.data.encode import Columns, SpecialTokens
-from weft.engine.data.messages import TOOLS, message_fault, tools_fault, tools_of
+from weft.engine.data.messages import TOOLS, WEIGHT, message_fault, tools_fault, tools_of
 from weft.engine.data.packing import Layout, lay_out_single
 from weft.engine.data.spans import ChatTemplate, NotJinja
 from weft.engine.data.tokenizer import tokenizer_sha256
@@ -67,6 +67,8 @@ def pair_fault(pair: Pair) -> str | None:
         return None
     if not pair.prompt:
         return "its answers begin with different messages, and no prompt; add the column prompt, a list of messages"
+    if any(isinstance(each, Mapping) and each.get(WEIGHT) == 0 for answer in pair[1:3] for each in answer):
+        return f"a message of an answer has {WEIGHT} 0, but an answer counts as a whole; remove the {WEIGHT}"
     return next(filter(None, map(message_fault, pair.texts()[1:])), None) or tools_fault(pair.tools)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
@@ -85,7 +85,12 @@ class ChatTemplate:
         return text
 
     def spans(
-        self, messages: Sequence[Message], tools: Tools, text: str, tokens: Sequence[Span], prompted: int = 0
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        text: str,
+        tokens: Sequence[Span],
+        learnt: Collection[int] | None = None,
     ) -> list[Span]:
         """Find the assistant's spans in ``text``, the result of `text` for the same conversation.
 
@@ -94,17 +99,39 @@ class ChatTemplate:
 
         Args:
             tokens: character range of each token. Text after the last token is not searched.
-            prompted: number of messages at the beginning whose spans are left out.
+            learnt: numbers of the assistant's messages whose spans are wanted. None means all.
 
         Raises:
             ValueError: the template does not show where a turn begins or ends.
         """
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = answers if learnt is None else learnt
         if self.has_tags:
-            prompt = messages[:prompted]
-            is_answered = any(message["role"] == "assistant" for message in prompt)
-            skipped = len(self._tagged(prompt, tools)) if is_answered else 0
-            return [(start, end) for start, end in self._tagged(messages, tools)[skipped:] if end > start]
-        return list(_Turns(self, messages, tools, text, tokens).spans(prompted))
+            return [(start, end) for start, end in self._tags_of(answers, wanted, messages, tools) if end > start]
+        return list(_Turns(self, messages, tools, text, tokens).spans(wanted))
+
+    def _tags_of(
+        self, answers: Sequence[int], wanted: Collection[int], messages: Sequence[Message], tools: Tools
+    ) -> list[Span]:
+        """Return the ranges between generation tags of the ``wanted`` ones of the assistant's messages, ``answers``.
+
+        A message has the ranges that are there when the conversation ends with it, and not with the answer before.
+        """
+        ranges = self._tagged(messages, tools)
+        if len(wanted) == len(answers):
+            return ranges
+        found, first = list[Span](), 0
+        for number in answers:
+            is_last = number == answers[-1]
+            end = len(ranges) if is_last else len(self._tagged(messages[: number + 1], tools))
+            if not first + (number in wanted) <= end <= len(ranges):
+                raise ValueError(
+                    f"message {number + 1}: the chat template marks other turns with {{% generation %}} if more "
+                    "messages follow, so that single messages cannot be left out of the loss; correct it"
+                )
+            found += ranges[first:end] if number in wanted else []
+            first = end
+        return found
 
     def _tagged(self, messages: Sequence[Message], tools: Tools) -> list[Span]:
         """Return the ranges of characters between generation tags."""
@@ -151,23 +178,22 @@ class _Turns:
             else:
                 self._last[message] = max((at, number), self._last.get(message, (at, number)))
 
-    def spans(self, first: int = 0) -> Iterator[Span]:
-        """Yield the span of each assistant turn, from message ``first`` on, that begins among the tokens."""
+    def spans(self, turns: Collection[int]) -> Iterator[Span]:
+        """Yield the span of each of the assistant's ``turns``, in ascending order, that begins among the tokens."""
         until = self._ends[-1] if self._ends else 0
-        for turn, message in enumerate(self._messages):
-            if turn >= first and message["role"] == "assistant":
-                self._rendered.clear()
-                start = self._start(turn)
-                if start is not None and start >= until:
-                    return
-                end = None if start is None else self._end(turn, start)
-                others = (at for message, at in self._first.items() if message != turn)
-                if start is None or end is None or end < start or any(start <= at < end for at in others):
-                    raise ValueError(
-                        f"message {turn + 1}: the chat template does not show where this assistant turn begins and "
-                        "ends; mark it in data.chat_template with {% generation %} and {% endgeneration %}"
-                    )
-                yield start, end
+        for turn in turns:
+            self._rendered.clear()
+            start = self._start(turn)
+            if start is not None and start >= until:
+                return
+            end = None if start is None else self._end(turn, start)
+            others = (at for message, at in self._first.items() if message != turn)
+            if start is None or end is None or end < start or any(start <= at < end for at in others):
+                raise ValueError(
+                    f"message {turn + 1}: the chat template does not show where this assistant turn begins and "
+                    "ends; mark it in data.chat_template with {% generation %} and {% endgeneration %}"
+                )
+            yield start, end
 
     def _start(self, turn: int) -> int | None:
         """Return the position at which generation of a turn would start, or None if it is unknown.

@@ -151,6 +151,8 @@ BAD = [
     (["train.name=" + 300 * "a"], f"train.name={40 * 'a'}...: a part of 300 bytes, and file systems take 255; shorten"),
     (["cluster.hostfile=/b/" + 99 * "äöü"], "a part of 594 bytes"),
     (["train.output_dir=/etc/passwd"], "not a folder"),
+    (["train.output_dir=s3://bucket/runs"], "a URL, which only data.path takes; give a path"),
+    (["model.path=https://huggingface.co/a/b"], "only data.path takes; give a path or a hub name, OWNER/NAME"),
     (["train.early_stopping_patience=2"], "it needs evaluations; set train.eval_every"),
     (["checkpoint.load_best_model_at_end=true"], "checkpoint.load_best_model_at_end=true: it needs evaluations"),
     (["train.epochs=1", "data.streaming=true"], "set train.steps, and train.epochs=0"),
