@@ -45,7 +45,7 @@ def holds_out(data: DataConfig) -> bool:
 
 def pass_credentials(data: DataConfig, environment: MutableMapping[str, str]) -> None:
     """Set a variable for the processes that read the configuration from a file, where URLs have no credentials."""
-    urls = {without_credentials(each.path): each.path for each in (data, *data.sources)}
+    urls = {without_credentials(each.path): each.path for each in _with_paths(data)}
     if found := {shown: url for shown, url in urls.items() if shown != url}:
         environment[CREDENTIALS] = json.dumps(found)
 
@@ -56,7 +56,7 @@ def take_credentials(data: DataConfig, environment: Mapping[str, str]) -> None:
     Raises:
         ValueError: the variable does not have a URL.
     """
-    for each in (data, *data.sources):
+    for each in _with_paths(data):
         if f"://{HIDDEN}@" in each.path or f"={HIDDEN}" in each.path:
             try:
                 each.path = str(json.loads(environment[CREDENTIALS])[each.path])
@@ -65,6 +65,10 @@ def take_credentials(data: DataConfig, environment: Mapping[str, str]) -> None:
                     f"data.path={each.path}: {HIDDEN} stands for credentials, which no file has; give the whole URL, "
                     f'or set {CREDENTIALS} to JSON such as {{{json.dumps(each.path)}: "URL"}}'
                 ) from None
+
+
+def _with_paths(data: DataConfig) -> list[DataConfig | SourceConfig]:
+    return [data, *data.sources]
 
 
 def source_problems(config: WeftConfig) -> Iterator[str]:

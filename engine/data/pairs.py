@@ -19,6 +19,7 @@ from weft.engine.data.messages import TOOLS, WEIGHT, message_fault, tools_fault,
 from weft.engine.data.packing import Layout, lay_out_single
 from weft.engine.data.spans import ChatTemplate, NotJinja
 from weft.engine.data.tokenizer import tokenizer_sha256
+from weft.engine.data.tokens import panics_named
 
 ANSWERS = ("chosen", "rejected")
 COLUMNS = ("prompt", *ANSWERS)
@@ -120,7 +121,8 @@ class PairEncoder:
             try:
                 if fault := pair_fault(pair):
                     raise ValueError(fault)
-                prompt, *wholes = self._tokens(pair)
+                with panics_named():
+                    prompt, *wholes = self._tokens(pair)
             except ValueError as error:
                 raise ValueError(f"data.path: pair {number + 1}: {error}") from error
             shared = min(_shared(prompt, whole) for whole in wholes)

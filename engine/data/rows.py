@@ -8,19 +8,22 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features, IterableDataset, Value
 
+from weft.conf.host.private import without_credentials
 from weft.engine.data.messages import without_nulls
 from weft.engine.data.shards import SampleFault, read_samples
 from weft.engine.data.storage import MOST_ROW_BYTES, is_url, name_of, open_file, suffix_of, version_of
 
 MOST_LIST_CHARACTERS = 1 << 30
 _LINES = "write one object per line"
+READ_BYTES = 1 << 20
 PARQUET_ROWS = 32
 """Number of rows of a Parquet file to read at once."""
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -78,7 +81,13 @@ def _rows_of(files: list[str], columns: tuple[str, ...]) -> Iterator[dict[str, A
         try:
             yield from (row for _, row in read_rows(file if is_url(file) else Path(file), columns))
         except RowFault as error:
-            raise ValueError(f"{file}: {error}") from error
+            raise ValueError(f"{without_credentials(file)}: {error}") from error
+        except Exception as error:  # any: each storage has errors of its own, which name the URL
+            if not is_url(file):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            what = f"{file}: reading has failed ({type(error).__name__}: {reason})"
+            raise OSError(without_credentials(what)) from None
 
 
 def read_rows(file: Path | str, columns: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
@@ -152,8 +161,9 @@ def _lines(file: Path | str) -> Iterator[tuple[int, str]]:
 
     A line has a largest size, because a small compressed file, or one with holes, may have a line of any size.
     """
-    with open_file(file) as opened:
-        for number, line in enumerate(iter(partial(opened.readline, MOST_ROW_BYTES + 1), b""), start=1):
+    # File objects of fsspec read whole lines only.
+    with open_file(file) as opened, BufferedReader(cast(RawIOBase, opened), READ_BYTES) as lines:
+        for number, line in enumerate(iter(partial(lines.readline, MOST_ROW_BYTES + 1), b""), start=1):
             if len(line) > MOST_ROW_BYTES:
                 raise RowFault(f"line {number}", f"more than {MOST_ROW_BYTES >> 20} MiB; write shorter lines")
             try:

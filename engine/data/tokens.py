@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,19 @@ class Tokens(NamedTuple):
     complete: bool
 
 
+@contextmanager
+def panics_named() -> Iterator[None]:
+    """Context that raises ValueError where tokenizers panics: a pattern of a tokenizer may take endless trials."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(
+            f"the tokenizer cannot encode a text ({error}); correct the patterns in its tokenizer.json"
+        ) from None
+
+
 def tokens_of(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, limit: int | None = None, spans: bool = False
 ) -> list[Tokens]:
@@ -51,7 +65,8 @@ def tokens_of(
     characters = 0
 
     def finish() -> None:
-        encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=spans, verbose=False)
+        with panics_named():
+            encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=spans, verbose=False)
         places = encoded["offset_mapping"] if spans else [[]] * len(batch)
         for ids, where in zip(encoded["input_ids"], places, strict=True):
             found.append(Tokens(ids, where, True))
@@ -109,7 +124,8 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[tuple[lis
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> tuple[list[int], list[Span]]:
-    encoded = tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    with panics_named():
+        encoded = tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return encoded["input_ids"], [(start + first, start + last) for first, last in encoded["offset_mapping"]]
 
 

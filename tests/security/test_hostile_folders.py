@@ -1,11 +1,13 @@
 """Files of a model or of DeepSpeed that are nested without end are refused in one line."""
 
+import json
 import struct
 
 import pytest
 
-from weft.conf.schema import DataConfig, ModelConfig
-from weft.engine.data.tokenizer import load_tokenizer
+from weft.conf.schema import DataConfig, DataKind, ModelConfig
+from weft.engine.data import encode_first
+from weft.engine.data.tokenizer import load_tokenizer, train_bpe
 from weft.engine.deepspeed.keys import split_deepspeed_config
 from weft.engine.stages.files.folder import require_whole_folder
 
@@ -52,6 +54,23 @@ def test_a_nested_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(DEEP)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     refused(lambda: load_tokenizer(ModelConfig(tokenizer=str(tmp_path)), DataConfig()), "no tokenizer can be loaded")
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "preference"])
+def test_a_pattern_that_takes_endless_trials_is_refused(tmp_path, kind):
+    train_bpe(["a b"], 260).save_pretrained(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, rules["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    text = 40 * "a" + "b"
+    row = {"text": text, "prompt": "b", "completion": text, "chosen": text, "rejected": "b"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    data = DataConfig(kind=DataKind[kind], path=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path), packing=False)
+    tokenizer = load_tokenizer(ModelConfig(tokenizer=str(tmp_path)), data)
+    refused(
+        lambda: encode_first(data, tokenizer), r"the tokenizer cannot encode a text \(Onig.*retry-limit.*tokenizer.json"
+    )
 
 
 def test_a_nested_deepspeed_configuration_is_refused(tmp_path):
