@@ -20,6 +20,7 @@ from weft.engine.attempt import SetUpTimes
 from weft.engine.checkpoint import BackgroundWriter, engine_methods
 from weft.engine.checkpoint.background import MemoryWriter
 from weft.engine.checkpoint.origin import Origin
+from weft.engine.deal import StepDeal
 from weft.engine.deepspeed import bookkeeping, construction
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
 from weft.engine.deepspeed.module import WeftModule
@@ -126,6 +127,7 @@ class WeftEngine(PipelineEngine):
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
         self.num_replicas = plan.layout.replicas
+        self.deal = StepDeal(self.replica, self.num_replicas)
         self._plans: dict[int, RankSchedule] = {}
         self.schedule = self._plan(plan.schedules).schedule
         self.records = StepRecords(clock_for(self.device))
@@ -204,8 +206,8 @@ class WeftEngine(PipelineEngine):
             if self.adaptation is not None:
                 self.adaptation.between_steps()
             begin_batch(self, data_iter)
-            plan = self.plan_for(self.micro_batches)
-            batches = self._read(self.micro_batches)
+            count = self.deal.begin(self.data_iterator, self.micro_batches)
+            plan, batches = self.plan_for(count), self._read(count)
             state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
             trace = self._begin_step(plan, state)
 
@@ -246,10 +248,19 @@ class WeftEngine(PipelineEngine):
             self.pairs.agree(schedules.values(), self.plan.placement.num_stages)
         return plan
 
-    def run_schedules(self, schedules: Mapping[int, Schedule]) -> None:
-        """Run ``schedules`` of DP-cells, by their number of pipelines, from the next step on. Collective call."""
+    def run_schedules(self, *schedules: Mapping[int, Schedule], counts: Sequence[int] = ()) -> None:
+        """Run ``schedules`` of DP-cells, by their number of pipelines, from the next step on. Collective call.
+
+        Args:
+            schedules: one mapping for each number of micro-batches in ``counts``, the same on all ranks.
+            counts: micro-batches of each replica. Empty means the usual number for all.
+        """
+        if self.scores is not None and self.deal.counts != tuple(counts):
+            self.scores.forget()
         self._plans.clear()
-        self.schedule = self._plan(schedules).schedule
+        self.deal.counts = tuple(counts)
+        plans = [self._plan(each).schedule for each in schedules]
+        self.schedule = self._plans[counts[self.replica]].schedule if counts else plans[0]
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
         """Return the next micro-batches, with the scores that their loss needs."""
@@ -287,7 +298,7 @@ class WeftEngine(PipelineEngine):
         self.step_loss.check(state.num_items)
         self.records.add(trace, state.peak_bytes, state.peak_chunks)
         if len(self.records) > 1:
-            self.watcher.measured(self.records.busy_before_last)
+            self.watcher.measured(lambda: self.records.busy_before_last() / self.deal.excess)
         else:
             self._long_lived.freeze()
         self.step_loss.check_objective()

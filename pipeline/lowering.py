@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 
 from weft.pipeline.action import RECEIVES, SENDS, WEIGHT_USERS, Action, Op, Slot
 from weft.pipeline.costs import CostModel
@@ -73,6 +74,37 @@ def add_grad_reduction(schedule: Schedule) -> Schedule:
             lowered += [(Action(Op.REDUCE_GRAD, stage),) for stage in ended]
         rows.append(lowered)
     return schedule.with_rows(rows)
+
+
+def reduction_order(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return the virtual stages of each row in the order in which it reduces their gradients."""
+    return tuple(tuple(a.stage for slot in row for a in slot if a.op is Op.REDUCE_GRAD) for row in schedule.rows)
+
+
+def reduce_in_order(schedule: Schedule, order: Sequence[Sequence[int]]) -> Schedule:
+    """Return a lowered schedule that reduces gradients in a `reduction_order`, because replicas reduce them together.
+
+    Where a row reduces a stage too early, the stage's last weight gradient is delayed. If it is part of a strand pair,
+    the row remains as it is.
+    """
+    return schedule.with_rows([_in_order(row, stages) for row, stages in zip(schedule.rows, order, strict=True)])
+
+
+def _in_order(row: Sequence[Slot], stages: Sequence[int]) -> list[Slot]:
+    slots = list(row)
+    for before, stage in pairwise(stages):
+        earlier, reduction = ((Action(Op.REDUCE_GRAD, each),) for each in (before, stage))
+        if slots.index(reduction) > slots.index(earlier):
+            continue
+        last = max(i for i, slot in enumerate(slots) for a in slot if a.stage == stage and a.op in (Op.B, Op.W))
+        (op, _, microbatch), *other = slots[last]
+        if other:
+            return list(row)
+        slots.remove(reduction)
+        slots[last : last + 1] = [(Action(Op.I, stage, microbatch),)] if op is Op.B else []
+        at = slots.index(earlier) + 1
+        slots[at:at] = [(Action(Op.W, stage, microbatch),), reduction]
+    return slots
 
 
 def add_unshard(schedule: Schedule, *, zero_stage: int) -> Schedule:

@@ -96,8 +96,9 @@ class PipelineConfig:
     receive_ahead: Annotated[int, COUNT] = 4
     """Number of receives to post in advance, per neighbour and direction."""
     adapt: bool = False
-    """Plan the schedule again while training, when the measured costs of stages or of links between sites have
-    left the plan for `adapt_steps` steps. It needs schedule=auto, and keeps the memory cap of the first schedule."""
+    """Plan the schedule again while training, or move micro-batches from slow replicas to others, when the measured
+    costs of stages or of links between sites have left the plan for `adapt_steps` steps. It needs schedule=auto, and
+    keeps the memory cap of the first schedule."""
     adapt_steps: Annotated[int, COUNT] = 30
     """Consecutive steps that must deviate before the schedule is planned again. Choose more than a disturbance
     that passes by itself takes; after each plan the next one waits twice as long."""

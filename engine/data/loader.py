@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from itertools import islice
+from itertools import cycle, islice
 from math import ceil
 from typing import Any
 
@@ -26,6 +26,7 @@ from weft.engine.data.pairs import lay_out_pairs, rows_of
 from weft.engine.data.prefetch import Prefetch
 from weft.engine.data.source import Source, StreamedSource
 from weft.engine.data.tokenizer import padding_id
+from weft.engine.deal import dealt
 
 Batch = dict[str, Tensor]
 """A micro-batch of B sequences of S tokens on the CPU.
@@ -88,25 +89,30 @@ class Share:
     pairs: bool = False
     pad: int
 
-    def microbatches(self, cursor: Cursor, left_out: Ranges = ()) -> Iterator[tuple[Batch, Cursor, int]]:
+    def microbatches(
+        self, cursor: Cursor, left_out: Ranges = (), rounds: Sequence[Sequence[int]] = ()
+    ) -> Iterator[tuple[Batch, Cursor, int]]:
         """Yield this replica's micro-batches from ``cursor`` on, each with the next cursor and its number of tokens.
 
         At the end of a pass, a replica may have too few sequences. Sequences of padding then fill its micro-batch.
 
         Args:
             left_out: sequences of the global order to skip.
+            rounds: for each round of a step, the replicas whose micro-batches this one reads. Empty means its own.
         """
         blocks = Prefetch(self.host.read(cursor) if self.host else self.order.blocks(cursor), BLOCKS_AHEAD)
         upcoming = sequences(blocks, cursor, left_out)
-        first = self.replica * self.microbatch_size
+        turns, size = cycle(rounds or [(self.replica,)]), self.microbatch_size
         try:
-            while drawn := list(islice(upcoming, self.microbatch_size * self.num_replicas)):
-                rows = [placed.documents(at) for placed, at in drawn[first : first + self.microbatch_size]]
-                rows += [[] for _ in range(self.microbatch_size - len(rows))]
-                rows = rows_of(rows) if self.pairs else rows
-                batch = collate(rows, self.order.sequence_length, self.pad, packing=self.packing)
+            while drawn := list(islice(upcoming, size * self.num_replicas)):
                 placed, at = drawn[-1]
-                yield batch, placed.at(at + 1), sum(len(piece.ids) for pieces in rows for piece in pieces)
+                after = placed.at(at + 1)
+                for first in (replica * size for replica in next(turns)):
+                    rows = [placed.documents(at) for placed, at in drawn[first : first + size]]
+                    rows += [[] for _ in range(size - len(rows))]
+                    rows = rows_of(rows) if self.pairs else rows
+                    batch = collate(rows, self.order.sequence_length, self.pad, packing=self.packing)
+                    yield batch, after, sum(len(piece.ids) for pieces in rows for piece in pieces)
         finally:
             blocks.close()
 
@@ -115,9 +121,9 @@ class MicrobatchLoader(Iterator[Batch]):
     """Iterator over the micro-batches of one replica. Every rank of the replica builds an equal loader.
 
     The k-th micro-batch after the start, or after resuming at sequence n, has the global sequences n + (k R + r) B to n
-    + (k R + r + 1) B for replica r of R. Sequences that are `left_out` do not count. Training data is endless. For
-    evaluation, ``iter`` starts one pass over the data. Sequences without labels fill it up, so that every replica has
-    the same number of micro-batches.
+    + (k R + r + 1) B for replica r of R, unless `deal` has moved some. Sequences that are `left_out` do not count.
+    Training data is endless. For evaluation, ``iter`` starts one pass over the data. Sequences without labels fill it
+    up, so that every replica has the same number of micro-batches.
     """
 
     def __init__(self, share: Share) -> None:
@@ -125,6 +131,8 @@ class MicrobatchLoader(Iterator[Batch]):
         self._share = share
         self._cursor = Cursor()
         self._left_out: list[tuple[int, int]] = []
+        self._counts: tuple[int, ...] = ()
+        self._rounds: Sequence[Sequence[int]] = ()
         self._lengths: dict[int, int] = {}
         self._ahead: Prefetch[tuple[Batch, Cursor, int]] | None = None
         self._peeked: deque[tuple[Batch, Cursor, int]] = deque()
@@ -194,7 +202,7 @@ class MicrobatchLoader(Iterator[Batch]):
     def peek(self, count: int) -> list[Batch]:
         """Return the next ``count`` micro-batches, or fewer at the end of a pass, without reading past them."""
         if self._ahead is None:
-            self._ahead = Prefetch(self._share.microbatches(self._cursor, self.left_out), BATCHES_AHEAD)
+            self._ahead = Prefetch(self._share.microbatches(self._cursor, self.left_out, self._rounds), BATCHES_AHEAD)
         self._peeked.extend(islice(self._ahead, max(0, count - len(self._peeked))))
         return [batch for batch, _, _ in islice(self._peeked, count)]
 
@@ -211,6 +219,27 @@ class MicrobatchLoader(Iterator[Batch]):
         """
         self._seek(self._cursor)
         self._left_out = sorted({*self._left_out, (first, after)})
+
+    def deal(self, counts: Sequence[int]) -> None:
+        """Read ``counts[r]`` micro-batches of each step on replica r from now on. All ranks call it between two steps.
+
+        All replicas together read the same sequences in each step as without it. See `weft.engine.deal.dealt`.
+
+        Raises:
+            ValueError: ``counts`` is for another number of replicas, or `dealt` refuses it.
+        """
+        if self._counts == (counts := tuple(counts)):
+            return
+        own, replicas = self._share.replica, self._share.num_replicas
+        if len(counts) != replicas:
+            raise ValueError(f"counts={list(counts)}: there are {replicas} replicas; give one number for each")
+        rounds: list[list[int]] = [[] for _ in range(sum(counts) // replicas)]
+        for number in dealt(counts)[own]:
+            rounds[number // replicas].append(number % replicas)
+        moved: Sequence[Sequence[int]] = () if len(set(counts)) == 1 else rounds
+        if moved != self._rounds:
+            self._seek(self._cursor)
+        self._counts, self._rounds = counts, moved
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last micro-batch, as JSON values, which are the same on all replicas."""

@@ -214,7 +214,9 @@ def make_bubbles(engine: PipelineEngine) -> BubbleObserver | None:
     weft, plan, line = engine.weft, engine.plan, engine.line
     if not weft.inference.enabled:
         return None
-    longest_row = max(map(len, plan.schedule(line).rows)) * (1 + weft.pipeline.adapt)  # it may split B
+    longest_row = max(map(len, plan.schedule(line).rows))
+    if weft.pipeline.adapt:  # it may split B, and move as many micro-batches to this replica
+        longest_row *= 2 if plan.layout.replicas == 1 else 4
     predicted = plan.predicted(line).compute[engine.pipe_rank]
     observer: BubbleObserver = entry("prefill").observe_bubbles(
         weft, engine.global_rank, engine.device, predicted=predicted, longest_row=longest_row
@@ -225,12 +227,12 @@ def make_bubbles(engine: PipelineEngine) -> BubbleObserver | None:
 def random_of(engine: PipelineEngine, action: Action) -> AbstractContextManager[None]:
     """Return a context with the random state of a forward, seeded by step, micro-batch, stage and context member.
 
-    Dropout uses it, for example. It depends neither on the schedule nor on the number of replicas, and is equal in a
-    resumed run. Members of a tensor group share them, and `weft.engine.parallel.dropout` derives
-    different ones for their parts.
+    Dropout uses it, for example. It depends neither on the schedule nor on the number of replicas, nor on the replica
+    that computes the micro-batch, and is equal in a resumed run. Members of a tensor group share them, and
+    `weft.engine.parallel.dropout` derives different ones for their parts.
     """
     assert action.microbatch is not None
-    microbatch = action.microbatch * engine.num_replicas + engine.replica
+    microbatch = engine.deal.number_of(action.microbatch)
     context = engine.axes.context.index
     name = f"step {engine.global_steps}, micro-batch {microbatch}, stage {action.stage}, part {context}"
     return seeded(engine.weft.train.seed, name, engine.device)

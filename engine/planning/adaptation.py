@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
@@ -18,15 +19,17 @@ from weft.engine.distributed import from_rank_zero
 from weft.engine.observability.clock import Clock
 from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
 from weft.engine.planning.deviation import Deviation, interval_of, with_measured
-from weft.engine.planning.replanning import Proposal, Replanning, Request
+from weft.engine.planning.replanning import Proposal, Replanning, Request, schedule_for
 from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.memory import peak_bytes
 
 if TYPE_CHECKING:
     from weft.engine.engine import WeftEngine
+    from weft.pipeline.schedule import Schedule
 
 _NOT_READY, _READY = 0.0, 1.0
+_MOST_NAMED = 8
 _LEAST_BYTES = 64 << 10
 """Bytes over a link in a window from which its rate is derived."""
 
@@ -34,8 +37,8 @@ _LEAST_BYTES = 64 << 10
 class Adaptation:
     """Changes the schedule of a run whose measured costs have changed. All calls are collective.
 
-    Every few steps the ranks exchange their measured costs in one all-reduce, whose maximum is what each stage takes on
-    its slowest replica. So all ranks decide the same. Rank 0 then plans in another process, and a later all-reduce
+    Every few steps the ranks exchange their measured costs in one all-reduce, whose maximum is what each stage of each
+    replica takes. So all ranks decide the same. Rank 0 then plans in another process, and a later all-reduce
     includes whether the plan is ready.
     """
 
@@ -49,7 +52,13 @@ class Adaptation:
         pipeline, self._engine = engine.weft.pipeline, engine
         stages = engine.plan.placement.num_stages
         self._interval = interval_of(pipeline.adapt_steps, RECORDS_KEPT - 1)
-        self._deviation = Deviation(num_stages=stages, steps=pipeline.adapt_steps, interval=self._interval)
+        self._deviation = Deviation(
+            num_stages=stages, steps=pipeline.adapt_steps, interval=self._interval, replicas=engine.num_replicas
+        )
+        schedule = engine.plan.schedules[1]
+        self._original = schedule
+        self._schedules: tuple[Schedule, ...] = (schedule,)
+        self._counts = (schedule.num_microbatches,) * engine.num_replicas
         self._first: tuple[float, ...] = ()
         self._num_sites = len(engine.plan.placement.sites)
         self._sent: dict[int, tuple[float, int]] = {}
@@ -75,8 +84,8 @@ class Adaptation:
                 self._start()
 
     def costs(self) -> CostModel:
-        """Return the measured costs that the schedule was planned with, after the first plan."""
-        return with_measured(self._engine.plan.costs, self._deviation.reference, self._first, self._num_sites)
+        """Return this replica's measured costs that the schedule was planned with, after the first plan."""
+        return self._measured(self._engine.plan.costs, self._deviation.reference)[self._engine.replica]
 
     def close(self) -> None:
         """End the process that plans. Not collective."""
@@ -90,7 +99,9 @@ class Adaptation:
         ready = (
             self._is_planning and engine.global_rank == 0 and (self._replanning is None or self._replanning.has_ended)
         )
-        mine = [*self._stage_seconds(), *self._link_seconds(), _READY if ready else _NOT_READY]
+        own = self._stage_seconds()
+        stages = [own if replica == engine.replica else [0.0] * len(own) for replica in range(engine.num_replicas)]
+        mine = [*chain(*stages), *self._link_seconds(), _READY if ready else _NOT_READY]
         finite = torch.tensor(mine, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0).to(engine.device)
         with engine.watcher.waiting():
             dist.all_reduce(finite, op=dist.ReduceOp.MAX)
@@ -140,40 +151,60 @@ class Adaptation:
         cap = config.pipeline.memory_cap_bytes
         if not cap:  # `auto` has set its own, of activations that count until their weight gradients
             costs = replace(costs, stages=tuple(map(_until_weight, costs.stages)))
-            cap = ceil(peak_bytes(plan.schedules[1], costs))
+            cap = ceil(peak_bytes(self._original, costs))
         return Request(
             config=replace(config.pipeline, memory_cap_bytes=cap),
-            schedule=plan.schedules[1],
-            measured=with_measured(costs, deviation.measured, self._first, self._num_sites),
-            usual=with_measured(costs, deviation.reference, self._first, self._num_sites),
+            schedules=self._schedules,
+            counts=self._counts,
+            measured=self._measured(costs, deviation.measured),
+            usual=self._measured(costs, deviation.reference),
             layers=plan.split.counts,
-            replicas=plan.layout.replicas,
             zero_stage=config.zero.stage,
+            obstacle=self._obstacle(),
         )
+
+    def _measured(self, costs: CostModel, vector: Sequence[float]) -> tuple[CostModel, ...]:
+        """Return ``costs`` with each replica's durations of a vector."""
+        of = self._deviation.of_replica
+        return tuple(
+            with_measured(costs, of(vector, replica), of(self._first, replica), self._num_sites)
+            for replica in range(self._deviation.replicas)
+        )
+
+    def _obstacle(self) -> str:
+        """Return why micro-batches cannot be moved between replicas, or an empty string."""
+        zero = self._engine.weft.zero
+        if zero.reduce_every and zero.stage >= 2:
+            return f"zero.reduce_every={zero.reduce_every} needs as many reductions on each replica"
+        return "" if self._engine.deal.is_possible else "the data iterator has no method deal(counts)"
 
     def _change(self, step: int) -> None:
         """Run the proposed schedule from the next step on, and print why."""
         engine, deviation = self._engine, self._deviation
         proposal = from_rank_zero(self._result, Proposal)
         self._is_planning = False
-        changes = ", ".join(f"{name} takes {ratio:.2f} times as long" for name, ratio in deviation.changes().items())
+        named = [f"{name} takes {ratio:.2f} times as long" for name, ratio in deviation.changes().items()]
+        if len(named) > _MOST_NAMED:
+            named[_MOST_NAMED:] = [f"{len(named) - _MOST_NAMED} more"]
         deviation.planned(step)
         if proposal is None:
             return
         self.proposals.append((step, proposal))
         if engine.global_rank == 0:
-            print(f"adapt: after step {step}: {changes}\n{proposal.text()}", flush=True)
-        if proposal.chosen == "schedule":
+            print(f"adapt: after step {step}: {', '.join(named)}\n{proposal.text()}", flush=True)
+        if proposal.chosen != "none":
             self._run(proposal)
 
     def _run(self, proposal: Proposal) -> None:
-        """Make the proposed schedule that of all later steps on this rank."""
+        """Make the proposed schedule and number of micro-batches those of all later steps on this rank."""
         engine, costs = self._engine, self.costs()
-        schedules = {1: proposal.schedule}
-        plan = replace(engine.plan, schedules=schedules, step_s=proposal.step_s())
+        self._schedules, self._counts = proposal.schedules, proposal.counts
+        own = {1: schedule_for(proposal.schedules, proposal.counts[engine.replica])}
+        plan = replace(engine.plan, schedules=own, step_s=proposal.step_s())
         predicted = plan.predicted(engine.line, costs)
         engine.plan = replace(plan, bubble_share=predicted.bubble_share)
-        engine.run_schedules(schedules)
+        counts = proposal.counts if len(proposal.schedules) > 1 else ()
+        engine.run_schedules(*({1: schedule} for schedule in proposal.schedules), counts=counts)
         if engine.bubbles is not None:
             engine.bubbles.replan(predicted.compute[engine.pipe_rank])
 

@@ -37,8 +37,9 @@ def clean(vector: Sequence[float]) -> tuple[float, ...]:
 class Deviation:
     """Compares windows of measured costs with a reference, the same on all ranks.
 
-    A vector has three durations of each virtual stage, and then the seconds per byte of each pair of sites. Its
-    numbers must have been `clean`. The first windows become the reference, and their spread widens the tolerance.
+    A vector has three durations of each virtual stage of each replica, and then the seconds per byte of each pair of
+    sites. Its numbers must have been `clean`. The first windows become the reference, and their spread widens the
+    tolerance.
 
     Attributes:
         steps: number of consecutive steps that must deviate.
@@ -50,6 +51,7 @@ class Deviation:
     num_stages: int
     steps: int
     interval: int
+    replicas: int = 1
     reference: tuple[float, ...] = ()
     measured: tuple[float, ...] = ()
     _windows: list[tuple[float, ...]] = field(default_factory=list)
@@ -93,9 +95,10 @@ class Deviation:
     def changes(self) -> dict[str, float]:
         """Return how many times as long each stage and link takes as in the reference, if beyond its tolerance."""
         ratios = self._ratios(self.measured)
-        links = len(self.reference) - _PARTS * self.num_stages
+        links = len(self.reference) - self._num_durations
         sites = round(links**0.5)
-        names = [f"stage {stage}" for stage in range(self.num_stages)]
+        whose = [f" of replica {replica}" for replica in range(self.replicas)] if self.replicas > 1 else [""]
+        names = [f"stage {stage}{replica}" for replica in whose for stage in range(self.num_stages)]
         names += [f"link from site {pair // sites} to {pair % sites}" for pair in range(links)]
         return {name: ratio for name, ratio, out in zip(names, ratios, self._beyond(ratios), strict=True) if out}
 
@@ -120,9 +123,18 @@ class Deviation:
         pairs = zip(self._totals(vector), self._totals(self.reference), strict=True)
         return [new / old if new and old else 1.0 for new, old in pairs]
 
+    def of_replica(self, vector: Sequence[float], replica: int) -> tuple[float, ...]:
+        """Return the numbers of one replica's stages, and of the links."""
+        size = _PARTS * self.num_stages
+        return *vector[replica * size : (replica + 1) * size], *vector[self._num_durations :]
+
+    @property
+    def _num_durations(self) -> int:
+        return _PARTS * self.num_stages * self.replicas
+
     def _totals(self, vector: Sequence[float]) -> list[float]:
-        stages = (vector[at : at + _PARTS] for at in range(0, _PARTS * self.num_stages, _PARTS))
-        return [*(sum(stage) if all(stage) else 0.0 for stage in stages), *vector[_PARTS * self.num_stages :]]
+        stages = (vector[at : at + _PARTS] for at in range(0, self._num_durations, _PARTS))
+        return [*(sum(stage) if all(stage) else 0.0 for stage in stages), *vector[self._num_durations :]]
 
 
 def _least(windows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ import torch
 from tests.engine.parallel.axis_training import go_on_all
 from tests.engine.tiny import many_losses, tiny_config
 from weft.conf.schema import Recompute, WeftConfig
+from weft.engine.deal import StepDeal, dealt
 from weft.engine.deepspeed.construction import random_of
 from weft.pipeline.action import Action, Op
 from weft.tools.ranks import run_ranks
@@ -26,13 +27,12 @@ def dropping(*, dropout=0.3, checkpointing=False, **keywords):
     return config
 
 
-def drawn(step=0, microbatch=0, stage=0, replica=0, replicas=2, context=0):
+def drawn(step=0, microbatch=0, stage=0, replica=0, replicas=2, context=0, deal=None):
     """Return the first numbers that a rank's forward draws; the caller's generator is left alone."""
     rank = SimpleNamespace(
         weft=WeftConfig(),
         global_steps=step,
-        num_replicas=replicas,
-        replica=replica,
+        deal=deal or StepDeal(replica, replicas),
         axes=SimpleNamespace(context=SimpleNamespace(index=context)),
         device=torch.device("cpu"),
     )
@@ -54,6 +54,14 @@ def test_a_microbatch_draws_the_same_on_any_number_of_replicas():
     for number in range(12):
         spread = {drawn(4, number // r, 1, number % r, r) for r in (1, 2, 3, 4)}
         assert len(spread) == 1
+
+
+def test_a_microbatch_draws_the_same_on_the_replica_that_it_was_moved_to():
+    usual = {number: drawn(microbatch=number // 2, replica=number % 2) for number in range(8)}
+    for replica, numbers in enumerate(dealt((1, 7))):
+        deal = StepDeal(replica, 2)
+        deal.numbers = numbers
+        assert [drawn(microbatch=m, deal=deal) for m in range(len(numbers))] == [usual[n] for n in numbers]
 
 
 @pytest.mark.slow

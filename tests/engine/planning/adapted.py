@@ -7,19 +7,23 @@ import signal
 from contextlib import suppress
 from time import sleep
 
+import torch
 import torch.distributed as dist
 
-from tests.engine.tiny import begun
+from tests.engine.data.test_loader import Blocks, share
+from tests.engine.tiny import VOCAB, begun
 from weft.conf.schema import WeftConfig
+from weft.engine.initialize import initialize
 from weft.engine.planning.adaptation import Adaptation
 from weft.pipeline.memory import peak_bytes
 
 FAST, SLOW = (0.01, 0.01, 0.01), (0.04, 0.002, 0.002)
+ALL_SLOW = (0.02, 0.02, 0.02)
 CHANGED_AFTER, STEPS = 7, 14
 
 
-def report(adaptation: Adaptation, slow_stage: int, changed: tuple[float, ...] = SLOW) -> None:
-    """Make a rank report the same durations in all runs: of one stage others after `CHANGED_AFTER` steps."""
+def report(adaptation: Adaptation, *slow_stages: int, changed: tuple[float, ...] = SLOW) -> None:
+    """Make a rank report the same durations in all runs: of some stages others after `CHANGED_AFTER` steps."""
 
     def seconds() -> list[float]:
         engine = adaptation._engine
@@ -27,7 +31,7 @@ def report(adaptation: Adaptation, slow_stage: int, changed: tuple[float, ...] =
         return [
             part if stage in engine.module.stages else 0.0
             for stage in range(engine.plan.placement.num_stages)
-            for part in (changed if has_changed and stage == slow_stage else FAST)
+            for part in (changed if has_changed and stage in slow_stages else FAST)
         ]
 
     adaptation._stage_seconds = seconds
@@ -38,7 +42,7 @@ def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW
     engine = begun(config)
     adaptation, losses, schedules, predicted = engine.adaptation, [], [], []
     if adaptation is not None:
-        report(adaptation, slow_stage, changed)
+        report(adaptation, slow_stage, changed=changed)
     for _ in range(STEPS):
         losses.append(float(engine.train_batch()))
         check_order_of_last(engine)
@@ -47,9 +51,7 @@ def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW
         running = None if adaptation is None else adaptation._replanning
         if running is not None and kill_planner:
             os.kill(running._process.pid, signal.SIGKILL)
-        while running is not None and not running.has_ended:
-            sleep(0.01)
-        dist.barrier()
+        wait_for_plan(engine)
     peak = peak_bytes(engine.plan.schedules[1], engine.plan.costs)
     proposals = [] if adaptation is None else [(step, found.chosen) for step, found in adaptation.proposals]
     engine.destroy()
@@ -63,11 +65,62 @@ def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW
     }
 
 
+def wait_for_plan(engine) -> None:
+    """Wait until a plan that is being made is ready. All ranks call it."""
+    running = None if engine.adaptation is None else engine.adaptation._replanning
+    while running is not None and not running.has_ended:
+        sleep(0.01)
+    dist.barrier()
+
+
 def train_three(config: WeftConfig) -> list[dict]:
     """A run that adapts, one whose planner is killed, and one that does not adapt."""
     runs = [train(config, 0), train(config, 0, kill_planner=True)]
     config.pipeline.adapt = False
     return [*runs, train(config, 0)]
+
+
+def train_moved(config: WeftConfig, folder: str) -> list[dict]:
+    """A run whose replica 0 becomes slow, its last steps resumed from a checkpoint, and a run without adaptation."""
+    runs = [train_dealt(config, folder, saved_at=STEPS - 2), train_dealt(config, folder, resume=True)]
+    config.pipeline.adapt = False
+    return [*runs, train_dealt(config, folder)]
+
+
+def train_dealt(config: WeftConfig, folder: str, saved_at: int = 0, resume: bool = False) -> dict:
+    """Losses, positions in the data and micro-batches of a run, of which a checkpoint is written after a step."""
+    engine, *_ = initialize(config=config)
+    loader = share(Blocks([1 + 5 * n % 8 for n in range(500)]), replica=engine.replica, replicas=engine.num_replicas)
+    engine.set_dataloader(loader)
+    engine.set_batch_fn(_in_vocabulary)
+    if engine.adaptation is not None:
+        stages = range(engine.plan.placement.num_stages) if engine.replica == 0 else ()
+        report(engine.adaptation, *stages, changed=ALL_SLOW)
+    if resume:
+        _, client = engine.load_checkpoint(folder)
+        loader.load_state_dict(client["loader"])
+    found: dict = {name: [] for name in ("losses", "consumed", "counts", "numbers", "predicted")}
+    while engine.global_steps < STEPS:
+        found["losses"].append(float(engine.train_batch()))
+        check_order_of_last(engine)
+        found["consumed"].append(loader.consumed)
+        found["counts"].append(engine.deal.counts)
+        found["numbers"].append((engine.schedule.num_microbatches, len(engine.fwd_outputs)))
+        found["predicted"].append(engine.plan.step_s)
+        if engine.global_steps == saved_at:
+            engine.save_checkpoint(folder, client_state={"loader": loader.state_dict()})
+        wait_for_plan(engine)
+    found |= {"replica": engine.replica, "holds_loss": engine.holds_loss, "made": []}
+    for _, proposal in engine.adaptation.proposals if engine.adaptation is not None else ():
+        found["made"].append((proposal.chosen, proposal.counts, proposal.step_s()))
+    loader.close()
+    engine.destroy()
+    dist.barrier()
+    return found
+
+
+def _in_vocabulary(batch: dict) -> dict:
+    return {name: torch.where(value < 0, value, value % VOCAB) for name, value in batch.items()}
 
 
 def check_order_of_last(engine) -> None:

@@ -63,8 +63,8 @@ def test_a_rank_that_dies_during_planning_ends_the_run_and_the_planner():
     assert left == "left" and error
 
 
-def request_of(factors, cap=2.0, placement="straight", replicas=1, **settings):
-    """Two ranks of unit stages, of which the first takes ``factors`` times as long in F, I and W."""
+def request_of(factors, cap=2.0, placement="straight", replicas=1, obstacle="", **settings):
+    """Two ranks of unit stages, of which the first of replica 0 takes ``factors`` times as long in F, I and W."""
     placed = Placement.named(placement, 2, (2,), 2)
     usual = CostModel.unit(placed.num_stages)
     config = PipelineConfig(
@@ -74,12 +74,13 @@ def request_of(factors, cap=2.0, placement="straight", replicas=1, **settings):
     slow = replace(usual.stages[0], forward_s=forward_s, input_s=input_s, weight_s=weight_s)
     return Request(
         config=config,
-        schedule=plan_schedule(config, placed, costs=usual),
-        measured=replace(usual, stages=(slow, *usual.stages[1:])),
-        usual=usual,
+        schedules=(plan_schedule(config, placed, costs=usual),),
+        counts=(6,) * replicas,
+        measured=(replace(usual, stages=(slow, *usual.stages[1:])), *(usual,) * (replicas - 1)),
+        usual=(usual,) * replicas,
         layers=(4,) * placed.num_stages,
-        replicas=replicas,
         zero_stage=0,
+        obstacle=obstacle,
     )
 
 
@@ -88,10 +89,11 @@ def test_the_chosen_level_is_the_shortest_that_weft_carries_out(factors):
     request = request_of(factors)
     found = propose(request)
     steps = {level.name: level.step_s for level in found.levels}
-    assert steps["none"] == simulate(request.schedule, request.measured).step_s
+    (costs,), (schedule,) = request.measured, found.schedules
+    assert steps["none"] == simulate(request.schedules[0], costs).step_s
     assert (found.chosen == "schedule") == (steps["schedule"] <= (1 - LEAST_GAIN) * steps["none"])
-    assert simulate(found.schedule, request.measured).step_s == steps[found.chosen] == found.step_s()
-    assert peak_bytes(found.schedule, request.measured) <= request.config.memory_cap_bytes
+    assert simulate(schedule, costs).step_s == steps[found.chosen] == found.step_s()
+    assert peak_bytes(schedule, costs) <= request.config.memory_cap_bytes
     assert propose(request) == found
     assert found.text().count("chosen") == 1
 
@@ -109,10 +111,9 @@ def test_a_plan_that_fails_is_reported_with_its_reason():
         Replanning(impossible).result()
 
 
-def test_advice_moves_layers_away_from_a_slow_rank_and_micro_batches_from_a_slow_replica():
+def test_advice_moves_layers_away_from_a_slow_rank():
     request = request_of((2.0, 2.0, 2.0), replicas=3)
     assert divided(request) == (3, 5)
     steps = {level.name: level for level in propose(request).levels}
     assert steps["layers"].remedy == "pipeline.layers=[3, 5] at the next checkpoint"
     assert steps["layers"].step_s < steps["schedule"].step_s and steps["evict"].step_s < steps["none"].step_s
-    assert steps["evict"].step_s < steps["microbatches"].step_s < steps["none"].step_s

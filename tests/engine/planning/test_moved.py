@@ -1,0 +1,153 @@
+"""Micro-batches that are moved away from a slow replica: how many, and that training stays what it was."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.planning.adapted import STEPS, train_moved
+from tests.engine.planning.test_adaptation import adaptive, request_of
+from weft.engine.planning.deviation import Deviation
+from weft.engine.planning.replanning import LEAST_GAIN, alike, propose, schedule_for, shares
+from weft.pipeline.costs import CostModel
+from weft.pipeline.lowering import reduce_in_order, reduction_order
+from weft.pipeline.memory import peak_bytes
+from weft.pipeline.placement import Placement
+from weft.pipeline.simulation import simulate
+from weft.pipeline.validation import validate
+from weft.tools.ranks import run_ranks
+
+PACES = st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.1, 4.0)), min_size=1, max_size=3)
+SLOW = (2.0, 2.0, 2.0)
+
+
+def slowest_s(counts, paces):
+    return max(start_s + count * pace_s for count, (start_s, pace_s) in zip(counts, paces, strict=True))
+
+
+@settings(deadline=None)
+@given(PACES, st.integers(1, 5))
+def test_no_other_shares_have_a_shorter_slowest_step(paces, count):
+    found = shares(count, paces)
+    possible = product(range(1, 2 * count + 1), repeat=len(paces))
+    best_s = min(slowest_s(each, paces) for each in possible if sum(each) == count * len(paces))
+    assert sum(found) == count * len(paces) and all(1 <= each <= 2 * count for each in found)
+    assert slowest_s(found, paces) == best_s
+
+
+@given(st.integers(1, 50), st.integers(1, 20), st.floats(0.1, 4.0))
+def test_equal_replicas_keep_equal_shares(count, replicas, pace_s):
+    assert shares(count, [(1.0, pace_s)] * replicas) == (count,) * replicas
+
+
+def costs_of(factors):
+    unit = CostModel.unit(2)
+    return [
+        replace(unit, stages=tuple(replace(stage, forward_s=factor) for stage in unit.stages)) for factor in factors
+    ]
+
+
+@given(st.lists(st.floats(1.0, 1.2), min_size=1, max_size=6))
+def test_replicas_within_the_tolerance_count_as_equal(factors):
+    found = alike(costs_of(factors), Placement.straight(2))
+    assert set(found) == {costs_of([max(factors)])[0]}
+
+
+def test_replicas_beyond_the_tolerance_keep_their_own_costs():
+    assert alike(costs_of([3.0, 1.0, 1.1]), Placement.straight(2)) == tuple(costs_of([3.0, 1.1, 1.1]))
+
+
+@pytest.mark.parametrize("placement", ["straight", "fold", "interleaved"])
+def test_a_slow_replica_gives_micro_batches_away_and_takes_them_back(placement):
+    request = request_of(SLOW, replicas=3, cap=6.0, placement=placement)
+    found = propose(request)
+    levels = {level.name: level for level in found.levels}
+    assert found.chosen == "microbatches" and found.counts[0] < 6 < found.counts[1] and sum(found.counts) == 18
+    assert levels["microbatches"].step_s <= (1 - LEAST_GAIN) * levels["schedule"].step_s
+    assert levels["microbatches"].step_s >= levels["evict"].step_s
+    assert f"chosen; replicas read {', '.join(map(str, found.counts))}" in found.text()
+    for count, costs in zip(found.counts, request.measured, strict=True):
+        schedule = schedule_for(found.schedules, count)
+        assert simulate(schedule, costs).step_s <= found.step_s()
+        assert peak_bytes(schedule, costs) <= request.config.memory_cap_bytes
+    assert len({reduction_order(schedule) for schedule in found.schedules}) == 1
+
+    again = replace(request, schedules=found.schedules, counts=found.counts)
+    assert propose(again).chosen == "none"
+    recovered = propose(replace(again, measured=request.usual))
+    assert recovered.chosen == "microbatches" and recovered.counts == request.counts
+
+
+def test_replicas_that_are_all_as_slow_keep_theirs():
+    request = request_of(SLOW, replicas=3)
+    found = propose(replace(request, measured=request.measured[:1] * 3))
+    assert found.counts == request.counts and found.chosen != "microbatches"
+    assert "none to move" in found.text()
+
+
+def test_an_obstacle_is_named_and_nothing_is_moved():
+    found = propose(request_of(SLOW, replicas=2, obstacle="no deal"))
+    assert found.chosen != "microbatches" and found.counts == (6, 6)
+    assert "replicas read 4, 8; not carried out: no deal" in found.text()
+
+
+@pytest.mark.parametrize("placement", ["fold", "interleaved"])
+def test_a_schedule_can_follow_another_reduction_order(placement):
+    request = request_of(SLOW, placement=placement, cap=8.0)
+    (schedule,), (costs,) = request.schedules, request.measured
+    order = tuple(stages[::-1] for stages in reduction_order(schedule))
+    other = reduce_in_order(schedule, order)
+    validate(other, costs=costs)
+    assert reduction_order(other) == order
+    assert reduce_in_order(other, order) == other
+    assert reduction_order(reduce_in_order(other, reduction_order(schedule))) == reduction_order(schedule)
+
+
+def test_a_slow_replica_is_named_although_another_becomes_faster():
+    watch = Deviation(num_stages=2, steps=5, interval=1, replicas=2)
+    usual, changed = [0.02] * 6 + [0.01] * 6 + [0.0], [0.01] * 6 + [0.02] * 6 + [0.0]
+    for step in range(10):
+        assert not watch.observe(step, usual)
+    assert [watch.observe(step, changed) for step in range(10, 15)] == [False] * 4 + [True]
+    ratios = {f"stage {s} of replica {r}": (0.5, 2.0)[r] for r in range(2) for s in range(2)}
+    assert watch.changes() == pytest.approx(ratios)
+    assert watch.of_replica(changed, 1) == (0.02,) * 6 + (0.0,)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Results of each of two replicas of two ranks: with a slow replica, resumed, and without adaptation."""
+    config = adaptive(zero=1)
+    config.model.overrides["attention_dropout"] = 0.1
+    return run_ranks(4, train_moved, config, str(tmp_path_factory.mktemp("moved")), timeout_s=200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_steps_with_moved_micro_batches_have_the_usual_losses(ranks):
+    for moved, _, plain in ranks:
+        ((chosen, counts, _),) = moved["made"]
+        assert chosen == "microbatches" and counts[0] < 4 < counts[1]
+        assert moved["counts"][0] == () and moved["counts"][-1] == counts and plain["counts"] == [()] * STEPS
+        assert moved["losses"] == pytest.approx(plain["losses"], abs=1e-6)
+        assert moved["consumed"] == plain["consumed"]
+    assert len({str(moved["counts"]) for moved, *_ in ranks}) == 1
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_moved_steps_resumes_with_the_same_data(ranks):
+    for moved, resumed, _ in ranks:
+        assert moved["counts"][-2] != () and resumed["counts"] == [(), ()]
+        assert resumed["losses"] == pytest.approx(moved["losses"][-2:], abs=1e-6)
+        assert resumed["consumed"] == moved["consumed"][-2:]
+
+
+@pytest.mark.slow
+def test_replicas_run_and_predict_schedules_of_their_own_numbers(ranks):
+    for moved, *_ in ranks:
+        ((_, counts, step_s),) = moved["made"]
+        own = counts[moved["replica"]]
+        assert moved["numbers"][-1] == (own, own if moved["holds_loss"] else 0)
+        assert moved["predicted"][-1] == step_s != moved["predicted"][0]
