@@ -7,11 +7,13 @@ import gc
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter, sleep
 from typing import Any
 
 from benchmarks.results import finish, parse, show
 from tests.quickstart import TINY_QUICKSTART, train
+from tests.tools.watch.fail_slows import trial
 from weft.engine.engine import WeftEngine
 from weft.engine.execution.compute import Compute
 from weft.engine.zero.sharding import Sharding
@@ -30,6 +32,8 @@ GARBAGE = 400_000
 """Objects in cycles that a collection finds."""
 LATE_S = 0.002
 """Delay of a rank's reductions in seconds, per step since the first late one."""
+TRIALS = 20
+"""Random fail-slows, of which one may be named wrongly."""
 EXPECTED = {"host": ("rank", "compute"), "garbage": ("pauses", "compute"), "launch": ("pauses", "REDUCE_GRAD")}
 """The kind of limit and the section that are to be named, by cause."""
 
@@ -37,16 +41,34 @@ EXPECTED = {"host": ("rank", "compute"), "garbage": ("pauses", "compute"), "laun
 def main(argv: Sequence[str]) -> int:
     """Run ``inject CAUSE ...`` and return 0 if the run's views name the cause, and no other rank."""
     args = parse(_parser(), argv)
+    if args.cause == "random":
+        return _random(args)
     folder = args.output.absolute()
     if (folder / "quickstart").exists():
         raise ValueError(f"--output {args.output}: it has a run, which would be resumed; remove it, or name another")
     folder.mkdir(parents=True, exist_ok=True)
-    run_ranks(RANKS, train_with, args.cause, folder, args.steps, timeout_s=args.timeout)
+    run_ranks(RANKS, train_with, args.cause, folder, args.steps, HOST, args.slower, timeout_s=args.timeout)
     run = folder / "quickstart"
     found, named = diagnosis(RunRecord(run))
     rows = [{"limit": limit.kind, "gain": f"{limit.gain:.0%}", "text": limit.text} for limit in found]
     show(table_of(rows, f"injected: {args.cause}"), f"weft watch {run}; weft explain {run}")
     return finish(args, "inject", rows, met=is_named(args.cause, named))
+
+
+def _random(args: argparse.Namespace) -> int:
+    """Record runs with the simulator, each with a random fail-slow. Return 0 if at most one is not named rightly."""
+    with TemporaryDirectory(prefix="weft-inject-") as folder:
+        trials = [trial(Path(folder) / str(seed), seed) for seed in range(TRIALS)]
+    rows = [
+        {
+            "slow": f"{each.kind} {sorted(each.slow)}",
+            "by": f"{each.factor - 1:.0%}, {'always' if each.always else 'at times'}",
+            "named": "rightly" if each.is_right else str(sorted(each.named)),
+        }
+        for each in trials
+    ]
+    show(table_of(rows, f"{sum(each.is_right for each in trials)} of {TRIALS} fail-slows are named rightly"))
+    return finish(args, "inject", rows, met=sum(each.is_right for each in trials) >= TRIALS - 1)
 
 
 def expected(cause: str) -> list[tuple[str, int | None]]:
@@ -132,7 +154,12 @@ def _cycles(count: int) -> list[list[Any]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks inject", description=__doc__)
-    parser.add_argument("cause", choices=EXPECTED, help="what is injected into the second half of the steps")
+    parser.add_argument(
+        "cause",
+        choices=[*EXPECTED, "random"],
+        help=f"what is injected into the second half of the steps; random: {TRIALS} fail-slows, in simulated runs",
+    )
+    parser.add_argument("--slower", type=float, default=SLOWER, help="factor of a slow host's computations")
     parser.add_argument("--output", type=Path, default=Path("runs/inject"), help="folder of the run")
     parser.add_argument("--steps", type=int, default=50, help="steps of the run")
     parser.add_argument("--timeout", type=float, default=500.0, help="seconds after which the run is aborted")

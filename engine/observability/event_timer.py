@@ -15,7 +15,7 @@ from weft.engine.observability.clock import DeviceTimes
 from weft.engine.observability.event_ring import RingWriter, encode, encode_slot, rings_folder
 from weft.engine.observability.flight_recorder import RecorderServer
 from weft.engine.observability.watcher import Waits
-from weft.pipeline.action import Action, Op, Slot
+from weft.pipeline.action import COMPUTE, Action, Op, Slot
 
 STEPS_KEPT = 8
 """Steps that a ring holds at least, if the collector does not read it."""
@@ -45,6 +45,7 @@ class EventTimer:
         self._ring, self._inner, self._recorder = ring, inner, recorder
         self._step = self._depth = 0
         self._codes: dict[Slot, tuple[int, int]] = {}
+        self._slot: Slot = ()
         self._device = DeviceTimes(device) if device.type == "cuda" else None
         self._mark: Any = perf_counter if self._device is None else self._device.mark
         self._pending: deque[tuple[int, int, int, Any, Any]] = deque(maxlen=MOST_PENDING)
@@ -83,11 +84,13 @@ class EventTimer:
         codes = self._codes.get(slot)
         if codes is None:
             codes = self._codes[slot] = encode_slot(slot)
+        self._slot = slot
         self._ring.begin(*codes, self._step, perf_counter())
 
     def slot_ended(self, slot: Slot, start: Any, end: Any) -> None:
         """Add a slot with the marks of the run's clock at its beginning and end."""
         codes = self._codes.get(slot) or encode_slot(slot)
+        self._slot = ()
         self._add(*codes, start, end)
 
     def _add(self, first: int, second: int, start: Any, end: Any) -> None:
@@ -105,10 +108,12 @@ class EventTimer:
             self._inner.begin_wait(what)
 
     def end_wait(self) -> None:
-        """End the wait that `begin_wait` announced."""
+        """End the wait that `begin_wait` announced. One inside of a computation has its virtual stage."""
         self._depth -= 1
         if not self._depth:
-            self._add(encode(self._waits_for), 0, self._wait_begun, self._mark())
+            slot = self._slot
+            stage = slot[0].stage if slot and slot[0].op in COMPUTE else -1
+            self._add(encode(self._waits_for, stage), 0, self._wait_begun, self._mark())
         if self._inner is not None:
             self._inner.end_wait()
 

@@ -14,10 +14,14 @@ from weft.pipeline.action import COMPUTE, Action, Op, Slot, parse_slot
 from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
-from weft.tools.watch.outliers import LABELS, WARM_UP, WINDOW, classes, groups, lower_median, outliers, pauses
+from weft.tools.watch.deviations import HIGH, LOW, least_share, lower_median
+from weft.tools.watch.outliers import LABELS, WARM_UP, WINDOW, classes, groups, outliers, pauses
 from weft.tools.watch.record import COMPUTE_SECTIONS, RunRecord, producer_of
+from weft.tools.watch.step_files import INSIDE
 from weft.tools.watch.transfers import measured_transfers
 
+LEAST_STEPS = 6
+"""Steps with an exact transfer of a hop from which it is compared with others."""
 CATEGORIES = ("compute", "optimiser", "exposed transfers", "exposed collectives", "bubbles", "data", "other")
 
 
@@ -29,9 +33,9 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
     begun, newest = record.step_range
     first = min(max(begun + WARM_UP, newest - window + 1), newest)
     recent_first = min(max(begun + WARM_UP, newest - WINDOW + 1), newest)
-    recent = record.steps.window(recent_first, newest, tuple(LABELS))
+    recent = record.steps.window(recent_first, newest, (*LABELS, INSIDE))
     of_map = slice(max(0, first - recent_first), None)
-    seconds, counts = recent.seconds[of_map].sum(axis=0), recent.is_recorded[of_map].sum(axis=0)
+    seconds, counts = recent.seconds[of_map, :, :-1].sum(axis=0), recent.is_recorded[of_map].sum(axis=0)
     if first < recent_first:
         earlier = record.steps.totals(first, recent_first - 1, tuple(LABELS))
         seconds, counts = seconds + earlier.seconds, counts + earlier.is_recorded.sum(axis=0)
@@ -213,16 +217,69 @@ def mean_shares(shares: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([s[name] for s in shares.values()])) for name in names} if shares else {}
 
 
+Hop = tuple[int, int, str]
+"""Sending and receiving rank of transfers, and their contents: activations or gradients."""
+
+
 def links(record: RunRecord, spans: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return each hop with the fastest and the median transfer of a step, and what the plan expects.
+    """Return `hops` of a step's spans."""
+    return hops(record, [transfers_by_hop(record, spans)])
+
+
+def hops(record: RunRecord, steps: Sequence[Mapping[Hop, Sequence[tuple[float, bool]]]]) -> list[dict[str, Any]]:
+    """Return each hop with the fastest and the median transfer of some steps, and what the plan expects.
 
     ``exact`` counts the exact ones (`Transfer`), which alone decide the fastest if there are any.
+
+    Args:
+        steps: transfers of each step. See `transfers_by_hop`.
     """
-    sent: dict[tuple[int, int, str], list[tuple[float, bool]]] = defaultdict(list)
+    every: dict[Hop, list[tuple[float, bool]]] = defaultdict(list)
+    for sent in steps:
+        for hop, transfers in sent.items():
+            every[hop] += transfers
+    return [_hop(record, *hop, transfers) for hop, transfers in sorted(every.items())]
+
+
+def transfers_by_hop(record: RunRecord, spans: pd.DataFrame) -> dict[Hop, list[tuple[float, bool]]]:
+    """Return the seconds of each hop's transfers in a step's spans, and whether they are exact."""
+    sent: dict[Hop, list[tuple[float, bool]]] = defaultdict(list)
     for each in measured_transfers(record, spans):
-        kind = "F" if each.send.op is Op.SEND_F else "B"
+        kind = "activations" if each.send.op is Op.SEND_F else "gradients"
         sent[each.rank, each.peer, kind].append((each.end_s - each.start_s, each.is_exact))
-    return [_hop(record, *key, transfers) for key, transfers in sorted(sent.items())]
+    return sent
+
+
+def slow_hops(
+    record: RunRecord, steps: Sequence[Mapping[Hop, Sequence[tuple[float, bool]]]]
+) -> dict[Hop, tuple[float, float]]:
+    """Return the hops that are slower than those of the same stages in other pipelines, with mean seconds of both.
+
+    As for ranks, quantiles over steps are compared with the lower median of the hops: LOW finds what is always slower,
+    and HIGH what is slower in some steps.
+
+    Args:
+        steps: transfers of each step. See `transfers_by_hop`.
+    """
+    alike: dict[tuple[object, ...], dict[Hop, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sent in steps:
+        for (rank, peer, kind), transfers in sent.items():
+            here, there = record.places[rank], record.places[peer]
+            if exact := [seconds for seconds, is_exact in transfers if is_exact]:
+                alike[here.stage, there.stage, here.site, there.site, kind][rank, peer, kind].append(median(exact))
+    found: dict[Hop, tuple[float, float]] = {}
+    for alternatives in alike.values():
+        known = {hop: np.array(seconds) for hop, seconds in alternatives.items() if len(seconds) >= LEAST_STEPS}
+        means = {hop: float(seconds.mean()) for hop, seconds in known.items()}
+        for at in (LOW, HIGH) if len(known) > 1 else ():
+            below, usual, above = np.array([np.quantile(s, (at - 0.15, at, at + 0.15)) for s in known.values()]).T
+            expected, count = float(lower_median(usual)), min(map(len, known.values()))
+            if expected > 0:
+                least = least_share(np.median(above - below) / expected, count)
+                slow = [hop for hop, seconds in zip(known, usual, strict=True) if seconds / expected - 1 > least]
+                others_s = float(lower_median(np.array(list(means.values()))))
+                found |= {hop: (means[hop], others_s) for hop in slow}
+    return found
 
 
 def _hop(record: RunRecord, rank: int, peer: int, kind: str, transfers: Sequence[tuple[float, bool]]) -> dict[str, Any]:
@@ -234,7 +291,7 @@ def _hop(record: RunRecord, rank: int, peer: int, kind: str, transfers: Sequence
     return {
         "from": rank,
         "to": peer,
-        "kind": "activations" if kind == "F" else "gradients",
+        "kind": kind,
         "crosses": here.site != there.site,
         "transfers": len(transfers),
         "exact": len(exact),

@@ -22,12 +22,14 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 from weft.pipeline.text import bytes_text
 from weft.pipeline.timeline import Timeline
-from weft.tools.watch.analysis import links, measured_shares
-from weft.tools.watch.outliers import Deviation, outliers, pauses
+from weft.tools.watch.analysis import Hop, hops, measured_shares, slow_hops, transfers_by_hop
+from weft.tools.watch.outliers import WINDOW, Deviation, outliers, pauses
 from weft.tools.watch.record import RunRecord
 
 STEPS = 8
 """Recorded steps from which costs are measured."""
+MOST_RANKS = 1000
+"""Ranks of a run up to which links are compared over `WINDOW` steps."""
 LEAST_GAIN = 0.01
 SLOW_LINK = 1.5
 """Ratio to the other links of its kind from which a link is slow."""
@@ -84,7 +86,9 @@ class Measured:
                 # Waits of the optimiser's slot are no work, and stay when other times change.
                 spans = tuple(span for span in timeline.spans if span.slot[0].op is not Op.STEP)
                 by_line[line].append(replace(timeline, spans=spans))
-        self.hops = _hops(record, tables)
+        more = range(max(1, newest - WINDOW + 1), first) if len(record.places) <= MOST_RANKS else ()
+        transfers = [transfers_by_hop(record, table) for table in (*map(record.spans, more), *tables)]
+        self.hops, self.slow_hops = hops(record, transfers), slow_hops(record, transfers)
         self.costs = [self._with_links(_without_steps(fit_costs(timelines, record.costs))) for timelines in by_line]
         self.simulated_s = self.simulate(self.costs)
 
@@ -125,20 +129,6 @@ class Measured:
 
 def _without_steps(costs: CostModel) -> CostModel:
     return replace(costs, stages=tuple(replace(stage, step_s=0.0) for stage in costs.stages))
-
-
-def _hops(record: RunRecord, tables: list[Any]) -> list[dict[str, Any]]:
-    """Return the fastest transfer of each hop over several steps. See `links`."""
-    found: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for table in tables:
-        for hop in links(record, table):
-            key = hop["from"], hop["to"], hop["kind"]
-            if key not in found or (not hop["exact"], hop["fastest_s"]) < (
-                not found[key]["exact"],
-                found[key]["fastest_s"],
-            ):
-                found[key] = hop
-    return list(found.values())
 
 
 def limits(record: RunRecord) -> list[Limit]:
@@ -221,35 +211,36 @@ def _pauses(run: Measured) -> Iterator[Limit]:
 
 
 def _links(run: Measured) -> Iterator[Limit]:
-    """Yield a limit for the hops that are slower than planned, or than the others if nothing is planned."""
-    usual = {}
+    """Yield a limit for the hops that are slower than planned (if nothing is: than all), or than other pipelines'."""
+    slow: dict[Hop, tuple[float, float]] = {}
     for crosses in (False, True):
-        hops = [hop for hop in run.hops if hop["crosses"] is crosses]
-        middle = float(np.median([hop["fastest_s"] for hop in hops])) if len(hops) > 2 else 0.0
-        for hop in hops:
+        alike = [hop for hop in run.hops if hop["crosses"] is crosses]
+        middle = float(np.median([hop["fastest_s"] for hop in alike])) if len(alike) > 2 else 0.0
+        for hop in alike:
             expected = hop["planned_s"] or middle
-            if (
-                hop["exact"]
-                and hop["fastest_s"] - expected > LEAST_LINK_S
-                and hop["fastest_s"] > SLOW_LINK * expected > 0
-            ):
-                usual[hop["from"], hop["to"], hop["kind"]] = expected
-    if not usual:
+            if hop["exact"] and hop["fastest_s"] > SLOW_LINK * expected > 0:
+                slow[_key(hop)] = hop["fastest_s"], expected
+    slow = {key: each for key, each in (run.slow_hops | slow).items() if each[0] - each[1] > LEAST_LINK_S}
+    if not slow:
         return
-    slow = [hop for hop in run.hops if (hop["from"], hop["to"], hop["kind"]) in usual]
-    worst = max(slow, key=lambda hop: hop["fastest_s"])
-    expected = usual[worst["from"], worst["to"], worst["kind"]]
+    worst = max((hop for hop in run.hops if _key(hop) in slow), key=lambda hop: slow[_key(hop)][0])
+    needs_s, expected = slow[_key(worst)]
     others = f" ({len(slow) - 1} other hops are slow as well)" if len(slow) > 1 else ""
+    usual = {key: expected for key, (_, expected) in slow.items()}
     yield Limit(
         "link",
-        run.gain(_simulated_hops(run, {}) - _simulated_hops(run, usual)),
-        f"the link from rank {worst['from']} to rank {worst['to']} needs {worst['fastest_s'] * 1e3:.2f} ms for "
-        f"{bytes_text(worst['bytes'])}, {'its plan expects' if worst['planned_s'] else 'the others need'} "
+        run.gain(_simulated_hops(run, {key: needs for key, (needs, _) in slow.items()}) - _simulated_hops(run, usual)),
+        f"the link from rank {worst['from']} to rank {worst['to']} needs {needs_s * 1e3:.2f} ms for "
+        f"{bytes_text(worst['bytes'])}, {'its plan expects' if expected == worst['planned_s'] else 'the others need'} "
         f"{expected * 1e3:.2f} ms{others}: examine it (`weft doctor {'net' if worst['crosses'] else 'ring'}`)",
     )
 
 
-def _simulated_hops(run: Measured, changed: dict[tuple[int, int, str], float]) -> float:
+def _key(hop: dict[str, Any]) -> Hop:
+    return hop["from"], hop["to"], hop["kind"]
+
+
+def _simulated_hops(run: Measured, changed: dict[Hop, float]) -> float:
     """Return the simulated seconds of a step with the measured time of every hop, except for those that are changed.
 
     The simulator has one link inside a site. So each rank becomes a site of its own, with links between them.
@@ -257,7 +248,7 @@ def _simulated_hops(run: Measured, changed: dict[tuple[int, int, str], float]) -
     record, seconds = run.record, dict[tuple[int, int, int], float]()
     for hop in run.hops:
         here, there = record.places[hop["from"]], record.places[hop["to"]]
-        found = changed.get((hop["from"], hop["to"], hop["kind"]), hop["fastest_s"])
+        found = changed.get(_key(hop), hop["fastest_s"])
         key = here.line, here.stage, there.stage
         seconds[key] = max(seconds.get(key, 0.0), found)
     steps = []

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from weft.tools.watch.deviations import (
+    HIGH,
+    LEAST_DEVIATION,
+    LOW,
+    against_peers,
+    deviation,
+    is_steady,
+    least_share,
+    logs,
+    lower_median,
+    quantiles,
+)
 from weft.tools.watch.record import COMPUTE_SECTIONS, RunRecord
-from weft.tools.watch.step_files import Seconds
+from weft.tools.watch.step_files import INSIDE, Seconds
 
 LABELS = {
     "F": "forward",
@@ -40,27 +52,28 @@ OWN = ("compute", "data", "SEND_F", "SEND_B")
 """Work of a rank itself. The rest are waits, which others cause."""
 PAUSED = (*OWN, "REDUCE_GRAD")
 """Sections whose pauses are reported. If a rank starts a reduction late, its peers wait for it."""
-READ = (*COMPUTE_SECTIONS, *PAUSED[1:], "step")
+READ = (*COMPUTE_SECTIONS, INSIDE, *PAUSED[1:], "step")
 """Sections from which `PAUSED` is summed."""
-LEAST_DEVIATION = 0.05
+WINDOWS = (WINDOW, 40, 80)
+"""Numbers of steps over which ranks are compared. The first that shows a deviation counts."""
+MOST_VALUES = 3000
+"""Most steps times ranks of a window that is longer than the first, so that a long run needs no more memory to show."""
 LEAST_SHARE = 0.01
 """Share of a step below which a deviation has no effect worth a name."""
-LEAST_SIGMAS = 6.0
-LOW = 0.3
-"""Quantile of a section's seconds over the steps that is compared: other processes of a host make some steps longer."""
-SIGMA_OF_SPREAD = 1.45
-"""Standard error of that quantile for one step, in units of the distance between the quantiles LOW - 0.15 and
-LOW + 0.15."""
+LEAST_SIGMAS = 5.0
+"""Deviations, in standard errors, that chance explains in one of 100,000 windows of 20 steps (measured; the error, too,
+is estimated from the window)."""
+LEAST_PAUSE_SIGMAS = 6.0
 LEAST_PAUSES = 3
 LEAST_PAUSE = 0.02
 """Share of a step below which a longer section is no pause."""
+MOST_ALIKE = 0.85
+"""Share of the steps that one step divides into usual and slower ones, from which a rank has become slower for good."""
 SIGMA_BELOW = 1.95
 """Standard deviation of one step, in units of the distance between the quantiles LOW - 0.15 and LOW."""
 MOST_RANKS = 0.9
 """Share of the ranks whose spread the assumed one is not below."""
 MOST_NAMED = 8
-LEAST_STEADY = 0.8
-"""Share of the steps in which an outlier exceeds half of its deviation."""
 
 
 def groups(record: RunRecord) -> list[tuple[int, ...]]:
@@ -76,14 +89,13 @@ def classes(record: RunRecord) -> dict[int, tuple[int, ...]]:
     return {rank: ranks for ranks in groups(record) for rank in ranks}
 
 
-def lower_median(values: np.ndarray) -> np.ndarray:
-    """Return the lower median over the last axis: a fault makes ranks slower, and never faster."""
-    return np.sort(values, axis=-1)[..., (values.shape[-1] - 1) // 2]
-
-
 def _own_work(found: Seconds) -> Seconds:
-    """Return the seconds of `PAUSED` and of the whole step, by step and rank."""
+    """Return the seconds of `PAUSED` and of the whole step, by step and rank.
+
+    Waits inside of computations, as for weights at ZeRO stage 3, are no work: ranks wait there for a slow one.
+    """
     compute = sum(found.seconds[..., found.sections.index(name)] for name in COMPUTE_SECTIONS)
+    compute -= found.seconds[..., found.sections.index(INSIDE)]
     others = [found.seconds[..., found.sections.index(name)] for name in (*PAUSED[1:], "step")]
     return found._replace(sections=(*PAUSED, "step"), seconds=np.stack([compute, *others], axis=-1))
 
@@ -110,59 +122,80 @@ class Deviation:
         return f"{where}: {what} takes {self.share:.0%} longer than {self.reference}, {self.lost_s * 1e3:.1f} ms a step"
 
 
-def outliers(
-    record: RunRecord, last: int | None = None, window: int = WINDOW, recent: Seconds | None = None
-) -> list[Deviation]:
+def outliers(record: RunRecord, last: int | None = None, recent: Seconds | None = None) -> list[Deviation]:
     """Return the ranks that are slower than their class over a window of steps, the worst first.
 
-    The reference is the lower median of the rank's class. A rank without peers is compared with its own first steps,
-    or, where a file has measured costs (``pipeline.costs_file``), with the other ranks by these costs.
+    Ranks of a class are compared within each step, because other programs of a host slow all its ranks at once. A
+    small deviation needs the longer ones of `WINDOWS`. A rank without peers is compared with its own first steps, or,
+    where a file has measured costs (``pipeline.costs_file``), with the other ranks by these costs.
 
     Args:
         last: last step of the window. None means the newest.
-        recent: seconds of the window, if they have been read.
+        recent: seconds of the newest window, if they have been read.
     """
     begun, newest = record.step_range
     last = newest if last is None else last
-    if recent is None:
-        recent = record.steps.window(max(begun + WARM_UP, last - window + 1), last, READ)
-    own = _own_work(recent)
-    if int(own.is_recorded.any(axis=1).sum()) < max(1, window // 2):
-        return []
-    step_s, found = float(np.nanmedian(own.of("step"))), []
+    found: dict[tuple[int, str], Deviation] = {}
+    for window in WINDOWS:
+        is_long = window > WINDOW
+        if is_long and (last - window < begun or window * len(record.places) > MOST_VALUES):
+            break
+        if recent is None or is_long:
+            seconds = record.steps.window(max(begun + WARM_UP, last - window + 1), last, READ)
+        else:
+            seconds = recent
+        own = _own_work(seconds)
+        if int(own.is_recorded.any(axis=1).sum()) >= window // 2:
+            for each in _deviations(record, own, (begun + WARM_UP, last - window)):
+                found.setdefault((each.rank, each.section), each)
+    return sorted(found.values(), key=lambda each: -each.lost_s)
+
+
+def _deviations(record: RunRecord, own: Seconds, before: tuple[int, int]) -> Iterator[Deviation]:
+    """Yield the deviations of a window, whose first steps before it are ``before``."""
+    step_s = float(np.nanmedian(own.of("step")))
     for section in OWN:
         seconds = own.of(section)
-        low, usual, high = _quantiles(seconds, (LOW - 0.15, LOW, LOW + 0.15))
-        expected, peers = np.zeros(len(usual)), np.zeros(len(usual), dtype=int)
-        names = {}
+        usual = quantiles(seconds, (LOW,))[0]
+        ratios, expected = np.full(seconds.shape, np.nan), np.zeros(len(usual))
+        middle, names = np.full(len(usual), 0.5), dict[int, str]()
         for group in groups(record):
             places = _present(own.ranks, group, usual)
-            peers[places] = len(places)
             if len(places) > 1:
+                ratios[:, places] = against_peers(seconds[:, places])
                 expected[places] = lower_median(usual[places])
+                names |= dict.fromkeys(places.tolist(), f"its class of {len(places)} ranks")
             elif len(places):
-                place, before = int(places[0]), (begun + WARM_UP, last - window)
+                place = int(places[0])
                 expected[place], names[place] = _alone(record, own.ranks, usual, place, section, before)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share, spread = usual / expected - 1.0, (high - low) / expected
-            count = (~np.isnan(seconds)).sum(axis=0)
-            is_steady = (seconds > expected * (1 + share / 2)).sum(axis=0) >= LEAST_STEADY * count
-            least = np.maximum(LEAST_DEVIATION, LEAST_SIGMAS * SIGMA_OF_SPREAD * spread / np.sqrt(count))
-            is_slow = (expected > 0) & (share > least) & is_steady & (share * expected > LEAST_SHARE * step_s)
+                ratios[:, place] = logs(seconds[:, place]) - logs(expected[place])
+                middle[place] = LOW
+        share, error = deviation(ratios, middle)
+        is_slow = np.nan_to_num(share) > np.maximum(LEAST_DEVIATION, np.expm1(LEAST_SIGMAS * error))
+        is_slow &= np.nan_to_num(share) * expected > LEAST_SHARE * step_s
         for at in np.flatnonzero(is_slow).tolist():
-            name = names.get(at, f"its class of {peers[at]} ranks")
-            lost_s = float(share[at] * expected[at])
-            found.append(Deviation(int(own.ranks[at]), section, float(share[at]), lost_s, name))
-    return sorted(found, key=lambda each: -each.lost_s)
+            if is_steady(ratios[:, at], float(share[at]), float(error[at])):
+                lost_s = float(share[at] * expected[at])
+                yield Deviation(int(own.ranks[at]), section, float(share[at]), lost_s, names[at])
 
 
-def _quantiles(seconds: np.ndarray, of: Sequence[float]) -> np.ndarray:
-    """Return quantiles over steps by rank, NaN for a rank without any step."""
-    if not np.isnan(seconds).any():
-        return np.quantile(seconds, of, axis=0)
-    found = np.full((len(of), seconds.shape[1]), np.nan)
-    is_known = ~np.isnan(seconds).all(axis=0)
-    found[:, is_known] = np.nanquantile(seconds[:, is_known], of, axis=0)
+def _often_slower(record: RunRecord, ranks: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return the seconds by which ranks are slower than their class in many steps, or infinity.
+
+    A single step has to exceed the usual by more than its own noise explains. The quantile HIGH of a window has less.
+    """
+    usual, found = quantiles(seconds, (LOW,))[0], np.full(seconds.shape[1], np.inf)
+    share, spread, expected = (np.full(len(usual), np.nan) for _ in range(3))
+    for group in groups(record):
+        places = _present(ranks, group, usual)
+        if len(places) > 1:
+            below, often, above = quantiles(against_peers(seconds[:, places]), (HIGH - 0.15, HIGH, HIGH + 0.15))
+            share[places], spread[places] = np.expm1(often - lower_median(often)), above - below
+            expected[places] = lower_median(usual[places])
+    if np.isfinite(spread).any():
+        least = least_share(np.nanmedian(spread), (~np.isnan(seconds)).sum(axis=0))
+        is_often = np.nan_to_num(share) > least
+        found[is_often] = (share * expected)[is_often]
     return found
 
 
@@ -239,15 +272,20 @@ def pauses(record: RunRecord, recent: Seconds | None = None) -> list[Pauses]:
     own, found = _own_work(recent), []
     if int(own.is_recorded.any(axis=1).sum()) < WINDOW // 2:
         return []
-    steady = {(each.rank, each.section) for each in outliers(record, recent=recent)}
+    steady = {(each.rank, each.section) for each in _deviations(record, own, (begun + WARM_UP, last - WINDOW))}
     step_s = float(np.nanmedian(own.of("step")))
     for section in PAUSED:
         seconds = own.of(section)
-        low, usual = _quantiles(seconds, (LOW - 0.15, LOW))
+        low, usual = quantiles(seconds, (LOW - 0.15, LOW))
         excess = np.nan_to_num(seconds - usual)
         spread = np.nan_to_num(usual - low)
         spread = np.maximum(spread, np.quantile(spread, MOST_RANKS))  # that of one rank's few steps may be too small
-        is_pause = excess > np.maximum(LEAST_PAUSE * step_s, LEAST_SIGMAS * SIGMA_BELOW * spread)
+        is_pause = excess > np.maximum(LEAST_PAUSE * step_s, LEAST_PAUSE_SIGMAS * SIGMA_BELOW * spread)
+        is_often = excess > np.maximum(LEAST_PAUSE * step_s, _often_slower(record, own.ranks, seconds) / 2)
+        slower = np.cumsum(is_often, axis=0)
+        agrees = np.arange(1, len(is_often) + 1)[:, None] - 2 * slower + slower[-1]  # with a beginning after each step
+        has_begun = agrees.max(axis=0) > MOST_ALIKE * len(is_often)
+        is_pause |= is_often & ~has_begun  # what is always slower from some step on is no pause
         is_pause[:, [(rank, section) in steady for rank in own.ranks.tolist()]] = False
         begins = is_pause & ~np.roll(is_pause, 1, axis=0)
         lost_s, count = float((excess * is_pause).max(axis=1).mean()), int(is_pause.any(axis=1).sum())

@@ -18,6 +18,9 @@ from pyarrow import parquet
 from weft.engine.observability.event_ring import KINDS
 
 COLUMNS = ["step", "rank", "section", "count", "mean_s"]
+INSIDE = "waits inside of computations"
+"""A section that is summed from `WAITS`: those with a virtual stage."""
+WAITS = ("gradients", "weights", "sums")
 BATCH_ROWS = 1 << 17
 """Rows that are decoded at a time."""
 
@@ -154,15 +157,24 @@ class StepFiles:
                 for number, steps in enumerate(_ends_of(file, "step"))
                 if steps is None or (steps[0] <= last and steps[1] >= first)
             ]
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=COLUMNS, use_threads=False):
+            has_stage = INSIDE in numbers and "stage" in file.schema_arrow.names
+            columns = [*COLUMNS, "stage"] if has_stage else COLUMNS
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
                 step, rank, coded, count, mean_s = map(batch.column, COLUMNS)
                 coded = coded if isinstance(coded, pa.DictionaryArray) else coded.dictionary_encode()
-                lookup = np.array([numbers.get(name, -1) for name in coded.dictionary.to_pylist()] or [-1])
+                names = coded.dictionary.to_pylist()
+                lookup = np.array([numbers.get(name, -1) for name in names] or [-1])
                 at = step.to_numpy() - first
                 place = self._place_of[rank.to_numpy().clip(-1, len(self._place_of) - 1)]
                 found = _Rows(at, place, lookup[coded.indices.to_numpy()], count.to_numpy() * mean_s.to_numpy())
                 is_shown = (at >= 0) & (at <= last - first) & (place >= 0)
                 yield found if is_shown.all() else found.chosen(is_shown)
+                if has_stage:
+                    waits = [number for number, name in enumerate(names) if name in WAITS]
+                    is_inside = is_shown & (batch.column("stage").to_numpy() >= 0)
+                    is_inside &= np.isin(coded.indices.to_numpy(), waits)
+                    section = np.full(len(at), numbers[INSIDE])
+                    yield found._replace(section=section).chosen(is_inside)
 
 
 def files_of(folder: Path, pattern: str) -> list[Path]:

@@ -170,6 +170,20 @@ def test_slots_waits_and_stalls_are_recorded_with_their_step(folder):
     assert reader.is_closed and watcher.timer is None
 
 
+def test_a_wait_inside_of_a_computation_has_its_virtual_stage(folder):
+    timer = EventTimer(RingWriter(folder, 0, 64), CPU)
+    reader = RingReader(folder / "rank0")
+    for slot in ((Action(Op.B, 3, 0), Action(Op.F, 3, 1)), (Action(Op.RECV_F, 3, 1),), (Action(Op.STEP, 0, None),)):
+        timer.slot_begins(slot)
+        timer.begin_wait("weights")
+        timer.end_wait()
+        timer.slot_ended(slot, 0.0, 0.0)
+    timer.begin_wait("weights")
+    timer.end_wait()
+    stages = [event.stage for word in reader.read()["first"] if (event := decode(int(word))).kind == "weights"]
+    assert stages == [3, -1, -1, -1]
+
+
 class LateEvent:
     def __init__(self, at_ns):
         self.at_ns, self.passed = at_ns, False

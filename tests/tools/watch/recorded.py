@@ -96,8 +96,12 @@ class Recording:
             "collectives": None,
         }
 
-    def run(self, steps, *, slow=None, jitter=0.01, data_s=0.001, local=None, optimiser_s=0.002):
-        """Add steps. ``slow`` are factors of ranks' computations, and ``jitter`` is that of every rank and step."""
+    def run(self, steps, *, slow=None, jitter=0.01, data_s=0.001, local=None, optimiser_s=0.002, hops=None):
+        """Add steps.
+
+        ``slow`` are factors of ranks' computations, ``hops`` of links between ranks, and ``jitter`` is that of every
+        rank and step, and, if there are ``hops``, of every link and step.
+        """
         for _ in range(steps):
             step, begun = 1 + len(self.events), self.now_s
             rows, ends = [], {}
@@ -106,7 +110,8 @@ class Recording:
                     (slow or {}).get(self.rank(line, stage), 1.0) * (1 + jitter * self.rng.standard_normal())
                     for stage in range(self.placement.num_ranks)
                 ]
-                rows += self._line(line, factors, step, begun + data_s, local, ends)
+                links = self._links(line, hops, jitter) if hops is not None else ()
+                rows += self._line(line, factors, step, begun + data_s, local, ends, links)
             last = max(ends.values())
             end = last + 0.0005 + optimiser_s
             for rank, free_s in ends.items():
@@ -118,7 +123,19 @@ class Recording:
             self.events.append(np.array(rows, STORED))
             self.now_s = end
 
-    def _line(self, line, factors, step, begun, local, ends):
+    def _links(self, line, hops, jitter):
+        """The links of a line's neighbouring ranks, each of which is a site of its own."""
+        count = self.placement.num_ranks
+        pairs = [(a, b) for a in range(count) for b in (a - 1, a + 1) if 0 <= b < count]
+        return tuple(
+            (pair, replace(self.costs.local, latency_s=self.costs.local.latency_s * factor))
+            for pair in pairs
+            for factor in [
+                hops.get(tuple(self.rank(line, end) for end in pair), 1.0) * (1 + jitter * self.rng.standard_normal())
+            ]
+        )
+
+    def _line(self, line, factors, step, begun, local, ends, links=()):
         ranks = self.placement.stage_ranks
         stages = tuple(
             replace(
@@ -129,7 +146,11 @@ class Recording:
             )
             for n, cost in enumerate(self.costs.stages)
         )
-        timeline = simulate(self.schedule, replace(self.costs, stages=stages, local=local or self.costs.local))
+        costs, schedule = replace(self.costs, stages=stages, local=local or self.costs.local), self.schedule
+        if links:
+            apart = replace(self.placement, sites=(1,) * self.placement.num_ranks)
+            costs, schedule = replace(costs, wan_links=links), replace(schedule, placement=apart)
+        timeline = simulate(schedule, costs)
         rows = []
         arrivals = {receive_of(s.slot[0]): s.end_s for s in timeline.spans if s.lane.peer is not None}
         made = {fact: s.end_s for s in timeline.spans if s.lane == "compute" for a in s.slot for fact in establishes(a)}
@@ -154,6 +175,15 @@ class Recording:
                 rows.append((self.rank(line, stage), *encode_slot(slot), step, begun + start, begun + end))
                 free_s = end
         return rows
+
+    def wait_inside(self, rank, share):
+        """Add waits for weights inside of a rank's computations in all steps, for ``share`` of each."""
+        for number, events in enumerate(self.events):
+            own = events[(events["rank"] == rank) & np.isin(events["first"] & 0xFF, COMPUTE_CODES[:-1])]
+            waits = own.copy()
+            waits["first"], waits["second"] = own["first"] & 0xFFFFFF00 | encode("weights") & 0xFF, 0
+            waits["end"] = own["start"] + share * (own["end"] - own["start"])
+            self.events[number] = np.concatenate([events, waits])
 
     def prefill(self, step, share=0.5, tokens=64):
         """Add a prefill to each bubble of a step, for ``share`` of it, and return them: rank, start and end."""

@@ -11,7 +11,7 @@ from weft.pipeline.costs import LinkCost
 from weft.tools.watch import FOLDER
 from weft.tools.watch.analysis import CATEGORIES, heat, links, measured_shares, where_time_goes
 from weft.tools.watch.explain import Measured, limits
-from weft.tools.watch.outliers import READ, outliers, pauses
+from weft.tools.watch.outliers import LABELS, READ, outliers, pauses
 from weft.tools.watch.record import RunRecord, producer_of, waits_for
 
 
@@ -45,6 +45,35 @@ def test_a_rank_that_is_ten_percent_slower_is_the_only_outlier_within_twenty_ste
     assert [(each.rank, each.section) for each in found] == [(5, "compute")]
     assert found[0].share == pytest.approx(0.1, abs=0.02)
     assert found[0].text(record).startswith("rank 5 (stage 2, pipeline 1): compute takes ")
+
+
+def test_a_host_that_is_ten_percent_slower_is_named_though_all_ranks_are_slower_in_some_steps(tmp_path):
+    """Other programs of a machine slow all ranks at once, for several steps, by more than the host is slower."""
+    recording = Recording(tmp_path / "run", stages=2, microbatches=4)
+    noises = np.repeat(1 + np.random.default_rng(0).exponential(0.3, 18), 4)
+    for step, noise in enumerate(noises[:70]):
+        host = (1, 3) if step >= 50 else ()
+        recording.run(1, slow={rank: noise * (1.1 if rank in host else 1.0) for rank in range(4)})
+    record = RunRecord(recording.write())
+    assert [outliers(record, last) for last in range(25, 51, 5)] == [[]] * 6
+    found = outliers(record)
+    assert sorted((each.rank, each.section) for each in found) == [(1, "compute"), (3, "compute")]
+    assert [each.share for each in found] == pytest.approx([0.1, 0.1], abs=0.02)
+
+
+def test_a_slow_host_is_named_though_its_peers_wait_for_it_inside_of_their_computations(tmp_path):
+    """At ZeRO stage 3 replicas gather weights together, so that their computations last equally long."""
+    recording = Recording(tmp_path / "run", stages=2)
+    recording.run(25, slow=dict.fromkeys(range(4), 1.1))
+    for rank in (0, 2):
+        recording.wait_inside(rank, 0.1 / 1.1)
+    record = RunRecord(recording.write())
+    found = outliers(record)
+    assert sorted((each.rank, each.section) for each in found) == [(1, "compute"), (3, "compute")]
+    assert [each.share for each in found] == pytest.approx([0.1, 0.1], abs=0.02)
+    map_of = heat(record)
+    assert [each["rank"] for each in map_of["outliers"]] == [each.rank for each in found]
+    assert {each["name"] for each in map_of["sections"]} <= set(LABELS)
 
 
 @pytest.mark.slow
