@@ -24,7 +24,8 @@ HIDDEN = "***"
 _USER = re.compile(r"(?<!\bgithub)(?<!\bgit)://(?:[^\s/?#@'\"]+|[^\s/?#@:'\"]*:(?!\d+/)[^\s?#@'\"]*)@")
 """User and password in a URL. The password may have slashes that should have been escaped; a port has digits only."""
 _PARAMETER = re.compile(
-    r"([?&;#][\w.-]*(?:token|sig|secret|key|passw|pwd|credential|auth)[\w.-]*=)[^&#\s'\"]+", re.IGNORECASE
+    r"([?&;#][\w.-]*(?:token|sig|secret|key|passw|pwd|credential|auth)[\w.-]*=)[^&#\s'\"]*[^&#\s'\":;,.)]",
+    re.IGNORECASE,
 )
 """A parameter of a URL whose name is one of a credential, such as the signature of a presigned URL."""
 

@@ -20,6 +20,8 @@ from weft.engine.models.skeleton import Placeholder, model_class, skeleton
 
 ADAPTER = "default"
 """Name of the adapter in peft's models."""
+NO_ADAPTERS = ("reformer",)
+"""Types of models whose layers peft adapts, and whose adapters get no gradient."""
 PREFIX = "base_model.model."
 """The prefix that peft adds to a parameter's name."""
 ALL_LINEAR = "all-linear"
@@ -93,6 +95,11 @@ def require_adapters(config: LoraConfig, cls: type[PreTrainedModel], hf_config: 
     Raises:
         ValueError: it cannot.
     """
+    if hf_config.model_type in NO_ADAPTERS:
+        raise ValueError(
+            f"model.lora.enabled=true: the layers of {cls.__name__} compute gradients only if their input has one, and "
+            "the output of a frozen embedding has none; train all weights, or choose another architecture"
+        )
     require_targets(config, cls, hf_config)
     whole = skeleton(cls, hf_config)
     settings = peft_config(config, whole)

@@ -144,7 +144,8 @@ def test_no_command_line_of_a_launch_over_ssh_holds_a_secret(two_hosts, tmp_path
     said = two_hosts.read_text()
     assert "weft.recipes.train" in said and "export MINE=1" in said
     assert KEY not in said and TOKEN not in said
-    assert f"WEFT_SECRETS={tmp_path}/runs/quickstart/deepspeed_env.secrets" in said
+    secrets_file = shlex.quote(f"{tmp_path}/runs/quickstart/deepspeed_env.secrets")  # DeepSpeed quotes values
+    assert f"WEFT_SECRETS={secrets_file}" in said
     assert not (tmp_path / "runs" / "quickstart" / "deepspeed_env.secrets").exists()  # the run has ended
 
 

@@ -37,7 +37,7 @@ PLAIN = (
 @pytest.mark.parametrize("url", URLS)
 def test_credentials_of_a_url_are_hidden_wherever_it_stands(url):
     assert without_credentials(url) == URLS[url]
-    text = f"path: '{url}'\nother: \"{url}\" and {url}\n"
+    text = f"path: '{url}'\nother: \"{url}\" and {url}: (see {url}), {url}.\n"
     assert without_credentials(text) == text.replace(url, URLS[url])
     assert without_credentials({"a": [url, 1, None]}) == {"a": [URLS[url], 1, None]}
 

@@ -11,12 +11,14 @@ import torch
 
 from benchmarks.verification.shared_architectures import small_model
 from tests.engine.stages.tiny import ARCHITECTURES, batch, gradients, logits, run, stages_of, tiny, whole
-from weft.conf.schema import Attention, LoraConfig, ModelConfig, Recompute
+from weft.conf.schema import Attention, LoraConfig, ModelConfig, Recompute, SplitKind
 from weft.engine.models import seeding
 from weft.engine.models.lora import add_adapters, require_adapters
 from weft.engine.models.recomputation import recompute
 from weft.engine.stages.checking.self_check import tried_batch
-from weft.engine.stages.files.loading import load_hf_config
+from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.split import split_layers
+from weft.engine.stages.files.loading import check_model_fits, load_hf_config
 
 
 def check(config, count, *, dtype=torch.float32, packed=False, masked=False, typed=False, again=Recompute.none):
@@ -229,3 +231,23 @@ def test_weights_that_only_the_constructor_of_a_large_model_makes(monkeypatch):
     overrides = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match=r"leaves .* of a new OpenAIGPTLMHeadModel to its constructor.*model\.path"):
         whole(ModelConfig(arch="openai-gpt", overrides=overrides, attn_implementation=Attention.eager))
+
+
+def test_adapters_that_would_get_no_gradient_are_refused():
+    sizes = {"attn_layers": ["local"] * 2, "axial_pos_embds": False, "is_decoder": True, "vocab_size": 96}
+    config = ModelConfig(arch="reformer", overrides=sizes, lora=LoraConfig(enabled=True))
+    config.attn_implementation = Attention.eager
+    with pytest.raises(ValueError, match=r"model\.lora\.enabled=true: the layers of ReformerModelWithLMHead compute"):
+        check_model_fits(config, 1, 8)
+
+
+def test_a_recurrent_model_that_has_run_is_cut():
+    """Its states have a history, which torch does not copy."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16, "lru_width": 32}
+    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 1, "vocab_size": 96}
+    model = whole(ModelConfig(arch="recurrent_gemma", overrides=sizes)).train()
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(input_ids=ids, use_cache=False)
+    names = {name for name, _ in model.named_parameters()}
+    stages = stages_from_model(model, split_layers(model.config, 2, SplitKind.even), range(2))
+    assert {name for stage in stages for name, _ in stage.named_global_parameters()} == names
