@@ -16,10 +16,10 @@ from tests.quickstart import TINY_QUICKSTART
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(not WEFT.exists(), reason=f"needs {WEFT}: make test-vllm"),
 ]
-LONGEST_S = 600.0
+LONGEST_S = 1800.0
 SETTINGS = {
     "inference": "bubbles",
     "inference.evaluate.enabled": "true",

@@ -23,9 +23,9 @@ from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.controller.server import app_of, server_config
 from weft.inference.worker.command import command, environment, kv_transfer, workers_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 
-PATIENCE_S = 200.0
+PATIENCE_S = 600.0
 """In which a server has to start, and a request that is refused because the machine is busy is sent again."""
 
 NUM_PROMPTS = 5
@@ -38,6 +38,8 @@ PREFILL_FIRST = {
     "remote_host": None,
     "remote_port": None,
 }
+KEY = "the key of this test"
+BEARER = f"Bearer {KEY}"
 PORTS = {"controller": 18300, "prefill": 18301, "decode": 18302}
 
 
@@ -45,7 +47,7 @@ def ask(port, body, request_id, *, again=True):
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions",
         data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", "X-Request-Id": request_id},
+        headers={"Content-Type": "application/json", "X-Request-Id": request_id, "Authorization": BEARER},
     )
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -106,7 +108,7 @@ def server(words, env, port, log):
 
 @contextlib.contextmanager
 def controller(config):
-    served = uvicorn.Server(server_config(app_of(config, {}), config.inference.controller))
+    served = uvicorn.Server(server_config(app_of(config, {"WEFT_API_KEY": KEY}), config.inference.controller))
     thread = threading.Thread(target=served.run, daemon=True)
     thread.start()
     try:
@@ -129,7 +131,7 @@ def servers(model, folder):
     outer = dict(os.environ, VLLM_CPU_NUM_OF_RESERVED_CPU="1", VLLM_NIXL_SIDE_CHANNEL_PORT="15600")
     package = Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).absolute()
     words = command(config, worker, python=sys.executable, num_gpus=0, trace_file=str(folder / "trace.jsonl"))
-    env = environment(config, worker, outer, package=package)
+    env = environment(config, worker, outer, key=KEY, package=package)
     stock = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "float32"]
     stock += ["--port", str(PORTS["decode"]), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(2**28)]
     stock += ["--enforce-eager", "--no-enable-prefix-caching", "--distributed-executor-backend"]

@@ -24,14 +24,14 @@ PROXY = Path(os.environ.get("TOY_PROXY", ROOT / ".cache" / "toy_proxy_server.py"
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(not WEFT.exists(), reason=f"needs {WEFT}: make test-vllm"),
 ]
 
 WORDS = "a pipeline leaves each rank idle in gaps that are known in advance and a prompt can be computed there"
 NUM_REQUESTS = 200
 OUTPUT = 8
-STARTING_S, ANSWERING_S = 500.0, 350.0
+STARTING_S, ANSWERING_S = 1000.0, 700.0
 PORTS = {"8000": "18500", "8300": "18501", "8301": "18502", "8400": "18503", "5600": "15800", "5700": "15801"}
 """Default ports, and those of this test."""
 FEATURES = {
@@ -141,7 +141,7 @@ def get(port: str, path: str) -> str:
     """The text of an answer; empty without one."""
     try:
         request = urllib.request.Request(f"http://127.0.0.1:{PORTS[port]}{path}", headers={"Authorization": BEARER})
-        with urllib.request.urlopen(request, timeout=5) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.read().decode() or "ok"
     except (OSError, urllib.error.URLError):
         return ""

@@ -17,7 +17,7 @@ from weft.conf.schema import DistillConfig, Precision, WeftConfig
 from weft.inference.worker.command import command, environment, workers_of
 from weft.inference.worker.scorer import Scorer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 TOP_K, WORDS, KEY = 30, 509, "secret"
 """More likely tokens than vLLM sends by default, of a student with fewer tokens than the teacher's 512."""
 

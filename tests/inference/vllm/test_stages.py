@@ -1,9 +1,10 @@
-"""First tokens of a model that is cut over two ranks, whose bubbles never overlap, are those of a stock vLLM."""
+"""First tokens of a model that is cut over ranks whose bubbles never overlap are those of a stock vLLM."""
 
 import json
 import random
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from weft.engine.observability.event_ring import RingReader, RingWriter, decode
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost
 from weft.inference.worker.command import stage_file
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 
-NUM_PROMPTS = 40
+NUM_PROMPTS = 100
 SHORTEST, LONGEST = 5, 1500
 ENGINE = {
     "dtype": "float32",
@@ -28,35 +29,36 @@ ENGINE = {
 }
 
 
-def test_first_tokens_over_two_ranks_with_opposite_bubbles_equal_those_of_one_worker(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stages", [2, 4])
+def test_first_tokens_over_ranks_with_opposite_bubbles_equal_those_of_one_worker(model, tmp_path, monkeypatch, stages):
     draw = random.Random(5)
     lengths = [SHORTEST, LONGEST, *(draw.randint(SHORTEST, LONGEST) for _ in range(NUM_PROMPTS - 2))]
     prompts = [[draw.randrange(256) for _ in range(length)] for length in lengths]
-    boards, trace = [tmp_path / "boards" / f"rank{rank}.board" for rank in range(2)], tmp_path / "trace.jsonl"
+    boards, trace = [tmp_path / "boards" / f"rank{rank}.board" for rank in range(stages)], tmp_path / "trace.jsonl"
     settings = {
         "boards": [str(board) for board in boards],
         "guard_s": 0.002,
         "quantile": 0.98,
         "cost_file": str(tmp_path / "cost.json"),
-        "stages": 2,
+        "stages": stages,
         "trace_file": str(trace),
         "rings": str(tmp_path / "rings"),
-        "ranks": [0, 1],
+        "ranks": list(range(stages)),
     }
-    for rank in range(2):
+    for rank in range(stages):
         RingWriter(tmp_path / "rings", rank, 16)  # the ranks record their events
     engine = ENGINE | {"model": str(model)}
     gated = engine | {
         "scheduler_cls": "weft.inference.worker.vllm_scheduler.BubbleScheduler",
         "worker_cls": "weft.inference.worker.vllm_stage.StageWorker",
-        "pipeline_parallel_size": 2,
+        "pipeline_parallel_size": stages,
         "distributed_executor_backend": "mp",
         "additional_config": {"weft": settings},
         "async_scheduling": False,
     }
     stock = engine | {"distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    trainers = [sys.executable, Path(__file__).with_name("opposite_trainers.py"), *boards, "0.2"]
+    trainers = [sys.executable, Path(__file__).with_name("opposite_trainers.py"), "0.2", *boards]
     with subprocess.Popen(trainers, stdout=subprocess.PIPE, text=True) as training:
         try:
             assert training.stdout is not None and training.stdout.readline() == "up\n"
@@ -66,13 +68,14 @@ def test_first_tokens_over_two_ranks_with_opposite_bubbles_equal_those_of_one_wo
     steps = [json.loads(line) for line in trace.read_text().splitlines()]
     assert {request.partition("-")[0] for step in steps for request in step["tokens"]} >= {str(NUM_PROMPTS - 1)}
     for step in steps:
-        (_, first_end_s), (second_begin_s, _) = step["spans"]
-        assert first_end_s <= second_begin_s
-    for stage in range(2):  # each rank's timeline shows every chunk once
+        assert len(step["spans"]) == stages
+        for (_, end_s), (begin_s, _) in pairwise(step["spans"]):
+            assert end_s <= begin_s
+    for stage in range(stages):  # each rank's timeline shows every chunk once
         events = RingReader(tmp_path / "rings" / f"prefill{stage}").read()
         shown = {(event["start"], event["end"], decode(int(event["first"])).microbatch) for event in events}
         assert len(shown) == len(events)
         assert {(*step["spans"][stage], sum(step["tokens"].values())) for step in steps} <= shown
-    for stage in range(2):  # each rank learns its own costs
+    for stage in range(stages):  # each rank learns its own costs
         assert PrefillCost.load(stage_file(tmp_path / "cost.json", stage), quantile=0.98).steps > TRUSTED
     assert in_bubbles == first_tokens(tmp_path, prompts, stock, together=False)

@@ -13,7 +13,7 @@ from tests.inference.vllm.test_recipe import ROOT, WEFT
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(3000),
     pytest.mark.skipif(not WEFT.exists(), reason=f"needs {WEFT}: make test-vllm"),
 ]
 PREPARE = """
@@ -59,9 +59,9 @@ def test_training_with_scores_of_vllm_has_the_losses_of_its_peer(recipe, tmp_pat
         words = [str(WEFT), "serve", *settings]
         serving = subprocess.Popen(words, env=env, stdout=out, stderr=out, start_new_session=True)
     try:
-        until_ready(PORT, serving, log, patience_s=600.0)
+        until_ready(PORT, serving, log, patience_s=1200.0)
         words = [str(WEFT), "launch", *settings]
-        launched = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=900)
+        launched = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=1500)
         assert launched.returncode == 0, launched.stdout[-3000:] + launched.stderr[-3000:]
     finally:
         os.killpg(serving.pid, signal.SIGTERM)
