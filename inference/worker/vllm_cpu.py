@@ -1,7 +1,10 @@
-"""Seeded sampling of prompts in chunks on a CPU, which vLLM 0.32.0 does for GPUs only.
+"""Corrections of vLLM 0.32.0 on a CPU: seeded sampling of prompts in chunks, and prompts without an adapter.
 
 vLLM samples after each chunk, discards the tokens of all chunks but the last, and rewinds the random numbers by the
 generator's offset. Generators on a CPU have no offset, and the error ends the engine.
+
+Prompts without a LoRA adapter have the adapter's number -1, which on a CPU is the last adapter of a batch
+(vllm-project/vllm pull request 49656).
 """
 
 from __future__ import annotations
@@ -10,6 +13,9 @@ from functools import wraps
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 
 
 def keep_generators(runner: type) -> None:
@@ -35,3 +41,21 @@ def keep_generators(runner: type) -> None:
             self.input_batch.generators = generators
 
     runner._sample, runner._bookkeeping_sync = keeping_sample, bookkeeping_without_generators  # type: ignore[attr-defined]
+
+
+def keep_base_prompts() -> None:
+    """Compute prompts without a LoRA adapter without one, also in a batch with prompts of an adapter."""
+    shrink = lora_ops.bgmv_shrink
+
+    @wraps(shrink)
+    def shrink_of_adapters(
+        inputs: torch.Tensor,
+        weights: torch.Tensor,
+        output: torch.Tensor,
+        adapters: torch.Tensor,
+        scaling: float = 1.0,
+    ) -> None:
+        shrink(inputs, weights, output, adapters, scaling)
+        output[adapters < 0] = 0.0
+
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_of_adapters

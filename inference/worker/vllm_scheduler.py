@@ -36,7 +36,7 @@ from weft.inference.worker.fair_order import FairOrder
 from weft.inference.worker.gate import Gate, Span, Waker
 from weft.inference.worker.settings import WorkerSettings
 from weft.inference.worker.status import WorkerStatus
-from weft.inference.worker.vllm_cpu import keep_generators
+from weft.inference.worker.vllm_cpu import keep_base_prompts, keep_generators
 from weft.inference.worker.vllm_interfaces import (
     PREDICTED,
     SPANS,
@@ -320,3 +320,4 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     keep_generators(CPUModelRunner)
+    keep_base_prompts()

@@ -30,7 +30,7 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 
-    from weft.inference.worker.vllm_cpu import keep_generators
+    from weft.inference.worker.vllm_cpu import keep_base_prompts, keep_generators
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
@@ -125,3 +125,4 @@ class StageWorker(PlatformWorker):
 make_readers_block()
 if current_platform.is_cpu():
     keep_generators(CPUModelRunner)
+    keep_base_prompts()

@@ -121,7 +121,7 @@ REFUSED = b"POST /v1/none HTTP/1.1\r\nHost: x\r\nContent-Length: 999999\r\n\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", HEAD[:20], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", REFUSED])
-async def test_connections_without_a_request_shut_nobody_out(monkeypatch, sent):
+async def test_connections_without_a_request_lock_no_client_out(monkeypatch, sent):
     """Silent ones, half a header, those whose answer is sent, and those that were refused and go on sending."""
     monkeypatch.setattr("weft.inference.controller.server.IDLE_S", 0.0)
     async with server(FakeWorkers(1), max_connections=20, receive_timeout_s=60.0) as (port, _):
