@@ -31,14 +31,17 @@ env: $(VENV)/.ready  ## the environment in which every command of the documentat
 quickstart: $(VENV)/.ready  ## train a small Llama on four processes, within a minute
 	$(BIN)/weft launch recipe=quickstart $(ARGS)
 
-test: test-fast test-slow
+# A worker that has no tests left takes some of another's: they last from milliseconds to minutes.
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+test: $(VENV)/.ready device  ## both kinds at once: slow tests of which some wait, beside fast ones that compute
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-fast: $(VENV)/.ready
-	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-# A worker that has no tests left takes some of another's: they last from one second to minutes.
 test-slow: $(VENV)/.ready device
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "slow and not gpu" $(ARGS)
+	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 device: $(VENV)/.ready  ## compile the emulated CUDA device of the tests (docs/device.md), unless it is cached
 	$(BIN)/python -m tests.device.build
