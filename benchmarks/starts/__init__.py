@@ -1,0 +1,1 @@
+"""Runs of `benchmarks startup`: Weft, and torchrun with transformers' Trainer and peft."""
