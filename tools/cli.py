@@ -82,7 +82,7 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
     try:
         _require_home()
         status = command()
-        sys.stdout.flush()  # the reader may have closed it before the last of the output
+        print(end="", flush=True)  # the reader may have closed it before the last of the output
         return status
     except ValueError as error:
         print_error(name, error)

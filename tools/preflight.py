@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -181,6 +182,7 @@ def check_data(config: WeftConfig) -> None:
     """
     # torch, which other checks do not need
     from weft.engine.data import check_source, encode_first, load_tokenizer, require_encodable
+    from weft.engine.data.open import open_rows
     from weft.engine.data.tokenizer import require_rows
     from weft.engine.stages.files.loading import load_hf_config
 
@@ -195,6 +197,9 @@ def check_data(config: WeftConfig) -> None:
         if rows:
             require_rows(tokenizer, rows, config.model)
         encode_first(config.data, tokenizer)
+        for source in sources_of(config.data) if config.train.eval_every else ():
+            if source.eval_split:
+                open_rows(replace(source, streaming=True), Path(source.cache_dir).expanduser(), "eval_split")
         require_encodable(config.data, tokenizer, seen)
 
 

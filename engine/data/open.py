@@ -222,13 +222,18 @@ def encode_first(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, now: d
     )
 
 
-def open_rows(data: DataConfig, cache: Path) -> tuple[list[str], tuple[str, ...], Iterable[Mapping[str, Any]]]:
+def open_rows(
+    data: DataConfig, cache: Path, option: str = "split"
+) -> tuple[list[str], tuple[str, ...], Iterable[Mapping[str, Any]]]:
     """Return the column names of ``data.path``, the columns to read, and the rows.
+
+    Args:
+        option: the setting that names the split.
 
     Raises:
         ValueError: the data cannot be read.
     """
-    rows = _read(data, "split", cache)
+    rows = _read(data, option, cache)
     fields = _fields(data, rows)
     return list(rows.column_names or ()), fields, _plain(rows, fields)
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from weft.tools.cli import report_bad_input
+
 CODE = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` has it ignored
@@ -23,3 +25,9 @@ def test_a_command_that_is_ended_removes_its_temporary_folders(tmp_path, number)
     command.send_signal(number)
     assert command.wait(30) == 128 + number
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_runs_without_standard_output(monkeypatch):
+    """Python has none if a shell closes it with >&-."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert report_bad_input("weft", lambda: 0) == 0

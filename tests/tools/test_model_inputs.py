@@ -38,6 +38,15 @@ def test_as_many_tokens_as_rows_are_accepted(folder):
     check_data(settings(folder))
 
 
+def test_a_split_for_evaluation_that_is_not_there_is_refused(folder):
+    evaluated = ["data.eval_split=test", "train.eval_every=1"]
+    text = r"^data\.path=.*: split 'test' cannot be read \(there is train\); check .* data\.eval_split"
+    with pytest.raises(ValueError, match=text):
+        check_data(settings(folder, *evaluated))
+    check_data(settings(folder, "data.eval_split=test"))
+    check_data(settings(folder, "data.eval_split=train", "train.eval_every=1"))
+
+
 @pytest.mark.parametrize("where", ["model", "tokenizer"])
 def test_tokens_without_rows_are_refused_with_both_numbers(where, folder):
     tokenizer = train_bpe(WORDS, 300)
