@@ -56,6 +56,6 @@ def keep_base_prompts() -> None:
         scaling: float = 1.0,
     ) -> None:
         shrink(inputs, weights, output, adapters, scaling)
-        output[adapters < 0] = 0.0
+        output.masked_fill_((adapters < 0)[:, None], 0.0)  # of all tokens, if there is one prompt
 
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_of_adapters

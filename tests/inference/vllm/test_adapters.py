@@ -21,3 +21,6 @@ def test_only_tokens_of_an_adapter_get_its_part(is_prefill):
     else:
         punica_cpu.bgmv_shrink(inputs, weights, found, torch.tensor([0, -1, -1, 0]), 0.5)
     assert found.tolist() == [[1.5, 1.5], [0.0, 0.0], [0.0, 0.0], [1.5, 1.5]]
+    for adapter, part in ((0, 1.5), (-1, 0.0)):  # one prompt of four tokens
+        punica_cpu.bgmv_shrink(inputs, weights, found, torch.tensor([adapter]), 0.5)
+        assert found.tolist() == [[part, part]] * 4
