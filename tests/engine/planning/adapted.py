@@ -81,10 +81,10 @@ def train_three(config: WeftConfig) -> list[dict]:
 
 
 def train_moved(config: WeftConfig, folder: str) -> list[dict]:
-    """A run whose replica 0 becomes slow, its last steps resumed from a checkpoint, and a run without adaptation."""
-    runs = [train_dealt(config, folder, saved_at=STEPS - 2), train_dealt(config, folder, resume=True)]
+    """A run whose replica 0 becomes slow, and its last steps without adaptation, resumed from a checkpoint."""
+    moved = train_dealt(config, folder, saved_at=STEPS - 3)
     config.pipeline.adapt = False
-    return [*runs, train_dealt(config, folder)]
+    return [moved, train_dealt(config, folder, resume=True)]
 
 
 def train_dealt(config: WeftConfig, folder: str, saved_at: int = 0, resume: bool = False) -> dict:
