@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.inference.vllm.test_tokens import first_tokens
 from weft.engine.observability.event_ring import RingReader, RingWriter, decode
@@ -29,8 +31,27 @@ ENGINE = {
 }
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_first_tokens_over_ranks_with_opposite_bubbles_equal_those_of_one_worker(model, tmp_path, monkeypatch, stages):
+def write_adapter(folder, model):
+    """Write a LoRA adapter of all layers, large enough to change most tokens."""
+    shape, draw = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(1)
+    size = shape["hidden_size"]
+    tensors = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": torch.randn(rows, generator=draw)
+        for layer in range(shape["num_hidden_layers"])
+        for name in ("q_proj", "v_proj")
+        for part, rows in (("A", (8, size)), ("B", (size, 8)))
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize(("stages", "has_adapter"), [(2, False), (4, False), (2, True)])
+def test_first_tokens_over_ranks_with_opposite_bubbles_equal_those_of_one_worker(
+    model, tmp_path, monkeypatch, stages, has_adapter
+):
     draw = random.Random(5)
     lengths = [SHORTEST, LONGEST, *(draw.randint(SHORTEST, LONGEST) for _ in range(NUM_PROMPTS - 2))]
     prompts = [[draw.randrange(256) for _ in range(length)] for length in lengths]
@@ -47,7 +68,8 @@ def test_first_tokens_over_ranks_with_opposite_bubbles_equal_those_of_one_worker
     }
     for rank in range(stages):
         RingWriter(tmp_path / "rings", rank, 16)  # the ranks record their events
-    engine = ENGINE | {"model": str(model)}
+    adapter = write_adapter(tmp_path / "adapter", model) if has_adapter else ""
+    engine = ENGINE | {"model": str(model), "enable_lora": has_adapter}
     gated = engine | {
         "scheduler_cls": "weft.inference.worker.vllm_scheduler.BubbleScheduler",
         "worker_cls": "weft.inference.worker.vllm_stage.StageWorker",
@@ -62,7 +84,7 @@ def test_first_tokens_over_ranks_with_opposite_bubbles_equal_those_of_one_worker
     with subprocess.Popen(trainers, stdout=subprocess.PIPE, text=True) as training:
         try:
             assert training.stdout is not None and training.stdout.readline() == "up\n"
-            in_bubbles = first_tokens(tmp_path, prompts, gated, together=True)
+            in_bubbles = first_tokens(tmp_path, prompts, gated, together=True, adapter=adapter)
         finally:
             training.kill()
     steps = [json.loads(line) for line in trace.read_text().splitlines()]
@@ -78,4 +100,8 @@ def test_first_tokens_over_ranks_with_opposite_bubbles_equal_those_of_one_worker
         assert {(*step["spans"][stage], sum(step["tokens"].values())) for step in steps} <= shown
     for stage in range(stages):  # each rank learns its own costs
         assert PrefillCost.load(stage_file(tmp_path / "cost.json", stage), quantile=0.98).steps > TRUSTED
-    assert in_bubbles == first_tokens(tmp_path, prompts, stock, together=False)
+    assert in_bubbles == first_tokens(tmp_path, prompts, stock, together=False, adapter=adapter)
+    if has_adapter:
+        without = first_tokens(tmp_path, prompts, stock, together=False)
+        changed = [ours != base for ours, base in zip(in_bubbles, without, strict=True)]
+        assert not any(changed[::2]) and sum(changed[1::2]) > NUM_PROMPTS / 4

@@ -21,6 +21,7 @@ GENERATE = """
 import json, sys
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 asked = json.load(open(sys.argv[1]))
 llm = LLM(**asked["engine"])
 prompts = [TokensPrompt(prompt_token_ids=ids) for ids in asked["prompts"]]
@@ -31,19 +32,23 @@ params = [
     )
     for n in range(len(prompts))
 ]
+adapter = LoRARequest("adapter", 1, asked["adapter"]) if asked["adapter"] else None
+adapters = [adapter if n % 2 else None for n in range(len(prompts))]
 if asked["together"]:
-    found = llm.generate(prompts, params, use_tqdm=False)
+    found = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
 else:  # never in chunks, in which vLLM cannot sample with seeds on a CPU
-    found = [llm.generate(*one, use_tqdm=False)[0] for one in zip(prompts, params)]
+    asked = zip(prompts, params, adapters)
+    found = [llm.generate(one, each, use_tqdm=False, lora_request=lora)[0] for one, each, lora in asked]
 json.dump([list(one.outputs[0].token_ids) for one in found], open(sys.argv[2], "w"))
 """
 
 
-def first_tokens(folder, prompts, engine, *, together):
+def first_tokens(folder, prompts, engine, *, together, adapter=""):
+    """The first tokens of prompts, of which every second one is for a LoRA adapter, if there is one."""
     import json
 
     asked, told = folder / "asked.json", folder / "told.json"
-    asked.write_text(json.dumps({"prompts": prompts, "engine": engine, "together": together}))
+    asked.write_text(json.dumps({"prompts": prompts, "engine": engine, "together": together, "adapter": str(adapter)}))
     env = dict(
         os.environ,
         VLLM_NO_USAGE_STATS="1",
