@@ -49,7 +49,7 @@ device: $(VENV)/.ready  ## compile the emulated CUDA device of the tests (docs/d
 # Unauthenticated peers, insiders, damaged input, and the WAN transport under sanitizers; part of `make test` as well.
 test-security: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -m "not gpu" tests/security \
-		$(addprefix tests/comm/wan/test_,unauthenticated.py fuzz.py frames.py fork.py sanitizers.py) $(ARGS)
+		$(addprefix tests/comm/wan/test_,unauthenticated.py attackers.py fuzz.py frames.py fork.py sanitizers.py) $(ARGS)
 
 files: $(VENV)/.ready  ## write docs/files.md, the index of all files, from module docstrings
 	$(BIN)/python -m tests.file_index

@@ -29,6 +29,7 @@ BAD = [
     (["train.push_to_hub=true"], "did you mean train.hub_model_id?"),
     (["comm.backend=nccl"], "there is no field comm.backend; comm has timeout_s, deadline_s, connections"),
     # parallelism inside of a layer
+    (["parallel.tensor=0"], "parallel.tensor=0: outside its range"),
     (
         ["parallel.tensor=3", "data.sequence_length=64"],
         "data.sequence_length=64: parallel.context=1 x parallel.tensor=3",
@@ -82,7 +83,11 @@ BAD = [
     (["--stages=2"], "settings are written key=value"),
     # ranges
     (["train.steps=0"], "train.steps=0: outside its range; choose a value at least 1"),
+    (["model.lora.dropout=1"], "at least 0 and below 1"),
+    (["optimizer.lr=0"], "above 0"),
     (["optimizer.lr=1e30"], "choose a value at most 9.2e+18"),
+    (["cluster.master_port=99999"], "at most 65535"),
+    (["train.microbatch_size=0"], "train.microbatch_size=0"),
     (["optimizer.betas=[0.9]"], "not two numbers"),
     (["optimizer.betas=[0.9,1.0]"], "not two numbers"),
     # model and data
@@ -141,6 +146,8 @@ BAD = [
     (["cluster.hostfile=/nowhere"], "there is no such file"),
     (["cluster.master_addr=''"], "nowhere to meet"),
     # run
+    (["zero.stage=4"], "at least 0 and at most 3"),
+    (["zero.reduce_every=-1"], "at least 0"),
     (["train.batch_size=6", "train.microbatch_size=4"], "not a multiple of train.microbatch_size=4 = 4; choose 8"),
     (
         ["train.batch_size=6", "pipeline.microbatches=4"],
@@ -174,6 +181,7 @@ BAD = [
     (["inference.controller.models=[{name: a, url: localhost}]"], "give it as in http://127.0.0.1:8500"),
     (["inference.controller.models=[{url: 'http://x'}]"], "empty, or another model's"),
     (["inference.controller.workers=[{url: http://localhost}]"], "give the bubble board of each rank"),
+    (["inference.controller.deadline_s=0"], "above 0"),
 ]
 
 

@@ -14,15 +14,6 @@ def test_a_line_that_names_no_host_is_refused(tmp_path, line):
         read_hostfile(tmp_path / "hosts")
 
 
-@pytest.mark.parametrize(
-    ("text", "part"), [("# only\n\n", "names no host"), ("a slots=1\na slots=2\n", "host a is listed twice")]
-)
-def test_hostfiles_without_a_host_or_with_one_twice_are_refused(tmp_path, text, part):
-    (tmp_path / "hosts").write_text(text)
-    with pytest.raises(ValueError, match=part):
-        read_hostfile(tmp_path / "hosts")
-
-
 def test_a_pipe_a_binary_and_a_missing_file_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")

@@ -146,3 +146,14 @@ def test_a_fixed_schedule_over_the_memory_cap_is_refused():
         generate("1f1b", Placement.straight(4), 8, memory_cap_bytes=3.0)
     assert (error.value.rank, error.value.index) == (0, 3)
     assert "0F3 <-- ERROR HERE" in str(error.value)
+
+
+@settings(max_examples=15)
+@given(schedules(kinds=("auto",)), st.integers(0, 3))
+def test_auto_keeps_to_its_memory_cap(schedule, spare):
+    placement = schedule.placement
+    costs = CostModel.unit(placement.num_stages)
+    cap = float(len(placement.legs) * placement.num_ranks + spare)
+    capped = generate("auto", placement, schedule.num_microbatches, costs=costs, memory_cap_bytes=cap, search_seconds=0)
+    validate(capped, costs=costs, memory_cap_bytes=cap)
+    assert max(simulate(capped, costs).peak_bytes) <= cap

@@ -23,11 +23,24 @@ class Payload:
         return os.system, (f"touch {self.path}",)
 
 
+def truncated(newest: Path, _: Path) -> None:
+    shard = next(newest.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
 def flipped(newest: Path, _: Path) -> None:
     shard = next(newest.glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
+
+
+def missing(newest: Path, _: Path) -> None:
+    next(newest.glob("*.safetensors")).unlink()
+
+
+def empty_manifest(newest: Path, _: Path) -> None:
+    (newest / "manifest.json").write_text("")
 
 
 def pickled(newest: Path, touched: Path) -> None:
@@ -38,7 +51,7 @@ def pickled(newest: Path, touched: Path) -> None:
     (newest / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(payload))
 
 
-DAMAGES = (flipped, pickled)
+DAMAGES = (truncated, flipped, missing, empty_manifest, pickled)
 
 
 @pytest.mark.slow

@@ -64,7 +64,8 @@ def plain_losses(settings, folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(("fault", "stages"), [(None, 1), (None, 2), ("", 2), ("nan", 1)])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("fault", [None, "", "slow", "stopped", "nan"])
 def test_losses_are_those_of_a_plain_loop_whatever_the_workers_do(fault, stages, tmp_path):
     from tests.inference.scorers import KEY, worker  # with the feature prefill only
 
@@ -79,7 +80,7 @@ def test_losses_are_those_of_a_plain_loop_whatever_the_workers_do(fault, stages,
     run = tmp_path / "runs" / "distill"
     assert losses(run) == pytest.approx(plain_losses(settings, tmp_path), abs=1e-4)
     if fault is not None:
-        assert lengths and any(shares_ahead(run)) == (fault == "")
+        assert lengths and (fault == "slow" or any(shares_ahead(run)) == (fault == ""))
 
 
 @pytest.mark.slow

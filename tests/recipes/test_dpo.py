@@ -31,7 +31,7 @@ def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", ["", "stopped", "nan"])
+@pytest.mark.parametrize("fault", ["", "slow", "stopped", "nan"])
 def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_path):
     from tests.inference.scorers import KEY, worker  # with the feature prefill only
 
@@ -40,12 +40,13 @@ def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_pat
         ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
         run_ranks(2, train_with_key, KEY, [*settings, ahead, f"inference.boards={tmp_path / 'boards'}"], timeout_s=300)
     assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
-    assert lengths and any(shares_ahead(tmp_path / "runs" / "dpo")) == (fault == "")
+    assert lengths and (fault == "slow" or any(shares_ahead(tmp_path / "runs" / "dpo")) == (fault == ""))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_losses(tmp_path, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_losses(rank, tmp_path, monkeypatch):
     from tests.engine.supervision.test_supervised_launch import events, start  # with the features only
     from tests.inference.scorers import KEY, worker
 
@@ -62,9 +63,9 @@ def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_
     monkeypatch.setenv("WEFT_API_KEY", KEY)
     with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), "slow") as (url, asked):
         ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
-        process, folder = start([*settings, ahead], "dpo", faults="1:0:8:SIGKILL 2:1:12:SIGSTOP")
+        process, folder = start([*settings, ahead], "dpo", faults=f"1:{rank}:8:SIGKILL 2:{1 - rank}:12:SIGSTOP")
         assert process.wait(300) == 0
-    assert [fault["culprit"]["rank"] for fault in events(folder, "fault")] == [0, 1]
+    assert [fault["culprit"]["rank"] for fault in events(folder, "fault")] == [rank, 1 - rank]
     assert losses(folder) == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
     assert len(asked) > 12, "scores were requested by each attempt"
 

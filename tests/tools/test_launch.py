@@ -270,6 +270,22 @@ def test_what_is_fine_passes_every_check(config):
     preflight(config)
 
 
+HOSTFILES = [
+    ("a\n", "line 1 is 'a'; write it as"),
+    ("# only\n\n", "names no host"),
+    ("a slots=1\na slots=2\n", "host a is listed twice"),
+    ("a slots=0\n", "line 1"),
+]
+
+
+@pytest.mark.parametrize(("text", "part"), HOSTFILES)
+def test_bad_hostfiles(text, part, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=part):
+        read_hostfile(file)
+
+
 def test_hosts_must_be_able_to_meet(config, tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two\nnode1 slots=2\nnode2 slots=2\n")

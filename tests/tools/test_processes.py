@@ -107,15 +107,16 @@ def test_death_by_signal_comes_through(tmp_path):
 
 
 @pytest.mark.slow
-def test_deepspeeds_launcher_leaves_no_rank(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_deepspeeds_launcher_leaves_no_rank(number, tmp_path):
     script = tmp_path / "rank.py"
     body = RANK.format(folder=tmp_path, seconds=300, extra="sys.argv[1] = os.environ['RANK']")
     script.write_text(body)
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--num_gpus", "3"]
     run = Run(tmp_path, [*launcher, str(script)])
     ranks = run.ranks(3)
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end() == 143
+    run.process.send_signal(number)
+    assert run.end() == 128 + number
     assert gone(ranks)
 
 

@@ -1,4 +1,4 @@
-"""The WAN channel on an emulated WAN whose lines are broken, and whose processes are stopped and killed."""
+"""The WAN channel on an emulated WAN whose lines are broken in every way we know."""
 
 import math
 import os
@@ -163,12 +163,25 @@ def test_a_flapping_line_carries_on(bed):
     assert count > AHEAD
 
 
-def test_flipped_bytes_that_tcp_believes_are_found_and_sent_again(bed):
-    sender, receiver, _ = start(bed)
+def test_lost_packets_are_tcps_business(bed):
+    bed.drop("a", "b", share=0.01)
+    finish(*start(bed, seconds=3.0)[:2], "1 % of packets lost")
+    assert sum(node.fault_drops for node in bed.status().nodes) > 0
+
+
+def test_a_slow_node_slows_and_no_more(bed):
+    sender, receiver, _ = start(bed, seconds=3.0)
+    bed.slow("a", by=5.0)
+    finish(sender, receiver, "one node five times slower")
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_flipped_bytes_that_tcp_believes_are_found_and_sent_again(bed, tls):
+    sender, receiver, _ = start(bed, tls=tls)
     for _ in range(3):
         bed.flip("a", "b")
         time.sleep(0.4)
-    _, counters = finish(sender, receiver, "a byte flipped three times each way")
+    _, counters = finish(sender, receiver, f"a byte flipped three times each way, tls={tls}")
     assert counters.broken >= 3
 
 

@@ -28,9 +28,17 @@ def test_what_is_shifted_comes_by_on_all_members_and_home():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axis", "operation"), [("expert", "all_gather"), ("context", "shift")])
-def test_a_lost_member_is_one_error_that_names_it_its_axis_and_the_ranks(axis, operation):
-    said = run_ranks(4, lose, axis, operation, timeout_s=120)
+@pytest.mark.parametrize("axis", ["tensor", "context", "expert"])
+def test_a_lost_member_is_one_error_that_names_the_axis_and_its_ranks(axis):
+    said, _ = run_ranks(2, lose, axis, timeout_s=120)
+    assert said.startswith(f"{axis} axis of ranks 0, 1, on rank 0: all_gather")
+    assert said.endswith("; rank 1 is lost")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axis", "operation"), [("tensor", "all_gather"), ("context", "shift")])
+def test_of_several_members_the_lost_one_is_named(axis, operation):
+    said = run_ranks(4, lose, axis, 4, operation, timeout_s=120)
     assert not said[2]
     for rank in (0, 1, 3):
         assert said[rank].startswith(f"{axis} axis of ranks 0, 1, 2, 3, on rank {rank}: {operation}")

@@ -70,8 +70,10 @@ def test_who_differs_is_who_is_not_of_the_majority(values):
 @pytest.mark.parametrize(
     ("ranks", "stages", "zero", "where", "said", "done"),
     [
+        (3, 1, 0, "weight", "after step 5: replicas differ: rank 1 in {name}", 8),
         (3, 1, 0, "state", "after step 5: replicas differ: rank 1 in {name}", 8),
         (4, 2, 1, "weight", "ranks 2, 3 do not agree in {name}, and no majority says which of them is wrong", 8),
+        (3, 1, 2, "weight", "after step 5: replicas differ: rank 1 in {name}", 8),
         (3, 1, 0, "saved", "after step 5: replicas differ: rank 1 in {name}", 5),
     ],
 )

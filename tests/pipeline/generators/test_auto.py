@@ -146,3 +146,8 @@ def test_pairs_are_formed_where_they_gain():
 def test_a_cap_below_one_microbatch_names_the_remedy():
     with pytest.raises(ValueError, match=r"memory_cap_bytes=1: one micro-batch alone holds 2 bytes .* raise the cap"):
         generate_auto(Placement.fold(2), 4, CostModel.unit(4), 1)
+
+
+def test_costs_of_another_pipeline_are_refused():
+    with pytest.raises(ValueError, match="costs of 3 virtual stages, the placement has 4"):
+        generate_auto(Placement.fold(2), 4, CostModel.unit(3))

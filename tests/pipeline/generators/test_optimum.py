@@ -66,6 +66,6 @@ def test_pairs_that_gain_are_beyond_the_model():
 
 @pytest.mark.slow
 def test_auto_is_close_to_the_optimum():
-    gaps = [result.gap for result in closed_cases(5, limit_s=60, search_s=1.0)]
+    gaps = [result.gap for result in closed_cases(10, limit_s=60, search_s=1.0)]
     assert sum(gaps) / len(gaps) <= 0.02
     assert max(gaps) <= 0.05

@@ -1,7 +1,4 @@
-"""Tests of plans against all layouts of random small clusters, by a second model and the simulator.
-
-`python -m benchmarks planner` makes the same comparisons on more clusters.
-"""
+"""Tests of plans against all layouts of random small clusters, by a second model and the simulator."""
 
 from dataclasses import replace
 
@@ -30,6 +27,12 @@ def test_no_layout_is_better_than_the_gap_allows_and_none_as_fast_is_cheaper(see
     assert not refuted([seed])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(CHUNK, 200, CHUNK))
+def test_no_layout_of_many_clusters_is_better_than_the_gap_allows(first):
+    assert not refuted(range(first, first + CHUNK))
+
+
 def changes_that_refute(kind, seeds):
     """By seed and change, how much worse a plan is and how much is allowed."""
     each = [(seed, *one) for seed in seeds for one in compared(kind, *case(seed))]
@@ -41,9 +44,21 @@ def test_no_pin_beats_an_unpinned_plan_by_more_than_its_gap(seed):
     assert not changes_that_refute("pins", [seed])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(25, 50))
+def test_no_pin_beats_any_of_many_plans_by_more_than_its_gap(seed):
+    assert not changes_that_refute("pins", [seed])
+
+
 @pytest.mark.parametrize("seed", [1, 22, 44])
 def test_more_gpus_memory_or_bandwidth_and_lower_prices_make_no_plan_worse_than_its_gap_allows(seed):
     assert not changes_that_refute("resources", [seed])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(25, 100, 5))
+def test_more_of_anything_makes_none_of_many_plans_worse_than_its_gap_allows(first):
+    assert not changes_that_refute("resources", range(first, first + 5))
 
 
 @pytest.mark.parametrize("seed", range(10))

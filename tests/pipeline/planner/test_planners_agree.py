@@ -1,6 +1,7 @@
 """`weft plan` and the dry run predict the same for each rank: seconds, and bytes of each kind."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from pytest import approx
@@ -41,6 +42,7 @@ GPU = GpuKind(
     bytes_per_s=1e12,
     scale_up_bytes_per_s=1e18,
     scale_up_latency_s=0.0,
+    has_nvlink=True,
 )
 CLUSTER = Cluster(
     sites=(Site(name="here", hosts=64, gpus_per_host=8, gpu=GPU, network_bps=1e18),), links={}, efficiency=1.0
@@ -67,7 +69,7 @@ def run_of(folder, stages, replicas, tensor, context, zero, checkpointing, lora)
     return plan_run(config, replace(facts, device="cuda", flops_per_s=1e12, keeps_frozen=False, strands=None))
 
 
-@pytest.mark.parametrize(("checkpointing", "lora"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("checkpointing", "lora"), product((False, True), (False, True)))
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize(
     ("stages", "replicas", "tensor", "context"), [(1, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (2, 2, 1, 2), (4, 2, 2, 2)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.planner.planned import cluster, model, site, sums
-from tests.pipeline.planner.test_search import REQUEST, uneven_clusters, ways
+from tests.pipeline.planner.test_search import REQUEST, planned, uneven_clusters, ways
 from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import Objective
@@ -91,6 +91,20 @@ def test_bounds_are_below_what_they_bound(some, objective, experts):
             scores = [candidate.score_bound for candidate in evaluation.candidates(shape, route)]
             if scores:
                 assert max(bound, *map(bound_of, parts)) <= min(scores) * (1 + 1e-9)
+
+
+@given(uneven_clusters())
+@settings(max_examples=8, deadline=None)
+def test_the_search_finds_the_best_of_all_sets_of_routes(some):
+    request = replace(REQUEST, sequences=24, pins={"tensor": 1, "microbatch_size": 1, "num_stages": 2})
+    if (found := planned(some, request)) is None:
+        return
+    evaluation = Evaluation(some, model(), request)
+    for shape in shapes(some, model(), request):
+        for route in ways(some, shape) if shape.routes > 1 else ():
+            for candidate in evaluation.candidates(shape, route):
+                if one := evaluation.schedule(candidate):
+                    assert request.score(one) >= request.score(found.best) / (1 + found.gap) * (1 - 1e-9)
 
 
 def test_sites_whose_replicas_reduce_have_links():

@@ -143,6 +143,21 @@ def test_bounds_hold_where_sites_are_good_at_different_parts(arrangement, latenc
                 assert evaluation.route_bound(shape, route) <= candidate.score_bound * (1 + 1e-9)
 
 
+@given(uneven_clusters(), st.sampled_from(Objective))
+@settings(max_examples=5, deadline=None)
+def test_nothing_is_better_than_proven(some, objective):
+    pins = {"tensor": 1, "context": 1, "microbatch_size": 1, "schedule": "auto"}
+    request = replace(REQUEST, objective=objective, pins=pins)
+    if (found := planned(some, request)) is None:
+        return
+    evaluation = Evaluation(some, model(), request)
+    for shape in shapes(some, model(), request):
+        for route in ways(some, shape):
+            for candidate in evaluation.candidates(shape, route):
+                if candidate.score_bound < request.score(found.best) and (one := evaluation.schedule(candidate)):
+                    assert request.score(one) >= request.score(found.best) / (1 + found.gap) * (1 - 1e-9)
+
+
 @given(clusters(), st.floats(1.1, 10))
 @settings(max_examples=15, deadline=None)
 def test_more_bandwidth_never_hurts(some, factor):
@@ -256,6 +271,13 @@ def test_a_cheap_plan_is_found_where_memory_is_scarce(kinds):
 def test_what_no_layout_meets_is_named(changes, part):
     with pytest.raises(ValueError, match=part):
         plan(cluster(site("a"), site("b")), model(), replace(REQUEST, **changes))
+
+
+def test_gpus_that_share_experts_are_neighbours_of_which_those_that_share_weights_are_some():
+    some, work = cluster(site("a", hosts=4, gpus_per_host=8)), replace(model(experts=12), heads=8)
+    found = {(one.tensor, one.expert) for one in shapes(some, work, replace(REQUEST, pins={"num_stages": 1}))}
+    assert found == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 4), (8, 1)}
+    assert all(one.expert == 1 for one in shapes(some, model(), REQUEST))
 
 
 def test_of_plans_that_cost_nothing_the_fastest_is_best():

@@ -95,6 +95,14 @@ def test_replicas_have_eight_routes_at_most(count, most):
     assert bool(list(shapes(some, model(), pinned))) == (count <= 8)
 
 
+@pytest.mark.parametrize(("tensor", "most"), [(1, 128), (2, 128), (4, 128)])
+def test_experts_are_shared_by_as_many_gpus_as_divide_them(tensor, most):
+    some, work = cluster(site("a", hosts=64, gpus_per_host=4)), replace(model(experts=128), experts=128)
+    pins = {"num_stages": 1, "tensor": tensor, "microbatch_size": 1, "replicas": 128 // tensor, "context": 1}
+    found = {one.expert for one in shapes(some, work, Request(sequences=128, pins=pins))}
+    assert found == {1, *(size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size >= tensor)} and max(found) == most
+
+
 def test_an_expert_count_that_is_pinned_has_to_divide():
     some, work = cluster(site("a", hosts=4, gpus_per_host=4)), replace(model(experts=12), experts=12)
 

@@ -241,6 +241,18 @@ def test_a_recipe_says_how_layers_are_shared(weft_plan, folder, capsys):
     assert "2 stages on 2 ranks x 2 replicas x context 2 x tensor 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        (("parallel.tensor=2", "comm.cell=2"), "--pin comm.cell=2: the pipelines of a DP-cell take turns"),
+        (("parallel.tensor=4", "parallel.expert=6"), "--pin parallel.expert=6: .* choose a multiple of 4, or 1"),
+    ],
+)
+def test_pins_that_no_run_has_together_are_refused(weft_plan, pins, said):
+    code, _, error = weft_plan(*(word for pin in pins for word in ("--pin", pin)))
+    assert code == 2 and re.search(said, error) and len(error.splitlines()) == 1
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_recipe_says_how_experts_are_shared(weft_plan, folder, capsys, tensor):
     mixtral = {**MODEL, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -254,10 +266,37 @@ def test_a_recipe_says_how_experts_are_shared(weft_plan, folder, capsys, tensor)
     assert "expert" in capsys.readouterr().out
 
 
-def test_a_wrong_cluster_file_is_one_line(weft_plan):
-    code, _, error = weft_plan(cluster=SITES.replace("gpu: A100", "gpu: A1000", 1))
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (("gpu: A100", "gpu: A1000"), ("sites[0].gpu=A1000", "did you mean A100")),
+        (("price: 1.5", "price: -1"), ("sites[0].price=-1", "at least 0")),
+        (("hosts: 2", "hosts: two"), ("sites[0].hosts='two'", "whole number")),
+        (("name: west", "name: east"), ("sites.name=east", "2 sites")),
+        (("sites: [east, west]", "sites: [east, mars]"), ("links[0].sites", "no site mars")),
+        (("links:", "lines:"), ("field 'lines' is not known", "links")),
+        (("bandwidth_mbps: 100000", "bandwidth_mbps: 0"), ("links[0].bandwidth_mbps=0", "above 0")),
+        (("latency_ms: 1", "latency_ms: .nan"), ("links[0].latency_ms=nan", "finite")),
+        (("links:\n", "links: []\nx:\n"), ("'x' is not known",)),
+        (("name: west", "name: far west"), ("sites[1].name='far west'", "expected a word")),
+        (("name: west", "name: null"), ("sites[1].name=None", "expected a word")),
+        (("sites:\n", "sites: [{\n"), ("cannot be read",)),
+    ],
+)
+def test_a_wrong_cluster_file_is_one_line(weft_plan, change, parts):
+    code, _, error = weft_plan(cluster=SITES.replace(*change, 1))
     assert code == 2 and len(error.splitlines()) == 1
-    assert "sites[0].gpu=A1000" in error and "did you mean A100" in error
+    assert all(part in error for part in parts), error
+
+
+def test_a_cluster_without_gpus_is_one_line(weft_plan):
+    code, _, error = weft_plan(cluster=SITES.replace("hosts: 2", "hosts: 0"))
+    assert code == 2 and "no site has a GPU" in error and len(error.splitlines()) == 1
+
+
+def test_a_site_without_a_link_is_named(weft_plan):
+    code, _, error = weft_plan(cluster=SITES.partition("links:")[0])
+    assert code == 2 and "site east has no link" in error and "sites: [west, east]" in error
 
 
 @pytest.mark.parametrize(
@@ -267,12 +306,15 @@ def test_a_wrong_cluster_file_is_one_line(weft_plan):
         (["--max-memory", "2"], ("--max-memory 2",)),
         (["--max-cost-per-hour", "0.1"], ("--max-cost-per-hour", "the cheapest", "raise it")),
         (["--pin", "pipeline.stage=3"], ("did you mean pipeline.stages",)),
+        (["--pin", "pipeline.stages=x"], ("pipeline.stages='x'",)),
         (["--batch-tokens", "1000"], ("--batch-tokens 1000", "--sequence-length 128")),
         (["--batch-tokens", "-128"], ("--batch-tokens=-128", "at least 0")),
         (["--batch-tokens", "9" * 20], ("--batch-tokens", "at most")),
         (["--batch-tokens", "0"], ("--pin pipeline.microbatches=N",)),
         (["--sequence-length", "0"], ("--sequence-length=0", "at least 1")),
         (["--tokens", "nan"], ("--tokens='nan'", "finite")),
+        (["--pin", "zero.stage=4"], ("zero.stage=4", "0, 1, 2 and 3")),
+        (["--pin", "pipeline.placement=folded"], ("pipeline.placement='folded'", "site_fold")),
         (["--rows", "0"], ("--rows=0",)),
         (["--keep-data-in", "mars"], ("--keep-data-in mars", "east, us, west")),
         (["--what-if", "site mars gpus=0"], ("no such site; the cluster has east, west",)),
