@@ -168,7 +168,8 @@ class WeftEngine(PipelineEngine):
         peers = [] if endpoint is None else list(endpoint.peers)
         here = position(self.global_rank).site
         watcher.follow(self.device, endpoint, [peer for peer in peers if position(peer).site != here])
-        self.slot_observers[:0] = watcher.observers(lambda: self.global_steps)
+        first = self.plan
+        self.slot_observers[:0] = watcher.observers(lambda: self.global_steps, lambda: self.plan is first)
 
     def time_events(self) -> None:
         """Time events with the watcher's timer from now on, if it has one."""

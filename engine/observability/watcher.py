@@ -137,8 +137,13 @@ class Watcher:
         """The observer of waits: the timer, which passes them on to `waits`, or `waits` itself."""
         return self.timer or self.waits
 
-    def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
-        """Return observers of slots. ``steps_done`` returns the number of steps before the one that begins."""
+    def observers(self, steps_done: Callable[[], int], is_planned: Callable[[], bool]) -> list[SlotObserver]:
+        """Return observers of slots.
+
+        Args:
+            steps_done: returns the number of steps before the one that begins.
+            is_planned: returns whether the schedules of the run's plan are those that run.
+        """
         return []
 
     def follow(self, device: torch.device, links: SiteEndpoint | None, peers: Collection[int]) -> None:

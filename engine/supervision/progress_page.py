@@ -90,7 +90,7 @@ class Reading(NamedTuple):
         attempt: number of the attempt that the rank takes part in.
         started: start time of the process, in clock ticks since boot. Unique together with the pid.
         moved_ns: time of its last progress, by `time.monotonic_ns` of its host.
-        num_microbatches: number of micro-batches of the step, which identifies the schedule.
+        num_microbatches: number of micro-batches of the step, which identifies the schedule; 0 if no plan's.
         tick: counter of the background thread. It does not change while another thread holds the interpreter's lock.
         busy_ns: time of the rank's own computations, over `measured_steps`.
         measured_steps: steps whose computations have been measured.

@@ -106,9 +106,9 @@ class Heartbeat(Watcher):
         local_rank, rank = int(variables["LOCAL_RANK"]), int(variables["RANK"])
         return cls(Path(variables[PROGRESS_PAGE]), local_rank=local_rank, rank=rank, attempt=attempt)
 
-    def observers(self, steps_done: Callable[[], int]) -> list[SlotObserver]:
+    def observers(self, steps_done: Callable[[], int], is_planned: Callable[[], bool]) -> list[SlotObserver]:
         """Return the observer that writes to the record."""
-        return [ProgressObserver(self, steps_done)]
+        return [ProgressObserver(self, steps_done, is_planned)]
 
     def follow(self, device: torch.device, links: SiteEndpoint | None, peers: Collection[int]) -> None:
         """Let the record's thread read the memory of ``device`` and the counters of ``links``."""
@@ -264,16 +264,16 @@ def _succeeds(read: Callable[[], None]) -> bool:
 class ProgressObserver:
     """An observer of slots that writes each beginning and end to the host's page. See `SlotObserver`."""
 
-    def __init__(self, heartbeat: Heartbeat, steps_done: Callable[[], int]) -> None:
-        self._heartbeat, self._steps_done = heartbeat, steps_done
+    def __init__(self, heartbeat: Heartbeat, steps_done: Callable[[], int], is_planned: Callable[[], bool]) -> None:
+        self._heartbeat, self._steps_done, self._is_planned = heartbeat, steps_done, is_planned
         self.slot_begins, self.slot_ends = (
             heartbeat.slot_begins,
             heartbeat.slot_ends,
         )  # with no call between: each takes time
 
     def step_begins(self, num_microbatches: int) -> None:
-        """Publish the beginning of a step."""
-        self._heartbeat.begin_step(self._steps_done() + 1, num_microbatches)
+        """Publish the beginning of a step; without a number if its rows are not those of the plan's file."""
+        self._heartbeat.begin_step(self._steps_done() + 1, num_microbatches if self._is_planned() else 0)
 
 
 def _reading(links: SiteEndpoint, peer: int) -> LinkReading:

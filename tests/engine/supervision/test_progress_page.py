@@ -55,7 +55,7 @@ def test_a_reader_follows_a_step(page, writer):
     def look():
         seen.append(reader.read(1).progress)
 
-    observer = ProgressObserver(writer, lambda: 11)
+    observer = ProgressObserver(writer, lambda: 11, lambda: True)
     observer.step_begins(8)
     look()
     for slot in (RECV, F):
@@ -69,6 +69,15 @@ def test_a_reader_follows_a_step(page, writer):
     found = reader.read(1)
     assert (found.phase, found.num_microbatches, found.busy_ns) == (Phase.steady, 8, 0)
     assert found.moved_ns <= monotonic_ns()
+
+
+def test_a_step_of_an_adapted_schedule_has_no_number_that_would_name_the_plans_rows(page, writer):
+    reader = ProgressReader(page)
+    planned = iter((True, False))
+    observer = ProgressObserver(writer, lambda: 11, lambda: next(planned))
+    for number in (8, 0):
+        observer.step_begins(8)
+        assert reader.read(1).num_microbatches == number
 
 
 def test_only_computations_count_as_busy(page, writer):
@@ -277,7 +286,7 @@ def test_without_a_page_nothing_is_written():
     heartbeat.enter(Phase.steady)
     with heartbeat.waiting(), heartbeat.within(Phase.checkpoint):
         pass
-    assert heartbeat.observers(lambda: 0) == []
+    assert heartbeat.observers(lambda: 0, lambda: True) == []
     heartbeat.close()
 
 
@@ -291,7 +300,7 @@ def test_a_rank_takes_its_page_from_the_environment(page):
         with heartbeat.within(Phase.evaluation):
             assert reader.read(2).phase is Phase.evaluation
         assert reader.read(2).phase is Phase.steady
-        (observer,) = heartbeat.observers(lambda: 0)
+        (observer,) = heartbeat.observers(lambda: 0, lambda: True)
         observer.step_begins(3)
         with heartbeat.waiting():
             assert reader.read(2).progress == RowProgress(1, 0, False, 1)
