@@ -42,7 +42,6 @@ GPU = GpuKind(
     bytes_per_s=1e12,
     scale_up_bytes_per_s=1e18,
     scale_up_latency_s=0.0,
-    has_nvlink=True,
 )
 CLUSTER = Cluster(
     sites=(Site(name="here", hosts=64, gpus_per_host=8, gpu=GPU, network_bps=1e18),), links={}, efficiency=1.0
