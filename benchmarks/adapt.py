@@ -1,4 +1,4 @@
-"""Rank or a link that becomes slow while training: steps before, and during it without and with adaptation."""
+"""A rank, link or replica that becomes slow while training: steps before, and during it without and with adaptation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     adapted = [run_lasting(name, args) for name in CASES if name in chosen]
     steady = [run_steady(name, args) for name in STEADY if name in chosen]
     if adapted:
-        show(table_of(map(_adapted_cells, adapted), f"a rank at {SPEED:.0%}, a link at a third of its rate"))
+        show(table_of(map(_adapted_cells, adapted), f"a rank or replica at {SPEED:.0%}, a link at a third of its rate"))
     if steady:
         show(table_of(map(_steady_cells, steady), "no lasting change"))
     met = all(case.won >= GOAL and case.is_in_order for case in adapted) and all(case.is_met for case in steady)

@@ -1,4 +1,4 @@
-"""A rank or a link that becomes slow for good: the step with the first schedule, the new one and 1F1B, by turns."""
+"""A rank, link or replica that becomes slow for good: steps before and after the change, and of 1F1B, by turns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
+from typing import NamedTuple
+
+import torch
 
 from benchmarks.adapting.disturbance import (
     LINK_SHARE,
@@ -34,6 +37,7 @@ from weft.pipeline.costs import LinkCost
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import simulate
 from weft.tools.netbed import NetBed
+from weft.tools.ranks import run_ranks
 
 ADAPT_STEPS = 5
 """Steps that must deviate: few, so that a case ends soon."""
@@ -44,22 +48,52 @@ _TURN_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Lasting:
-    """A case with a large simulated gain, straight on two sites of two ranks.
+    """A case with a large simulated gain, straight on two sites of two ranks, or replicas of two ranks on one host.
 
     Attributes:
-        chunks: cap of a rank's activations. 1F1B needs 4.
+        chunks: cap of a rank's activations. 1F1B needs one for each stage.
         transfer: seconds of a transfer between the sites over those of a stage's forward.
     """
 
     microbatches: int
     chunks: int
     transfer: float
+    replicas: int = 1
+
+    def layout(self, name: str) -> Layout:
+        """Return the layout of the case's ranks."""
+        if self.replicas > 1:
+            stages = 4 // self.replicas
+            return Layout(name, schedule="auto", stages=stages, replicas=self.replicas, microbatches=self.microbatches)
+        return Layout(name, schedule="auto", zero=0, sites=SITES, microbatches=self.microbatches)
 
 
 CASES = {
     "rank": Lasting(microbatches=12, chunks=2, transfer=0.5),
     "link": Lasting(microbatches=12, chunks=4, transfer=1.5),
+    "replica": Lasting(microbatches=8, chunks=2, transfer=0.5, replicas=2),
 }
+
+
+class Kind(NamedTuple):
+    """What ranks run by turns: a schedule for each number of micro-batches, and the number of each replica."""
+
+    schedules: tuple[Schedule, ...]
+    counts: tuple[int, ...] = ()
+
+
+class Same:
+    """Endless equal micro-batches, of which a replica may read any number. It is a `weft.engine.deal.Dealer`."""
+
+    def __iter__(self) -> Same:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(1, 2, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    def deal(self, counts: Sequence[int]) -> None:
+        """Change nothing, because all micro-batches are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,23 +154,26 @@ class Adapted:
 
 
 def run_lasting(name: str, args: argparse.Namespace) -> Adapted:
-    """Run a case on emulated sites whose rank or link becomes slow and stays so."""
+    """Run a case whose rank, link between emulated sites, or replica becomes slow and stays so."""
     shape, each = CASES[name], args.layer / 1e3
     hidden_bytes = int(shape.transfer * 2 * each * args.rate * 1e6 / 8 / 4) * 4
     work = EmulatedWork(forward_s=each, input_s=each, weight_s=each, hidden_bytes=hidden_bytes)
-    layout = Layout(name, schedule="auto", zero=0, sites=SITES, microbatches=shape.microbatches)
-    topology = wan_topology(SITES, args.rate, args.latency)
+    layout = shape.layout(name)
     wan = LinkCost(latency_s=args.latency / 1e3, bandwidth_bps=args.rate * 1e6, streams=MANY)
     case = layout.case(Links(wan=wan), 0, work)
-    with real_time():
-        up = NetBed.up(topology)
-    with up as bed, tempfile.TemporaryDirectory(prefix="weft-adapt-") as folder:
+    with tempfile.TemporaryDirectory(prefix="weft-adapt-") as folder:
         cap_bytes = shape.chunks * hidden_bytes
         config = adaptive_config(layout, folder, args, cap_bytes=cap_bytes, adapt_steps=ADAPT_STEPS)
         signal = Path(folder, "slow")
-        slow_link = partial(_slow_link, bed, signal)
         arguments = case, config, name, str(signal), args.rounds
-        ranks = run_ranks_in(bed, bed.nodes, train, *arguments, timeout_s=args.timeout, meanwhile=slow_link)
+        if layout.sites:
+            with real_time():
+                up = NetBed.up(wan_topology(SITES, args.rate, args.latency))
+            with up as bed:
+                slow_link = partial(_slow_link, bed, signal)
+                ranks = run_ranks_in(bed, bed.nodes, train, *arguments, timeout_s=args.timeout, meanwhile=slow_link)
+        else:
+            ranks = run_ranks(layout.ranks, train, *arguments, timeout_s=args.timeout)
     print(f"{name}: {ranks[SLOW_RANK]}", file=sys.stderr)
     return _adapted(name, ranks)
 
@@ -175,9 +212,10 @@ def train(case: EngineCase, config: WeftConfig, name: str, signal: str, rounds: 
 
 def _train(engine: WeftEngine, case: EngineCase, config: WeftConfig, name: str, signal: str, rounds: int) -> RankRun:
     try:
+        engine.set_dataiterator(Same())
         first = engine.plan.schedules[1]
         before_s = tuple(timed_step(engine) for _ in range(_DISTURBED_AT))
-        if name == "rank" and engine.global_rank == SLOW_RANK:
+        if (name == "rank" and engine.global_rank == SLOW_RANK) or (name == "replica" and engine.replica == 0):
             set_speed(engine, case.work, SPEED)
         if name == "link" and engine.global_rank == 0:
             Path(signal).touch()
@@ -186,22 +224,27 @@ def _train(engine: WeftEngine, case: EngineCase, config: WeftConfig, name: str, 
             if len(during_s) == _MOST_STEPS:
                 raise RuntimeError(f"{name}: no other schedule was chosen in {_MOST_STEPS} steps: {_proposals(engine)}")
             during_s.append(timed_step(engine))
-        schedules = {"first": first, "adapted": engine.plan.schedules[1]}
-        if config.pipeline.memory_cap_bytes >= case.num_ranks * case.work.hidden_bytes:
-            schedules = {"1f1b": _one_f_one_b(engine, config), **schedules}
         assert engine.adaptation is not None
+        _, found = engine.adaptation.proposals[-1]
+        kinds = {"first": Kind((first,)), "adapted": Kind(found.schedules, found.counts)}
+        simulated_s = {"first": found.levels[0].step_s, "adapted": found.step_s()}
         costs, proposals = engine.adaptation.costs(), _proposals(engine)
+        if case.num_replicas == 1 and config.pipeline.memory_cap_bytes >= case.num_ranks * case.work.hidden_bytes:
+            other = _one_f_one_b(engine, config)
+            kinds = {"1f1b": Kind((other,)), **kinds}
+            simulated_s = {"1f1b": simulate(other, costs).step_s, **simulated_s}
         engine.adaptation.close()
         engine.adaptation = None  # from here on schedules change by turns
-        rounds_s: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in schedules}
-        for kind in [*schedules] * rounds:
-            engine.run_schedules({1: schedules[kind]})
-            rounds_s[kind].append(tuple(timed_step(engine) for _ in range(_TURN_STEPS))[1:])
+        rounds_s: dict[str, list[tuple[float, ...]]] = {name: [] for name in kinds}
+        for name, kind in [*kinds.items()] * rounds:
+            counts = kind.counts if len(kind.schedules) > 1 else ()
+            engine.run_schedules(*({1: schedule} for schedule in kind.schedules), counts=counts)
+            rounds_s[name].append(tuple(timed_step(engine) for _ in range(_TURN_STEPS))[1:])
         return RankRun(
             before_s=before_s,
             during_s=tuple(during_s),
             rounds_s={kind: tuple(turns) for kind, turns in rounds_s.items()},
-            simulated_s={kind: simulate(schedule, costs).step_s for kind, schedule in schedules.items()},
+            simulated_s=simulated_s,
             proposals=proposals,
         )
     finally:
