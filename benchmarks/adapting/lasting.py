@@ -76,7 +76,7 @@ CASES = {
 
 
 class Kind(NamedTuple):
-    """What ranks run by turns: a schedule for each number of micro-batches, and the number of each replica."""
+    """A turn of all ranks: a schedule for each number of micro-batches, and the number of each replica."""
 
     schedules: tuple[Schedule, ...]
     counts: tuple[int, ...] = ()
