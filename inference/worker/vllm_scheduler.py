@@ -272,9 +272,10 @@ class BubbleScheduler(Scheduler):
             setattr(output, PREDICTED, self._gate.predicted_s)
 
     def _ended(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        step, end_s = self._steps.popleft(), time.monotonic()
+        step = self._steps.popleft()
         # If this thread computes, its CPU time excludes time in which it was preempted or stopped.
         computed_s = time.thread_time() - step.started_cpu_s if self._in_process else None
+        end_s = time.monotonic()
         spans = getattr(result, SPANS, [(step.started_s, end_s, computed_s)])
         self._recorder.add(output.total_num_scheduled_tokens, spans)
         if not step.learns:
