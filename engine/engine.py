@@ -254,12 +254,13 @@ class WeftEngine(PipelineEngine):
 
         Args:
             schedules: one mapping for each number of micro-batches in ``counts``, the same on all ranks.
-            counts: micro-batches of each replica. Empty means the usual number for all.
+            counts: micro-batches of each replica. Empty or equal ones mean the usual number for all.
         """
-        if self.scores is not None and self.deal.counts != tuple(counts):
+        counts = tuple(counts) if len(schedules) > 1 else ()
+        if self.scores is not None and self.deal.counts != counts:
             self.scores.forget()
         self._plans.clear()
-        self.deal.counts = tuple(counts)
+        self.deal.counts = counts
         plans = [self._plan(each).schedule for each in schedules]
         self.schedule = self._plans[counts[self.replica]].schedule if counts else plans[0]
 

@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from weft.conf import load
 from weft.conf.features import entry, is_installed
-from weft.conf.host.private import make_shared_folder, take_secrets, without_credentials, write_private
+from weft.conf.host.private import make_shared_folder, take_secrets, write_private
 from weft.conf.host.processes import end_process
 from weft.conf.host.run_lock import RunLock
-from weft.conf.host.terminal import printable
+from weft.conf.host.terminal import print_error
 from weft.conf.hosts import run_folder
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
@@ -294,7 +294,7 @@ def run(argv: Sequence[str]) -> int:
         return entry("supervision").run_attempts(argv, main) if is_supervised else main(argv)
     except ValueError as error:
         if reports_error(error):
-            print(f"weft train: {printable(without_credentials(str(error)))}", file=sys.stderr)
+            print_error("weft train", error)
         return 2
     except (NonFiniteError, ReplicasDiffer) as error:
         if dist.get_rank() == 0:

@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
-import torch
-
 from benchmarks.adapting.disturbance import (
     LINK_SHARE,
     SITES,
@@ -80,20 +78,6 @@ class Kind(NamedTuple):
 
     schedules: tuple[Schedule, ...]
     counts: tuple[int, ...] = ()
-
-
-class Same:
-    """Endless equal micro-batches, of which a replica may read any number. It is a `weft.engine.deal.Dealer`."""
-
-    def __iter__(self) -> Same:
-        return self
-
-    def __next__(self) -> dict[str, torch.Tensor]:
-        ids = torch.zeros(1, 2, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
-
-    def deal(self, counts: Sequence[int]) -> None:
-        """Change nothing, because all micro-batches are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +196,6 @@ def train(case: EngineCase, config: WeftConfig, name: str, signal: str, rounds: 
 
 def _train(engine: WeftEngine, case: EngineCase, config: WeftConfig, name: str, signal: str, rounds: int) -> RankRun:
     try:
-        engine.set_dataiterator(Same())
         first = engine.plan.schedules[1]
         before_s = tuple(timed_step(engine) for _ in range(_DISTURBED_AT))
         if (name == "rank" and engine.global_rank == SLOW_RANK) or (name == "replica" and engine.replica == 0):
@@ -237,8 +220,7 @@ def _train(engine: WeftEngine, case: EngineCase, config: WeftConfig, name: str, 
         engine.adaptation = None  # from here on schedules change by turns
         rounds_s: dict[str, list[tuple[float, ...]]] = {name: [] for name in kinds}
         for name, kind in [*kinds.items()] * rounds:
-            counts = kind.counts if len(kind.schedules) > 1 else ()
-            engine.run_schedules(*({1: schedule} for schedule in kind.schedules), counts=counts)
+            engine.run_schedules(*({1: schedule} for schedule in kind.schedules), counts=kind.counts)
             rounds_s[name].append(tuple(timed_step(engine) for _ in range(_TURN_STEPS))[1:])
         return RankRun(
             before_s=before_s,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
 from statistics import median
 from time import perf_counter
 
@@ -108,6 +108,20 @@ def _run_sharded(case: ZeroCase, stage: int, num_stages: int) -> ZeroRun:
     return found
 
 
+class Same:
+    """Endless equal micro-batches, of which a replica may read any number. It is a `weft.engine.deal.Dealer`."""
+
+    def __iter__(self) -> Same:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(1, 2, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    def deal(self, counts: Sequence[int]) -> None:
+        """Change nothing, because all micro-batches are equal."""
+
+
 def emulated_engine(case: EngineCase, config: WeftConfig) -> WeftEngine:
     """Return Weft's engine on the emulated layers of ``case``, with layout and schedule from ``config``."""
     device = join(config)
@@ -128,8 +142,7 @@ def emulated_engine(case: EngineCase, config: WeftConfig) -> WeftEngine:
         lr_scheduler=None,
         collate_fn=None,
     )
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    engine.set_dataiterator(repeat({"input_ids": ids, "labels": ids}))
+    engine.set_dataiterator(Same())
     return engine
 
 

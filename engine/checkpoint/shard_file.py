@@ -8,32 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.engine.checkpoint import durable
 from weft.engine.checkpoint.durable import CheckpointError
 from weft.engine.checkpoint.pieces import Piece, StoredPiece, StoredTensor, checksum, raw
+from weft.engine.stages.files.folder import TYPE_NAMES
 
-DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Safetensors' names of element types."""
+DTYPES = {dtype: name for dtype, name in TYPE_NAMES.items() if not dtype.is_complex}
+"""Safetensors' names of the element types that checkpoints have."""
 TYPES = {name: dtype for dtype, name in DTYPES.items()}
 """Element types by safetensors' names."""
 FILES = "rank-*.safetensors"

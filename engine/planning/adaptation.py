@@ -203,8 +203,7 @@ class Adaptation:
         plan = replace(engine.plan, schedules=own, step_s=proposal.step_s())
         predicted = plan.predicted(engine.line, costs)
         engine.plan = replace(plan, bubble_share=predicted.bubble_share)
-        counts = proposal.counts if len(proposal.schedules) > 1 else ()
-        engine.run_schedules(*({1: schedule} for schedule in proposal.schedules), counts=counts)
+        engine.run_schedules(*({1: schedule} for schedule in proposal.schedules), counts=proposal.counts)
         if engine.bubbles is not None:
             engine.bubbles.replan(predicted.compute[engine.pipe_rank])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -16,6 +17,25 @@ from weft.conf.host.terminal import printable
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
+TYPE_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""Safetensors' names of element types."""
 _MOST_HEADER_BYTES = 100_000_000
 """Largest header that the safetensors library accepts."""
 
@@ -86,13 +106,10 @@ def tensor_types(folder: Path) -> dict[str, str]:
             header = read_header(file)[1].items()
             types |= {name: entry["dtype"] for name, entry in header if name != "__metadata__"}
         else:
-            types |= {name: type_name(tensor.dtype) for name, tensor in _pickled(folder, file).items()}
+            types |= {
+                name: TYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) for name, tensor in _pickled(folder, file).items()
+            }
     return types
-
-
-def type_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a type, such as BF16 or U8."""
-    return re.sub("LOAT|(?<=U)INT|NT|OMPLEX", "", str(dtype).removeprefix("torch.").upper())
 
 
 def _pickled(folder: Path, file: Path) -> dict[str, Tensor]:

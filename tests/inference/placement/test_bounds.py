@@ -45,7 +45,7 @@ def test_no_work_ends_before_its_bound_and_little_later(found, before, asked):
         bound_s = reach_s.item(row) + from_s
         assert bound_s <= end_s + 1e-6
         assert all(reach_s.item(other) > 2**39 for other in range(len(reach_s)) if other != row), "nobody is there"
-        # What is lost at edges: steps and cells, and the bubbles' distance where a cell ends one.
+        # Losses at edges: steps and cells, and the distance between the bubbles where a cell ends one.
         gaps_s = [b - a for a, b in zip(found._ends, found._starts[1:], strict=False)]
         longest_s = max([*gaps_s, PERIOD_S - found._ends[-1] + found._starts[0]])
         assert end_s - bound_s <= longest_s + found.overhead_s + 4 * STEP_S + found.capacity_s * CELL
