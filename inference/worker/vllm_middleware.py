@@ -48,6 +48,8 @@ MOST_DEPTH = 64
 """Maximum nesting of a body."""
 RECEIVE_S = 60.0
 """Time limit for receiving a body."""
+ENDED_S = 2.0
+"""Time limit for answers once vLLM's engine has ended."""
 
 
 class KeyMiddleware:
@@ -66,16 +68,27 @@ class KeyMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        response = _Response(send)
+        handling = asyncio.create_task(self._handle(scope, receive, response))
+        try:
+            if await _is_handled(handling, scope["app"].state.server):
+                return handling.result()
+        finally:
+            handling.cancel()
+        await asyncio.wait([handling], timeout=ENDED_S)
+        await response.shut_down()
+
+    async def _handle(self, scope: Message, receive: Receive, send: _Response) -> None:
         try:
             self._authorize(scope, (scope["method"], scope["path"]))
             if (own := await self._answer(scope, receive)) is not None:
                 await _send(send, 200, *own)
                 return
-            receive, send = await self._exchange(scope, receive, send)
+            app_receive, app_send = await self._exchange(scope, receive, send)
         except Refusal as refusal:
             await _refuse(send, refusal)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, app_receive, app_send)
 
     def _authorize(self, scope: Message, asked: tuple[str, str]) -> None:
         if asked != HEALTH and self._key and not self._has_key(scope):
@@ -85,7 +98,7 @@ class KeyMiddleware:
         """Return the answer to a request that is not forwarded, or None."""
         return None
 
-    async def _exchange(self, scope: Message, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    async def _exchange(self, scope: Message, receive: Receive, send: _Response) -> tuple[Receive, Send]:
         return receive, send
 
     def _has_key(self, scope: Message) -> bool:
@@ -153,7 +166,7 @@ class ApiMiddleware(KeyMiddleware):
         proof = answer_proof(self._key, scope[NONCE], body, scores)
         return scores, [(HEADER.encode(), proof.encode())]
 
-    async def _exchange(self, scope: Message, receive: Receive, send: Send) -> tuple[Receive, Send]:
+    async def _exchange(self, scope: Message, receive: Receive, send: _Response) -> tuple[Receive, Send]:
         if (scope["method"], scope["path"]) not in GENERATING:
             return receive, send
         body = await _read_in_time(receive)
@@ -168,13 +181,33 @@ class PrefillOnlyMiddleware(ApiMiddleware):
         check_prefill_only(value)
 
 
+class _Response:
+    """A ``send`` that can end its response with 503."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._begun = False
+
+    async def __call__(self, message: Message) -> None:
+        self._begun = True
+        await self._send(message)
+
+    async def shut_down(self) -> None:
+        refusal = Refusal(503, "the worker shuts down; send the prompt to another one, or again", retry_after_s=1)
+        if not self._begun:
+            await _refuse(self._send, refusal)
+        else:  # a stream
+            event = b"data: " + json.dumps(refusal.answer).encode() + b"\n\ndata: [DONE]\n\n"
+            await self._send({"type": "http.response.body", "body": event})
+
+
 class _Completed:
     """A ``send`` that answers 503 if vLLM dropped the request because it shuts down.
 
     vLLM itself would abort the request with status 200, or find its engine gone and answer 500.
     """
 
-    def __init__(self, send: Send, status: Path | None) -> None:
+    def __init__(self, send: _Response, status: Path | None) -> None:
         self._send, self._status = send, status
         self._start: Message | None = None
         self._completion = Completion()
@@ -191,16 +224,26 @@ class _Completed:
         left = failed and self._status is not None and is_leaving(self._status)
         if left or self._completion.is_aborted(message.get("body", b"")):
             self._ended = True
-            refusal = Refusal(503, "the worker shuts down; send the prompt to another one, or again", retry_after_s=1)
-            if start is not None:
-                await _refuse(self._send, refusal)
-            else:  # a stream that has begun
-                event = b"data: " + json.dumps(refusal.answer).encode() + b"\n\ndata: [DONE]\n\n"
-                await self._send({"type": "http.response.body", "body": event})
+            await self._send.shut_down()
             return
         if start is not None:
             await self._send(start)
         await self._send(message)
+
+
+async def _is_handled(handling: asyncio.Task[None], server: Any) -> bool:
+    """Wait until a request is handled. Return False if vLLM's engine ended `ENDED_S` ago, so that it cannot be.
+
+    vLLM ends its engine, sets ``should_exit`` and waits for all responses. Those of requests whose abort was still on
+    its way from the engine would never come.
+    """
+    had_ended = False
+    while not handling.done():
+        if had_ended and server.should_exit:
+            return False
+        had_ended = server.should_exit
+        await asyncio.wait([handling], timeout=ENDED_S)
+    return True
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weft.inference.requests import Refusal
 from weft.inference.worker import status as worker_status
+from weft.inference.worker import vllm_middleware
 from weft.inference.worker.status import WorkerStatus, problem_of
 from weft.inference.worker.vllm_middleware import (
     KEY_VARIABLE,
@@ -103,6 +104,11 @@ def test_any_text_in_a_flat_body_passes(value):
     judge(json.dumps(PREFILL | {"user": json.dumps(value)}).encode())
 
 
+def app_of(**state):
+    """Return vLLM's application, of which the middleware reads the state: its server, and whether that ends."""
+    return SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(should_exit=False), **state))
+
+
 def call(body_parts, path="/v1/completions", method="POST", headers=(), middleware=PrefillOnlyMiddleware, kind="http"):
     """Return the request that the app received, and the answer."""
     seen, sent = [], []
@@ -121,7 +127,7 @@ def call(body_parts, path="/v1/completions", method="POST", headers=(), middlewa
             return {"type": "http.disconnect"}
         return {"type": "http.request", "body": part, "more_body": True} if part else {"type": "http.request"}
 
-    scope = {"type": kind, "method": method, "path": path, "headers": list(headers)}
+    scope = {"type": kind, "method": method, "path": path, "headers": list(headers), "app": app_of()}
     asyncio.run(middleware(app)(scope, receive, send))
     return seen, sent
 
@@ -182,7 +188,7 @@ def test_weights_are_replaced_by_those_beside_them_and_by_no_others(tmp_path, mo
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "weights" / "1"))
     monkeypatch.setenv(KEY_VARIABLE, "secret")
     engine, middleware, sent = Engine(), PrefillOnlyMiddleware(None), []
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
+    app = app_of(engine_client=engine)
 
     def ask(method, name=None, key=b"Bearer secret"):
         async def receive():
@@ -304,7 +310,7 @@ def answer(*bodies, status=200):
     async def receive():
         return {"type": "http.request", "body": WHOLE}
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": app_of()}
     asyncio.run(PrefillOnlyMiddleware(app)(scope, receive, send))
     return sent
 
@@ -336,6 +342,44 @@ def test_a_stream_that_vllm_aborts_ends_with_an_error():
     start, first, last = answer(b"data: {}\n\n", b'data: {"finish_reason":"abort"}\n\n', b"data: [DONE]\n\n")
     assert (start["status"], first["body"]) == (200, b"data: {}\n\n")
     assert b'"code": 503' in last["body"] and not last.get("more_body")
+
+
+@pytest.mark.parametrize("middleware", [PrefillOnlyMiddleware, KeyMiddleware])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_prompt_that_waits_for_an_engine_that_is_gone_is_answered(monkeypatch, middleware, begun):
+    """An engine that ended may have had no time for its last outputs. vLLM then waits for ever."""
+    monkeypatch.setattr(vllm_middleware, "ENDED_S", 0.05)
+    sent, left, application = [], [], app_of()
+
+    async def app(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"data: {}", "more_body": True})
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            left.append(True)
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": WHOLE}
+
+    async def serve():
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "app": application}
+        serving = asyncio.create_task(middleware(app)(scope, receive, send))
+        await asyncio.sleep(0.3)
+        assert not serving.done() and not left, "prompts wait for as long as the engine lives"
+        application.state.server.should_exit = True
+        await asyncio.wait_for(serving, 10)
+
+    asyncio.run(serve())
+    assert left
+    if begun:
+        assert sent[0]["status"] == 200 and b'"code": 503' in sent[-1]["body"] and b"[DONE]" in sent[-1]["body"]
+    else:
+        assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
 
 
 def test_depth_is_measured_outside_of_strings():
