@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.thread_ranks import run_in_threads
+from tests.waiting import until
 from weft.comm import lifeline as module
 from weft.comm.channel import ChannelError
 from weft.comm.lifeline import Lifeline
@@ -30,14 +31,6 @@ def line(group: dist.ProcessGroup) -> Lifeline:
     return Lifeline(group, torch.device("cpu"))
 
 
-def wait_for(condition) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        sleep(0.005)
-    raise AssertionError("it does not come about")
-
-
 def outlive(size: int, *, busy: bool) -> str:
     """Return a rank's error after `DEAD` has closed its connections, as the kernel does for a process that has died."""
     group = dist.new_group(backend="gloo")
@@ -51,9 +44,9 @@ def outlive(size: int, *, busy: bool) -> str:
     try:
         with mine.watching():
             if busy:
-                wait_for(lambda: heard)
+                until(lambda: heard, timeout_s=10.0)
                 sleep(0.5)
-        wait_for(lambda: heard)
+        until(lambda: heard, timeout_s=10.0)
         mine.check()
     except ChannelError as error:
         assert [str(each) for each in heard] == [str(error)], "the waits of its channels fail once"
@@ -90,7 +83,7 @@ def lose_while_a_step_begins(freed: list[str]) -> int:
     def check_and_lose() -> None:
         check()
         dist.barrier(group=group)
-        wait_for(lambda: heard)
+        until(lambda: heard, timeout_s=10.0)
         sleep(0.1)
         mine.check = check
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import until
+
 # A launcher that leaves its ranks behind when it is terminated, as DeepSpeed's does.
 CARELESS = """
 import subprocess, sys, time
@@ -152,10 +154,7 @@ def test_ranks_end_when_the_launcher_of_their_launcher_is_killed(tmp_path):
     run = Run(tmp_path, careless(tmp_path, extra=extra))
     ranks = run.ranks()
     run.process.kill()
-    deadline = time.monotonic() + 60
-    while not gone(ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: gone(ranks))
     for process in psutil.process_iter(["cmdline"]):
         if str(tmp_path) in " ".join(process.info["cmdline"] or []):
             process.kill()

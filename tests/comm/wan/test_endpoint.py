@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.comm.wan.proxy import Proxy
+from tests.waiting import until
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
@@ -55,13 +56,6 @@ class Pair:
 def stack():
     with ExitStack() as stack:
         yield stack
-
-
-def until(condition, timeout_s=10.0):
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
 
 
 def noise(num_bytes, seed=0):

@@ -4,7 +4,6 @@ import dataclasses
 import threading
 import weakref
 from functools import partial
-from time import monotonic, sleep
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._C import _is_multithreading_enabled as is_multithreading_enabled
 
+from tests.waiting import until
 from weft.engine.parallel import functions
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.strands.pair import PairRunner, StrandThread
@@ -28,13 +28,6 @@ def runner():
     thread = StrandThread(CPU)
     yield PairRunner(thread, YieldPoint())
     thread.close()
-
-
-def eventually(holds):
-    limit = monotonic() + 10
-    while not holds() and monotonic() < limit:
-        sleep(0.001)
-    return holds()
 
 
 def steps(runner, log, name, count):
@@ -217,7 +210,7 @@ def test_an_idle_thread_keeps_no_tensors(runner):
     storage = weakref.ref(kept)
     runner.run(SegmentPlan(()), lambda: None, partial(kept.sum))
     del kept
-    assert eventually(lambda: storage() is None)
+    until(lambda: storage() is None)
 
 
 def test_a_rank_that_is_interrupted_frees_the_backward(runner):

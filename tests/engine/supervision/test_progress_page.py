@@ -6,10 +6,11 @@ import random
 import signal
 import subprocess
 import sys
-from time import monotonic, monotonic_ns, sleep
+from time import monotonic_ns, sleep
 
 import pytest
 
+from tests.waiting import until
 from weft.conf.host.processes import STOPPED, process_state
 from weft.engine.observability.watcher import Phase, watcher_of
 from weft.engine.supervision.messages import LinkReading, RowProgress
@@ -19,13 +20,6 @@ from weft.pipeline.action import Action, Op
 
 F, RECV = (Action(Op.F, 0, 0),), (Action(Op.RECV_F, 1, 0),)
 LIMIT_S = 60.0
-
-
-def until(condition):
-    limit = monotonic() + LIMIT_S
-    while not condition():
-        assert monotonic() < limit, "not within the time limit"
-        sleep(0.02)
 
 
 @pytest.fixture

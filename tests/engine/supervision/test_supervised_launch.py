@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.recipes.runs import prepare, run
+from tests.waiting import until
 from weft.conf import load
 from weft.engine.supervision.agent.forkserver import PRELOAD
 from weft.engine.supervision.driver import driver
@@ -72,22 +73,15 @@ def events(folder, name):
     return [event for event in read_journal(folder / JOURNAL) if event["event"] == name]
 
 
-def wait_for(condition):
-    limit = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_a_run_with_faults_computes_what_one_without_does(settings):
     process, calm = start(settings, "calm")
     assert process.wait(LIMIT_S) == 0
     process, folder = start(settings, "faulty", faults="1:2:6:SIGKILL 2:1:10:SIGSTOP")
-    wait_for(lambda: (folder / JOURNAL).exists() and events(folder, "good_step"))
+    until(lambda: (folder / JOURNAL).exists() and events(folder, "good_step"), LIMIT_S)
     os.kill(process.pid, signal.SIGKILL)  # ranks do not notice; an agent starts another driver
     process.wait(LIMIT_S)
-    wait_for(lambda: events(folder, "end"))
+    until(lambda: events(folder, "end"), LIMIT_S)
     assert events(folder, "end")[0]["code"] == 0
     assert len(events(folder, "driver")) == 2
     assert [fault["culprit"] for fault in events(folder, "fault")] == [
@@ -97,7 +91,7 @@ def test_a_run_with_faults_computes_what_one_without_does(settings):
     assert [fault["kind"] for fault in events(folder, "fault")] == ["signal", "stopped"]
     assert [event["attempt"] for event in events(folder, "good_step")] == [1, 2, 3]
     assert losses(folder) == losses(calm)
-    wait_for(lambda: not left_of(folder))
+    until(lambda: not left_of(folder), LIMIT_S)
 
 
 @pytest.mark.slow
@@ -111,7 +105,7 @@ def test_a_rank_that_dies_inside_of_a_strand_pair_costs_no_loss(settings):
     assert [(fault["culprit"]["rank"], fault["kind"]) for fault in events(folder, "fault")] == [(1, "signal")]
     assert [event["attempt"] for event in events(folder, "good_step")] == [1, 2]
     assert losses(folder) == losses(calm)
-    wait_for(lambda: not left_of(folder))
+    until(lambda: not left_of(folder), LIMIT_S)
 
 
 @pytest.mark.slow
@@ -119,7 +113,7 @@ def test_a_rank_whose_storage_hangs_for_30_s_is_not_taken_for_hung(settings):
     """Opening a FIFO without a reader blocks the writer, as storage that does not answer does."""
     process, folder = start([*settings, "train.steps=60"], "hanging")
     metrics, pipe = folder / "metrics.jsonl", folder / "pipe"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1)
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, LIMIT_S)
     os.mkfifo(pipe)
     os.link(metrics, folder / "before")
     pipe.replace(metrics)

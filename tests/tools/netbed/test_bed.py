@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
 from weft.tools.netbed import Link, NetBed, Node, Topology, missing
 from weft.tools.netbed.bed import beds
 from weft.tools.netbed.command import main
@@ -137,13 +138,6 @@ def living(namespaces):
             if entry.stat().st_ino in namespaces:
                 found.append(entry)
     return found
-
-
-def until(condition, timeout_s=5.0):
-    limit = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def test_down_ends_what_runs_in_the_bed():

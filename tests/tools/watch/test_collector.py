@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 from tests.quickstart import TINY_QUICKSTART
+from tests.waiting import until
 from weft.conf.host.processes import free_port
 from weft.engine.observability.event_ring import RingReader, RingWriter, encode, event_text, rings_folder
 from weft.tools.watch import FOLDER, collector
@@ -192,10 +193,8 @@ def test_the_last_events_of_a_killed_rank_are_in_the_files_and_metrics_are_serve
     )
     folder = tmp_path / "quickstart" / FOLDER
     try:
-        deadline = time.monotonic() + 200
-        while not list(folder.glob("steps-*.parquet")):
-            assert time.monotonic() < deadline and job.poll() is None
-            time.sleep(0.2)
+        until(lambda: list(folder.glob("steps-*.parquet")) or job.poll() is not None, 200.0)
+        assert job.poll() is None
         time.sleep(1)
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -206,9 +205,7 @@ def test_the_last_events_of_a_killed_rank_are_in_the_files_and_metrics_are_serve
         os.kill(victim.pid, signal.SIGKILL)
         last = victim.read()[-1]
         assert job.wait(60) != 0
-        while rings_folder(tmp_path / "quickstart").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: not rings_folder(tmp_path / "quickstart").exists())
         found = pd.concat([pd.read_parquet(path) for path in folder.glob("spans-*.parquet")])
         mine = found[found["rank"] == 1].sort_values("end_s")
         assert mine.step.iloc[-1] == last["step"]

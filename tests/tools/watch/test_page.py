@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tests.quickstart import TINY_QUICKSTART
 from tests.tools.watch.browser import CHROMIUM, Browser
 from tests.tools.watch.recorded import Recording
+from tests.waiting import until
 from weft.pipeline.costs import LinkCost
 from weft.tools.watch.analysis import heat, links, where_time_goes
 from weft.tools.watch.record import RunRecord
@@ -241,10 +241,8 @@ def test_a_live_run_of_eight_ranks_is_followed(tmp_path, browser):
     job = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     folder = tmp_path / "quickstart"
     try:
-        until = time.monotonic() + 300
-        while not list((folder / "watch").glob("steps-*.parquet")):
-            assert job.poll() is None and time.monotonic() < until
-            time.sleep(0.5)
+        until(lambda: list((folder / "watch").glob("steps-*.parquet")) or job.poll() is not None, 300.0)
+        assert job.poll() is None
         with served(folder) as address:
             show(browser, address, "overview")
             browser.wait("document.getElementById('dot').classList.contains('live')")

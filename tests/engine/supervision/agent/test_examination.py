@@ -1,11 +1,11 @@
 """Failed checks of a host become reasons to leave it out, and so does a check that cannot run."""
 
 import asyncio
-import time
 
-import psutil
 import pytest
 
+from tests.engine.supervision.agent.agent_bed import gone
+from tests.waiting import until
 from weft.conf.host.diagnosis import DOCTOR, doctor_arguments, read_results
 from weft.engine.supervision.agent import processes
 from weft.engine.supervision.agent.forkserver import PRELOAD
@@ -46,10 +46,8 @@ def test_what_a_doctor_says(doctor, failed, examined):
 def test_a_doctor_that_does_not_end_is_given_up_with_what_it_has_started(examined, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "DOCTOR_S", 1.0)
     assert examined("hangs", ("10.0.0.1", 5)) == ["doctor: the doctor did not end in time"]
-    child, limit = int((tmp_path / "child").read_text()), time.monotonic() + 30
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    child = int((tmp_path / "child").read_text())
+    until(lambda: gone(child))
 
 
 def test_a_doctor_that_talks_too_much_has_failed(examined):

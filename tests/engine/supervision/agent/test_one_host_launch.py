@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from tests.quickstart import TINY_QUICKSTART
+from tests.waiting import until
 from weft.engine.supervision.agent.forkserver import EarlyAgent
 
 LIMIT_S = 240.0
@@ -24,7 +24,7 @@ class Launched:
         self.log = folder / "log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        wait_for(lambda: (folder / "quickstart" / "metrics.jsonl").exists(), self.log)
+        until((folder / "quickstart" / "metrics.jsonl").exists, LIMIT_S, explain=self.log.read_text)
         (self.agent,) = psutil.Process(self.process.pid).children()
         (self.forkserver,) = self.agent.children()
         self.ranks = self.forkserver.children()
@@ -35,13 +35,6 @@ class Launched:
 
 def runs(process):
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-def wait_for(condition, log):
-    limit = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < limit, log.read_text()
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -63,7 +56,7 @@ def test_a_killed_launch_leaves_no_process(tmp_path):
     run = Launched(tmp_path)
     run.process.kill()
     run.process.wait()
-    wait_for(run.all_gone, run.log)
+    until(run.all_gone, LIMIT_S, explain=run.log.read_text)
 
 
 def test_inputs_are_checked_in_the_process_that_has_the_imports(tmp_path):

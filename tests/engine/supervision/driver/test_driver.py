@@ -4,12 +4,12 @@ import logging
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.interpreter import python
+from tests.waiting import until
 from weft.conf import load
 from weft.conf.batch import num_replicas
 from weft.conf.host.private import write_private
@@ -109,10 +109,7 @@ def test_a_driver_that_dies_before_its_first_agent_has_started_is_replaced(drive
     def events():
         return [event["event"] for event in read_journal(folder / JOURNAL)]
 
-    limit = time.monotonic() + 60
-    while "end" not in events():
-        assert time.monotonic() < limit, events()
-        time.sleep(0.1)
+    until(lambda: "end" in events(), explain=events)
     assert events().count("driver") == 2 and events().count("launch") == 2
 
 

@@ -3,12 +3,12 @@
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
 
 from tests.recipes.runs import prepare
+from tests.waiting import until
 from weft.conf import load
 from weft.engine.supervision.agent.forkserver import PRELOAD, TARGET
 from weft.engine.supervision.driver import driver
@@ -19,14 +19,6 @@ from weft.engine.supervision.messages import AgentCommand
 from weft.tools.launch import write_config
 
 LIMIT_S = 240.0
-
-
-def wait_for(condition):
-    limit = time.monotonic() + LIMIT_S
-    while not (found := condition()):
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.05)
-    return found
 
 
 @pytest.fixture
@@ -68,13 +60,13 @@ def test_agents_come_and_go_by_orders(tmp_path, start_pod):
     process = start_pod(tmp_path, "a")
     first = PodStarter().start(command(tmp_path, 1))
     assert command_file(tmp_path, "a").stat().st_mode & 0o777 == 0o600
-    (one,) = wait_for(lambda: agents(process))
+    (one,) = until(lambda: agents(process), LIMIT_S)
     assert first.poll() is None
     second = PodStarter().start(command(tmp_path, 2))
-    wait_for(lambda: agents(process) not in ([one], []))
+    until(lambda: agents(process) not in ([one], []), LIMIT_S)
     assert not psutil.pid_exists(one)
     second.kill()
-    wait_for(lambda: not agents(process))
+    until(lambda: not agents(process), LIMIT_S)
     assert second.poll() == 0 and process.poll() is None
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.engine.supervision.driver.managers.slurm_cluster import SlurmCluster, missing
+from tests.waiting import until
 from weft.conf import load
 from weft.conf.hosts import read_hostfile
 from weft.engine.supervision.driver.managers.slurm import in_allocation, script, with_allocation
@@ -97,7 +98,7 @@ import json, os, sys
 from pathlib import Path
 from weft.conf import load
 from weft.conf.hosts import read_hostfile
-from weft.engine.supervision.managers.slurm import with_allocation
+from weft.engine.supervision.driver.managers.slurm import with_allocation
 folder = Path(sys.argv[1])
 words = sys.argv[sys.argv.index("launch") + 1 :]
 config = with_allocation(load(words), os.environ, folder / "hosts")
@@ -128,10 +129,8 @@ def test_the_nodes_of_an_allocation(cluster, tmp_path, kind):
     job = tmp_path / "job.sbatch"
     job.write_text(script(load(words), words, str(python)))
     number = cluster.ask("sbatch", "--parsable", f"--output={tmp_path / 'out'}", str(job))
-    deadline = time.monotonic() + 200
-    while cluster.state(number) not in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"):
-        assert time.monotonic() < deadline, (cluster.state(number), (tmp_path / "out").read_text())
-        time.sleep(0.3)
+    ends = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL")
+    until(lambda: cluster.state(number) in ends, 200.0, pause_s=0.3, explain=(tmp_path / "out").read_text)
     assert cluster.state(number) == "COMPLETED", (tmp_path / "out").read_text()
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["sites"] == {"a": ["east0"], "b": ["west0", "west1"]}
