@@ -16,7 +16,7 @@ from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.case import EngineCase, time_steps
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout, Links, measured_links, wan_topology
-from benchmarks.peers.weft_engine import LayersJob, emulated_engine
+from benchmarks.peers.weft_engine import LayersJob, emulated_engine, set_speed
 from benchmarks.results import finish, parse, show, write_json
 from weft.conf.schema import WeftConfig
 from weft.recipes.emulation.session import Setting
@@ -165,10 +165,7 @@ def real_rounds(
     """Return, by round, the seconds of the measured steps on one rank of the real job."""
     engine = emulated_engine(case, config)
     if slow is not None and engine.global_rank == slow[0]:
-        slower = {name: getattr(case.work, name) / slow[1] for name in ("forward_s", "input_s", "weight_s")}
-        for stage in engine.module.stages.values():
-            for layer in stage.layers:
-                layer.work = replace(case.work, **slower)
+        set_speed(engine, case.work, slow[1])
     turns = Turns(folder, rounds, _nothing)
     engine.train_batch()  # the first makes buffers
     found = []

@@ -62,6 +62,11 @@ class StageCost:
     def _sent(self) -> dict[str, float]:
         return {"output_bytes": self.output_bytes, "send_s": self.send_s}
 
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all computations of a micro-batch."""
+        return self.forward_s + self.input_s + self.weight_s
+
     def seconds(self, op: Op) -> float:
         """Return the seconds for which ``op`` occupies its rank; `LinkCost` has the time on the link."""
         if op is Op.B:

@@ -6,10 +6,8 @@ import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from time import perf_counter
 
-from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout
 from weft.conf.schema import WeftConfig
 from weft.engine.engine import WeftEngine
@@ -43,14 +41,6 @@ def adaptive_config(
     config.pipeline.search_seconds = args.search
     config.pipeline.memory_cap_bytes = cap_bytes
     return config
-
-
-def set_speed(engine: WeftEngine, work: EmulatedWork, speed: float) -> None:
-    """Make this rank's layers take their time divided by ``speed`` from now on."""
-    slower = {name: getattr(work, name) / speed for name in ("forward_s", "input_s", "weight_s")}
-    for stage in engine.module.stages.values():
-        for layer in stage.layers:
-            layer.work = replace(work, **slower)
 
 
 def timed_step(engine: WeftEngine) -> float:

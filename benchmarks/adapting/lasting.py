@@ -19,7 +19,6 @@ from benchmarks.adapting.disturbance import (
     SPEED,
     adaptive_config,
     real_time,
-    set_speed,
     timed_step,
 )
 from benchmarks.netbed.ranks import run_ranks_in
@@ -27,7 +26,7 @@ from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout, Links, wan_topology
 from benchmarks.peers.registry import MANY
-from benchmarks.peers.weft_engine import emulated_engine
+from benchmarks.peers.weft_engine import emulated_engine, set_speed
 from weft.conf.schema import ScheduleKind, WeftConfig
 from weft.engine.engine import WeftEngine
 from weft.engine.planning.schedules import plan_schedule

@@ -10,11 +10,11 @@ from statistics import mean, median
 
 import torch.distributed as dist
 
-from benchmarks.adapting.disturbance import SLOW_RANK, SPEED, adaptive_config, real_time, set_speed, timed_step
+from benchmarks.adapting.disturbance import SLOW_RANK, SPEED, adaptive_config, real_time, timed_step
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
 from benchmarks.peers.layout import Layout, Links
-from benchmarks.peers.weft_engine import emulated_engine
+from benchmarks.peers.weft_engine import emulated_engine, set_speed
 from weft.conf.schema import WeftConfig
 from weft.tools.ranks import run_ranks
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peers.case import EngineCase, RankRun, ZeroCase, ZeroRun, time_computes, time_steps
-from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedStage
+from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedStage, EmulatedWork
 from weft.conf.deepspeed import deepspeed_config
 from weft.conf.schema import (
     CommConfig,
@@ -70,6 +70,14 @@ def run(
     ]
     engine.destroy()
     return RankRun(step_s, cells, ended_s, median(steps), profile)
+
+
+def set_speed(engine: WeftEngine, work: EmulatedWork, speed: float) -> None:
+    """Make this rank's layers take their time divided by ``speed`` from now on."""
+    slower = {name: getattr(work, name) / speed for name in ("forward_s", "input_s", "weight_s")}
+    for stage in engine.module.stages.values():
+        for layer in stage.layers:
+            layer.work = replace(work, **slower)
 
 
 def run_sharded(case: ZeroCase, stage: int, num_stages: int = 1) -> list[ZeroRun]:

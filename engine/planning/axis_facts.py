@@ -48,7 +48,8 @@ def _collective_costs(group: Group, device: torch.device, cache: CostCache) -> t
         return known, f"{key}, cache {cache.path}"
     sheet, inside = data_sheet(device), group.flat.links[0] is LinkClass.intra
     if sheet is None or not inside:
-        return None, f"{key}: not measured; `weft {'profile' if inside else 'bench collectives'}` does it"
+        command = "weft profile" if inside else "python -m benchmarks collectives"
+        return None, f"{key}: not measured; `{command}` does it"
     line = AlphaBeta(_LAUNCH_S, 1 / sheet.scale_up_bytes_per_s)
     return CollectiveCosts.of_links({LinkClass.intra: line}), f"{key}: data sheet of a {sheet.name}"
 

@@ -77,7 +77,7 @@ def _correct_speed(
 
 
 def _compute_s(costs: CostModel) -> float:
-    return sum(stage.forward_s + stage.input_s + stage.weight_s for stage in costs.stages)
+    return sum(stage.compute_s for stage in costs.stages)
 
 
 def _correct_collectives(communicator: Communicator, cache: CostCache, device: torch.device, load: float) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 
 import torch
@@ -44,12 +44,13 @@ def usable_memory(device: torch.device, threads: int, cache: Measurements) -> fl
     """
     if (sheet := data_sheet(device)) is not None:
         return sheet.bytes_per_s
-    return _kept("memory of ", device, threads, cache, lambda: _measured_copy(device, threads))[0]
+    return _kept("memory of ", device, threads, cache, partial(_measured_copy, device, threads, to_host=False))[0]
 
 
 def host_copies(device: torch.device, threads: int, cache: Measurements) -> float:
     """Return the bytes per second of a copy from the device's memory to the host's."""
-    return _kept("copies to host memory of ", device, threads, cache, lambda: _measured_host_copy(device, threads))[0]
+    measure = partial(_measured_copy, device, threads, to_host=True)
+    return _kept("copies to host memory of ", device, threads, cache, measure)[0]
 
 
 def _kept(
@@ -133,29 +134,22 @@ def _measured_flops(device: torch.device, threads: int) -> tuple[float, float]:
 
 
 @cache
-def _measured_copy(device: torch.device, threads: int) -> tuple[float, float]:
-    """Return bytes per second of a copy and their spread. Arguments as in `_measured_flops`."""
+def _measured_copy(device: torch.device, threads: int, *, to_host: bool) -> tuple[float, float]:
+    """Return bytes per second of a copy and their spread. Arguments as in `_measured_flops`.
+
+    Args:
+        to_host: True for a copy to the host's memory, False for one inside the device's, which reads and writes it.
+    """
     source = torch.ones(1 << 23, device=device)
     target = torch.empty_like(source)
+    if to_host:
+        target = torch.empty(source.shape, pin_memory=device.type == "cuda")
 
     def copy() -> None:
         target.copy_(source)
-        float(target[0])
+        float(source[0])  # waits for the device
 
-    return _fastest(copy, 2 * source.nbytes, repeats=5)
-
-
-@cache
-def _measured_host_copy(device: torch.device, threads: int) -> tuple[float, float]:
-    """Return bytes per second and their spread. Arguments as in `_measured_flops`."""
-    source = torch.ones(1 << 23, device=device)
-    target = torch.empty(source.shape, pin_memory=device.type == "cuda")
-
-    def copy() -> None:
-        target.copy_(source)
-        float(source[0])
-
-    return _fastest(copy, source.nbytes, repeats=5)
+    return _fastest(copy, source.nbytes if to_host else 2 * source.nbytes, repeats=5)
 
 
 def _fastest(run: Callable[[], object], work: float, *, repeats: int) -> tuple[float, float]:

@@ -255,11 +255,7 @@ def _plan(request: Request, count: int, costs: CostModel, search_seconds: float)
 
 def _pace_s(placement: Placement, costs: CostModel) -> float:
     """Return the seconds that one micro-batch takes on the busiest rank."""
-    return max(sum(_compute_s(costs.stages[stage]) for stage in held) for held in placement.rank_stages)
-
-
-def _compute_s(stage: StageCost) -> float:
-    return stage.forward_s + stage.input_s + stage.weight_s
+    return max(sum(costs.stages[stage].compute_s for stage in held) for held in placement.rank_stages)
 
 
 def _layers(request: Request) -> Level | None:
@@ -282,7 +278,7 @@ def _layers(request: Request) -> Level | None:
 def divided(request: Request) -> tuple[int, ...]:
     """Return numbers of layers of the stages with which ranks take about equally long."""
     ranks, slowest = request.placement.stage_ranks, _largest(request.measured)
-    each = [_compute_s(s) / n if n else 0.0 for s, n in zip(slowest.stages, request.layers, strict=True)]
+    each = [s.compute_s / n if n else 0.0 for s, n in zip(slowest.stages, request.layers, strict=True)]
     counts = [min(1, n) for n in request.layers]
     for _ in range(sum(request.layers) - sum(counts)):
         busy = [0.0] * request.placement.num_ranks

@@ -63,7 +63,7 @@ class StrandFacts:
         """Return the speed at which all strands together take the measured time of their stages."""
         wholes = [stage.whole for stage in self._stages(axes, split, self.speed)]
         compute_s, comm_s = sum(whole.compute_s for whole in wholes), sum(whole.comm_s for whole in wholes)
-        measured_s = sum(stage.forward_s + stage.input_s + stage.weight_s for stage in measured)
+        measured_s = sum(stage.compute_s for stage in measured)
         slower = max(measured_s - comm_s, LEAST_COMPUTE * measured_s) / compute_s
         return Speed(self.speed.flops_per_s / slower, self.speed.bytes_per_s / slower)
 

@@ -19,22 +19,12 @@ from weft.comm.collectives.space import Planner
 from weft.conf.schema import Partition, ZeroConfig
 from weft.engine.layout import RankLayout
 from weft.engine.observability.watcher import Waits
+from weft.engine.parallel.axis import Completed
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import DTYPES
 
 Choose = Callable[[Collective], Rewrite]
 """Choice of a collective's implementation."""
-
-
-@dataclass(frozen=True)
-class CompletedHandle:
-    """Handle of a collective that is already complete, because there is only one replica."""
-
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        """Return the tensor."""
-        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -155,7 +145,7 @@ class Collectives:
         if target is not None and target.numel() == whole.numel():
             return self._start(self.gradients, Primitive.all_reduce, low, target if low is whole else low)
         if self.num_replicas == 1:
-            return CompletedHandle(whole)
+            return Completed(whole)
         if target is None or low is not whole:
             target = low.new_empty(low.numel() // self.num_replicas, dtype=self._summed_dtype(low))
         return self._start(self.gradients, Primitive.reduce_scatter, low, target)
@@ -177,7 +167,7 @@ class Collectives:
 
     def _start(self, over: Communicator | None, primitive: Primitive, source: Tensor, target: Tensor) -> Handle:
         if over is None:
-            return CompletedHandle(target)
+            return Completed(target)
         handle: Handle = over.start(self._rewrite(over, primitive, source, target), source, target)
         if self.waits is not None:
             handle = NotedHandle(handle, self.waits, "gradients" if over is self.gradients else "weights")

@@ -81,10 +81,7 @@ def _latency(placement: Placement, num_microbatches: int, costs: CostModel, cap_
         return _scheduled(placement, num_microbatches, costs, cap_bytes, rule)[0]
     latency, finished_s = _scheduled(placement, first, costs, cap_bytes, rule)
     period, period_s = _period(finished_s)
-    busiest_s = max(
-        sum(cost.forward_s + cost.input_s + cost.weight_s for cost in (costs.stages[stage] for stage in held))
-        for held in placement.single.rank_stages
-    )
+    busiest_s = max(sum(costs.stages[stage].compute_s for stage in held) for held in placement.single.rank_stages)
     period_s = max(period_s, period * busiest_s)  # weight gradients may be put off, but not for ever
     shorter = first - (first - num_microbatches) % period
     if shorter < first:

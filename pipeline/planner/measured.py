@@ -103,7 +103,7 @@ class Measured:
                 f"it was measured on {self.gpu or self.device}, and the cluster has {', '.join(kinds)}; measure on one "
                 "of these"
             )
-        seconds = sum(cost.forward_s + cost.input_s + cost.weight_s for cost in self.layers.stages)
+        seconds = sum(cost.compute_s for cost in self.layers.stages)
         flops = work.whole.forward_flops * (4 if self.checkpointing else 3) * self.microbatch_size
         found = flops / seconds / GPU_KINDS[self.gpu].flops_per_s
         if not 0 < found <= 1:

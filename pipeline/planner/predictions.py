@@ -9,7 +9,6 @@ from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.latency import pipeline_latency
 from weft.pipeline.planner.layout import Layout, Prediction
 from weft.pipeline.planner.routes import Route
-from weft.pipeline.planner.speeds import busy_s
 from weft.pipeline.planner.traffic import Traffic
 
 NEAR = 1.001
@@ -53,7 +52,7 @@ class Predictions:
         step_s = max(pipeline_s + ends_s, candidate.bound_s)  # a closed form may come out too short
         tokens = layout.sequences * self._work.sequence_length
         peak_flops = sum(site.gpu.flops_per_s for site in on) * layout.lines_of_route
-        busy_ways_s = [sum(map(busy_s, costs.stages)) for costs in candidate.costs]
+        busy_ways_s = [sum(stage.compute_s for stage in costs.stages) for costs in candidate.costs]
         route = Route(layout.sites, layout.stages)
         return Prediction(
             layout=layout,
@@ -81,7 +80,7 @@ class Predictions:
         filling_s = crossing_s = 0.0
         for way, costs in zip(layout.ways, candidate.costs, strict=True):
             stages = costs.stages
-            busy = [sum(busy_s(stages[stage]) for stage in held) for held in held_by(way)]
+            busy = [sum(stages[stage].compute_s for stage in held) for held in held_by(way)]
             shares["compute"] = max(shares["compute"], max(busy) * count)
             for (here, there), link in costs.wan_links:
                 names = [self._cluster.sites[way.sites[end]].name for end in (here, there)]

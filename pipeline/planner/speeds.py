@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
-from weft.pipeline.costs import StageCost
 from weft.pipeline.planner.cluster import Site
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Shape
@@ -123,8 +122,3 @@ def timing_key(shape: Shape) -> tuple[Hashable, ...]:
     """
     gathered_over = shape.replicas if shape.zero_stage == 3 else 0
     return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over
-
-
-def busy_s(stage: StageCost) -> float:
-    """Return the seconds for which one micro-batch keeps a rank busy."""
-    return stage.forward_s + stage.input_s + stage.weight_s

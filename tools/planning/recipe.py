@@ -15,7 +15,6 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout
 from weft.pipeline.planner.search import Plan
-from weft.pipeline.planner.speeds import busy_s
 from weft.pipeline.profile import costs_to_yaml
 
 
@@ -86,7 +85,7 @@ def _parallel(found: Plan, layout: Layout) -> dict[str, Any]:
 def _slowest(found: Plan, layout: Layout) -> CostModel:
     """Return the costs of the route with the most compute; the configuration has the links between sites."""
     estimates = Estimates(found.cluster, found.work)
-    return max(map(estimates.costs, layout.ways), key=lambda costs: sum(map(busy_s, costs.stages)))
+    return max(map(estimates.costs, layout.ways), key=lambda costs: sum(stage.compute_s for stage in costs.stages))
 
 
 def _costs_of_a_rank(costs: CostModel, layout: Layout) -> CostModel:

@@ -34,7 +34,7 @@ from weft.conf.schema import (
 )
 from weft.engine.deepspeed.construction import parameter_groups
 from weft.engine.models.hidden_matrices import tag
-from weft.engine.parallel.axis import Alone, AxisGroups
+from weft.engine.parallel.axis import Alone, AxisGroups, Completed
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
 from weft.engine.precision import DTYPES, compute_in, exact_value
@@ -42,7 +42,6 @@ from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding, int8_adamw
-from weft.engine.zero.collectives import CompletedHandle
 from weft.engine.zero.muon import Muon
 
 SHAPE = {
@@ -189,8 +188,8 @@ def given_model(case: Case, config: WeftConfig) -> nn.Module | None:
 class Unsent(Collectives):
     """Collectives of one replica of several that sends nothing."""
 
-    def _start(self, over: Any, primitive: Any, source: Tensor, target: Tensor) -> CompletedHandle:
-        return CompletedHandle(target)
+    def _start(self, over: Any, primitive: Any, source: Tensor, target: Tensor) -> Completed:
+        return Completed(target)
 
 
 def optimizer_of(case: Case, config: WeftConfig, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

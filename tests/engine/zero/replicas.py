@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from weft.comm.collectives import Primitive
 from weft.comm.sums import ReplicaSum
 from weft.engine.models.hidden_matrices import tag
+from weft.engine.parallel.axis import Completed
 from weft.engine.parallel.in_process import ExchangeBarrier
 from weft.engine.zero import Collectives, ShardedOptimizer
-from weft.engine.zero.collectives import CompletedHandle
 from weft.engine.zero.muon import Muon
 
 LIMIT_S = 20
@@ -52,7 +52,7 @@ class Meetings(Collectives):
 
     def _start(self, over: Any, primitive: Primitive, source: Tensor, target: Tensor) -> Any:
         if self.num_replicas == 1:
-            return CompletedHandle(target)
+            return Completed(target)
         self.started.append((primitive.name, max(source.numel(), target.numel())))
         everyones = self.meeting.exchange(self.replica, source)
         if primitive is Primitive.all_gather:

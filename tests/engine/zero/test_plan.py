@@ -11,12 +11,12 @@ from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
 from tests.engine.zero.replicas import SmallStage
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfig
+from weft.engine.parallel.axis import Completed
 from weft.engine.planning.memory import activation_memory
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.planning.schedules import open_placements, plan_schedule
 from weft.engine.stages.cutting.split import StageSplit
 from weft.engine.zero import Collectives, Sharding
-from weft.engine.zero.collectives import CompletedHandle
 from weft.pipeline.action import Action, Op
 from weft.pipeline.memory import peak_bytes, zero_memory
 from weft.pipeline.placement import Placement
@@ -40,7 +40,7 @@ class Recorded(Collectives):
         self.started.append((primitive, max(source.numel(), target.numel())))
         if target.numel() < source.numel():
             target.copy_(source[: target.numel()])
-        return CompletedHandle(target)
+        return Completed(target)
 
 
 def planned(group, zero_stage, num_stages, bytes_per_s):

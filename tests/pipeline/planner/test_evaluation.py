@@ -12,7 +12,6 @@ from weft.pipeline.planner.evaluation import Evaluation
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.request import FREE, Objective, Request
 from weft.pipeline.planner.routes import Route
-from weft.pipeline.planner.speeds import busy_s
 
 REQUEST = Request(sequences=32)
 ONE_CELL = {"cell": 1, "schedule": "auto"}
@@ -204,7 +203,7 @@ def test_a_prediction_in_figures(route):
     prices, hops = [2.0, 3.0], len(route.sites) - 1
     gpu = TWO.sites[0].gpu
     assert told.step_s == max(told.bound_s, told.pipeline_s + told.collective_s + told.optimizer_s)
-    assert told.busy_s == pytest.approx(8 * sum(map(busy_s, costs.stages)) / 2)
+    assert told.busy_s == pytest.approx(8 * sum(stage.compute_s for stage in costs.stages) / 2)
     assert told.tokens == TOKENS
     flops = 3 * WORK.whole.forward_flops / 1024 * TOKENS
     assert told.mfu == pytest.approx(flops / (told.step_s * 8 * gpu.flops_per_s))
@@ -232,7 +231,7 @@ def test_what_holds_a_layout_up_is_named_with_its_share():
     two = [site("a", price=2.0), site("b", price=3.0)]
     fast = cluster(*two, bandwidth_bps=1e13, latency_s=0.0)
     told, one, binds = bound_by(fast)
-    busiest_s = 8 * max(map(busy_s, one.costs[0].stages))
+    busiest_s = 8 * max(stage.compute_s for stage in one.costs[0].stages)
     assert binds == f"compute ({busiest_s / told.step_s:.0%} of the step)"
     narrow = cluster(*two, bandwidth_bps=1e8, latency_s=0.0)
     told, one, binds = bound_by(narrow)
@@ -245,7 +244,7 @@ def test_what_holds_a_layout_up_is_named_with_its_share():
     told, one, binds = bound_by(
         cluster(site("a", hosts=4)), Shape(num_stages=4, replicas=1, microbatches=1), Route((0,), (4,))
     )
-    busy = list(map(busy_s, one.costs[0].stages))
+    busy = [stage.compute_s for stage in one.costs[0].stages]
     assert binds == f"filling and draining the pipeline ({(sum(busy) - max(busy)) / told.step_s:.0%} of the step)"
     slow = cluster(replace(two[0], network_bps=1e8))
     told, one, binds = bound_by(slow, Shape(num_stages=1, replicas=8, microbatches=4), Route((0,), (1,)))
