@@ -13,13 +13,7 @@ from weft.conf.features import missing_features
 from weft.conf.hosts import asks_for_nodes, working_hosts
 from weft.conf.inference_checks import inference_problems
 from weft.conf.schedule_kinds import FOLDS, PlacementKind, ScheduleKind, ScheduleRules
-from weft.conf.schema import (
-    DataKind,
-    LoraConfig,
-    PipelineConfig,
-    Precision,
-    WeftConfig,
-)
+from weft.conf.schema import DataKind, LoraConfig, PipelineConfig, Precision, WeftConfig
 from weft.conf.schema.ranges import out_of_range
 from weft.conf.sites import site_problems
 from weft.conf.sources import source_problems

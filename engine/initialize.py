@@ -21,15 +21,7 @@ from weft.conf.batch import num_replicas
 from weft.conf.checks import check
 from weft.conf.deepspeed import deepspeed_sections
 from weft.conf.features import entry, is_installed
-from weft.conf.schema import (
-    ChunkedLoss,
-    CommConfig,
-    ContextExchange,
-    Kernels,
-    OptimizerState,
-    PairChoice,
-    WeftConfig,
-)
+from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, Kernels, OptimizerState, PairChoice, WeftConfig
 from weft.conf.trees import shown_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any
@@ -37,12 +29,7 @@ from weft.engine.checkpoint.origin import Origin, flat
 from weft.engine.deepspeed.construction import learning_rate, parameter_groups
 from weft.engine.deepspeed.keys import split_deepspeed_config, weft_section
 from weft.engine.deepspeed.module import WeftModule
-from weft.engine.distributed import (
-    from_rank_zero,
-    leave_out_shm_operator,
-    process_groups,
-    together,
-)
+from weft.engine.distributed import from_rank_zero, leave_out_shm_operator, process_groups, together
 from weft.engine.engine import WeftEngine
 from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import open_wan

@@ -31,14 +31,7 @@ from weft.conf.schema import WeftConfig
 from weft.conf.trees import to_yaml
 from weft.engine.attempt import Attempt
 from weft.engine.checkpoint import check_folder
-from weft.engine.distributed import (
-    SharedError,
-    attempt_number,
-    first_to_fail,
-    from_rank_zero,
-    lost_peer,
-    together,
-)
+from weft.engine.distributed import SharedError, attempt_number, first_to_fail, from_rank_zero, lost_peer, together
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
 from weft.engine.observability.event_timer import EventTimer

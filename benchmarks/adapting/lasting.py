@@ -12,15 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
-from benchmarks.adapting.disturbance import (
-    LINK_SHARE,
-    SITES,
-    SLOW_RANK,
-    SPEED,
-    adaptive_config,
-    real_time,
-    timed_step,
-)
+from benchmarks.adapting.disturbance import LINK_SHARE, SITES, SLOW_RANK, SPEED, adaptive_config, real_time, timed_step
 from benchmarks.netbed.ranks import run_ranks_in
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork

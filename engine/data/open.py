@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from datasets import (
-    Dataset,
-    DatasetDict,
-    IterableDataset,
-    load_dataset,
-    load_dataset_builder,
-    load_from_disk,
-)
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder, load_from_disk
 from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.json.json import Json

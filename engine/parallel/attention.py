@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    padding_mask_function,
-    prepare_padding_mask,
-)
+from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, prepare_padding_mask
 
 from weft.conf.schema import ContextExchange
 from weft.engine.parallel import functions, zigzag

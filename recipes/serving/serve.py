@@ -52,13 +52,7 @@ from weft.recipes.serving.checks import (
     least_gpu_bytes,
     warnings_of,
 )
-from weft.recipes.serving.processes import (
-    PROBE_S,
-    Launch,
-    ServerProcess,
-    run_below_ranks,
-    run_on_idle_cores,
-)
+from weft.recipes.serving.processes import PROBE_S, Launch, ServerProcess, run_below_ranks, run_on_idle_cores
 from weft.tools.launch_arguments import visible_gpus
 
 POLL_S = 0.5

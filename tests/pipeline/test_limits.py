@@ -4,15 +4,7 @@ import math
 
 import pytest
 
-from weft.pipeline.limits import (
-    MOST_ACTIONS,
-    MOST_NUMBER,
-    check_size,
-    count,
-    known_fields,
-    number,
-    short_repr,
-)
+from weft.pipeline.limits import MOST_ACTIONS, MOST_NUMBER, check_size, count, known_fields, number, short_repr
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,7 @@ import csv
 import io
 
 import pytest
-from torch.distributed.pipelining.schedules import (
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from tests.pipeline.torch_training import train
 from weft.pipeline.costs import CostModel

@@ -14,11 +14,7 @@ from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
 from weft.pipeline.profile import costs_to_yaml, load_costs, load_pieces
-from weft.pipeline.serialization import (
-    load_schedule,
-    schedule_to_csv,
-    schedule_to_json,
-)
+from weft.pipeline.serialization import load_schedule, schedule_to_csv, schedule_to_json
 
 FILES = 400
 MOST_BYTES = 4 << 30  # of address space, in addition to the process's own

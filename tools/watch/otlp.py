@@ -11,11 +11,7 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource  # type: ignore[attr-defined,unused-ignore]
 from opentelemetry.sdk.trace import Span, TracerProvider  # type: ignore[attr-defined,unused-ignore]
-from opentelemetry.sdk.trace.export import (  # type: ignore[attr-defined,unused-ignore]
-    SimpleSpanProcessor,
-    SpanExporter,
-    SpanExportResult,
-)
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult  # type: ignore[attr-defined,unused-ignore]
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from weft.tools.watch.record import RunRecord

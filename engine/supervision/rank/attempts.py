@@ -27,10 +27,7 @@ from weft.engine.checkpoint import CheckpointError
 from weft.engine.checkpoint.durable import OUT_OF_SPACE, NoSpaceError, StorageError
 from weft.engine.distributed import SharedError, attempt_number, leave_distributed, lost_peer
 from weft.engine.observability.watcher import ERROR_FILE
-from weft.engine.supervision.messages import (
-    ErrorReport,
-    FaultKind,
-)
+from weft.engine.supervision.messages import ErrorReport, FaultKind
 from weft.engine.supervision.rank.agent_link import AgentLink, write_report
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 

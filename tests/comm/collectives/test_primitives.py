@@ -9,17 +9,7 @@ import torch.distributed as dist
 
 from tests.comm.collectives.balanced import balanced_meshes
 from tests.thread_ranks import run_in_threads
-from weft.comm.collectives import (
-    Collective,
-    Group,
-    LinkClass,
-    Primitive,
-    Rewrite,
-    Step,
-    plain,
-    primitives,
-    probe,
-)
+from weft.comm.collectives import Collective, Group, LinkClass, Primitive, Rewrite, Step, plain, primitives, probe
 from weft.comm.collectives.cache import CostCache
 from weft.comm.collectives.collective import EXECUTED
 from weft.comm.collectives.communicator import Communicator

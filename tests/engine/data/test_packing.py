@@ -10,12 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from weft.engine.data import count_label_tokens
 from weft.engine.data.documents import IGNORED, Document
 from weft.engine.data.loader import collate
-from weft.engine.data.packing import (
-    OPEN_SEQUENCES,
-    lay_out_contiguous,
-    lay_out_single,
-    lay_out_whole,
-)
+from weft.engine.data.packing import OPEN_SEQUENCES, lay_out_contiguous, lay_out_single, lay_out_whole
 
 LENGTHS = st.lists(st.integers(0, 40), max_size=60)
 SEEDS = st.none() | st.integers(0, 5)

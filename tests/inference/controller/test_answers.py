@@ -7,14 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inference.controller.fake_workers import (
-    DECODE,
-    PATH,
-    REMOTE,
-    FakeBoard,
-    FakeWorkers,
-    controller,
-)
+from tests.inference.controller.fake_workers import DECODE, PATH, REMOTE, FakeBoard, FakeWorkers, controller
 from weft.conf.schema import OtherModelConfig
 
 WHOLE = {"model": "tiny", "prompt": "one two three", "max_tokens": 9}

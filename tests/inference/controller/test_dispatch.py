@@ -4,14 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.inference.controller.fake_workers import (
-    PATH,
-    PREFILL,
-    TOKEN_S,
-    FakeBoard,
-    FakeWorkers,
-    controller,
-)
+from tests.inference.controller.fake_workers import PATH, PREFILL, TOKEN_S, FakeBoard, FakeWorkers, controller
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
 from weft.inference.controller.fleet import Fleet
 from weft.inference.placement.prefill_cost import TRUSTED, PrefillCost

@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.conf.host.documents import nests_deeper
-from weft.inference.requests import (
-    Completion,
-    Refusal,
-    as_prefill,
-    check_prefill_only,
-    parse,
-    prompt_part,
-)
+from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse, prompt_part
 
 VALUES = st.recursive(
     st.none() | st.text() | st.floats(allow_nan=False),

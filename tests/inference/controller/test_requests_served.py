@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.controller.fake_workers import (
-    PATH,
-    PREFILL,
-    REMOTE,
-    FakeBoard,
-    FakeWorkers,
-    controller,
-)
+from tests.inference.controller.fake_workers import PATH, PREFILL, REMOTE, FakeBoard, FakeWorkers, controller
 
 TOO_LARGE = 5_000_000
 ROOT = Path(__file__).parents[3]

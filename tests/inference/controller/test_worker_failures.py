@@ -4,13 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.inference.controller.fake_workers import (
-    PATH,
-    PREFILL,
-    FakeBoard,
-    FakeWorkers,
-    controller,
-)
+from tests.inference.controller.fake_workers import PATH, PREFILL, FakeBoard, FakeWorkers, controller
 
 FAULTS = ["dead", "dying", "crashing", "hung", "broken"]
 
