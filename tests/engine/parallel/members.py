@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tests.engine.stages.tiny_models import VOCABULARY
 from weft.conf.schema import ContextExchange, ModelConfig
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.models.batch import Batch, count_label_tokens
-from weft.engine.stages.checking.comparison import Outcome
+from weft.engine.stages.checking.comparison import Outcome, whole_outcome
 from weft.engine.stages.checking.members import members_outcome
 from weft.engine.stages.checking.self_check import roughen
 from weft.engine.stages.files.loading import build_model
 
 CPU = torch.device("cpu")
+FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
+"""Arguments of `micro_batches` with 16 tokens."""
 
 
 def micro_batches(count: int, *, rows=2, length=16, documents=(), padding=0) -> list[Batch]:
@@ -53,6 +58,24 @@ def items_of(batches: list[Batch]) -> Tensor:
 def shared(model, batches: list[Batch], exchange=ContextExchange.gather, **sizes: int) -> Outcome:
     """Return the outcome of micro-batches by members along the axes."""
     return members_outcome(model, batches, items_of(batches), sizes, exchange=exchange)
+
+
+def require_exact(
+    model,
+    batches: list[Batch],
+    exchange=ContextExchange.gather,
+    *,
+    change: Callable[[PreTrainedModel], object] = lambda model: None,
+    **sizes: int,
+) -> None:
+    """Members compute what one process does, also after a ``change`` of the model that does not affect results."""
+    want = whole_outcome(model, batches, items_of(batches))
+    change(model)
+    require_same(shared(model, batches, exchange, **sizes), want)
+
+
+def recompute(model: PreTrainedModel) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def require_same(got: Outcome, want: Outcome, tolerance=1e-5) -> None:

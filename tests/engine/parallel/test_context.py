@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from tests.engine.parallel.members import CPU, items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.parallel.members import (
+    CPU,
+    FORMS,
+    items_of,
+    micro_batches,
+    recompute,
+    require_exact,
+    shared,
+    whole_model,
+)
 from tests.engine.stages.small_configs import small_config
 from tests.engine.stages.tiny_models import tiny_model
+from weft.conf.schema import ContextExchange
 from weft.engine.execution.batches import prepare_batch
 from weft.engine.models.objective import Minimised, Objective, next_token_loss
 from weft.engine.parallel import attention, zigzag
@@ -20,7 +30,6 @@ from weft.engine.stages.checking.members import members_outcome
 from weft.engine.stages.cutting.port import Port
 from weft.engine.stages.cutting.stage import Stage
 
-FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", 2, form) for form in FORMS] + [("llama", 4, "packed"), ("mistral", 4, "plain")]
 SHAPES += [(arch, 2, form) for arch in ("qwen3", "mistral", "gemma2", "phi3") for form in ("plain", "packed")]
 
@@ -30,9 +39,7 @@ def test_members_compute_what_one_process_does(arch, size, form):
     """Three micro-batches; Gemma2's soft caps need the eager attention, Mistral's window is 4."""
     model = whole_model(tiny_model(arch, num_hidden_layers=2))
     model.set_attn_implementation("eager" if arch == "gemma2" else "sdpa")
-    batches = micro_batches(3, **FORMS[form])
-    got = shared(model, batches, context=size)
-    require_same(got, whole_outcome(model, batches, items_of(batches)))
+    require_exact(model, micro_batches(3, **FORMS[form]), context=size)
 
 
 def test_nothing_is_computed_to_be_masked(monkeypatch):
@@ -50,12 +57,10 @@ def test_nothing_is_computed_to_be_masked(monkeypatch):
     assert sorted(seen) == [(4, 8), (4, 12), (4, 16)]
 
 
-def test_recomputed_layers_gather_again():
+@pytest.mark.parametrize("exchange", [each for each in ContextExchange if each is not ContextExchange.auto])
+def test_recomputed_layers_exchange_again(exchange):
     model = whole_model(tiny_model("llama", num_hidden_layers=2))
-    batches = micro_batches(2, documents=(6, 10))
-    want = whole_outcome(model, batches, items_of(batches))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    require_same(shared(model, batches, context=2), want)
+    require_exact(model, micro_batches(2, documents=(6, 10)), exchange, change=recompute, context=2)
 
 
 def test_an_objective_sees_whole_sequences():
@@ -88,8 +93,7 @@ def test_an_objective_sees_whole_sequences():
 def test_the_routers_loss_is_counted_once():
     """It is a product of means over the whole micro-batch, of which each member has a part."""
     model = whole_model(tiny_model("mixtral", num_hidden_layers=2, output_router_logits=True))
-    batches = micro_batches(1, padding=3)
-    require_same(shared(model, batches, context=2), whole_outcome(model, batches, items_of(batches)))
+    require_exact(model, micro_batches(1, padding=3), context=2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -6,7 +6,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.parallel.members import (
+    items_of,
+    micro_batches,
+    recompute,
+    require_exact,
+    require_same,
+    shared,
+    whole_model,
+)
 from tests.engine.stages.small_configs import small_config
 from tests.engine.stages.tiny_models import tiny_model
 from weft.engine.models.sizes import model_sizes
@@ -46,8 +54,7 @@ def test_members_compute_what_one_process_does(arch, size, computation):
     make = deepseek if arch == "deepseek_v3" else lambda **more: tiny_model(arch, **more)
     model = whole_model(make(num_hidden_layers=2))
     model.set_experts_implementation(computation)
-    batches = micro_batches(3 * size, rows=1, length=8)
-    require_same(shared(model, batches, expert=size), whole_outcome(model, batches, items_of(batches)))
+    require_exact(model, micro_batches(3 * size, rows=1, length=8), expert=size)
 
 
 def test_experts_without_tokens_have_zero_gradients():
@@ -77,8 +84,7 @@ def test_the_routers_loss_is_counted_once():
 def test_members_of_both_axes():
     """Two replicas, each of which shares its sequences between two ranks."""
     model = whole_model(tiny_model("qwen3_moe", num_hidden_layers=2))
-    batches = micro_batches(4, rows=1, length=8, documents=(3, 5))
-    require_same(shared(model, batches, context=2, expert=2), whole_outcome(model, batches, items_of(batches)))
+    require_exact(model, micro_batches(4, rows=1, length=8, documents=(3, 5)), context=2, expert=2)
 
 
 @pytest.mark.parametrize(("tensor", "expert"), [(2, 2), (2, 4), (4, 4)])
@@ -86,9 +92,7 @@ def test_members_of_both_axes():
 def test_members_may_share_matrices_as_well(arch, tensor, expert):
     """Experts stay whole; members of a tensor group, which have the same tokens, send a part of them each."""
     model = whole_model(tiny_model(arch, num_hidden_layers=2, num_key_value_heads=4))
-    batches = micro_batches(4, rows=1, length=8)
-    got = shared(model, batches, tensor=tensor, expert=expert)
-    require_same(got, whole_outcome(model, batches, items_of(batches)))
+    require_exact(model, micro_batches(4, rows=1, length=8), tensor=tensor, expert=expert)
 
 
 @pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
@@ -100,10 +104,7 @@ def test_architectures_that_share_matrices_and_experts_are_found_exact(arch):
 
 def test_recomputed_layers_dispatch_again():
     model = whole_model(tiny_model("mixtral", num_hidden_layers=2))
-    batches = micro_batches(2, rows=1, length=8)
-    want = whole_outcome(model, batches, items_of(batches))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    require_same(shared(model, batches, expert=2), want)
+    require_exact(model, micro_batches(2, rows=1, length=8), change=recompute, expert=2)
 
 
 def test_experts_that_cannot_be_divided_are_refused():

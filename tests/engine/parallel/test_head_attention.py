@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.parallel.members import FORMS, micro_batches, require_exact, whole_model
 from tests.engine.stages.tiny_models import tiny_model
 from weft.conf.schema import ContextExchange
 from weft.engine.models.varlen import ON_CPU
@@ -14,9 +14,7 @@ from weft.engine.parallel.axis import Alone, UnshareableError
 from weft.engine.parallel.context_exchange import choose_exchange, key_value_size
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.stages.checking.axis_check import check_axes
-from weft.engine.stages.checking.comparison import whole_outcome
 
-FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", 2, form) for form in FORMS] + [("llama", 4, "packed"), ("mistral", 4, "plain")]
 SHAPES += [(arch, 2, form) for arch in ("qwen3", "mistral", "phi3", "mixtral") for form in ("plain", "packed")]
 
@@ -30,36 +28,24 @@ def with_heads(arch, heads=4, of_keys=4, layers=2, **more):
 @pytest.mark.parametrize(("arch", "size", "form"), SHAPES)
 def test_members_compute_what_one_process_does(arch, size, form):
     """Three micro-batches; Mistral's window is 4."""
-    model = with_heads(arch)
-    batches = micro_batches(3, **FORMS[form])
-    got = shared(model, batches, ContextExchange.all_to_all, context=size)
-    require_same(got, whole_outcome(model, batches, items_of(batches)))
+    require_exact(with_heads(arch), micro_batches(3, **FORMS[form]), ContextExchange.all_to_all, context=size)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_heads_may_share_keys(form):
     model = with_heads("llama", heads=8, of_keys=2)
-    batches = micro_batches(2, **FORMS[form])
-    got = shared(model, batches, ContextExchange.all_to_all, context=2)
-    require_same(got, whole_outcome(model, batches, items_of(batches)))
+    require_exact(model, micro_batches(2, **FORMS[form]), ContextExchange.all_to_all, context=2)
 
 
 @pytest.mark.parametrize("form", ["plain", "packed"])
 def test_attention_that_takes_bounds_in_place_of_masks_gets_those_of_whole_rows(form):
     """A stand-in for flash attention, which needs a GPU, receives the arguments of flash attention."""
-    model = with_heads("llama")
+
+    def attend_by_bounds(model):
+        model.set_attn_implementation(ON_CPU)
+
     batches = micro_batches(2, **FORMS[form])
-    want = whole_outcome(model, batches, items_of(batches))
-    model.set_attn_implementation(ON_CPU)
-    require_same(shared(model, batches, ContextExchange.all_to_all, context=2), want)
-
-
-def test_recomputed_layers_exchange_again():
-    model = with_heads("llama")
-    batches = micro_batches(2, documents=(6, 10))
-    want = whole_outcome(model, batches, items_of(batches))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    require_same(shared(model, batches, ContextExchange.all_to_all, context=2), want)
+    require_exact(with_heads("llama"), batches, ContextExchange.all_to_all, change=attend_by_bounds, context=2)
 
 
 class Grouped(torch.nn.Module):
@@ -108,10 +94,7 @@ def test_gathered_keys_and_values_are_kept_and_exchanged_heads_are_not(size, of_
 
 
 def test_members_may_share_matrices_as_well():
-    model = with_heads("llama")
-    batches = micro_batches(2)
-    got = shared(model, batches, ContextExchange.all_to_all, context=2, tensor=2)
-    require_same(got, whole_outcome(model, batches, items_of(batches)))
+    require_exact(with_heads("llama"), micro_batches(2), ContextExchange.all_to_all, context=2, tensor=2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

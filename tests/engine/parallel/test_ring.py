@@ -14,7 +14,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from tests.engine.parallel.members import items_of, micro_batches, require_same, shared, whole_model
+from tests.engine.parallel.members import FORMS, items_of, micro_batches, require_exact, shared, whole_model
 from tests.engine.parallel.test_experts import deepseek
 from tests.engine.parallel.test_head_attention import Grouped, saved_bytes, with_heads
 from tests.engine.stages.tiny_models import tiny_model
@@ -28,7 +28,6 @@ from weft.engine.parallel.ring import Ring, Seen
 from weft.engine.stages.checking.axis_check import check_axes
 from weft.engine.stages.checking.comparison import whole_outcome
 
-FORMS = {"plain": {}, "packed": {"documents": (5, 8, 3)}, "padded": {"padding": 5}}
 SHAPES = [("llama", size, form) for size in (2, 4) for form in FORMS] + [("mistral", 4, "plain")]
 SHAPES += [(arch, 2, form) for arch in ("qwen3", "mistral", "phi3", "mixtral") for form in FORMS]
 
@@ -37,25 +36,17 @@ SHAPES += [(arch, 2, form) for arch in ("qwen3", "mistral", "phi3", "mixtral") f
 def test_members_compute_what_one_process_does(arch, size, form):
     """Three micro-batches; Mistral's window is 4."""
     model = with_heads(arch, of_keys=2)
-    batches = micro_batches(3, **FORMS[form])
-    got = shared(model, batches, ContextExchange.ring, context=size)
-    require_same(got, whole_outcome(model, batches, items_of(batches)))
+    require_exact(model, micro_batches(3, **FORMS[form]), ContextExchange.ring, context=size)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_members_may_share_matrices_as_well(form):
-    model = with_heads("llama")
-    batches = micro_batches(2, **FORMS[form])
-    got = shared(model, batches, ContextExchange.ring, context=2, tensor=2)
-    require_same(got, whole_outcome(model, batches, items_of(batches)))
+    require_exact(with_heads("llama"), micro_batches(2, **FORMS[form]), ContextExchange.ring, context=2, tensor=2)
 
 
 def test_values_may_be_of_another_size_than_keys():
     model = whole_model(deepseek(num_hidden_layers=2))
-    batches = micro_batches(2, documents=(6, 10))
-    require_same(
-        shared(model, batches, ContextExchange.ring, context=2), whole_outcome(model, batches, items_of(batches))
-    )
+    require_exact(model, micro_batches(2, documents=(6, 10)), ContextExchange.ring, context=2)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -73,14 +64,6 @@ def test_in_bf16_gradients_are_as_near_to_fp32_as_those_of_one_process(size):
     assert error(shared(model, batches, ContextExchange.ring, context=size)) <= 1.2 * alone
 
 
-def test_recomputed_layers_go_round_again():
-    model = with_heads("llama")
-    batches = micro_batches(2, documents=(6, 10))
-    want = whole_outcome(model, batches, items_of(batches))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    require_same(shared(model, batches, ContextExchange.ring, context=2), want)
-
-
 def test_rows_that_see_nothing_are_as_in_one_process():
     """Padded on the left, so that the first positions see padding alone."""
     model = with_heads("llama")
@@ -88,9 +71,7 @@ def test_rows_that_see_nothing_are_as_in_one_process():
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, :6] = 0
     batch["labels"][0, :6] = -100
-    require_same(
-        shared(model, [batch], ContextExchange.ring, context=4), whole_outcome(model, [batch], items_of([batch]))
-    )
+    require_exact(model, [batch], ContextExchange.ring, context=4)
 
 
 def places(group, length):
