@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 
 from weft.engine.supervision.messages import ErrorReport, FaultKind, RankEnd, decode
@@ -17,43 +16,33 @@ LONGEST_MESSAGE = 4000
 """Characters of a message that are stored."""
 
 
-class Response(Enum):
-    """The response to a fault."""
-
-    retry = "retry"
-    """Restart at once, from the nearest copy of the state."""
-    roll_back = "roll_back"
-    """Restart from a checkpoint that is older than the fault."""
-    stop = "stop"
-    """End the run with a report, because another attempt would end in the same way."""
-
-
 @dataclass(frozen=True)
 class Policy:
     """The policy for a class of faults.
 
     Attributes:
         most: number of attempts with this fault at the same step after which the run ends.
+        is_final: True if the run ends at once, because another attempt would end in the same way.
     """
 
-    response: Response
     most: int = 3
+    is_final: bool = False
 
 
 POLICIES: Mapping[FaultKind, Policy] = {
-    FaultKind.input_error: Policy(Response.stop, 1),
+    FaultKind.input_error: Policy(1, is_final=True),
     # Before this fault, the run has already skipped steps, gone back and omitted batches.
-    FaultKind.bad_numbers: Policy(Response.stop, 1),
-    FaultKind.corruption: Policy(Response.roll_back),
+    FaultKind.bad_numbers: Policy(1, is_final=True),
+    FaultKind.corruption: Policy(),
     # Another process may have used the memory. A step needs nearly the same amount each time.
-    FaultKind.host_memory: Policy(Response.retry, 2),
-    FaultKind.device_memory: Policy(Response.retry, 2),
-    FaultKind.disk_full: Policy(Response.retry),
-    FaultKind.checkpoint: Policy(Response.retry, 2),
-    FaultKind.lost_peer: Policy(Response.retry),
-    FaultKind.signal: Policy(Response.retry),
-    FaultKind.stopped: Policy(Response.retry),
-    FaultKind.other: Policy(Response.retry),
+    FaultKind.host_memory: Policy(2),
+    FaultKind.device_memory: Policy(2),
+    FaultKind.disk_full: Policy(),
+    FaultKind.checkpoint: Policy(2),
+    FaultKind.lost_peer: Policy(),
+    FaultKind.signal: Policy(),
+    FaultKind.stopped: Policy(),
+    FaultKind.other: Policy(),
 }
 """The policy for each class."""
 STOPPED_CODES = frozenset(128 + number for number in (signal.SIGTERM, signal.SIGINT))

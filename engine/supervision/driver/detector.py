@@ -16,7 +16,7 @@ from weft.engine.supervision.driver.hosts import Layout
 from weft.engine.supervision.driver.limits import Deadlines, Fault, SiteTimeout
 from weft.engine.supervision.driver.state import Effects
 from weft.engine.supervision.driver.watch import Watch
-from weft.engine.supervision.faults import POLICIES, Response, cause
+from weft.engine.supervision.faults import POLICIES, cause
 from weft.engine.supervision.messages import AgentMessage, FaultKind, HostReport, RankEnd
 
 _BEFORE_TRAINING = (Phase.imports, Phase.setup, Phase.standby)
@@ -96,7 +96,7 @@ def fault_of_ends(ends: Mapping[int, RankEnd], layout: Layout, watch: Watch, now
         watch.step if end.step is None else end.step,
         now - watch.still_since,
         policy.most,
-        policy.response is Response.stop,
+        policy.is_final,
     )
 
 
