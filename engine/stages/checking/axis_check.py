@@ -15,7 +15,7 @@ from weft.engine.parallel.axis import Alone, UnshareableError
 from weft.engine.parallel.context_exchange import choose_exchange
 from weft.engine.parallel.experts import expert_cuts, require_experts
 from weft.engine.parallel.tensor import require_shareable
-from weft.engine.stages.checking.comparison import Outcome, difference, gradients
+from weft.engine.stages.checking.comparison import Outcome, difference, staged_outcome
 from weft.engine.stages.checking.members import members_outcome
 from weft.engine.stages.checking.mismatch import why_not_shared
 from weft.engine.stages.checking.self_check import LENGTH, architecture, small_copy, tried_batch
@@ -111,13 +111,7 @@ def _alone(small: PreTrainedModel, batches: list[Batch], num_items: Tensor) -> O
     """Run the micro-batches in one process, by the model's own forward."""
     small.zero_grad()
     stage = Stage(small, index=0, num_stages=1, port=Port())
-    losses, logits = [], []
-    for batch in batches:
-        output = stage.output(None, batch, num_items)
-        output.loss.backward()
-        losses.append(output.loss.detach())
-        logits.append(output.logits.detach())
-    return Outcome(torch.cat(logits), torch.stack(losses).sum(), gradients([stage]))
+    return staged_outcome([stage], batches, num_items)
 
 
 def _tried(small: PreTrainedModel, packing: bool) -> dict[str, Batch]:
