@@ -34,7 +34,9 @@ from weft.engine.checkpoint import check_folder
 from weft.engine.distributed import SharedError, attempt_number, first_to_fail, from_rank_zero, lost_peer, together
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import build_engine
+from weft.engine.observability.event_ring import rings_folder
 from weft.engine.observability.event_timer import EventTimer
+from weft.engine.observability.flight_recorder import RecorderServer
 from weft.engine.observability.watcher import ERROR_FILE, Phase, Watcher, watcher_of
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.plan_file import plan_to_json
@@ -198,6 +200,7 @@ def _time_events(
     longest = max(map(len, engine.plan.schedule(engine.line).rows))
     try:
         watcher.timer = EventTimer.open(folder, engine.global_rank, longest, engine.device, watcher.waits)
+        watcher.recorder = RecorderServer(rings_folder(folder), engine.global_rank)
         engine.time_events()
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return None

@@ -13,7 +13,6 @@ import torch
 
 from weft.engine.observability.clock import DeviceTimes
 from weft.engine.observability.event_ring import RingWriter, encode, encode_slot, rings_folder
-from weft.engine.observability.flight_recorder import RecorderServer
 from weft.engine.observability.watcher import Waits
 from weft.pipeline.action import COMPUTE, Action, Op, Slot
 
@@ -35,14 +34,8 @@ class EventTimer:
     the device has passed them. So nothing synchronises.
     """
 
-    def __init__(
-        self,
-        ring: RingWriter,
-        device: torch.device,
-        inner: Waits | None = None,
-        recorder: RecorderServer | None = None,
-    ) -> None:
-        self._ring, self._inner, self._recorder = ring, inner, recorder
+    def __init__(self, ring: RingWriter, device: torch.device, inner: Waits | None = None) -> None:
+        self._ring, self._inner = ring, inner
         self._step = self._depth = 0
         self._codes: dict[Slot, tuple[int, int]] = {}
         self._slot: Slot = ()
@@ -54,7 +47,7 @@ class EventTimer:
     def open(
         cls, folder: Path, rank: int, longest_row: int, device: torch.device, inner: Waits | None = None
     ) -> EventTimer:
-        """Return a timer with a ring and a `RecorderServer` for the run in ``folder``.
+        """Return a timer with a ring for the run in ``folder``.
 
         Raises:
             OSError, ValueError: shared memory cannot be used. See `RingWriter`.
@@ -65,7 +58,7 @@ class EventTimer:
         event_s = cls(trial, device).event_s()
         ring = RingWriter(rings_folder(folder), rank, max(LEAST_RECORDS, needed))
         ring.state_cost(event_s)
-        return cls(ring, device, inner, RecorderServer(rings_folder(folder), rank))
+        return cls(ring, device, inner)
 
     def event_s(self) -> float:
         """Return the processor time of an event on this host, by writing some. For a ring that nothing reads."""
@@ -146,5 +139,3 @@ class EventTimer:
         """End the records. The ring stays for the collector. ``finished`` is True at the end of a run."""
         self._read_device()
         self._ring.close(finished=finished)
-        if self._recorder is not None:
-            self._recorder.close()

@@ -23,7 +23,9 @@ RANK = textwrap.dedent("""
     import torch
     import torch.distributed as dist
 
+    from weft.engine.observability.event_ring import rings_folder
     from weft.engine.observability.event_timer import EventTimer
+    from weft.engine.observability.flight_recorder import RecorderServer
     from weft.pipeline.action import parse_slot
 
     def train():
@@ -45,6 +47,7 @@ RANK = textwrap.dedent("""
         if not attempt:
             dist.destroy_process_group()
     timer = EventTimer.open(folder, rank, 8, torch.device("cpu"))
+    recorder = RecorderServer(rings_folder(folder), rank)
     print("ready", flush=True)
     train()
 """)
