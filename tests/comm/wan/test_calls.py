@@ -9,7 +9,7 @@ import mmap
 import socket
 import struct
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from fcntl import ioctl
 from pathlib import Path as File
@@ -115,12 +115,6 @@ def native():
         made = library.load.__wrapped__()
         patch.setattr(transport, "load", lambda: made)
         yield made
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture

@@ -52,12 +52,6 @@ class Pair:
         assert send.wait() is tensor
 
 
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
 def noise(num_bytes, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)

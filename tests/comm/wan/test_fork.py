@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import termios
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,12 +14,6 @@ import torch
 from tests.comm.wan.test_endpoint import KEY, Pair, noise, until
 from weft.comm.channel import ChannelError, TensorSpec
 from weft.comm.wan.endpoint import WanEndpoint
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 @contextlib.contextmanager

@@ -106,12 +106,6 @@ class RoguePeer:
 
 
 @pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def victim(stack):
     settings = {"tls": False, "chunk_bytes": CHUNK, "buffer_bytes": 64 << 10, "deadline_s": 20.0}
     end = WanEndpoint(rank=1, bind="127.0.0.1", key=KEY, **settings)

@@ -4,7 +4,6 @@ import hashlib
 import os
 import socket
 import struct
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,12 +13,6 @@ from tests.comm.wan.test_frames import RoguePeer
 from weft.comm.channel import ChannelError
 from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
-
-
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
 
 
 def says(address, data, *, then=b"", listen_s=5.0):
