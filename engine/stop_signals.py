@@ -18,6 +18,8 @@ STOP = "WEFT_STOP"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_S = 1.0
 """Seconds in which a second signal counts as the first: a terminal and a launcher often send one each."""
+_END = bytes(1)
+"""Byte that ends the thread. No signal has the number 0."""
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -69,8 +71,9 @@ class StopSignals:
         """Restore the previous handling of signals."""
         if self._before:
             self._give_back()
-            os.close(self._writing)
+            os.write(self._writing, _END)  # not by closing it, because forked children may have it open, too
             self._thread.join()
+            os.close(self._writing)
             os.close(self._reading)
 
     def _give_back(self) -> None:
@@ -100,7 +103,7 @@ class StopSignals:
                 print(f"weft train: {text}", file=sys.stderr, flush=True)
                 return self._end(128 + self.number)
             numbers = os.read(self._reading, 64)
-            if not numbers:
+            if _END in numbers:
                 return None
             for number in numbers:
                 if number in self._before:

@@ -90,6 +90,23 @@ print(os.waitstatus_to_exitcode(status), signals.number, flush=True)
     assert output == f"{-signal.SIGTERM} 0\n", errors
 
 
+def test_close_does_not_wait_for_forked_children():
+    """DataLoader's persistent workers outlive training."""
+    body = """
+pid = os.fork()
+if not pid:
+    time.sleep(60)
+signals.close()
+os.kill(pid, signal.SIGKILL)
+sys.exit(7)
+"""
+    running = process(body)
+    try:
+        assert running.wait(20) == 7
+    finally:
+        running.kill()
+
+
 def test_handlers_of_the_program_and_ignored_signals_are_left_alone():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     interrupt = signal.getsignal(signal.SIGINT)
