@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer
+from transformers.debug_utils import DebugOption
 
 NO_LOGITS = "logits exist on the last stage only; save_model(), then use transformers.Trainer on the saved folder"
 LEAVE_OUT = "leave it out"
@@ -77,6 +78,11 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
         "neftune_noise_alpha",
         lambda t: t.args.neftune_noise_alpha is not None,
         "its hook is on the whole model's embedding, which is cut into stages after the hook is set; " + LEAVE_OUT,
+    ),
+    (
+        "debug=underflow_overflow",
+        lambda t: DebugOption.UNDERFLOW_OVERFLOW in t.args.debug,
+        "its hooks expect the whole model to run, and a rank runs its own stages; " + LEAVE_OUT,
     ),
     (
         "enable_jit_checkpoint",

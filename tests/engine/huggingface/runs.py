@@ -339,6 +339,7 @@ def refusals(folder: str) -> dict[str, str]:
     attempt("torch_compile", torch_compile=True)
     attempt("auto_find_batch_size", auto_find_batch_size=True)
     attempt("neftune_noise_alpha", neftune_noise_alpha=0.1)
+    attempt("debug=underflow_overflow", debug="underflow_overflow")
     attempt("bf16_full_eval", bf16_full_eval=True)
     attempt("average_tokens_across_devices=False", average_tokens_across_devices=False)
     attempt("train_sampling_strategy", train_sampling_strategy="group_by_length")

@@ -192,6 +192,7 @@ REFUSED = [
     "torch_compile",
     "auto_find_batch_size",
     "neftune_noise_alpha",
+    "debug=underflow_overflow",
     "bf16_full_eval",
     "average_tokens_across_devices=False",
     "train_sampling_strategy",
