@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -56,13 +57,15 @@ def run(arguments: Arguments, early: EarlyProcess | None = None) -> int:
     config = load(overrides, recipe_file=recipe_file)
     config = fit_batch(config, world_size(config.cluster))
     pass_credentials(config.data, os.environ)
+    supervised = is_supervised(config, options)
+    if not supervised:
+        check_remote_paths(config, options)
     if config.dry_run:
         os.environ.update(completed(os.environ, num_gpus() or len(config.cluster.hostfile)))  # other hosts have GPUs
         from weft.tools.dry_run import show
 
         show(config)
         return 0
-    supervised = is_supervised(config, options)
     folder = run_folder(config)
     if arguments.write and not asks_for_nodes(config.cluster):
         raise ValueError(
@@ -118,6 +121,25 @@ def is_supervised(config: WeftConfig, options: Sequence[str]) -> bool:
         return enabled
     hosts = working_hosts(cluster) if cluster.hostfile else {}
     return bool(needed) or (len(hosts) > 1 and not options and is_installed("supervision"))
+
+
+def check_remote_paths(config: WeftConfig, options: Sequence[str]) -> None:
+    """Check that the paths that DeepSpeed's launcher for pdsh writes into a shell's line need no quotes.
+
+    Raises:
+        ValueError: one does.
+    """
+    words = [word.partition("=")[::2] for word in options]
+    launcher = dict(words).get("--launcher") or "pdsh"
+    is_remote = config.cluster.hostfile and "--no_ssh" not in options and launcher == "pdsh"
+    if not is_remote or (len(working_hosts(config.cluster)) < 2 and "--force_multi" not in options):
+        return
+    for name, path in (("current folder", os.getcwd()), ("Python", sys.executable)):
+        if shlex.quote(path) != path:
+            raise ValueError(
+                f"{name}={path}: DeepSpeed's launcher passes it to shells of other hosts without quotes; use a path "
+                "of letters and digits, or leave out options of DeepSpeed's launcher and set supervise.enabled=true"
+            )
 
 
 def starts_here(config: WeftConfig, options: Sequence[str], *, supervised: bool) -> bool:

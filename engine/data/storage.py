@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import infer_compression
 
@@ -57,15 +58,28 @@ def remote_files(url: str, suffixes: tuple[str, ...]) -> tuple[str, ...]:
             found = [name for name in storage.glob(path) if suffix_of(name) in suffixes]
         else:
             found = [name for name in storage.find(path) if suffix_of(name) in suffixes and not _is_hidden(name, path)]
-    except (OSError, ImportError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"data.path={url}: cannot be read ({reason}); check the address and the credentials of this host, and "
-            "install the package for this storage, such as s3fs or gcsfs"
-        ) from error
+        if not found and (absent := _absence(storage, path)):
+            raise absent
+    except Exception as error:  # any: each storage has errors of its own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        remedy = "check the address and the credentials of this host"
+        if isinstance(error, ImportError):
+            remedy = "install the package for this storage, such as s3fs, gcsfs, or requests and aiohttp"
+        raise ValueError(f"data.path={url}: cannot be read ({reason}); {remedy}") from error
     if not found:
-        raise ValueError(f"data.path={url}: there is no file of kind {', '.join(suffixes)}; check the address")
+        raise ValueError(f"data.path={url}: the folder has no file of data; check the address")
     return tuple(sorted(storage.unstrip_protocol(name) for name in found))
+
+
+def _absence(storage: AbstractFileSystem, path: str) -> Exception | None:
+    """Return why there is nothing at a path, or None if there is an empty folder. `isfile` and `find` hide it."""
+    try:
+        storage.info(path)
+    except FileNotFoundError as error:
+        return FileNotFoundError(error.__cause__ or "there is no such file or folder")
+    except Exception as error:
+        return error
+    return None
 
 
 def open_file(file: Path | str) -> AbstractContextManager[BinaryIO]:

@@ -190,6 +190,19 @@ def test_a_hub_is_asked_by_the_machines_that_train(tmp_path):
     check_model(config)
 
 
+def test_a_folder_that_pdsh_would_split_is_refused(tmp_path, monkeypatch):
+    """DeepSpeed's launcher writes the folder without quotes into a line of another host's shell."""
+    hosts, spaced = tmp_path / "hosts", tmp_path / "my runs"
+    hosts.write_text("here slots=1\nthere slots=1\n")
+    spaced.mkdir()
+    monkeypatch.chdir(spaced)
+    given = ["recipe=quickstart", f"cluster.hostfile={hosts}", "cluster.master_port=29500", "dry_run=true"]
+    with pytest.raises(ValueError, match=r"current folder=.*/my runs: .* without quotes; use a path"):
+        launch.main(["--ssh_port", "22", *given])
+    for options in (["--no_ssh"], ["--launcher", "openmpi"]):
+        launch.check_remote_paths(load(given), read_arguments([*options, *given]).options)
+
+
 def test_costs_for_other_stages_are_refused(config, tmp_path):
     file = tmp_path / "costs.yaml"
     file.write_text("stages: {forward_ms: [1, 2], input_ms: 1, weight_ms: 1}")

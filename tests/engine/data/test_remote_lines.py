@@ -56,6 +56,33 @@ def test_a_long_line_is_refused_unread(monkeypatch):
         list(read_rows("parts://long.jsonl"))
 
 
+class Unreachable(AbstractFileSystem):
+    """Storage that hides its errors, as fsspec's for the web does: from `isfile` and `find`, or as another one."""
+
+    protocol = "unreachable"
+
+    def info(self, path, **_):
+        if path.startswith("forbidden"):
+            raise RuntimeError("403, Forbidden")
+        raise FileNotFoundError(path) from RuntimeError("cannot connect to host")
+
+    def find(self, path, *_, **__):
+        return {}
+
+
+fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+
+
+@pytest.mark.parametrize(("host", "reason"), [("forbidden", "403, Forbidden"), ("gone", "cannot connect to host")])
+@pytest.mark.parametrize("path", ["a.jsonl", "folder", "*.jsonl"])
+def test_storage_without_answer_is_named_with_its_reason(host, reason, path):
+    url = f"unreachable://{host}/{path}"
+    with pytest.raises(ValueError) as caught:
+        check_source(DataConfig(kind=DataKind.text, path=url))
+    remedy = "check the address and the credentials of this host"
+    assert str(caught.value) == f"data.path={url}: cannot be read ({reason}); {remedy}"
+
+
 def test_a_failure_of_storage_shows_no_credentials():
     FILES["me:secret@host/a.jsonl"] = RuntimeError("no answer from parts://me:secret@host/a.jsonl?sig=secret")
     with pytest.raises(OSError, match=r"parts://\*\*\*@host/a\.jsonl: reading has failed \(RuntimeError") as caught:
