@@ -22,7 +22,7 @@ from weft.engine.planning.recomputation import choice_text
 from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages.files.loading import load_hf_config
 from weft.pipeline.text import bound_text, bytes_text
-from weft.tools.preflight import INPUTS, check_stages, is_here, preflight
+from weft.tools.preflight import INPUTS, check_outputs, check_stages, is_here, preflight
 
 MOST_CHARACTERS = 800
 """Maximum number of characters of a row that are shown."""
@@ -99,6 +99,7 @@ def report(config: WeftConfig) -> Iterator[str]:
         ValueError: see `expected_plan`; also for inputs that a run would refuse.
     """
     config = fit_batch(config, world_size(config.cluster))
+    check_outputs(config)
     row = first_row_lines(config)
     yield from [*row, ""] if row else row
     preflight(config, checks=INPUTS)

@@ -8,7 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from weft.conf.host.terminal import print_error
 from weft.conf.host.triton import kernel_obstacle
 from weft.conf.hosts import is_loopback, read_hostfile, run_folder, world_size
 from weft.conf.schema import Attention, ChunkedLoss, ClusterManager, DataKind, Kernels, Precision, WeftConfig
-from weft.conf.sources import sources_of
+from weft.conf.sources import for_each_source, sources_of
 from weft.engine.planning.schedules import open_placements, read_costs
 from weft.tools.launch_arguments import num_gpus
 
@@ -181,8 +181,7 @@ def check_data(config: WeftConfig) -> None:
     Local files are read line by line. If the tokenizer is on this machine, their first row is tokenised.
     """
     # torch, which other checks do not need
-    from weft.engine.data import check_source, encode_first, load_tokenizer, require_encodable
-    from weft.engine.data.open import open_rows
+    from weft.engine.data import check_source, encode_first, load_tokenizer, require_encodable, require_parts
     from weft.engine.data.tokenizer import require_rows
     from weft.engine.stages.files.loading import load_hf_config
 
@@ -197,10 +196,9 @@ def check_data(config: WeftConfig) -> None:
         if rows:
             require_rows(tokenizer, rows, config.model)
         encode_first(config.data, tokenizer)
-        for source in sources_of(config.data) if config.train.eval_every else ():
-            if source.eval_split:
-                open_rows(replace(source, streaming=True), Path(source.cache_dir).expanduser(), "eval_split")
         require_encodable(config.data, tokenizer, seen)
+        evaluated = bool(config.train.eval_every)
+        for_each_source(config.data, partial(require_parts, tokenizer=tokenizer, evaluated=evaluated))
 
 
 def check_teacher(config: WeftConfig) -> None:
@@ -282,8 +280,19 @@ def _weights_are_here(path: str) -> bool:
     return False
 
 
+def check_outputs(config: WeftConfig) -> None:
+    """Check that nothing is in the way of the run's folders. Nothing is created."""
+    folder = run_folder(config)
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    for path in (existing, *(folder / name for name in ("export", ".export.partial", "checkpoints"))):
+        if os.path.lexists(path) and not (path.is_dir() and os.access(path, os.W_OK | os.X_OK)):
+            what = "cannot be written" if path.is_dir() else "is not a folder"
+            raise ValueError(f"train.output_dir={config.train.output_dir}: {path} {what}; remove it, or choose another")
+
+
 def check_run_folder(config: WeftConfig) -> None:
     """Check that the run's folder is writable, with space for more than its logs."""
+    check_outputs(config)
     folder = run_folder(config)
     try:
         make_shared_folder(folder) if config.train.shared else make_run_folder(folder)

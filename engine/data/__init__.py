@@ -1,7 +1,7 @@
 """The data pipeline: documents to micro-batches, in a global order that does not depend on the number of replicas."""
 
 from weft.engine.data.chat import with_template
-from weft.engine.data.check import Seen, check_source, require_encodable, unused_lines
+from weft.engine.data.check import Seen, check_source, require_encodable, require_parts, unused_lines
 from weft.engine.data.host_loader import HostLoader, Stream
 from weft.engine.data.loader import Batch, MicrobatchLoader, build_loader
 from weft.engine.data.open import encode_first, open_source
@@ -25,6 +25,7 @@ __all__ = [
     "open_source",
     "refuse_packing",
     "require_encodable",
+    "require_parts",
     "unused_lines",
     "vocabulary_for",
     "with_template",

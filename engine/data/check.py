@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 from datasets import Features, Json, LargeList, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -18,10 +19,12 @@ from weft.conf.host.terminal import printable
 from weft.conf.schema import DataConfig, DataKind
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
+from weft.engine.data.documents import Part
 from weft.engine.data.messages import FORMS, TOOLS, WEIGHT, Conversation, chat_columns, conversation_fault
 from weft.engine.data.open import columns_of, encoder_of, locate, open_rows, unread_files
 from weft.engine.data.pairs import PAIR_COLUMNS, Pair, pair_columns, pair_fault
 from weft.engine.data.rows import RowFault, parquet_features, read_rows
+from weft.engine.data.source import no_documents
 from weft.engine.data.storage import suffix_of
 
 _LEAST = {"sequence_length": 2, "shuffle_buffer": 1}
@@ -29,6 +32,8 @@ SAMPLES = 8
 """Number of conversations to store for each key."""
 MOST_RENDERED = 300
 """Number of messages to render before the run."""
+MOST_ROWS = 256
+"""Number of rows up to which parts for training and evaluation are checked before the run."""
 _TEXTS = (Value("string"), Value("large_string"), Value("string_view"))
 
 
@@ -256,6 +261,38 @@ def require_encodable(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen
             encoder([row], [0])
         except ValueError as error:
             raise ValueError(f"{where}: {error.__cause__ or error}") from error
+
+
+def require_parts(data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, evaluated: bool) -> None:
+    """Check that a small source has documents for training, and if ``evaluated`` for evaluation.
+
+    Raises:
+        ValueError: all rows have been read, and a part has no document.
+    """
+    own = bool(data.eval_split)
+    if data.kind is DataKind.corpus or not (evaluated if own else data.eval_fraction):
+        return
+    cache = Path(data.cache_dir).expanduser()
+    _, fields, rows = open_rows(replace(data, streaming=True), cache, "eval_split" if own else "split")
+    encoder = encoder_of(data, tokenizer, fields)
+    fraction, held = (0.0, [False]) if own else (data.eval_fraction, [False, True][: 1 + evaluated])
+    missing = [Part(fraction=fraction, evaluation=each) for each in held]
+    keys, lengths = list[int](), list[int]()
+    for number, row in enumerate(rows):
+        if not missing or number == (MOST_ROWS if data.streaming else MOST_ROWS // 8):
+            return
+        columns = encoder([encoder.value_of(row)], [number])
+        keys, lengths = keys + columns["key"], lengths + columns["length"]
+        if data.streaming:
+            missing = [part for part in missing if not (lengths[-1] and part.of_stream(keys[-1]))]
+    if not data.streaming:
+        learnt = np.array(lengths) > 0
+        missing = [part for part in missing if not (part.of_all(np.array(keys)) & learnt).any()]
+    if missing and own:
+        what = f"no {encoder.unit} with something to learn among its {len(keys)} rows; give more"
+        raise ValueError(f"data.eval_split={data.eval_split}: {what}")
+    if missing:
+        raise no_documents(data.path, encoder, missing[0], len(keys))
 
 
 def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: Seen) -> list[str]:

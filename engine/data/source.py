@@ -68,10 +68,7 @@ class LoadedSource:
         chosen = part.of_all(keys)
         rows = np.flatnonzero(chosen & (lengths > 0))
         if not len(rows):
-            raise ValueError(
-                f"data.path={name}: no {encoder.unit} for {'evaluation' if part.evaluation else 'training'} "
-                f"among {len(keys)} rows; give more, or change data.eval_fraction={part.fraction:g} or data.eval_split"
-            )
+            raise no_documents(name, encoder, part, len(keys))
         self.documents = OnDisk(dataset, rows)
         self.identity = hashlib.sha256(keys[rows].tobytes()).hexdigest()
         size = f"{len(rows)} {encoder.unit}, {self.documents.lengths.sum() / 1e6:.3g} M tokens"
@@ -161,6 +158,14 @@ class StreamedSource:
             for ids, wanted, key in zip(columns["input_ids"], labels, columns["key"], strict=True)
             if ids and self._part.of_stream(key)
         ]
+
+
+def no_documents(name: str, encoder: Encoder, part: Part, rows: int) -> ValueError:
+    """Return the error of a source, one of whose parts has no document with something to learn."""
+    return ValueError(
+        f"data.path={name}: no {encoder.unit} for {'evaluation' if part.evaluation else 'training'} "
+        f"among {rows} rows; give more, or change data.eval_fraction={part.fraction:g} or data.eval_split"
+    )
 
 
 def _losses(truncated: int, left_out: int) -> str:

@@ -1,5 +1,7 @@
 """A dry run refuses what ranks refuse at their start."""
 
+import os
+
 import pytest
 
 from weft.conf import load
@@ -13,6 +15,20 @@ def refused(message, *overrides):
     with pytest.raises(ValueError, match=message) as caught:
         list(dry_run.report(load([*QUICK, *overrides])))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "mine", "mine/export", "mine/checkpoints"])
+def test_what_is_in_the_way_of_the_outputs_is_refused(name, tmp_path, monkeypatch):
+    given = [f"train.output_dir={tmp_path / 'runs'}", "train.name=mine"]
+    path = tmp_path / "runs" / name
+    path.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda asked, mode: str(asked) != str(path))
+    refused(rf"^train\.output_dir=.*/runs: {path} cannot be written; remove it, or choose another", *given)
+    path.rmdir()
+    path.touch()
+    refused(r"^train\.output_dir=.*/runs.* not a folder; ", *given)
+    with pytest.raises(ValueError, match="not a folder; "):
+        preflight.check_run_folder(load([*QUICK, *given]))
 
 
 def test_the_self_check_runs_unless_it_is_off(monkeypatch):

@@ -47,6 +47,27 @@ def test_a_split_for_evaluation_that_is_not_there_is_refused(folder):
     check_data(settings(folder, "data.eval_split=train", "train.eval_every=1"))
 
 
+SAME = {"text": WORDS[0]}
+SHARES = {
+    "one row": ([SAME], ["data.eval_fraction=0.1"], "no documents for training among 1 rows; give more"),
+    "equal rows": ([SAME] * 9, ["data.eval_fraction=0.1"], "no documents for training among 9 rows; give more"),
+    "stream": ([SAME] * 9, ["data.streaming=true", "data.eval_fraction=1e-6"], "for evaluation among 9 rows; give"),
+    "split": ([{"text": ""}] * 2, ["data.eval_split=test"], "no documents with something to learn among its 2 rows"),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_a_share_without_rows_is_refused(case, folder):
+    rows, more, text = SHARES[case]
+    (folder / "data").mkdir()
+    for name, written in (("train", [SAME] if case == "split" else rows), ("test", rows)):
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    given = [f"data.path={folder / 'data'}", "train.eval_every=1", *more]
+    with pytest.raises(ValueError, match=text):
+        check_data(settings(folder, *given))
+    check_data(settings(folder, *given, "data.eval_fraction=0", "data.eval_split=", "train.eval_every=0"))
+
+
 @pytest.mark.parametrize("where", ["model", "tokenizer"])
 def test_tokens_without_rows_are_refused_with_both_numbers(where, folder):
     tokenizer = train_bpe(WORDS, 300)
