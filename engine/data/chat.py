@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf.host.documents import read_text
 from weft.engine.data.documents import IGNORED, document_key, text_key
 from weft.engine.data.encode import Columns
+from weft.engine.data.marks import Message, place_marks
 from weft.engine.data.messages import CALLS, Conversation, conversation_fault, is_call
 from weft.engine.data.spans import ChatTemplate, NotJinja, Span
 from weft.engine.data.tokenizer import tokenizer_sha256
@@ -125,11 +126,25 @@ class ChatEncoder:
         """
         return self._templates[talk.tools is not None].text(talk.messages, talk.tools)
 
+    def hidden(self, talk: Conversation) -> list[int]:
+        """Return the numbers of the messages that have a content which the template does not show.
+
+        Raises:
+            ValueError: the template rejects the conversation.
+        """
+        marks = place_marks(talk.messages, self.rendered(talk), lambda marked: self._with(talk, marked))
+        shown = {number for number, _ in marks.positions(self._with(talk, marks.put(talk.messages)))}
+        places = [place for number, place in enumerate(marks.places) if number not in shown]
+        return [message for message, path in places if path[0] == "content" and talk.messages[message]["content"]]
+
+    def _with(self, talk: Conversation, messages: Sequence[Message]) -> str:
+        return self.rendered(talk._replace(messages=messages))
+
     def _without_calls(self, talk: Conversation) -> str | None:
         """Render a conversation without its tool calls. Return None if the template rejects it in this form."""
         bare = [{key: value for key, value in message.items() if key not in CALLS} for message in talk.messages]
         try:
-            return self.rendered(talk._replace(messages=bare))
+            return self._with(talk, bare)
         except ValueError:
             return None
 

@@ -318,6 +318,8 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
         parts.append(f"files of no split that is read: {', '.join(seen.files)}")
     if hidden:
         parts.append(f"keys of conversations that the chat template does not show: {', '.join(sorted(hidden))}")
+    if encoder is not None and (roles := _hidden_roles(encoder, seen)):
+        parts.append(f"roles of messages whose content the chat template does not show: {', '.join(roles)}")
     if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):
         parts.append("arguments of tool_calls that are text, which the chat template quotes again: write objects")
     paths = ", ".join(each.path for each in sources_of(data))
@@ -335,7 +337,19 @@ def _seen_in_table(data: DataConfig) -> Seen:
         talk = Conversation.of(row, fields)
         if not conversation_fault(talk):
             seen.add(talk)
+            seen.add_form(talk, "")
     return seen
+
+
+def _hidden_roles(encoder: ChatEncoder, seen: Seen) -> list[str]:
+    """Return the roles of messages, in conversations that the chat template accepts, whose content it leaves out."""
+    hidden, rendered = set[str](), 0
+    for _, talk in seen.forms.values():
+        if not isinstance(talk, Conversation) or (rendered := rendered + len(talk.messages)) > MOST_RENDERED:
+            break
+        with suppress(ValueError):  # a refusal is an error of `require_encodable`
+            hidden |= {talk.messages[number]["role"] for number in encoder.hidden(talk)}
+    return sorted(hidden)
 
 
 def _is_quoted(encoder: ChatEncoder, talk: Conversation) -> bool:

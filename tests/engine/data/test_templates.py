@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from itertools import groupby
 
 import pytest
 
 from tests.engine.data.templates import TEMPLATES, template_tokenizer
+from weft.conf.schema import DataConfig, DataKind
+from weft.engine.data import check_source, unused_lines
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.documents import IGNORED
 from weft.engine.data.messages import Conversation
@@ -150,3 +153,34 @@ def test_call_that_the_template_hides_is_refused(tokenizer):
     talk = [TALK[1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
     with pytest.raises(ValueError, match=r"message 2 has tool_calls .* does not show them; set data\.chat_template"):
         learnt(tokenizer, "chatml", talk)
+
+
+HIDDEN = {
+    "phi3": ["tool"],
+    "zephyr": ["tool"],
+    "llama3.1": ["assistant"],
+    "granite": ["assistant"],
+    "qwen2.5": ["system"],
+    "qwen3": ["system"],
+    "chatml": [],
+    "deepseek": [],
+}
+"""By template, the roles of `OFTEN_LOST` that it leaves out."""
+OFTEN_LOST = [
+    *TALK[1:2],
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "name": "tide", "tool_call_id": "123456789", "content": "low"},
+    {"role": "system", "content": "be kind"},
+    *TALK[3:5],
+]
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_messages_that_the_template_leaves_out_are_named(tokenizer, name, tmp_path):
+    """Such as a system's message in the middle, an answer of a tool, and text beside a call."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": OFTEN_LOST}))
+    data = DataConfig(kind=DataKind.chat, path=str(path), chat_template=TEMPLATES[name], sequence_length=400)
+    lines = unused_lines(data, tokenizer, check_source(data))
+    text = f"roles of messages whose content the chat template does not show: {', '.join(HIDDEN[name])}"
+    assert any(line.endswith(text) for line in lines) == bool(HIDDEN[name]), lines
