@@ -30,6 +30,7 @@ from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
 from weft.engine.models.objective import Objective
+from weft.engine.models.seeding import restored_generators
 from weft.engine.observability.clock import clock_for
 from weft.engine.observability.measurement import SlotTrace, StepRecords
 from weft.engine.observability.usage import Usage, gather_usage
@@ -123,6 +124,7 @@ class WeftEngine(PipelineEngine):
         self.set_up = set_up or SetUpTimes()
         super().__init__(**deepspeed)
         self.set_up.done("engine: DeepSpeed's")
+        self.trained_modules = tuple(self.module.modules())
         connect_groups(construction.step_groups(self), self.device)
         position = plan.layout.position(self.global_rank)
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
@@ -212,7 +214,8 @@ class WeftEngine(PipelineEngine):
             state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
             trace = self._begin_step(plan, state)
 
-            self.executor.run(plan.schedule, state)  # forwards, backwards, transfers, and reductions of full buckets
+            with restored_generators(self.device):
+                self.executor.run(plan.schedule, state)  # forwards, backwards, transfers, reductions of full buckets
             with self.executor.stepping(plan.schedule, state):
                 self._comparison.before_update(self.global_steps + 1)
                 self.finish_memory_copy()

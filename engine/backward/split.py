@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -205,8 +205,12 @@ class SplitBackward:
         """The tape of the micro-batch that this thread computes, or None."""
         return self._strand.tape if self._strand.is_recording else self._played
 
+    def _recording(self, tape: Tape | None) -> AbstractContextManager[None]:
+        """Return the context in which this thread records on a tape. Without hooks nothing reads the tape."""
+        return self._on_strand(tape) if self._hooks else nullcontext()
+
     @contextmanager
-    def _recording(self, tape: Tape | None) -> Iterator[None]:
+    def _on_strand(self, tape: Tape | None) -> Iterator[None]:
         strand, before = self._strand, (self._strand.is_recording, self._strand.tape)
         strand.is_recording, strand.tape = True, tape
         try:

@@ -23,7 +23,8 @@ def begin_batch(engine: PipelineEngine, data_iter: Iterator | None) -> None:
         raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
     if data_iter is not None:
         engine.set_dataiterator(data_iter)
-    engine.module.train()
+    if not all(module.training for module in engine.trained_modules):  # to set all of them costs host time
+        engine.module.train()
     if engine.steps_per_print() is not None:  # otherwise nothing reads the timer, and its events would pile up
         engine.timers(TRAIN_BATCH_TIMER).start()
 

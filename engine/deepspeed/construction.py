@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from weft.engine.execution.executor import Executor
 from weft.engine.execution.loss import StepLoss
 from weft.engine.models.hidden_matrices import tag
 from weft.engine.models.objective import Minimised, Objective
-from weft.engine.models.seeding import seeded
+from weft.engine.models.seeding import seed_generators
 from weft.engine.observability.watcher import BubbleObserver
 from weft.engine.precision import compute_in
 from weft.engine.stages.cutting.stage import Stage
@@ -193,7 +192,7 @@ def make_executor(engine: PipelineEngine) -> Executor:
             placement=engine.schedule.placement,
             seed_gradient=engine._seed_gradient,
             around=sharding.around,
-            random=partial(random_of, engine),
+            seed=partial(seed_forward, engine),
             host_bytes_per_s=pipeline.offload_mbps * 1e6 / 8,
         ),
         send_to=engine.neighbours.send_to,
@@ -224,8 +223,8 @@ def make_bubbles(engine: PipelineEngine) -> BubbleObserver | None:
     return observer
 
 
-def random_of(engine: PipelineEngine, action: Action) -> AbstractContextManager[None]:
-    """Return a context with the random state of a forward, seeded by step, micro-batch, stage and context member.
+def seed_forward(engine: PipelineEngine, action: Action) -> None:
+    """Seed the random numbers of a forward by step, micro-batch, stage and context member.
 
     Dropout uses it, for example. It depends neither on the schedule nor on the number of replicas, nor on the replica
     that computes the micro-batch, and is equal in a resumed run. Members of a tensor group share them, and
@@ -235,7 +234,7 @@ def random_of(engine: PipelineEngine, action: Action) -> AbstractContextManager[
     microbatch = engine.deal.number_of(action.microbatch)
     context = engine.axes.context.index
     name = f"step {engine.global_steps}, micro-batch {microbatch}, stage {action.stage}, part {context}"
-    return seeded(engine.weft.train.seed, name, engine.device)
+    seed_generators(engine.weft.train.seed, name, engine.device)
 
 
 def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -28,14 +28,14 @@ class Compute:
         around: returns the context in which an action computes, in which the stage's weights are complete.
         host_bytes_per_s: rate of copies between a CPU's memory and itself, which emulates offload. 0 is as fast as
             possible.
-        random: returns the context in which a training forward computes, with the random states of its micro-batch.
+        seed: seeds the generators for a training forward, by its micro-batch.
     """
 
     stages: Mapping[int, Stage]
     placement: Placement
     seed_gradient: Callable[[Tensor], Tensor]
     around: Callable[..., AbstractContextManager[None]] = lambda *_: nullcontext()
-    random: Callable[[Action], AbstractContextManager[None]] = lambda _: nullcontext()
+    seed: Callable[[Action], None] = lambda _: None
     host_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -66,7 +66,8 @@ class Compute:
         if hidden is not None:
             hidden = hidden.detach().requires_grad_()
         counting = self._counting_of(state, microbatch) if stage == self._last else {}
-        with self.around(action), self.random(action):
+        self.seed(action)
+        with self.around(action):
             output, state.saved[stage, microbatch] = self._backward[stage].forward(
                 lambda: module(hidden, batch, **counting),
                 hidden,

@@ -28,12 +28,25 @@ def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator
 
     The generators' states are restored afterwards.
     """
-    number = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
-    gpus = [device.index] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus):
-        for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
-            generator.manual_seed(number)
+    with restored_generators(device):
+        seed_generators(seed, name, device)
         yield
+
+
+def restored_generators(device: torch.device | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context after which the generators of the CPU and a GPU ``device`` have their states of before."""
+    return torch.random.fork_rng(devices=_gpus(device))
+
+
+def seed_generators(seed: int, name: str, device: torch.device | None) -> None:
+    """Seed the generators of the CPU and a GPU ``device`` by ``seed`` and ``name``."""
+    number = int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
+    for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in _gpus(device))):
+        generator.manual_seed(number)
+
+
+def _gpus(device: torch.device | None) -> list[int]:
+    return [device.index] if device is not None and device.type == "cuda" else []
 
 
 def new_model(

@@ -22,8 +22,11 @@ REFUSED = ("softcap", "s_aux", "position_bias")
 
 def wanted_arguments(config: PreTrainedConfig, position_ids: Tensor) -> dict[str, Any]:
     """Return the additional arguments of a model's forward that flash attention needs, or none for other attention."""
+    arguments = flash_arguments(position_ids)
+    if not arguments:  # to read a config costs host time
+        return {}
     name = str(config.get_text_config()._attn_implementation)
-    return flash_arguments(position_ids) if name.startswith((ON_CPU, VARLEN, "flash_attention")) else {}
+    return arguments if name.startswith((ON_CPU, VARLEN, "flash_attention")) else {}
 
 
 def attend(

@@ -113,22 +113,30 @@ class Bucket:
         """Number of gradients of each parameter that must still accumulate before the bucket is reduced."""
         self.extremes: list[Tensor] = []
         """Smallest and largest elements of this rank's own gradients: two scalars for each reduction of this step."""
-        self.present: set[nn.Parameter] = set()
-        """Parameters that have had a gradient in this step, on this rank."""
+        self.present: set[Member] = set()
+        """Members that have had a gradient in this step, on this rank."""
+        self.keeps_gradients = zero_stage < 2
+        """True if gradients stay whole until the end of the step. Otherwise each reduction ends with a new buffer."""
         self._collectives = collectives
-        self._keeps_gradients = zero_stage < 2
         share, self.members = _lay_out(parameters, collectives.num_replicas, owners)
         self.length = share * collectives.num_replicas
+        self.gathers = zero_stage > 0 and collectives.num_replicas > 1
+        """True if the full weights are gathered from replicas, after each step or on demand."""
         self._share = slice(collectives.replica * share, (collectives.replica + 1) * share)
         self._held = self._share if zero_stage else slice(0, self.length)
-        self.sharded = zero_stage == 3 and collectives.num_replicas > 1
+        self.sharded = zero_stage == 3 and self.gathers
         """True if the full weights are only gathered on demand (ZeRO-3)."""
         self.users: set[User | None] = set()
         """Running computations that need the full weights."""
+        self.accumulates = False
+        """True if autograd accumulates the members' gradients in the buffer. See `accumulate`."""
         self._buffer: Tensor | None = None
-        self._places: dict[Member, Tensor] = {}
-        """Views of the buffer, in which gradients accumulate."""
-        self._arrived: set[Member] = set()
+        self._places: list[Tensor] = []
+        """Members' views of the buffer."""
+        self._versions: list[int] = []
+        """Versions of these views before the first gradient."""
+        self._parts: list[tuple[Fragment, Tensor]] = []
+        """Fragments with their part of a gradient that stays."""
         self._gradient: Tensor | None = None
         self._squares: Tensor | None = None
         """Sums of squares of parts of the gradient, if its last accumulation computed them."""
@@ -149,6 +157,8 @@ class Bucket:
                 master[begin - self._held.start : end - self._held.start].copy_(part)
             member.of(self._weights).copy_(member.parameter)
             member.parameter.data = member.of(self._weights)
+            if low:
+                member.parameter.grad_dtype = None  # any: gradients accumulate in fp32
         self._shard = self._weights[self._held]
         if self.sharded:
             self._shard = self._shard.clone()
@@ -175,50 +185,59 @@ class Bucket:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def add_gradient(self, member: Member) -> None:
-        """Move the ``grad`` of a member's parameter into the buffer, and add it to the gradients there.
+    def begin_step(self) -> None:
+        """Drop the gradients that an interrupted step has left, and accumulate those of this step."""
+        self._detach()
+        if self.keeps_gradients:
+            self.accumulate()
 
-        This runs once for each parameter and micro-batch, so it hashes no parameter where it need not.
-        """
-        parameter = member.parameter
-        assert parameter.grad is not None
-        place = self._places.get(member)
-        if place is None:
-            place = self._places[member] = self._gradient_place(member)
-        if member in self._arrived:
-            place.add_(parameter.grad)
-        else:
-            place.copy_(parameter.grad)
-            self._arrived.add(member)
-            self.present.add(parameter)
-        parameter.grad = None
-        if self.missing:
-            self.missing[parameter] -= 1
-            if self.missing[parameter] <= 0:
-                del self.missing[parameter]
-
-    def _gradient_place(self, member: Member) -> Tensor:
-        """Return the view in which the gradients of ``member`` accumulate."""
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """From now on autograd adds gradients to the buffer, without a hook. Gradients that have arrived move there."""
         if self._buffer is None:
             self._buffer = torch.zeros(self.length, dtype=self._master.dtype, device=self._master.device)
-        return member.of(self._buffer)
+        else:
+            self._buffer.zero_()
+        # `data` has a version of its own, which tells whether a gradient has arrived
+        self._places = self._places or [member.of(self._buffer).data for member in self.members]
+        self._versions = [place._version for place in self._places]
+        for member, place in zip(self.members, self._places, strict=True):
+            earlier, member.parameter.grad = member.parameter.grad, place
+            if earlier is not None:
+                place.add_(earlier)
+        self.accumulates = True
+
+    def count_gradient(self, parameter: nn.Parameter) -> None:
+        """Count one of the gradients that are `missing`."""
+        self.missing[parameter] -= 1
+        if self.missing[parameter] <= 0:
+            del self.missing[parameter]
+
+    def _detach(self) -> None:
+        """Leave the next gradients to the parameters, and forget a buffer that does not stay."""
+        for member in self.members:
+            member.parameter.grad = None
+        self.accumulates = False
+        if not self.keeps_gradients:
+            self._buffer, self._places = None, []
 
     def reduce(self) -> None:
         """Start to reduce over the replicas the gradients that have accumulated since the last call."""
-        for member in self.members:
-            if member not in self._arrived:
-                self._gradient_place(member).zero_()
-        self._arrived.clear()
+        if not self.accumulates:
+            self.accumulate()
         whole = self._buffer
         assert whole is not None
+        arrivals = zip(self.members, self._places, self._versions, strict=True)
+        self.present.update(member for member, place, version in arrivals if place._version != version)
+        self.missing.clear()
+        self._detach()
         self.extremes.extend(torch.aminmax(whole))
-        if self._keeps_gradients:
+        if self.keeps_gradients:
             self._gradient = whole[self._held]
+            self._parts = self._parts or list(self._parts_of(self._gradient))
             self._reduction = self._collectives.reduce(whole, self._gradient)
             return
         self._settle()
-        self._buffer = None
-        self._places.clear()
         self._reduction = self._collectives.reduce(whole)
 
     def _settle(self) -> None:
@@ -228,7 +247,7 @@ class Bucket:
         received, self._reduction, self._squares = self._reduction.wait(), None, None
         if received is self._gradient:
             return
-        adds = self._gradient is not None and not self._keeps_gradients
+        adds = self._gradient is not None and not self.keeps_gradients
         if self._gradient is None:
             if received.dtype == self._master.dtype:
                 self._gradient = received
@@ -265,14 +284,16 @@ class Bucket:
 
     def assign_gradients(self, absent: Set[nn.Parameter] = frozenset()) -> None:
         """Set the ``grad`` of fragments to their part of the reduced gradient, except for ``absent`` parameters."""
-        low = self._held.start
+        for fragment, part in self._parts or self._parts_of(self.gradient):
+            if not absent or fragment.parameter not in absent:
+                fragment.tensor.grad = part
+
+    def _parts_of(self, gradient: Tensor) -> Iterator[tuple[Fragment, Tensor]]:
         offsets = {member.name: member.offset for member in self.members}
         for fragment in self.fragments:
-            if fragment.parameter in absent:
-                continue
-            begin = offsets[fragment.name] + fragment.start - low
-            part = self.gradient[begin : begin + fragment.tensor.numel()]
-            fragment.tensor.grad = part.view(fragment.tensor.shape)
+            begin = offsets[fragment.name] + fragment.start - self._held.start
+            part = gradient[begin : begin + fragment.tensor.numel()]
+            yield fragment, part.view(fragment.tensor.shape)
 
     def drop_gradient(self) -> None:
         """Drop the gradient of the step."""
@@ -318,7 +339,7 @@ class Bucket:
             self._shard.copy_(self._master)
         if self.sharded:
             self.release()
-        elif self._held == self._share:
+        elif self.gathers:
             self._gathering = self._collectives.gather(self._shard, self._weights)
 
     def gather(self, user: User | None = None) -> None:

@@ -36,9 +36,9 @@ class Presence:
             start_sum: starts to sum a tensor over the ranks that hold the same stages.
         """
         # Weights that are tied over pipeline ranks are embeddings, which always have a gradient.
-        members = [(b, m.parameter) for b in buckets if b.tied is None for m in b.members]
-        self._parameters = [parameter for _, parameter in members]
-        here = [float(parameter in bucket.present) for bucket, parameter in members]
+        members = [(bucket, member) for bucket in buckets if bucket.tied is None for member in bucket.members]
+        self._parameters = [member.parameter for _, member in members]
+        here = [float(member in bucket.present) for bucket, member in members]
         self._lacks = not all(here)
         if here:
             self._counts = start_sum(torch.tensor(here).to(device, non_blocking=True))

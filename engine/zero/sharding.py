@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.conf.schema import ZeroConfig
 from weft.engine.zero.bucket import Bucket, Fragment, Member
@@ -70,16 +71,14 @@ class Sharding:
         self._unended: dict[Bucket, set[int]] = {}
         self._running: Action | None = None
         self._reduced: set[Bucket] = set()
-        self._hooks = [
-            member.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, bucket, member))
-            for bucket in self.trained
-            for member in bucket.members
-        ]
+        self._hooks: dict[Bucket, list[RemovableHandle]] = {}
+        """Hooks of gradients. They cost host time, so there are none where autograd alone accumulates."""
+        self._overlaps = any(kind.num_replicas > 1 for kind in self.collectives.kinds)
 
     def close(self) -> None:
         """Remove autograd's hooks, because the garbage collector does not see their references."""
-        for hook in self._hooks:
-            hook.remove()
+        for bucket in list(self._hooks):
+            self._unhook(bucket)
         self.collectives.close()
 
     @property
@@ -111,6 +110,9 @@ class Sharding:
         self._closing.clear()
         self._last.clear()
         self._unended = {bucket: set(bucket.stages) for bucket in self._joint}
+        for bucket in self.trained:
+            bucket.begin_step()
+            (self._unhook if bucket.accumulates else self._hook)(bucket)
         for index in self._weights:
             own = [action for action in row if action.stage == index]
             self._upcoming[index].extend(a.op for a in own if a.op in (Op.F, Op.B, Op.I))
@@ -156,22 +158,46 @@ class Sharding:
         for bucket in self._own[stage]:
             parameters = [member.parameter for member in bucket.members]
             bucket.missing = Counter(parameters if coming is None else {p: coming[p] for p in parameters if coming[p]})
+            if self._overlaps:
+                self._hook(bucket)
         self._unreduced[stage].extend(reversed(self._own[stage]))
+
+    def _hook(self, bucket: Bucket) -> None:
+        if bucket not in self._hooks:
+            self._hooks[bucket] = [
+                member.parameter.register_post_accumulate_grad_hook(partial(self._gradient_arrived, bucket, member))
+                for member in bucket.members
+            ]
+
+    def _unhook(self, bucket: Bucket) -> None:
+        for hook in self._hooks.pop(bucket, ()):
+            hook.remove()
 
     def _gradient_arrived(self, bucket: Bucket, member: Member, parameter: nn.Parameter) -> None:
         assert bucket not in self._reduced, f"{member.name}: a gradient came after the last one"
-        bucket.add_gradient(member)
+        if not bucket.accumulates:
+            bucket.accumulate()
+        if not bucket.missing:
+            self._unhook(bucket)
+            return
+        bucket.count_gradient(parameter)
         if self._running is None:
             return
         stage = self._running.stage
         # In a fixed order, which is the same on all replicas.
         while self._unreduced[stage] and not self._unreduced[stage][0].missing:
             self._reduced.add(self._unreduced[stage][0])
-            self._unreduced[stage].popleft().reduce()
+            self._reduce_first(stage)
+
+    def _reduce_first(self, stage: int) -> None:
+        bucket = self._unreduced[stage].popleft()
+        bucket.reduce()
+        if not bucket.keeps_gradients:
+            self._hook(bucket)
 
     def _reduce_rest(self, stage: int) -> None:
         while self._unreduced[stage]:
-            self._unreduced[stage].popleft().reduce()
+            self._reduce_first(stage)
 
     def reduce(self, stage: int) -> None:
         """Run ``REDUCE_GRAD``: start the remaining reductions of ``stage``, and of shared buckets that it uses last."""

@@ -39,17 +39,15 @@ class StageWeights:
         self._index = stage.index
         self._direction = _Direction()
         self._last_direction = False
+        self.buckets = list(dict.fromkeys([*self._rest, *(bucket for block in self._blocks for bucket in block)]))
+        """Every bucket that the stage uses, in the order in which a forward uses them."""
         sharded = any(bucket.sharded for bucket in self.buckets)
-        for number, block in enumerate(blocks):
+        self._gathers = any(bucket.gathers for bucket in self.buckets)
+        for number, block in enumerate(blocks if self._gathers else ()):
             block.register_forward_pre_hook(partial(self._before_forward, number))
             if sharded:
                 block.register_forward_hook(partial(self._after_forward, number))
                 set_complete(block, partial(self._complete, number))
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Every bucket that the stage uses, in the order in which a forward uses them."""
-        return list(dict.fromkeys([*self._rest, *(bucket for block in self._blocks for bucket in block)]))
 
     def prefetch(self, *, backward: bool = False) -> None:
         """Start to gather the weights that the next computation uses first."""
@@ -58,6 +56,8 @@ class StageWeights:
 
     def begin(self, *, backward: bool) -> None:
         """Prepare a computation, in its thread: wait for the weights outside of the blocks."""
+        if not self._gathers:
+            return
         self._direction.backward = self._last_direction = backward
         for bucket in self._first(backward):
             bucket.gather(self._user)
@@ -66,7 +66,7 @@ class StageWeights:
 
     def end(self, *, backward: bool) -> None:
         """End a computation in its thread, so that its weights may be released."""
-        for bucket in self.buckets:
+        for bucket in self.buckets if self._gathers else ():
             bucket.users.discard((self._index, backward))
 
     def release(self) -> None:

@@ -10,7 +10,8 @@ from tests.engine.parallel.axis_training import go_on_all
 from tests.engine.tiny import many_losses, tiny_config
 from weft.conf.schema import Recompute, WeftConfig
 from weft.engine.deal import StepDeal, dealt
-from weft.engine.deepspeed.construction import random_of
+from weft.engine.deepspeed.construction import seed_forward
+from weft.engine.models.seeding import restored_generators
 from weft.pipeline.action import Action, Op
 from weft.tools.ranks import run_ranks
 
@@ -37,7 +38,8 @@ def drawn(step=0, microbatch=0, stage=0, replica=0, replicas=2, context=0, deal=
         device=torch.device("cpu"),
     )
     before = torch.get_rng_state()
-    with random_of(rank, Action(Op.F, stage, microbatch)):
+    with restored_generators(rank.device):
+        seed_forward(rank, Action(Op.F, stage, microbatch))
         number = float(torch.rand(()))
     assert torch.equal(torch.get_rng_state(), before)
     return number

@@ -92,6 +92,8 @@ class Stage(nn.Module):
         self._arguments = accepted_arguments(self.hf_model)
         self._inputs = {*inspect.signature(self.hf_model.forward).parameters, *INPUTS} - {"labels"}
         self._weights_dtype: torch.dtype | None = None
+        self._known_parts: dict[tuple[torch.Size, bool], list[tuple[torch.Size, torch.dtype]]] = {}
+        """Results of `_parts`, by the shape of token ids and whether they leave."""
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -179,6 +181,12 @@ class Stage(nn.Module):
 
         ``leaving`` selects the one after it.
         """
+        key = batch["input_ids"].shape, leaving
+        if key not in self._known_parts:  # every slot needs them, and to read a config costs host time
+            self._known_parts[key] = self._new_parts(batch, leaving)
+        return self._known_parts[key]
+
+    def _new_parts(self, batch: Batch, leaving: bool) -> list[tuple[torch.Size, torch.dtype]]:
         boundary = self._crossing(batch, leaving)
         if boundary is None:
             width = self.hf_model.config.get_text_config().hidden_size
@@ -203,6 +211,7 @@ class Stage(nn.Module):
 
     def _apply(self, *args: Any, **named: Any) -> Stage:
         self._weights_dtype = None  # this may convert the weights
+        self._known_parts = {}
         return super()._apply(*args, **named)
 
     def named_global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -240,7 +240,7 @@ def allocated(
     for bucket in sharding.trained:
         for member in bucket.members:
             member.parameter.grad = torch.ones_like(member.parameter)
-            bucket.add_gradient(member)
+        bucket.accumulate()
     gradients = num_bytes(bucket._buffer for bucket in sharding.trained)
     for bucket in sharding.trained:
         bucket.reduce()

@@ -6,8 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.engine.zero.replicas import SmallStage
 from weft.comm.collectives import Group
-from weft.engine.zero import Bucket, Collectives
+from weft.conf.schema import ZeroConfig
+from weft.engine.zero import Bucket, Collectives, Sharding
+from weft.pipeline.action import Action, Op
 from weft.pipeline.memory import ALIGNMENT
 
 
@@ -101,3 +104,38 @@ def test_the_model_gets_what_was_stepped_or_restored(dtype, num_replicas, zero_s
 def test_a_single_replica_is_a_group_of_its_rank_alone(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
     assert Collectives().group == Group((5,), (0,))
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_autograd_adds_16_bit_gradients_in_fp32_without_a_call_of_python(zero_stage, monkeypatch):
+    """At stage 2 the first gradient of a step makes the buffer; after that no hook is left."""
+    stage, calls = SmallStage(dtype=torch.bfloat16), []
+    sharding = Sharding([stage], ZeroConfig(stage=zero_stage))
+    arrived = sharding._gradient_arrived
+    monkeypatch.setattr(sharding, "_gradient_arrived", lambda *args: calls.append(args) or arrived(*args))
+    whole = dict.fromkeys(stage.parameters(), 0.0)
+    for _ in range(2):
+        sharding.begin_step([Action(op, 0, m) for m in range(3) for op in (Op.F, Op.B)])
+        calls.clear()
+        for m in range(3):
+            with sharding.around(Action(Op.F, 0, m)):
+                loss = stage.layers[0](stage.embed(torch.tensor([[1, 2, m]]))).float().square().sum()
+            with sharding.around(Action(Op.B, 0, m)):
+                loss.backward(retain_graph=True)
+            for parameter, gradient in zip(
+                whole, torch.autograd.grad(loss, list(whole), allow_unused=True), strict=True
+            ):
+                whole[parameter] = whole[parameter] if gradient is None else whole[parameter] + gradient.float()
+        sharding.reduce(0)
+        sharding.finish_gradients()
+        assert len(calls) == (0 if zero_stage == 1 else len(sharding.trained))
+        for bucket in sharding.trained:
+            present = {member.parameter for member in bucket.present}
+            assert present == {m.parameter for m in bucket.members if isinstance(whole[m.parameter], torch.Tensor)}
+            for member in bucket.members:
+                assert torch.equal(
+                    member.of(bucket.gradient), torch.zeros(member.parameter.shape) + whole[member.parameter]
+                )
+            assert all(member.parameter.grad is None for member in bucket.members)
+            bucket.drop_gradient()
+        whole = dict.fromkeys(whole, 0.0)

@@ -17,6 +17,7 @@ class Recorded:
 
     def __init__(self, name, sharded, log):
         self.name, self.sharded, self.log, self.users = name, sharded, log, set()
+        self.gathers = True
 
     def gather(self, user=None):
         self.log.append(("gather", self.name, user))
