@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -72,11 +73,11 @@ def _seal(listener: socket.socket) -> None:
         log.warning("%s:%d goes on accepting connections of anybody: %s", *listener.getsockname()[:2], error)
 
 
-def _sockets() -> dict[int, str]:
-    """Return this process's sockets: the kernel's name of the socket by descriptor."""
-    found: dict[int, str] = {}
+def _sockets() -> dict[int, int]:
+    """Return the inodes of this process's sockets by descriptor."""
+    found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
-                found[int(name)] = target
+            if stat.S_ISSOCK((status := os.fstat(int(name))).st_mode):
+                found[int(name)] = status.st_ino
     return found

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.conf import load
 from weft.conf.features import entry, is_installed
 from weft.conf.host.private import make_shared_folder, take_secrets, write_private
-from weft.conf.host.processes import end_process
+from weft.conf.host.processes import end_process, freeze_imports
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.terminal import print_error
 from weft.conf.hosts import run_folder
@@ -54,7 +54,7 @@ from weft.tools.preflight import check_resume
 from weft.tools.processes import end_with_launcher
 
 if _COLLECTS:
-    gc.freeze()
+    freeze_imports()
     gc.enable()
 
 REPORT_TIMEOUT_S = 5.0

@@ -12,8 +12,9 @@ import torch
 import weft.engine.data
 import weft.engine.preloaded  # noqa: F401
 from weft.conf import load
+from weft.conf.host.processes import freeze_imports
 
 load()  # Hydra looks for its plug-ins when it is first used
 torch.set_num_threads(1)
-gc.freeze()
+freeze_imports()
 gc.enable()

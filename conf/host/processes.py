@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TextIO
 
@@ -199,10 +198,22 @@ def _ephemeral() -> range:
     return range(int(low), int(high) + 1)
 
 
-@cache
+_freezes: bool | None = None
+"""True if the program had frozen objects before the first step of any engine; None before that is known."""
+
+
+def freeze_imports() -> None:
+    """Keep all current objects out of later garbage collections, in this process and in its forks."""
+    global _freezes
+    gc.freeze()
+    _freezes = True
+
+
 def _program_freezes() -> bool:
-    """True if the program had frozen objects before the first step of any engine. Cached: counting takes 60 ms."""
-    return gc.get_freeze_count() > 0
+    global _freezes
+    if _freezes is None:
+        _freezes = gc.get_freeze_count() > 0  # counting takes 60 ms after imports
+    return _freezes
 
 
 class LongLived:

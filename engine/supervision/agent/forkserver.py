@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from weft.conf.host.private import credentials_in
-from weft.conf.host.processes import end_process, end_with_parent
+from weft.conf.host.processes import end_process, end_with_parent, freeze_imports
 from weft.engine.supervision.messages import MOST_BYTES, AgentCommand, Fork, Forked, Imported, Signal, decode, encode
 
 TARGET = "weft.recipes.train:run"
@@ -178,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
         import_module(module)
     # Collections in a rank then skip imported objects. Scanning them takes a quarter of a second, and copies memory
     # pages that all ranks share.
-    gc.freeze()
+    freeze_imports()
     gc.enable()
     with socket.socket(fileno=int(descriptor)) as agent:
         threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
