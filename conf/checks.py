@@ -353,6 +353,19 @@ def _adapt(config: WeftConfig) -> Iterator[str]:
     )
 
 
+def _jitter(config: WeftConfig) -> Iterator[str]:
+    pipeline = config.pipeline
+    if not pipeline.jitter_samples:
+        return
+    name = f"pipeline.jitter_samples={pipeline.jitter_samples}"
+    if pipeline.schedule is not ScheduleKind["auto"]:
+        yield f"{name}: schedule={pipeline.schedule.name} depends on no costs; set pipeline.schedule=auto, or 0"
+    if not pipeline.costs_file:
+        yield f"{name}: without pipeline.costs_file no jitter is known; give a file with `jitter`, or set 0"
+    if pipeline.offload:
+        yield f"{name}: schedules with pipeline.offload=true are planned with medians; set one of them to 0 or false"
+
+
 CHECKS = (
     missing_features,
     _urls,
@@ -360,6 +373,7 @@ CHECKS = (
     source_problems,
     _schedule,
     _adapt,
+    _jitter,
     _layers,
     _parallel,
     memory_problems,

@@ -46,6 +46,8 @@ class StageCost:
     """Seconds of this stage's optimiser step."""
     send_s: float = 0.0
     """Seconds for which starting a send occupies the rank."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithms of a computation's durations, whose median is the seconds above."""
 
     @classmethod
     def whole(cls, parts: Sequence[StageCost]) -> StageCost:
@@ -53,14 +55,15 @@ class StageCost:
         if len(parts) == 1:
             return parts[0]
         names = [field.name for field in fields(cls)]
-        return cls(**{name: sum(getattr(part, name) for part in parts) for name in names} | parts[-1]._sent())
+        sums = {name: sum(getattr(part, name) for part in parts) for name in names} | parts[-1]._sent()
+        return cls(**sums | {"jitter": max(part.jitter for part in parts)})
 
     def part(self, count: int) -> StageCost:
         """Return the cost of one of ``count`` equal parts; each part sends as many bytes as the whole stage."""
         return replace(self, **{field.name: getattr(self, field.name) / count for field in fields(self)} | self._sent())
 
     def _sent(self) -> dict[str, float]:
-        return {"output_bytes": self.output_bytes, "send_s": self.send_s}
+        return {"output_bytes": self.output_bytes, "send_s": self.send_s, "jitter": self.jitter}
 
     @property
     def compute_s(self) -> float:

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import log, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import yaml
 
 from weft.conf.features import entry
 from weft.conf.host.documents import read_yaml
-from weft.pipeline.action import SENDS, Op
+from weft.pipeline.action import COMPUTE, SENDS, Op
 from weft.pipeline.costs import SECONDS_OF, CostModel, LinkCost, StageCost
 from weft.pipeline.limits import MOST_RANKS, count, known_fields, number, short_repr
 from weft.pipeline.timeline import SEND_LANE, Timeline
 
 MOST_BYTES = 2**21
 """Largest file; the costs of a thousand stages take a twentieth of it."""
+MOST_JITTER = 3.0
+"""Largest jitter: one computation of three then takes over twenty times its median, or under a twentieth."""
 _STAGE_FIELDS = {
     # field of StageCost: (name in the file, units of the file per unit of the field)
     "forward_s": ("forward_ms", 1e3),
@@ -32,6 +35,7 @@ _STAGE_FIELDS = {
     "unshard_s": ("unshard_ms", 1e3),
     "step_s": ("step_ms", 1e3),
     "send_s": ("send_ms", 1e3),
+    "jitter": ("jitter", 1),
 }
 _STAGE_NAMES = tuple(name for name, _ in _STAGE_FIELDS.values())
 _REQUIRED = ("forward_ms", "input_ms", "weight_ms")
@@ -54,6 +58,7 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
           unshard_ms: 20
           step_ms: 5                  # optimiser
           send_ms: 0.2                # for which starting a send occupies the rank
+          jitter: 0.1                 # standard deviation of the logarithms of computations' durations; at most 3
         links:
           local: {latency_ms: 0.01, bandwidth_mbps: 100000}
           wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
@@ -180,7 +185,10 @@ def _columns(table: dict[str, Any], name: str, length: int, what: str) -> tuple[
         field: [value / scale for value in _column(table.get(column, 0.0), f"{name}.{column}", length, what)]
         for field, (column, scale) in _STAGE_FIELDS.items()
     }
-    return tuple(StageCost(**{field: column[stage] for field, column in columns.items()}) for stage in range(length))
+    stages = tuple(StageCost(**{field: column[stage] for field, column in columns.items()}) for stage in range(length))
+    if (most := max((stage.jitter for stage in stages), default=0.0)) > MOST_JITTER:
+        raise ValueError(f"{name}.jitter={most:g}: above {MOST_JITTER:g}; give the deviation of natural logarithms")
+    return stages
 
 
 def _column(value: Any, name: str, length: int, what: str) -> list[float]:
@@ -225,7 +233,7 @@ def _link(data: Any, name: str, *, local: bool = False) -> LinkCost:
 
 
 def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
-    """Replace each stage's seconds in ``costs`` by the measured median.
+    """Replace each stage's seconds in ``costs`` by the measured median, and its jitter by that around the medians.
 
     If a stage never split its backward, half of the backward counts for each gradient. Strand
     pairs are ignored, because their halves are not timed separately.
@@ -242,10 +250,16 @@ def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
                 op = Op.SEND_F if action.op in SENDS else action.op  # both directions cost the same
                 seconds[op, action.stage].append(span.end_s - span.start_s)
     medians = {key: median(values) for key, values in seconds.items()}
-    return replace(costs, stages=tuple(_fit_stage(s, cost, medians) for s, cost in enumerate(costs.stages)))
+    logs: dict[int, list[float]] = defaultdict(list)
+    for (op, stage), values in seconds.items():
+        if op in COMPUTE and medians[op, stage] > 0:
+            logs[stage] += [log(value / medians[op, stage]) for value in values if value > 0]
+    jitter = {stage: min(MOST_JITTER, sqrt(fmean(each * each for each in found))) for stage, found in logs.items()}
+    stages = (_fit_stage(s, cost, medians, jitter.get(s, cost.jitter)) for s, cost in enumerate(costs.stages))
+    return replace(costs, stages=tuple(stages))
 
 
-def _fit_stage(stage: int, cost: StageCost, medians: dict[tuple[Op, int], float]) -> StageCost:
+def _fit_stage(stage: int, cost: StageCost, medians: dict[tuple[Op, int], float], jitter: float) -> StageCost:
     whole = medians.get((Op.B, stage), cost.input_s + cost.weight_s)
     measured = {SECONDS_OF[op]: s for (op, at), s in medians.items() if at == stage and op in SECONDS_OF}
-    return replace(cost, **{"input_s": whole / 2, "weight_s": whole / 2} | measured)
+    return replace(cost, jitter=jitter, **{"input_s": whole / 2, "weight_s": whole / 2} | measured)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from weft.pipeline.action import RECEIVES, RELAYS, SENDS, Action, Op, Slot
+from weft.pipeline.action import COMPUTE, RECEIVES, RELAYS, SENDS, Action, Op, Slot
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.dependencies import establishes
+from weft.pipeline.jitter import sampled_s
 from weft.pipeline.lowering import add_transfers
 from weft.pipeline.memory import held_along
 from weft.pipeline.order import Visit, execution_order
@@ -18,7 +19,7 @@ _SIDE = frozenset({Op.REDUCE_GRAD, Op.UNSHARD})
 """Collectives over replicas: started in row order, overlapped with compute."""
 
 
-def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
+def simulate(schedule: Schedule, costs: CostModel, sample: int | None = None) -> Timeline:
     """Predict the timeline of ``schedule``; deterministic.
 
     - **Compute**: each rank runs its slots in row order, one at a time. A strand pair starts when
@@ -36,6 +37,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
 
     Args:
         schedule: a valid schedule; lowered, or compute-only with implied transfers.
+        sample: number of a sample of computations' durations, by the costs' jitter. None takes their medians.
 
     Raises:
         ValueError: ``costs`` is for another number of virtual stages.
@@ -44,7 +46,7 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     costs.require_stages(schedule.placement.num_stages, f"schedule {schedule.name!r}")
     if _has_transfers(costs):
         schedule = add_transfers(schedule)
-    run = SimulatedStep(schedule, costs)
+    run = SimulatedStep(schedule, costs, sample)
     for visit in execution_order(schedule):
         run.step(visit)
     held = [tuple(held_along(row, costs)) for row in schedule.rows]
@@ -57,6 +59,11 @@ def simulate(schedule: Schedule, costs: CostModel) -> Timeline:
     )
 
 
+def sampled_steps_s(schedule: Schedule, costs: CostModel, samples: Iterable[int]) -> list[float]:
+    """Return the seconds of a step in each sample, sorted. ``schedule`` has relays if it is of a DP-cell."""
+    return sorted(simulate(schedule, costs, sample).step_s for sample in samples)
+
+
 def _has_transfers(costs: CostModel) -> bool:
     """True if any transfer takes time; otherwise transfers need no simulation."""
     links = (costs.local, costs.wan, *(link for _, link in costs.wan_links))
@@ -66,9 +73,10 @@ def _has_transfers(costs: CostModel) -> bool:
 class SimulatedStep:
     """A step that is being simulated: the clocks of ranks and links, and the time of each result."""
 
-    def __init__(self, schedule: Schedule, costs: CostModel) -> None:
+    def __init__(self, schedule: Schedule, costs: CostModel, sample: int | None = None) -> None:
         self._schedule = schedule
         self._costs = costs
+        self._sample = sample
         self._fact_s: dict[Action, float] = {}
         self._copied_s: dict[Action, float] = {}
         self._offloads = {slot[0] for row in schedule.rows for slot in row if slot[0].op is Op.OFFLOAD}
@@ -123,6 +131,12 @@ class SimulatedStep:
 
     def _seconds(self, slot: Slot) -> float:
         stages = self._costs.stages
+        if self._sample is not None and slot[0].op in COMPUTE:
+            halves_s = sum(sampled_s(self._costs, action, self._sample) for action in slot)
+            if len(slot) == 1:
+                return halves_s
+            forward, backward = slot
+            return halves_s * self._costs.pair_scale(forward.stage, backward.stage, backward.op)
         if len(slot) == 1:
             action = slot[0]
             if action.op is Op.STEP:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from weft.pipeline.action import Slot
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators.auto import own_cap_bytes
@@ -10,7 +12,11 @@ from weft.pipeline.generators.auto_problem import Problem
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.order import time_slots
 from weft.pipeline.schedule import Schedule
+from weft.pipeline.simulation import sampled_steps_s
 from weft.pipeline.timeline import Timeline
+
+JITTER_SAMPLES = 100
+"""Steps that `jitter_text` samples."""
 
 
 def grid_text(schedule: Schedule, *, width: int | None = None) -> str:
@@ -94,6 +100,17 @@ def own_cap_text(cap_bytes: float, peak: float) -> str:
         f"{bytes_text(cap_bytes)} of activations on each rank ({cap_bytes:.0f} bytes); "
         f"pipeline.memory_cap_bytes lifts or lowers that{faster}"
     )
+
+
+def jitter_text(schedule: Schedule, costs: CostModel, samples: int = JITTER_SAMPLES) -> str:
+    """Return the mean and the 95th percentile of a step over sampled durations.
+
+    Args:
+        schedule: lowered; for a DP-cell with its relays, and the cell's costs.
+    """
+    steps_s = sampled_steps_s(schedule, costs, range(-samples, 0))
+    late_s = steps_s[min(len(steps_s) - 1, int(0.95 * len(steps_s)))]
+    return f"step {fmean(steps_s):.6g} s, 95th percentile {late_s:.6g} s"
 
 
 def bound_text(schedule: Schedule, costs: CostModel, step_s: float) -> str:

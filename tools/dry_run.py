@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -21,7 +22,8 @@ from weft.engine.planning.memory import memory_checkpoint_bytes
 from weft.engine.planning.recomputation import choice_text
 from weft.engine.planning.run_plan import RunPlan, plan_run
 from weft.engine.stages.files.loading import load_hf_config
-from weft.pipeline.text import bound_text, bytes_text
+from weft.pipeline.jitter import has_jitter
+from weft.pipeline.text import bound_text, bytes_text, jitter_text
 from weft.tools.preflight import INPUTS, check_outputs, check_stages, is_here, preflight
 
 MOST_CHARACTERS = 800
@@ -129,7 +131,20 @@ def report(config: WeftConfig) -> Iterator[str]:
     ]
     if schedule.name == "auto":
         yield bound_text(schedule, plan.step_costs.for_cell(schedule.placement.pipelines), plan.step_s)
-    yield from filter(None, (plan.cap_text(), choice_text(plan.recompute)))
+    yield from filter(None, (plan.cap_text(), choice_text(plan.recompute), *_jitter_lines(config, plan)))
+
+
+def _jitter_lines(config: WeftConfig, plan: RunPlan) -> list[str]:
+    """Return the step over sampled durations, and that of the schedule by the medians if the plan has another one."""
+    schedule, costs = plan.schedule(), plan.step_costs.for_cell(plan.schedule().placement.pipelines)
+    if not has_jitter(costs):
+        return []
+    lines = [f"with jitter: {jitter_text(schedule, costs)}"]
+    if config.pipeline.jitter_samples:
+        usual = replace(config, pipeline=replace(config.pipeline, jitter_samples=0))
+        schedules = plan.schedules_for(usual, schedule.num_microbatches)
+        lines.append(f"planned by the medians: {jitter_text(schedules[schedule.placement.pipelines], costs)}")
+    return lines
 
 
 def _check_as_ranks(config: WeftConfig, plan: RunPlan) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from weft.conf.features import entry, is_installed, require
 from weft.pipeline.cell import add_relays
+from weft.pipeline.jitter import has_jitter
 from weft.pipeline.lowering import lower
 from weft.pipeline.serialization import load_schedule
 from weft.pipeline.simulation import simulate
-from weft.pipeline.text import timeline_text
+from weft.pipeline.text import jitter_text, timeline_text
 from weft.pipeline.timeline import Timeline
 from weft.pipeline.validation import validate
 from weft.tools.schedule import costs_of, draw, emit
@@ -34,10 +35,11 @@ def main(argv: list[str]) -> int:
         entry("prefill").simulate_prefills(schedule, costs, args)
         return 0
     timeline = simulate(schedule, costs)
+    jitter = f"with jitter: {jitter_text(schedule, costs)}\n" if has_jitter(costs) else ""
     if args.format in ("png", "perfetto"):
         draw(timeline, args.format, args.out)
     else:
-        emit(f"{timeline_text(timeline)}\n" if args.format == "text" else _json(timeline), args.out)
+        emit(f"{timeline_text(timeline)}\n{jitter}" if args.format == "text" else _json(timeline), args.out)
     return 0
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
+from math import exp
+from random import Random
 from time import perf_counter
 
 from benchmarks.peers.layout import Layout
@@ -41,6 +44,21 @@ def adaptive_config(
     config.pipeline.search_seconds = args.search
     config.pipeline.memory_cap_bytes = cap_bytes
     return config
+
+
+def set_jitter(engine: WeftEngine, jitter: float, seed: int) -> None:
+    """Make the durations of this rank's layers log-normal with deviation ``jitter``, drawn from ``seed`` from now on.
+
+    The n-th forward, input or weight gradient of a layer draws the same number in every schedule.
+    """
+
+    def factor(numbers: Mapping[str, Random], op: str) -> float:
+        return exp(jitter * numbers[op].gauss())
+
+    for index, stage in engine.module.stages.items():
+        numbers = {op: Random(f"{seed} {index} {op}") for op in "FIW"}
+        for layer in stage.layers:
+            layer.factor = partial(factor, numbers)
 
 
 def timed_step(engine: WeftEngine) -> float:

@@ -7,7 +7,7 @@ the real ones (NeuronaBox section 3 emulates the rest of a job in the same spiri
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter, sleep
@@ -109,6 +109,8 @@ class EmulatedLayer(nn.Module):
         super().__init__()
         keep_freed_memory()
         self.work = work
+        self.factor: Callable[[str], float] | None = None
+        """Returns the factor by which an operation (F, I or W) takes longer than in ``work``."""
         self.spans: list[tuple[str, float, float]] | None = None
         """A list to note each computation in: its letter, and begin and end by `perf_counter`."""
         self.linear = nn.Linear(1, work.weight_elements, bias=False)
@@ -138,7 +140,8 @@ class EmulatedLayer(nn.Module):
         """Wait until the time of ``op`` (F, I or W) has passed since `begin`."""
         now = perf_counter()
         start = now if self._since is None else self._since
-        pause({"F": self.work.forward_s, "I": self.work.input_s, "W": self.work.weight_s}[op] - (now - start))
+        seconds = {"F": self.work.forward_s, "I": self.work.input_s, "W": self.work.weight_s}[op]
+        pause(seconds * (1.0 if self.factor is None else self.factor(op)) - (now - start))
         # A weight gradient within a backward is followed by the input gradient; nothing else goes on.
         self._since = perf_counter() if op == "W" and self._since is not None else None
         if self.spans is not None:

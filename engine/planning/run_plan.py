@@ -177,7 +177,7 @@ def _recompute(
     if kind is not Recompute.auto:
         return (kind,) * placement.num_stages
     alone = planning_costs(config, facts, split)
-    uncapped = replace(config.pipeline, memory_cap_bytes=0)
+    uncapped = replace(config.pipeline, memory_cap_bytes=0, jitter_samples=0)
     return RecomputeSearch(
         config,
         placement,

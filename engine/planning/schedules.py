@@ -166,6 +166,7 @@ def plan_schedule(
             memory_cap_bytes=cap,
             search_seconds=config.search_seconds,
             launch_together=config.launch_together,
+            jitter_samples=config.jitter_samples,
         )
         if overlap is not None and not config.offload and not generators()[kind].looks_at_costs:
             schedule = _with_overlap(schedule, config, alone, overlap)

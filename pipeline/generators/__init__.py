@@ -27,6 +27,7 @@ def generate(
     memory_cap_bytes: float | None = None,
     search_seconds: float = 2.0,
     launch_together: int = 0,
+    jitter_samples: int = 0,
 ) -> Schedule:
     """Generate a compute-only schedule of ``kind``.
 
@@ -37,6 +38,7 @@ def generate(
         search_seconds: nominal time for ``auto`` to improve its first schedule.
         launch_together: micro-batches of a chunk that ``interleaved`` launches in a row; 0 means
             one per rank. Other kinds do not work in rounds.
+        jitter_samples: number of sampled steps that ``auto`` plans against. See `generate_auto`.
 
     Raises:
         ValueError: the kind is unknown, or does not support the placement, the number of
@@ -75,6 +77,7 @@ def generate(
             costs=costs,
             memory_cap_bytes=memory_cap_bytes or 0.0,
             search_seconds=search_seconds,
+            jitter_samples=jitter_samples,
         )
     schedule = make(placement, num_microbatches, *([launch_together] if spec.goes_in_rounds else []))
     if memory_cap_bytes:

@@ -7,21 +7,24 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from math import frexp, ldexp
+from statistics import fmean
 
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate, generators
 from weft.pipeline.generators.auto_bound import lone_microbatch, lower_bound_s, pace_s
 from weft.pipeline.generators.auto_greedy import ListScheduler, Rule
+from weft.pipeline.generators.auto_jitter import improve_samples
 from weft.pipeline.generators.auto_merge import merge_neighbours
 from weft.pipeline.generators.auto_problem import Problem, Rows
 from weft.pipeline.generators.auto_rules import backward_first, pair_kinds, rules
 from weft.pipeline.generators.auto_search import Search
 from weft.pipeline.generators.auto_timing import time_rows
+from weft.pipeline.jitter import has_jitter
 from weft.pipeline.lowering import as_run, lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.simulation import simulate
+from weft.pipeline.simulation import sampled_steps_s, simulate
 
 _ROUNDED_UP = 1 + 1e-9
 """Tolerance for rounding errors in sums of bytes."""
@@ -41,6 +44,7 @@ def generate_auto(
     costs: CostModel,
     memory_cap_bytes: float | None = None,
     search_seconds: float = 0.0,
+    jitter_samples: int = 0,
 ) -> Schedule:
     """Try list scheduling with many rules, and improve the best by a search (extends Atlas section 4.4).
 
@@ -54,10 +58,44 @@ def generate_auto(
             returned if it is faster.
         search_seconds: nominal time of the search. It is a fixed amount of work, so that every
             rank finds the same schedule whatever its load.
+        jitter_samples: number of sampled steps whose mean the result is improved by, within the same cap, in as much
+            time again. 0 plans with the medians only.
 
     Raises:
-        ValueError: no schedule fits under the cap, or the costs are for another number of stages.
+        ValueError: no schedule fits under the cap, the costs are for another number of stages, or they have no jitter
+            to sample.
     """
+    schedule = _by_medians(placement, num_microbatches, costs, memory_cap_bytes, search_seconds)
+    if not jitter_samples:
+        return schedule
+    if not has_jitter(costs):
+        raise ValueError(
+            f"pipeline.jitter_samples={jitter_samples}: the costs have no jitter to sample; give the file in "
+            "pipeline.costs_file `jitter`, as a run with train.timeline=true does, or set pipeline.jitter_samples=0"
+        )
+    problem = _problem(
+        placement, num_microbatches, costs, until_weight=not memory_cap_bytes, samples=2 * jitter_samples
+    )
+    planned = problem.rows(schedule.rows)
+    cap_bytes = memory_cap_bytes or own_cap_bytes(placement, num_microbatches, costs)
+    cap_bytes = max(cap_bytes * _ROUNDED_UP, *map(problem.peak_bytes, planned))
+    fixed = (rows for _, rows in _fixed(problem) if _fits(problem, rows, cap_bytes))
+    others = (*fixed, *(rows for _, rows in _list_schedules(problem, cap_bytes)))
+    rows = improve_samples(problem, planned, others, cap_bytes, search_seconds * _ACTIONS_PER_SECOND)
+    found = _schedule(problem, rows)
+    if not _ends_differ(costs):
+        return found
+    return min((schedule, found), key=lambda one: _mean_step_s(one, costs, problem.samples))
+
+
+def _by_medians(
+    placement: Placement,
+    num_microbatches: int,
+    costs: CostModel,
+    memory_cap_bytes: float | None,
+    search_seconds: float,
+) -> Schedule:
+    """See `generate_auto`."""
     problem = _problem(placement, num_microbatches, costs, until_weight=not memory_cap_bytes)
     cap_bytes = memory_cap_bytes or own_cap_bytes(placement, num_microbatches, costs)
     _check_cap(problem, cap_bytes)
@@ -68,7 +106,7 @@ def generate_auto(
     if placement.pipelines > 1:  # half of the time for a single pipeline, repeated side by side
         search_seconds /= 2
         alone = replace(costs.for_cell(1), stages=costs.stages[: placement.single.num_stages])
-        one = generate_auto(placement.single, num_microbatches, alone, memory_cap_bytes, search_seconds)
+        one = _by_medians(placement.single, num_microbatches, alone, memory_cap_bytes, search_seconds)
         starts.append(_time_schedule(problem, side_by_side(one, placement.pipelines)))
     rows = min(starts, key=lambda start: start[0])[1]
     evaluations = int(search_seconds * _ACTIONS_PER_SECOND / sum(map(len, rows)))
@@ -76,10 +114,7 @@ def generate_auto(
         problem, Search(problem, rows, cap_bytes).run(evaluations, lower_bound_s(problem)), cap_bytes
     )
     others = every if not memory_cap_bytes else fixed if _ends_differ(costs) else []
-    schedules = [
-        Schedule("auto", placement, num_microbatches, tuple(tuple(map(problem.slot, row)) for row in rows))
-        for rows in (merged, *(rows for _, rows in others))
-    ]
+    schedules = [_schedule(problem, rows) for rows in (merged, *(rows for _, rows in others))]
     if len(schedules) == 1:
         return schedules[0]
     steps_s = [_step_s(schedule, costs) for schedule in schedules]
@@ -117,18 +152,25 @@ def own_cap_bytes(placement: Placement, num_microbatches: int, costs: CostModel)
     return next(cap for cap, time_s in zip(caps, times_s, strict=True) if time_s <= 1.01 * min(times_s))
 
 
+def _schedule(problem: Problem, rows: Rows) -> Schedule:
+    slots = tuple(tuple(map(problem.slot, row)) for row in rows)
+    return Schedule("auto", problem.placement, problem.num_microbatches, slots)
+
+
 def _ends_differ(costs: CostModel) -> bool:
     """True if reductions, all-gathers or optimiser steps take time, so that the shortest rows may not be best."""
     return any(stage.reduce_s or stage.unshard_s or stage.step_s for stage in costs.stages)
 
 
-def _problem(placement: Placement, num_microbatches: int, costs: CostModel, *, until_weight: bool) -> Problem:
+def _problem(
+    placement: Placement, num_microbatches: int, costs: CostModel, *, until_weight: bool, samples: int = 0
+) -> Problem:
     """Return the problem, with times in ticks of a millionth of the pace, or coarser if a step is very long."""
     costs.require_stages(placement.num_stages)
     one = Problem(placement, 1, costs)
     step_s = (lone_microbatch(one)[2] + pace_s(one)) * num_microbatches
     exponent = max(frexp(pace_s(one))[1] - _TICK_BITS, frexp(step_s)[1] - _CLOCK_BITS, _LEAST_EXPONENT)
-    return Problem(placement, num_microbatches, costs, until_weight, ldexp(1.0, exponent))
+    return Problem(placement, num_microbatches, costs, until_weight, ldexp(1.0, exponent), samples=samples)
 
 
 def _list_schedules(problem: Problem, cap_bytes: float) -> Iterator[tuple[float, Rows]]:
@@ -167,6 +209,10 @@ def _time_schedule(problem: Problem, schedule: Schedule) -> tuple[float, Rows]:
 def _step_s(schedule: Schedule, costs: CostModel) -> float:
     """Return the simulated seconds of a step, including reductions and the optimiser."""
     return simulate(add_relays(lower(schedule), costs), costs).step_s
+
+
+def _mean_step_s(schedule: Schedule, costs: CostModel, samples: int) -> float:
+    return fmean(sampled_steps_s(add_relays(lower(schedule), costs), costs, range(samples)))
 
 
 def _list_schedule(problem: Problem, rule: Rule, cap_bytes: float) -> tuple[float, Rows]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from weft.pipeline.action import Action, Op, Slot
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.dependencies import dependencies, establishes
+from weft.pipeline.jitter import sampled_s
 from weft.pipeline.memory import freed_bytes, saved_bytes
 from weft.pipeline.placement import Placement
 
@@ -73,6 +74,10 @@ class Problem:
     receiver: list[int] = field(default_factory=list)
     start_bytes: list[float] = field(default_factory=list)
     net_bytes: list[float] = field(default_factory=list)
+    samples: int = 0
+    """Number of lists in ``sampled``."""
+    sampled: list[list[float]] = field(default_factory=list)
+    """Sampled ``seconds``, by the jitter of the costs."""
     halves: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Pair nodes: (forward, backward)."""
     shared: frozenset[int] = frozenset()
@@ -89,6 +94,9 @@ class Problem:
             for op in KINDS:
                 self._compile(op, stage)
         self.num_nodes = len(self.seconds)
+        actions = [*map(self.action, range(self.num_nodes))] if self.samples else []
+        for sample in range(self.samples):
+            self.sampled.append([self._compute_s(sampled_s(self.costs, action, sample)) for action in actions])
         self.num_links = 3 * self.num_ranks + len(self._pair_links)
         senders: dict[int, set[int]] = {}
         for token in range(0, self.num_nodes, self.num_microbatches):
@@ -119,8 +127,9 @@ class Problem:
         if (forward, backward) not in self._pair_nodes:
             self._pair_nodes[forward, backward] = len(self.seconds)
             self.halves[len(self.seconds)] = (forward, backward)
-            both_s = self.seconds[forward] + self.seconds[backward]
-            self.seconds.append(self._compute_s(both_s * self._pair_scale(forward, backward)))
+            for seconds in (self.seconds, *self.sampled):
+                both_s = seconds[forward] + seconds[backward]
+                seconds.append(self._compute_s(both_s * self._pair_scale(forward, backward)))
             self.start_bytes.append(self._pair_bytes(forward, backward))
             self.net_bytes.append(self.net_bytes[forward] + self.net_bytes[backward])
         return self._pair_nodes[forward, backward]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import exp
 from random import Random
 from typing import NamedTuple
 
 from weft.pipeline.action import Op
 from weft.pipeline.generators.auto_problem import NONE, Problem, Rows
-from weft.pipeline.generators.auto_timing import Timing, time_rows
+from weft.pipeline.generators.auto_timing import Timing, mean_s, time_rows
 
 
 class Block(NamedTuple):
@@ -32,13 +32,18 @@ class Search:
     merges an input gradient with its weight gradient or splits them, or forms or splits a strand
     pair. A move that lengthens the step is accepted with a probability that falls during a
     round. Each round starts from the best rows so far.
+
+    With ``sampled`` durations the step is the mean over the samples, and the critical path that of one at random.
     """
 
-    def __init__(self, problem: Problem, rows: Rows, cap_bytes: float, *, seed: int = 0) -> None:
+    def __init__(
+        self, problem: Problem, rows: Rows, cap_bytes: float, *, seed: int = 0, sampled: Sequence[list[float]] = ()
+    ) -> None:
         self.problem, self.cap_bytes = problem, cap_bytes
+        self._sampled = sampled or (problem.seconds,)
         self._random = Random(seed)
         self._best = [row[:] for row in rows]
-        self._best_s = self._timed(rows).makespan_s
+        self._best_s = mean_s(problem, rows, self._sampled)
         self._moves: list[Callable[[Rows, Block], Change]] = [
             *[self._shift_slot] * 8,
             self._toggle_full_backward,
@@ -66,7 +71,7 @@ class Search:
         """Run one round of annealing, cooling from ``temperature`` (a share of the makespan) to a fiftieth of it."""
         rows, now_s = [row[:] for row in self._best], self._best_s
         temperature_s, cooling = temperature * now_s, 0.02 ** (1 / max(1, evaluations))
-        blocks = self._critical_blocks(rows, self._timed(rows))
+        blocks = self._critical_blocks(rows, self._timed(rows, self._random.choice(self._sampled)))
         for _ in range(evaluations):
             if self._best_s <= enough_s:
                 return
@@ -74,17 +79,21 @@ class Search:
             change = self._random.choice(self._moves)(rows, self._random.choice(blocks))
             if not change or any(self.problem.peak_bytes(row) > self.cap_bytes for row in change.values()):
                 continue
+            seconds = self._random.choice(self._sampled) if len(self._sampled) > 1 else None
             moved = [change.get(rank, row) for rank, row in enumerate(rows)]
-            timing = time_rows(self.problem, moved)
-            if timing is None or not self._accepts(timing.makespan_s - now_s, temperature_s):
+            timing = time_rows(self.problem, moved, seconds)
+            if timing is None:
                 continue
-            rows, now_s = moved, timing.makespan_s
+            moved_s = timing.makespan_s if len(self._sampled) == 1 else mean_s(self.problem, moved, self._sampled)
+            if not self._accepts(moved_s - now_s, temperature_s):
+                continue
+            rows, now_s = moved, moved_s
             blocks = self._critical_blocks(rows, timing)
             if now_s < self._best_s:
                 self._best_s, self._best = now_s, rows
 
-    def _timed(self, rows: Rows) -> Timing:
-        timing = time_rows(self.problem, rows)
+    def _timed(self, rows: Rows, seconds: list[float]) -> Timing:
+        timing = time_rows(self.problem, rows, seconds)
         assert timing is not None
         return timing
 

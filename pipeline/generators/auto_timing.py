@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
+from statistics import fmean
 
 from weft.pipeline.generators.auto_problem import NONE, Problem, Rows
 
@@ -34,7 +36,7 @@ class Timing:
     blocked_by: list[int]
 
 
-def time_rows(problem: Problem, rows: Rows) -> Timing | None:
+def time_rows(problem: Problem, rows: Rows, seconds: list[float] | None = None) -> Timing | None:
     """Return the times of rows of single nodes and pairs, or None if they deadlock.
 
     Each rank works in row order. A link with one sender carries facts in the order in which they
@@ -42,9 +44,13 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
     number of nodes. In a DP-cell several ranks send over pooled uplinks, in the order of their
     posts as in `add_relays`. A post is sent once no rank can advance without it, so no earlier
     post can follow. Dependencies within a rank are not checked: row order must satisfy them.
+
+    Args:
+        seconds: durations to time with, one of ``problem.sampled``. None takes ``problem.seconds``.
     """
     p = problem
-    seconds, remote_need, fact, link, halves = p.seconds, p.remote_need, p.fact, p.link, p.halves
+    seconds = p.seconds if seconds is None else seconds
+    remote_need, fact, link, halves = p.remote_need, p.fact, p.link, p.halves
     occupancy_s, transit_s, latency_s, pair_link = p.occupancy_s, p.transit_s, p.latency_s, p.pair_link
     receiver, send_s, shared, num_nodes = p.receiver, p.send_s, p.shared, p.num_nodes
     end_s, cause = [0.0] * len(seconds), [NONE] * len(seconds)
@@ -104,3 +110,9 @@ def time_rows(problem: Problem, rows: Rows) -> Timing | None:
         clock_s[rank] = now_s
     has_ended = all(position[rank] == len(row) for rank, row in enumerate(rows))
     return Timing(max(clock_s), clock_s, end_s, cause, arrival_s, producer, blocked_by) if has_ended else None
+
+
+def mean_s(problem: Problem, rows: Rows, sampled: Sequence[list[float]]) -> float:
+    """Return the mean makespan over sampled durations. Rows must not deadlock."""
+    timings = [time_rows(problem, rows, seconds) for seconds in sampled]
+    return fmean(timing.makespan_s for timing in timings if timing is not None)

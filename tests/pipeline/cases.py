@@ -72,6 +72,7 @@ STAGES = st.builds(
     unshard_s=SECONDS,
     step_s=SECONDS,
     send_s=SECONDS,
+    jitter=st.sampled_from([0.0, 0.25]),
 )
 
 

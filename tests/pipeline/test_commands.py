@@ -211,3 +211,16 @@ def test_simulate_refuses_what_cannot_run(capsys, tmp_path):
     message = refused(capsys, "simulate", tmp_path / "s.csv")
     assert "waits for" in message
     assert "<-- ERROR HERE" in message
+
+
+def test_the_simulator_prints_the_step_over_sampled_durations(capsys, tmp_path):
+    costs, schedule = tmp_path / "costs.yaml", tmp_path / "schedule.json"
+    costs.write_text("stages: {forward_ms: 10, input_ms: 10, weight_ms: 10, jitter: [0, 0.5]}")
+    words = "1f1b", "--ranks", 2, "--microbatches", 4, "--costs", costs
+    run(capsys, "schedule", *words, "--format", "json", "--out", schedule)
+    text = run(capsys, "simulate", schedule, "--costs", costs)
+    step_s, mean_s, late_s = (
+        float(re.search(f"{name} ([0-9.]+) s", text)[1]) for name in ("predicted: step", "jitter: step", "percentile")
+    )
+    assert step_s < mean_s < late_s
+    assert "jitter" not in run(capsys, "simulate", schedule)

@@ -26,7 +26,7 @@ def timeline(seconds, stage=1):
 def test_what_was_measured_is_taken_and_the_rest_left():
     fitted = fit_costs([timeline(SPLIT | {Op.SEND_F: 8.0})], UNIT)
     assert fitted.stages[0] == UNIT.stages[0]
-    assert fitted.stages[1] == replace(
+    assert replace(fitted.stages[1], jitter=0.0) == replace(
         StageCost(forward_s=2.0, input_s=3.0, weight_s=4.0, activation_bytes=1.0, output_bytes=1.0),
         reduce_s=5.0,
         unshard_s=6.0,

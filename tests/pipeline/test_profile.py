@@ -21,6 +21,7 @@ stages:
   unshard_ms: 30
   step_ms: 2
   send_ms: 0.5
+  jitter: [0.1, 0.2]
 links:
   local: {latency_ms: 0.01, bandwidth_mbps: 100000}
   wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
@@ -41,6 +42,7 @@ def test_every_field_is_read(tmp_path):
     assert (first.forward_s, first.input_s, second.input_s, first.weight_s) == (0.01, 0.01, 0.02, 0.005)
     assert (first.activation_bytes, first.weight_saved_bytes, first.output_bytes) == (33.5e6, 1e6, 8e6)
     assert (first.reduce_s, first.unshard_s, first.step_s, first.send_s) == (0.04, 0.03, 0.002, 0.0005)
+    assert (first.jitter, second.jitter) == (0.1, 0.2)
     assert costs.local == LinkCost(latency_s=1e-5, bandwidth_bps=1e11)
     assert costs.wan == LinkCost(latency_s=0.02, bandwidth_bps=5e8, streams=16, sharing=2)
     assert costs.link(1, 0) == costs.link(0, 1) == LinkCost(latency_s=0.04, bandwidth_bps=3e8)
@@ -128,6 +130,8 @@ def test_a_run_s_stages_can_be_cut_otherwise(tmp_path):
         ("layers: {count: 3, forward_ms: [1, 2], input_ms: 1, weight_ms: 1}", r"forward_ms: 2 values for 3 layers"),
         ("layers: {count: 1e9, forward_ms: 1, input_ms: 1, weight_ms: 1}", r"layers.count='1e9': expected a whole"),
         ("layers: {count: 2, forward_ms: 1, input_ms: 1}", r"layers.weight_ms: missing"),
+        ("layers: {count: 2, forward_ms: 1, input_ms: 1, weight_ms: 1, jitter: 4}", r"layers.jitter=4: above 3"),
+        ("layers: {count: 2, forward_ms: 1, input_ms: 1, weight_ms: 1, jitter: .nan}", r"layers.jitter=nan: expected"),
     ],
 )
 def test_costs_that_fit_no_cut_are_refused(tmp_path, text, message):

@@ -60,3 +60,13 @@ def test_layers_skipped_at_random_are_refused_where_state_is_sharded():
         with pytest.raises(ValueError, match=r"opt skips layers at random \(layerdrop=0\.1\)"):
             preflight.check_model(load([*model, f"zero.stage={stage}"]))
     preflight.check_model(load([*model, "zero.stage=0"]))
+
+
+def test_steps_with_jitter_are_shown_for_both_plans(tmp_path):
+    file = tmp_path / "costs.yaml"
+    file.write_text("layers: {count: 8, forward_ms: 10, input_ms: 10, weight_ms: 10, activation_bytes: 1, jitter: 0.5}")
+    costs = ["pipeline=auto", "pipeline.stages=2", f"pipeline.costs_file={file}", "pipeline.search_seconds=0.1"]
+    lines = list(dry_run.report(load([*QUICK, *costs, "pipeline.microbatches=4", "pipeline.jitter_samples=4"])))
+    assert [line.partition(":")[0] for line in lines[-2:]] == ["with jitter", "planned by the medians"]
+    file.write_text(file.read_text().replace("0.5", "0"))
+    refused("costs have no jitter to sample", *costs, "pipeline.jitter_samples=4")
