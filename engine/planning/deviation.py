@@ -39,7 +39,7 @@ class Deviation:
 
     A vector has three durations of each virtual stage of each replica, and then the seconds per byte of each pair of
     sites. Its numbers must have been `clean`. The first windows become the reference, and their spread widens the
-    tolerance.
+    tolerance. A replica that deviates from the others already then is compared with the median one.
 
     Attributes:
         steps: number of consecutive steps that must deviate.
@@ -110,13 +110,24 @@ class Deviation:
         ratios = [self._ratios(window) for window in windows]
         spreads = [max(abs(ratio - 1.0) for ratio in column) for column in zip(*ratios, strict=True)]
         self._tolerances = tuple(min(_WIDEST, max(TOLERANCE, _SPREADS * spread)) for spread in spreads)
+        self.reference = self._as_peers()
         self._windows.clear()
 
+    def _as_peers(self) -> tuple[float, ...]:
+        """Return the reference with the median replica's durations for each stage that deviates from them."""
+        totals, found = self._totals(self.reference), list(self.reference)
+        for stage in range(self.num_stages):
+            peers = range(stage, self.num_stages * self.replicas, self.num_stages)
+            measured = sorted((totals[at], at) for at in peers if totals[at])
+            usual_s, usual = measured[(len(measured) - 1) // 2] if measured else (0.0, 0)
+            for total_s, at in measured:
+                if _is_beyond(total_s / usual_s, self._tolerances[at]):
+                    own, peer = (slice(_PARTS * number, _PARTS * (number + 1)) for number in (at, usual))
+                    found[own] = self.reference[peer]
+        return tuple(found)
+
     def _beyond(self, ratios: Sequence[float]) -> list[bool]:
-        return [
-            not 1.0 / (1.0 + tolerance) <= ratio <= 1.0 + tolerance
-            for ratio, tolerance in zip(ratios, self._tolerances, strict=True)
-        ]
+        return [_is_beyond(*each) for each in zip(ratios, self._tolerances, strict=True)]
 
     def _ratios(self, vector: Sequence[float]) -> list[float]:
         """Return the cost of each stage and link over the reference's, or 1 where one of them was not measured."""
@@ -135,6 +146,10 @@ class Deviation:
     def _totals(self, vector: Sequence[float]) -> list[float]:
         stages = (vector[at : at + _PARTS] for at in range(0, self._num_durations, _PARTS))
         return [*(sum(stage) if all(stage) else 0.0 for stage in stages), *vector[self._num_durations :]]
+
+
+def _is_beyond(ratio: float, tolerance: float) -> bool:
+    return not 1.0 / (1.0 + tolerance) <= ratio <= 1.0 + tolerance
 
 
 def _least(windows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -107,13 +108,42 @@ def test_a_schedule_can_follow_another_reduction_order(placement):
 
 def test_a_slow_replica_is_named_although_another_becomes_faster():
     watch = Deviation(num_stages=2, steps=5, interval=1, replicas=2)
-    usual, changed = [0.02] * 6 + [0.01] * 6 + [0.0], [0.01] * 6 + [0.02] * 6 + [0.0]
+    usual, changed = [0.02] * 12 + [0.0], [0.01] * 6 + [0.04] * 6 + [0.0]
     for step in range(10):
         assert not watch.observe(step, usual)
     assert [watch.observe(step, changed) for step in range(10, 15)] == [False] * 4 + [True]
     ratios = {f"stage {s} of replica {r}": (0.5, 2.0)[r] for r in range(2) for s in range(2)}
     assert watch.changes() == pytest.approx(ratios)
-    assert watch.of_replica(changed, 1) == (0.02,) * 6 + (0.0,)
+    assert watch.of_replica(changed, 1) == (0.04,) * 6 + (0.0,)
+
+
+@pytest.mark.parametrize(("odd", "factor"), [(1, 1.5), (0, 0.5)])
+def test_a_replica_that_deviates_from_the_others_from_the_start_causes_one_plan(odd, factor):
+    watch = Deviation(num_stages=2, steps=5, interval=1, replicas=3)
+    window = [0.01 * (factor if replica == odd else 1.0) for replica in range(3) for _ in range(6)]
+    planned = []
+    for step in range(60):
+        if watch.observe(step, [*window, 0.0]):
+            planned.append(step)
+            assert watch.changes() == pytest.approx({f"stage {s} of replica {odd}": factor for s in range(2)})
+            watch.planned(step)
+    assert planned == [10]
+
+
+def test_the_faster_one_of_two_replicas_counts_as_usual():
+    watch = Deviation(num_stages=1, steps=5, interval=1, replicas=2)
+    found = [watch.observe(step, [0.03] * 3 + [0.02] * 3 + [0.0]) for step in range(11)]
+    assert found[-1] and watch.changes() == {"stage 0 of replica 0": pytest.approx(1.5)}
+    assert watch.of_replica(watch.reference, 0) == (0.02,) * 3 + (0.0,)
+
+
+@given(st.lists(st.floats(0.92, 1.08), min_size=5, max_size=5), st.integers(0, 2**32))
+def test_replicas_that_differ_within_the_tolerance_cause_no_plan(factors, seed):
+    random, watch = Random(seed), Deviation(num_stages=1, steps=5, interval=1, replicas=5)
+    for step in range(100):
+        noise = [random.uniform(0.98, 1.02) for _ in factors]
+        window = [0.01 * factor * each for factor, each in zip(factors, noise, strict=True) for _ in range(3)]
+        assert not watch.observe(step, [*window, 0.0])
 
 
 @pytest.fixture(scope="module")
