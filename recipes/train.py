@@ -39,7 +39,7 @@ from weft.engine.observability.event_timer import EventTimer
 from weft.engine.observability.flight_recorder import RecorderServer
 from weft.engine.observability.watcher import ERROR_FILE, Phase, Watcher, watcher_of
 from weft.engine.planning.joining import join_job
-from weft.engine.planning.plan_file import plan_to_json
+from weft.engine.planning.plan_file import ReplicaPlans, plan_to_json
 from weft.engine.stop_signals import Stopped, StopSignals
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
 from weft.recipes.finish import check_finish, finish, print_once
@@ -258,7 +258,15 @@ def _record(settings: str, config: WeftConfig, engine: WeftEngine, folder: Path)
             write_private(folder / SELF_CHECK, checked(config))
         print_once(f"plan: {folder / 'plan.json'} ({engine.plan.summary()})")
 
+    def rewrite(replicas: ReplicaPlans) -> None:
+        try:
+            write_private(folder / "plan.json", plan_to_json(engine.plan, replicas))
+        except OSError as error:  # training goes on with the new plan
+            print(f"adapt: {folder / 'plan.json'} still has the previous plan: {error.strerror}", flush=True)
+
     together(lambda: write() if engine.global_rank == 0 else None)
+    if engine.adaptation is not None and engine.global_rank == 0:
+        engine.adaptation.on_change = rewrite
 
 
 def reports_error(error: ValueError) -> bool:

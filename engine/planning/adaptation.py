@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -19,7 +19,8 @@ from weft.engine.distributed import from_rank_zero
 from weft.engine.observability.clock import Clock
 from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
 from weft.engine.planning.deviation import Deviation, interval_of, with_measured
-from weft.engine.planning.replanning import Proposal, Replanning, Request, schedule_for
+from weft.engine.planning.plan_file import ReplicaPlans
+from weft.engine.planning.replanning import Proposal, Replanning, Request, alike, schedule_for
 from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.memory import peak_bytes
@@ -66,6 +67,8 @@ class Adaptation:
         self._replanning: Replanning | None = None
         self.proposals: list[tuple[int, Proposal]] = []
         """The plans that were made, with the number of steps before each."""
+        self.on_change: Callable[[ReplicaPlans], None] | None = None
+        """Receives what replicas run from the next step on, on every rank."""
 
     def between_steps(self) -> None:
         """Exchange the costs of the last steps, if they are due, and change the schedule, if a plan is ready."""
@@ -206,6 +209,11 @@ class Adaptation:
         engine.run_schedules(*({1: schedule} for schedule in proposal.schedules), counts=proposal.counts)
         if engine.bubbles is not None:
             engine.bubbles.replan(predicted.compute[engine.pipe_rank])
+        if self.on_change is not None:
+            measured = self._measured(plan.costs, self._deviation.reference)
+            alike_costs = alike(measured, plan.placement)
+            step, counts = engine.global_steps, self._counts
+            self.on_change(ReplicaPlans(step=step, schedules=self._schedules, counts=counts, costs=alike_costs))
 
     def _result(self) -> Proposal | None:
         """Return rank 0's plan, or None if planning has failed: training goes on as before."""

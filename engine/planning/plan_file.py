@@ -4,21 +4,50 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from math import isfinite
 from typing import Any
 
 from weft.engine.planning.run_plan import RunPlan
 from weft.pipeline.action import slot_text
+from weft.pipeline.costs import CostModel
 from weft.pipeline.schedule import Schedule
 
 _VERSION = 1
 _WIDTH = 120
 
 
-def plan_to_json(plan: RunPlan) -> str:
-    """Return the plan with its facts as JSON, one line per row of a schedule. Infinite numbers are null."""
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPlans:
+    """The schedules and costs of replicas after an adaptation, which differ between replicas.
+
+    Attributes:
+        step: number of steps that were trained before.
+        schedules: one for each number in ``counts``.
+        counts: micro-batches of each replica.
+        costs: measured costs of each replica that the schedules were planned with.
+    """
+
+    step: int
+    schedules: tuple[Schedule, ...]
+    counts: tuple[int, ...]
+    costs: tuple[CostModel, ...]
+
+
+def plan_to_json(plan: RunPlan, replicas: ReplicaPlans | None = None) -> str:
+    """Return the plan with its facts as JSON, one line per row of a schedule. Infinite numbers are null.
+
+    Args:
+        replicas: schedules and costs that run instead of those of ``plan``.
+    """
+    schedules = {str(pipelines): cell for pipelines, cell in plan.schedules.items()}
+    costs, members = [plan.costs], [_tree(member) | {"schedule": str(member.pipelines)} for member in plan.members]
+    if replicas is not None:
+        schedules = {str(schedule.num_microbatches): schedule for schedule in replicas.schedules}
+        costs = list(dict.fromkeys(replicas.costs))
+        for member, count, own in zip(members, replicas.counts, replicas.costs, strict=True):
+            member |= {"schedule": str(count), "costs": costs.index(own)}
     facts = {
         field.name: {"value": _tree(getattr(plan.facts, field.name)), "source": plan.facts.sources.get(field.name)}
         for field in fields(plan.facts)
@@ -36,14 +65,16 @@ def plan_to_json(plan: RunPlan) -> str:
         "recompute": [kind.name for kind in plan.recompute],
         "memory": [_tree(memory.zero) | {"activations": memory.activations} for memory in plan.memory],
         "overlap": overlap,
-        "schedules": {str(pipelines): _schedule(cell) for pipelines, cell in plan.schedules.items()},
-        "members": _tree(plan.members),
+        "schedules": {key: _schedule(schedule) for key, schedule in schedules.items()},
+        "members": members,
         "sites": [plan.layout.sites_of(plan.layout.route_of(line)) for line in range(plan.layout.lines)],
         "ranks": [
             [plan.layout.lines_of(stage)[line] for stage in range(plan.layout.stages)]
             for line in range(plan.layout.lines)
         ],
-        "costs": _tree(plan.costs),
+        "costs": _tree(costs[0]),
+        "adapted_after": replicas.step if replicas is not None else 0,
+        "measured_costs": _tree(costs if replicas is not None else []),
         "collectives": [[stage.reduce_s, stage.unshard_s] for stage in plan.step_costs.stages],
         "facts": facts,
     }

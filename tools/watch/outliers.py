@@ -89,13 +89,15 @@ def classes(record: RunRecord) -> dict[int, tuple[int, ...]]:
     return {rank: ranks for ranks in groups(record) for rank in ranks}
 
 
-def _own_work(found: Seconds) -> Seconds:
+def _own_work(record: RunRecord, found: Seconds) -> Seconds:
     """Return the seconds of `PAUSED` and of the whole step, by step and rank.
 
-    Waits inside of computations, as for weights at ZeRO stage 3, are no work: ranks wait there for a slow one.
+    Computations count as if all replicas had read equally many micro-batches. Waits inside of them, as for weights at
+    ZeRO stage 3, are no work: ranks wait there for a slow one.
     """
     compute = sum(found.seconds[..., found.sections.index(name)] for name in COMPUTE_SECTIONS)
     compute -= found.seconds[..., found.sections.index(INSIDE)]
+    compute *= record.equal_shares(found.ranks, found.first, len(compute))
     others = [found.seconds[..., found.sections.index(name)] for name in (*PAUSED[1:], "step")]
     return found._replace(sections=(*PAUSED, "step"), seconds=np.stack([compute, *others], axis=-1))
 
@@ -144,7 +146,7 @@ def outliers(record: RunRecord, last: int | None = None, recent: Seconds | None 
             seconds = record.steps.window(max(begun + WARM_UP, last - window + 1), last, READ)
         else:
             seconds = recent
-        own = _own_work(seconds)
+        own = _own_work(record, seconds)
         if int(own.is_recorded.any(axis=1).sum()) >= window // 2:
             for each in _deviations(record, own, (begun + WARM_UP, last - window)):
                 found.setdefault((each.rank, each.section), each)
@@ -223,7 +225,7 @@ def _alone(
     first, last = before[0], min(before[1], before[0] + WINDOW - 1)
     if last - first + 1 < WINDOW // 2:
         return 0.0, ""
-    own = _own_work(record.steps.window(first, last, READ)).of(section)[:, place]
+    own = _own_work(record, record.steps.window(first, last, READ)).of(section)[:, place]
     if np.isnan(own).all():
         return 0.0, ""
     return float(np.nanquantile(own, LOW)), f"in steps {first} to {last}"
@@ -269,7 +271,7 @@ def pauses(record: RunRecord, recent: Seconds | None = None) -> list[Pauses]:
     begun, last = record.step_range
     if recent is None:
         recent = record.steps.window(max(begun + WARM_UP, last - WINDOW + 1), last, READ)
-    own, found = _own_work(recent), []
+    own, found = _own_work(record, recent), []
     if int(own.is_recorded.any(axis=1).sum()) < WINDOW // 2:
         return []
     steady = {(each.rank, each.section) for each in _deviations(record, own, (begun + WARM_UP, last - WINDOW))}

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 
 from weft.conf.host.documents import parse_json, read_text, read_yaml
@@ -29,6 +30,8 @@ from weft.tools.watch.step_files import StepFiles, file_number, files_of, host_o
 T = TypeVar("T")
 MOST_BYTES = 2**20
 COMPUTE_SECTIONS = ("F", "B", "I", "W")
+_DAMAGED = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, ValueError)
+"""Errors of a file that is not of this Weft."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,14 @@ class RunRecord:
         self.folder = folder.expanduser().absolute()
         try:
             self.config: dict[str, Any] = printable(read_yaml(self._file("config.yaml"), most_bytes=MOST_BYTES))
+            self._plan_written_ns = self._file("plan.json").stat().st_mtime_ns
             self.plan: dict[str, Any] = printable(parse_json(read_text(self._file("plan.json"))))
             self._read_plan()
         except FileNotFoundError as error:
             raise ValueError(
                 f"{folder}: no {error} there; name the folder of a run, such as runs/quickstart, after it has started"
             ) from error
-        except (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, ValueError) as error:
+        except _DAMAGED as error:
             raise ValueError(f"{folder}: its config.yaml or plan.json is not of this Weft ({error!r})") from error
         self._metrics = JsonRecords(self.folder / "metrics.jsonl")
         self.metrics: list[dict[str, Any]] = []
@@ -78,6 +82,7 @@ class RunRecord:
         shape = plan["placement"]
         self.placement = Placement(tuple(shape["groups"]), shape["legs"], tuple(shape["sites"]))
         self.costs = _costs(plan["costs"], plan.get("collectives"))
+        self._measured_costs = [_costs(tree, plan.get("collectives")) for tree in plan.get("measured_costs", ())]
         if any(sum(line) > len(ranks) for line, ranks in zip(plan["sites"], plan["ranks"], strict=True)):
             raise ValueError("its sites have more ranks than its pipelines")
         sites = [[number for number, size in enumerate(line) for _ in range(size)] for line in plan["sites"]]
@@ -106,7 +111,7 @@ class RunRecord:
     def cell(self, line: int = 0) -> Schedule:
         """Return the schedule of a line's DP-cell, with the line's sites."""
         member = self.plan["members"][line]
-        found = self.plan["schedules"][str(member["pipelines"])]
+        found = self.plan["schedules"][member.get("schedule", str(member["pipelines"]))]
         placement = replace(self.placement, sites=tuple(self.plan["sites"][line]), pipelines=member["pipelines"])
         rows = tuple(tuple(parse_slot(text) for text in row.split()) for row in found["rows"])
         return Schedule(found["name"], placement, found["num_microbatches"], rows)
@@ -125,9 +130,22 @@ class RunRecord:
         """The schedule of each line."""
         return self._by_kind(lambda line: pipeline_of(self.cell(line), self.plan["members"][line]["local_rank"]))
 
+    def equal_shares(self, ranks: np.ndarray, first: int, steps: int) -> np.ndarray:
+        """Return factors by which ranks would compute longer with equally many micro-batches, by step and rank.
+
+        Args:
+            first: the first of these steps.
+        """
+        counts = np.array([self.schedules[self.places[rank].line].num_microbatches for rank in ranks.tolist()])
+        is_moved = np.arange(first, first + steps) > self.plan.get("adapted_after", 0)
+        return np.where(is_moved[:, None], counts.mean() / counts, 1.0)
+
     def predicted(self, line: int = 0, costs: CostModel | None = None) -> Timeline:
-        """Return the predicted timeline of a line, by the plan's costs unless others are given."""
-        return predict(self.cell(line), costs or self.costs, self.plan["members"][line]["local_rank"])
+        """Return the predicted timeline of a line, by its costs in the plan unless others are given."""
+        member = self.plan["members"][line]
+        if costs is None and self._measured_costs:
+            costs = self._measured_costs[member["costs"]]
+        return predict(self.cell(line), costs or self.costs, member["local_rank"])
 
     @cached_property
     def predictions(self) -> list[Timeline]:
@@ -136,9 +154,28 @@ class RunRecord:
 
     def refresh(self) -> bool:
         """Read what is new. Return True if anything is."""
-        known = len(self.metrics)
+        known, has_new_plan = len(self.metrics), self._refresh_plan()
         self.metrics = self._metrics.read()
-        return self.steps.refresh() or len(self.metrics) != known
+        return self.steps.refresh() or len(self.metrics) != known or has_new_plan
+
+    def _refresh_plan(self) -> bool:
+        """Read the plan again if the schedule has changed while training. Return True if it has."""
+        before = self.plan
+        try:
+            written_ns = self._file("plan.json").stat().st_mtime_ns
+            if written_ns == self._plan_written_ns:
+                return False
+            plan = printable(parse_json(read_text(self._file("plan.json"))))
+            if plan["ranks"] != self.plan["ranks"]:  # of another attempt, with other ranks
+                return False
+            self.plan, self._plan_written_ns = plan, written_ns
+            self._read_plan()
+        except (OSError, *_DAMAGED):
+            self.plan = before
+            return False
+        for name in ("schedules", "predictions"):
+            self.__dict__.pop(name, None)
+        return True
 
     @property
     def step_range(self) -> tuple[int, int]:

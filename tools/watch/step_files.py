@@ -33,12 +33,14 @@ class Seconds(NamedTuple):
         sections: names of the last axis of ``seconds``.
         seconds: of a window, by step, rank and section; of totals, by rank and section.
         is_recorded: by step and rank, True if there is any event.
+        first: the first step.
     """
 
     ranks: np.ndarray
     sections: tuple[str, ...]
     seconds: np.ndarray
     is_recorded: np.ndarray
+    first: int
 
     def of(self, section: str) -> np.ndarray:
         """Return the seconds of a section, NaN where nothing is recorded."""
@@ -133,7 +135,7 @@ class StepFiles:
                 if ended is not None:
                     is_ended |= ended
         pa.default_memory_pool().release_unused()
-        return Seconds(self._ranks, names, summed if by_step else summed[0], is_recorded)
+        return Seconds(self._ranks, names, summed if by_step else summed[0], is_recorded, first)
 
     @staticmethod
     def _is_shared(part: _Part, shown: list[tuple[Path, _Part]]) -> bool:

@@ -336,8 +336,9 @@ def read_rows(text: str) -> JobRows:
         placement = Placement(
             tuple(tree["placement"]["groups"]), tree["placement"]["legs"], tuple(tree["placement"]["sites"])
         )
-        cells = {int(size): _schedule(entry, placement, int(size)) for size, entry in tree["schedules"].items()}
-        members = [(member["pipelines"], member["local_rank"]) for member in tree["members"]]
+        sizes = {member["schedule"]: member["pipelines"] for member in tree["members"]}
+        cells = {key: _schedule(tree["schedules"][key], placement, size) for key, size in sizes.items()}
+        members = [(member["schedule"], member["local_rank"]) for member in tree["members"]]
         sites = [tuple(map(int, line)) for line in tree["sites"]]
         ranks = [tuple(map(int, row)) for row in tree["ranks"]]
         stages = tree["costs"]["stages"]
@@ -348,9 +349,9 @@ def read_rows(text: str) -> JobRows:
     alone = {(member, at): _at_sites(pipeline_of(cells[member[0]], member[1]), at) for member, at in set(lines)}
     busy_s = {id(schedule): _busy_s(schedule, costs) for schedule in alone.values()}
     replicas = tuple(Replica(alone[line], row, busy_s[id(alone[line])]) for line, row in zip(lines, ranks, strict=True))
-    sizes = [pipelines for pipelines, local_rank in members if local_rank == 0]
-    firsts = accumulate(sizes, initial=0)
-    shared = tuple(tuple(range(first, first + size)) for first, size in zip(firsts, sizes, strict=False) if size > 1)
+    counts = [sizes[key] for key, local_rank in members if local_rank == 0]
+    firsts = accumulate(counts, initial=0)
+    shared = tuple(tuple(range(first, first + size)) for first, size in zip(firsts, counts, strict=False) if size > 1)
     return JobRows(replicas, shared)
 
 

@@ -15,6 +15,7 @@ from tests.engine.tiny import VOCAB, begun
 from weft.conf.schema import WeftConfig
 from weft.engine.initialize import initialize
 from weft.engine.planning.adaptation import Adaptation
+from weft.engine.planning.plan_file import plan_to_json
 from weft.pipeline.memory import peak_bytes
 
 FAST, SLOW = (0.01, 0.01, 0.01), (0.04, 0.002, 0.002)
@@ -90,12 +91,14 @@ def train_moved(config: WeftConfig, folder: str) -> list[dict]:
 def train_dealt(config: WeftConfig, folder: str, saved_at: int = 0, resume: bool = False) -> dict:
     """Losses, positions in the data and micro-batches of a run, of which a checkpoint is written after a step."""
     engine, *_ = initialize(config=config)
+    files: list[str] = []
     loader = share(Blocks([1 + 5 * n % 8 for n in range(500)]), replica=engine.replica, replicas=engine.num_replicas)
     engine.set_dataloader(loader)
     engine.set_batch_fn(_in_vocabulary)
     if engine.adaptation is not None:
         stages = range(engine.plan.placement.num_stages) if engine.replica == 0 else ()
         report(engine.adaptation, *stages, changed=ALL_SLOW)
+        engine.adaptation.on_change = lambda replicas: files.append(plan_to_json(engine.plan, replicas))
     if resume:
         _, client = engine.load_checkpoint(folder)
         loader.load_state_dict(client["loader"])
@@ -110,6 +113,7 @@ def train_dealt(config: WeftConfig, folder: str, saved_at: int = 0, resume: bool
         if engine.global_steps == saved_at:
             engine.save_checkpoint(folder, client_state={"loader": loader.state_dict()})
         wait_for_plan(engine)
+    found |= {"row": engine.schedule.rows[engine.pipe_rank], "rank": engine.global_rank, "files": files}
     found |= {"replica": engine.replica, "holds_loss": engine.holds_loss, "made": []}
     for _, proposal in engine.adaptation.proposals if engine.adaptation is not None else ():
         found["made"].append((proposal.chosen, proposal.counts, proposal.step_s()))

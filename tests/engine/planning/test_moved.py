@@ -12,6 +12,7 @@ from tests.engine.planning.adapted import STEPS, train_moved
 from tests.engine.planning.test_adaptation import adaptive, request_of
 from weft.engine.planning.deviation import Deviation
 from weft.engine.planning.replanning import LEAST_GAIN, alike, propose, schedule_for, shares
+from weft.engine.supervision.driver.culprit import read_rows
 from weft.pipeline.costs import CostModel
 from weft.pipeline.lowering import reduce_in_order, reduction_order
 from weft.pipeline.memory import peak_bytes
@@ -166,6 +167,13 @@ def test_moved_micro_batches_change_neither_losses_nor_the_position_in_the_data(
         assert moved["consumed"] == [(step + 1) * 16 for step in range(STEPS)]
         assert moved["consumed"][-3:] == resumed["consumed"]
     assert len({str(moved["counts"]) for moved, _ in ranks}) == 1
+
+
+@pytest.mark.slow
+def test_the_plan_s_file_has_the_rows_that_each_replica_runs(ranks):
+    for moved, _ in ranks:
+        (text,) = moved["files"]
+        assert read_rows(text).row(moved["rank"]) == moved["row"]
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_a_plan_against_samples_is_never_slower_beyond_noise(jitter):
 
 
 def test_costs_without_jitter_are_refused():
-    with pytest.raises(ValueError, match="pipeline.jitter_samples=16: the costs have no jitter"):
+    with pytest.raises(ValueError, match=r"pipeline\.jitter_samples=16: the costs have no jitter"):
         generate("auto", Placement.straight(2), 4, jitter_samples=16)
 
 

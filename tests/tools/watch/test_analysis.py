@@ -228,3 +228,50 @@ def test_a_damaged_run_is_refused_by_name_or_read_without_the_damage(tmp_path, d
 def test_shares_of_a_step_without_events_are_empty(tmp_path):
     record = recorded(tmp_path, (3, {}))
     assert measured_shares(record, record.spans(99)) == {} and STAGE.forward_s == 0.01
+
+
+def test_an_adapted_run_is_compared_with_the_schedules_that_it_runs(tmp_path):
+    """Replica 0 is slow, and its micro-batches have been moved to replica 1, whose ranks then compute as long."""
+    recording = Recording(tmp_path / "run", stages=2, lines=2, microbatches=6)
+    recording.run(30, slow={0: 2.0, 2: 2.0})
+    record = RunRecord(recording.write())
+    first_s = [timeline.step_s for timeline in record.predictions]
+    plan = json.loads((record.folder / "plan.json").read_text())
+    slow = json.loads(json.dumps(plan["costs"]))
+    for stage in slow["stages"]:
+        stage |= {name: 2 * stage[name] for name in ("forward_s", "input_s", "weight_s")}
+    by_count = {count: Recording(tmp_path / str(count), stages=2, microbatches=count) for count in (4, 8)}
+    plan |= {
+        "schedules": {str(count): each._plan()["schedules"]["1"] for count, each in by_count.items()},
+        "members": [
+            {"pipelines": 1, "local_rank": 0, "schedule": "4", "costs": 0},
+            {"pipelines": 1, "local_rank": 0, "schedule": "8", "costs": 1},
+        ],
+        "measured_costs": [slow, plan["costs"]],
+        "adapted_after": 30,
+    }
+    (record.folder / "plan.json").write_text(json.dumps(plan))
+    assert record.refresh() and not record.refresh()
+    assert [schedule.num_microbatches for schedule in record.schedules] == [4, 8]
+    steps_s = [timeline.step_s for timeline in record.predictions]
+    assert steps_s == pytest.approx([2 * by_count[4].step_s, by_count[8].step_s]) and steps_s != first_s
+    for line, each in enumerate(by_count.values()):
+        assert record.schedules[line].rows == each.schedule.rows
+    assert record.equal_shares(np.array([0, 1, 2, 3]), 30, 2).tolist() == [[1.0] * 4, [1.5, 0.75, 1.5, 0.75]]
+    (record.folder / "plan.json").write_text("{")
+    assert not record.refresh() and record.schedules[0].num_microbatches == 4
+
+
+def test_ranks_that_took_micro_batches_are_no_outliers(tmp_path):
+    recording = Recording(tmp_path / "run", stages=2, lines=3, microbatches=6)
+    recording.run(30, jitter=0.01)
+    taken = dict.fromkeys((2, 5), 1.5) | dict.fromkeys((0, 1, 3, 4), 0.75)
+    recording.run(30, jitter=0.01, slow=taken)
+    record = RunRecord(recording.write())
+    assert {each.rank for each in outliers(record)} == {2, 5}
+    plan = json.loads((record.folder / "plan.json").read_text())
+    by_count = {count: Recording(tmp_path / str(count), stages=2, microbatches=count) for count in (4, 8)}
+    plan["schedules"] |= {str(count): each._plan()["schedules"]["1"] for count, each in by_count.items()}
+    plan["members"] = [{"pipelines": 1, "local_rank": 0, "schedule": key} for key in ("4", "4", "8")]
+    (record.folder / "plan.json").write_text(json.dumps(plan | {"adapted_after": 30}))
+    assert record.refresh() and not outliers(record) and not pauses(record)

@@ -1,6 +1,7 @@
 """The rows that the driver reads are those that the ranks run."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from tests.engine.planning.given import given_facts
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import LinkConfig
 from weft.engine.layout import RankLayout
-from weft.engine.planning.plan_file import plan_to_json
+from weft.engine.planning.plan_file import ReplicaPlans, plan_to_json
 from weft.engine.planning.run_plan import plan_run
 from weft.engine.supervision.driver.culprit import read_rows
 
@@ -41,6 +42,20 @@ def test_every_rank_has_its_row(plan, cells):
         assert (replica, row) == (at.replica, at.stage)
         assert rows.row(rank) == plan.row(rank)
         assert rows.replicas[replica].schedule.placement == plan.placement
+
+
+def test_replicas_with_moved_micro_batches_have_rows_of_their_own():
+    plan = plan_of((2,), 3, schedule="auto", microbatches=4)
+    schedules = tuple(plan.schedules_for(tiny_config(stages=2, layers=4), count)[1] for count in (2, 5))
+    costs = [replace(plan.costs, host=replace(plan.costs.host, latency_s=slow)) for slow in (1.0, 0.0)]
+    run = (costs[1], costs[0], costs[1])
+    replicas = ReplicaPlans(step=7, schedules=schedules, counts=(5, 2, 5), costs=run)
+    text = plan_to_json(plan, replicas)
+    rows = read_rows(text)
+    for rank, (replica, row) in rows.seats.items():
+        assert rows.row(rank) == schedules[replicas.counts[replica] == 5].rows[row]
+    tree = json.loads(text)
+    assert [member["costs"] for member in tree["members"]] == [0, 1, 0] and len(tree["measured_costs"]) == 2
 
 
 def test_replicas_that_run_the_same_share_it():
