@@ -24,6 +24,7 @@ from weft.engine.data.loader import open_order
 from weft.engine.data.loader_process import Blocks, Server
 from weft.engine.data.order import Cursor
 from weft.engine.data.shared_block import read_block, write_block
+from weft.engine.deal import dealt
 
 SIZES = {"microbatch_size": 1, "num_replicas": 2, "seed": 3}
 
@@ -145,6 +146,22 @@ def test_batches_are_equal_to_the_last_token_after_sigkill(data, tokenizer):
     compare(data, tokenizer, host, kill)
     assert len({*killed, host.process.pid}) == 3
     host.close()
+
+
+def test_moved_micro_batches_of_a_stream_are_those_of_a_loader_in_the_rank(data, tokenizer):
+    host = serve(open_host(data, tokenizer))
+    alone = build_loader(data, tokenizer, **SIZES | {"num_replicas": 1}, replica=0)
+    ranks = [build_loader(data, tokenizer, **SIZES, replica=replica, host=host) for replica in range(2)]
+    for counts in [(2, 2), (1, 3), (1, 3), (3, 1), (2, 2)] * 3:
+        usual, moved = read(alone, sum(counts)), {}
+        for rank, count, numbers in zip(ranks, counts, dealt(counts), strict=True):
+            rank.peek(7)  # micro-batches by the previous counts
+            rank.deal(counts)
+            moved |= zip(numbers, read(rank, count), strict=True)
+        assert same([moved[number] for number in range(sum(counts))], usual)
+        assert ranks[0].state_dict() == ranks[1].state_dict() == alone.state_dict()
+    for loader in (alone, *ranks):
+        loader.close()
 
 
 def test_ranks_that_end_leave_the_loader_to_the_others(data, tokenizer):

@@ -1,0 +1,88 @@
+"""Scores of micro-batches that are moved between replicas: each step has those of the tokens that it reads."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.data.test_loader import Blocks, share
+from tests.inference.worker.test_scores_ahead import after
+from weft.engine.deal import StepDeal
+from weft.engine.scores import Ahead
+from weft.engine.scores.step_scores import Score, StepScores
+
+ROUNDS, REPLICAS = 2, 2
+
+
+def values(ids):
+    """Scores that depend on every token of a document, so that those of other tokens differ."""
+    return -torch.arange(0.0, len(ids)) / (1 + sum(ids))
+
+
+def in_line(batches):
+    return [torch.stack([values(row.tolist()) for row in batch["input_ids"]]) for batch in batches]
+
+
+def ahead_of(calls):
+    def scorer(ids):
+        calls.append(ids)
+        return values(ids).numpy().astype(np.float32)
+
+    return Ahead([scorer])
+
+
+class Replica:
+    """A replica that reads data and attaches scores as `WeftEngine` does at the beginning of a step."""
+
+    def __init__(self, number, steps_ahead):
+        self.loader = share(Blocks([8] * 400), size=1, replica=number, replicas=REPLICAS)
+        self.deal, self.calls = StepDeal(number, REPLICAS), []
+        engine = SimpleNamespace(
+            layout=SimpleNamespace(expert=1),
+            weft=SimpleNamespace(zero=SimpleNamespace(stage=1), comm=SimpleNamespace(cell=1)),
+            holds_loss=True,
+            device=torch.device("cpu"),
+            step_loss=SimpleNamespace(pipeline=None),
+        )
+        score = Score("reference", of_batches=in_line, of_tokens=lambda tokens, batch: tokens)
+        ahead = ahead_of(self.calls) if steps_ahead else None
+        self.scores = StepScores(engine, score, ahead=ahead, peek=self.loader.peek, steps_ahead=steps_ahead)
+
+    def change(self, counts):
+        if self.deal.counts != counts:  # as in `WeftEngine.run_schedules`
+            self.scores.forget()
+        self.deal.counts = counts
+
+    def step(self):
+        count = self.deal.begin(self.loader, ROUNDS)
+        batches = [next(self.loader) for _ in range(count)]
+        self.scores.attach(batches)
+        if self.scores.ahead is not None:
+            wanted = self.loader.peek(2 * count)[count:] if self.scores.steps_ahead else []
+            assert after(lambda: all(self.scores.ahead.take(batch) is not None for batch in wanted) or None)
+        return batches
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+def test_moved_micro_batches_have_the_scores_of_their_own_tokens(steps_ahead):
+    replicas = [Replica(number, steps_ahead) for number in range(REPLICAS)]
+    read, shares = [], []
+    for counts in [(), (), (), (1, 3), (1, 3), (1, 3), (3, 1), (3, 1), (3, 1), (), (), ()]:
+        for replica in replicas:
+            replica.change(counts)
+        steps = [replica.step() for replica in replicas]
+        assert [len(batches) for batches in steps] == list(counts or (ROUNDS,) * REPLICAS)
+        for batches in steps:
+            expected = in_line(batches)
+            assert all(torch.equal(batch["reference"], own) for batch, own in zip(batches, expected, strict=True))
+        read.append(sorted(batch["input_ids"].flatten().tolist() for batches in steps for batch in batches))
+        shares.append([replica.scores.share_ahead for replica in replicas])
+    alone = share(Blocks([8] * 400), size=1)
+    for step in read:
+        assert step == sorted(next(alone)["input_ids"].flatten().tolist() for _ in range(ROUNDS * REPLICAS))
+    last = [shares[at] for at in (2, 5, 8, 11)]  # the third steps after each change
+    assert last == [[float(steps_ahead > 0)] * REPLICAS] * 4
+    for replica in replicas:
+        replica.scores.close()
+        replica.loader.close()
