@@ -9,12 +9,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from weft.conf.host.private import make_run_folder
 from weft.conf.schema import WeftConfig
 
 FOLDER = "watch"
 """Folder of the collectors' files in a run's folder."""
+
+
+def stored_difference(*args: Any) -> str:
+    """See `weft.tools.watch.desync.stored_difference`."""
+    from weft.tools.watch.desync import stored_difference
+
+    return stored_difference(*args)
 
 
 def collect(config: WeftConfig, run_folder: Path, *, first_host: bool) -> subprocess.Popen[bytes]:

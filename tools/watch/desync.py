@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from time import time
 from typing import NamedTuple
 
-from weft.tools.watch.calls import Call, RankCalls
+from weft.tools.watch.calls import Call, RankCalls, parse, read_run
 
 LEAST_S = 1.0
 """Seconds without progress below which a call that others have not made is no difference: they may just be later."""
@@ -50,6 +52,18 @@ def differences(found: Mapping[int, RankCalls], now_s: Mapping[int, float]) -> l
     every = [each for group in _groups(found) for each in _of_group(group, found, now_s)]
     waiting = {rank for each in every for rank in each.waiting}
     return sorted(every, key=lambda each: (not set(each.absent) - waiting, -each.waited_s))
+
+
+def stored_difference(run_folder: Path, stalled_s: float) -> str:
+    """Return the first difference between the calls that were stored in a stall of so many seconds, or an empty text.
+
+    See `weft.tools.watch.stalls`.
+    """
+    since_s = time() - stalled_s  # an earlier stall may have ended by itself
+    recent = {rank: each for rank, each in read_run(run_folder).items() if each[0] >= since_s}
+    calls = {rank: parse(dump) for rank, (_, dump) in recent.items()}
+    found = differences(calls, {rank: at_s for rank, (at_s, _) in recent.items()})
+    return found[0].text if found else ""
 
 
 def idle(found: Sequence[Difference]) -> list[int]:

@@ -239,7 +239,9 @@ class FailureDetector:
         culprit = dict(diagnosis.culprit)
         if "rank" in culprit:
             culprit.setdefault("host", self._layout.host_of(culprit["rank"]))
-        return replace(diagnosis, culprit=culprit)
+        calls = self._effects.differing_calls(diagnosis.seconds)
+        evidence = f"{diagnosis.evidence}; {calls}" if calls else diagnosis.evidence
+        return replace(diagnosis, culprit=culprit, evidence=evidence)
 
     def _may_be_a_host(self, now: float) -> bool:
         """True if ranks have lost peers, and a host without a connection may be the cause."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from weft.comm.authenticated_socket import RUN
 from weft.conf import load
+from weft.conf.features import entry, is_installed
 from weft.conf.host.private import credentials_in, without_credentials, write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S, Storage, StorageHangs, TimedRead
@@ -103,7 +104,7 @@ class Driver:
         hostfile = self._config.cluster.hostfile
         self._hosts = read_hostfile(hostfile) if hostfile else {THIS_MACHINE: self._config.cluster.ranks}
         self._deny_list = DenyList.of(self._config.cluster.deny_list, self._config.train.output_dir)
-        self._storage = Storage(run_folder)
+        self._storage, self._calls = Storage(run_folder), Storage(run_folder)
         self._start = start_here if early else starter_for(self._config.cluster.manager, self._spec.ssh_port)
         self._processes: dict[tuple[str, int], AgentProcess] = {}
         self._address: str | tuple[str, int] = ""
@@ -276,6 +277,15 @@ class Driver:
         except (OSError, ValueError) as error:
             self.say(f"culprits of stalls are derived from their phase alone: {error}")
             return None
+
+    def differing_calls(self, stalled_s: float) -> str:
+        """Return the collective call at which ranks differ, by torch's Flight Recorder, or empty if none is known."""
+        if not is_installed("watch"):
+            return ""
+        with suppress(Exception):  # a diagnosis does not depend on what ranks have stored
+            found: str = self._calls.call(entry("watch").stored_difference, self._folder, stalled_s)
+            return found
+        return ""
 
     def denied(self) -> Mapping[str, str]:
         """Return the hosts on the deny-list with the reasons, or the last known ones while the list cannot be read."""

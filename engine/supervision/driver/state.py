@@ -117,6 +117,12 @@ class Effects(Protocol):
             TimeoutError: storage hangs; call this again later.
         """
 
+    def differing_calls(self, stalled_s: float) -> str:
+        """Return the collective call at which ranks differ, if their calls were stored in a stall of so many seconds.
+
+        Empty if none is known.
+        """
+
     def denied(self) -> Mapping[str, str]:
         """Return the reason for each of the run's hosts that is on the deny-list."""
 

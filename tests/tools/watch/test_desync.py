@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.distributed.flight_recorder.components.builder import build_db
 
 from weft.tools.cli import main
 from weft.tools.watch.calls import parse, read_dumps
-from weft.tools.watch.desync import differences, idle
+from weft.tools.watch.desync import differences, idle, stored_difference
 
 NOW_S = 1000.0
 KINDS = {
@@ -69,6 +70,22 @@ def test_a_skipped_collective_is_named_with_its_callers():
         "rank 0 did in finish (engine/zero/bucket.py:88) 12.0 s ago"
     ]
     assert found[0].waiting == (0,) and found[0].absent == (2,) and idle(found) == [2]
+
+
+def test_calls_that_were_stored_in_this_stall_are_compared(tmp_path):
+    """The driver quotes the difference. Calls of an earlier stall, and damaged files, give none."""
+    three = [call(number, done=number < 3) for number in (1, 2, 3)]
+    dumps = {0: dump(three, [0, 2]), 2: dump(three[:2], [0, 2])}
+    stalled_s = time.time() - NOW_S + 2.0  # since before the dumps
+    assert stored_difference(tmp_path, stalled_s) == ""
+    (tmp_path / "watch").mkdir()
+    file = tmp_path / "watch" / "calls-host.json"
+    file.write_text(json.dumps({"at": NOW_S, "still": NOW_S - 1.0, "ranks": dumps}))
+    assert stored_difference(tmp_path, stalled_s) == compared(dumps)[1][0]
+    assert stored_difference(tmp_path, stalled_s - 4.0) == ""
+    for text in ("{", "[]", json.dumps({"at": NOW_S, "still": "x", "ranks": {}})):
+        file.write_text(text)
+        assert stored_difference(tmp_path, stalled_s) == ""
 
 
 def test_the_rank_with_another_call_is_named_even_if_it_is_the_first():

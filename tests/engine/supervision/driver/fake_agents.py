@@ -34,6 +34,7 @@ class World:
         self.needed = set()
         self.checkpoint = ""
         self.job_rows = None
+        self.calls = ""
         self.progress = {}
         self.job = Job(
             settings=SuperviseConfig(**settings),
@@ -65,6 +66,9 @@ class World:
 
     def rows(self):
         return self.job_rows
+
+    def differing_calls(self, stalled_s):
+        return self.calls
 
     def denied(self):
         return self.on_deny_list

@@ -145,6 +145,18 @@ def test_schedule_rows_are_read_when_storage_answers(driver, plan, capsys):
     assert driver.rows() is None and "not a plan" in capsys.readouterr().err, "it is empty"
 
 
+def test_stored_calls_that_cannot_be_read_hold_up_no_diagnosis(driver, tmp_path, monkeypatch):
+    assert driver.differing_calls(10.0) == ""
+
+    def fail(*_):
+        raise RecursionError
+
+    monkeypatch.setattr("weft.tools.watch.desync.stored_difference", lambda *_: "all_reduce 3 differs")
+    assert driver.differing_calls(10.0) == "all_reduce 3 differs"
+    monkeypatch.setattr("weft.tools.watch.desync.stored_difference", fail)
+    assert driver.differing_calls(10.0) == ""
+
+
 def test_a_deny_list_that_hangs_holds_up_no_driver(driver, capsys, monkeypatch):
     monkeypatch.setattr("weft.engine.supervision.driver.files.read_text", Path.read_text)  # a pipe would be refused
     os.mkfifo(driver._deny_list.path)

@@ -268,6 +268,21 @@ def test_a_run_that_is_not_supervised_waits_for_ranks_that_stand_still():
     assert world.job.stage is Stage.running
 
 
+def test_a_stall_quotes_the_collective_call_at_which_ranks_differ():
+    world = World().train()
+    world.calls = "gloo group 3 (ranks 0, 2): all_reduce 3: rank 2 has not called it"
+    for _ in range(2000):
+        for host in HOSTS:
+            world.report(host)
+        world.now += 0.5
+        world.job.tick(world.now)
+        if world.events("fault"):
+            break
+    (fault,) = world.events("fault")
+    assert fault["evidence"].endswith(f"; {world.calls}")
+    assert any(world.calls in line for line in world.said)
+
+
 def test_ranks_that_no_agent_starts_are_a_fault_and_no_error_of_the_driver():
     """A forkserver that was stopped in its imports reports no rank at all."""
     world = World(setup_deadline_s=20.0)
