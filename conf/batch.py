@@ -48,8 +48,8 @@ def check_world(config: WeftConfig, world_size: int) -> WeftConfig:
 
     Raises:
         ValueError: ``world_size`` is not a multiple of the ranks of a replica, the replicas cannot be divided over the
-            routes, they cannot divide the experts evenly, they are fewer than a DP-cell, or the batch sizes contradict
-            each other.
+            routes, they cannot divide the experts evenly, they are fewer than a DP-cell, they have nothing to adapt,
+            or the batch sizes contradict each other.
     """
     replicas = num_replicas(config, world_size)
     config = fit_batch(config, world_size)
@@ -67,6 +67,10 @@ def check_world(config: WeftConfig, world_size: int) -> WeftConfig:
             f"parallel.expert={config.parallel.expert}: {world_size} processes make {replicas} replicas{on_route} x "
             f"{config.parallel.context} context ranks{tensor} = {lines}, not a multiple of it; choose a divisor of "
             f"{lines}, or start more processes"
+        )
+    if config.pipeline.adapt and config.pipeline.stages == replicas == 1:
+        raise ValueError(
+            "pipeline.adapt=true: one stage on one replica has nothing to adapt; use more, or set pipeline.adapt=false"
         )
     if config.comm.cell > replicas:
         raise ValueError(

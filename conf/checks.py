@@ -337,7 +337,6 @@ def _adapt(config: WeftConfig) -> Iterator[str]:
         )
     shared = {"tensor": parallel.tensor, "context": parallel.context, "expert": parallel.expert}
     reasons = [
-        ("pipeline.stages=1", "there is no pipeline to plan; use more stages", pipeline.stages == 1),
         (f"comm.cell={config.comm.cell}", "the links of a DP-cell are not measured; set it to 1", config.comm.cell > 1),
         ("zero.stage=3", "a slot's duration includes waits for weights; choose 0 to 2", config.zero.stage == 3),
         ("cluster.routes", "replicas on several routes have costs of their own; use one", bool(config.cluster.routes)),

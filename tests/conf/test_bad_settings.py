@@ -4,7 +4,7 @@ import pytest
 
 from weft.conf import load
 from weft.conf.batch import check_world
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import ScheduleKind, WeftConfig
 
 MIXED = ["data.kind=text", "model.path=y"]
 CHAT = ["data.kind=chat", "data.path=x", "model.path=y"]
@@ -129,7 +129,6 @@ BAD = [
     (["pipeline.jitter_samples=4"], "without pipeline.costs_file no jitter is known"),
     (["pipeline.jitter_samples=4", "pipeline.offload=true"], "pipeline.offload=true are planned with medians"),
     (["pipeline.jitter_samples=2000"], "pipeline.jitter_samples=2000"),
-    (["pipeline.adapt=true"], "does not work with pipeline.stages=1"),
     (["pipeline.adapt=true", "comm.cell=2"], "does not work with comm.cell=2"),
     (["pipeline.adapt=true", "zero.stage=3"], "does not work with zero.stage=3"),
     (["pipeline.adapt=true", "parallel.tensor=2"], "does not work with parallel.tensor=2"),
@@ -237,3 +236,11 @@ def test_the_world_must_fit_the_pipeline():
     check_world(config, 4)
     with pytest.raises(ValueError, match="x 2 replicas make 8"):
         check_world(config, 8)
+
+
+def test_one_stage_adapts_only_with_several_replicas():
+    config = WeftConfig()
+    config.pipeline.adapt, config.pipeline.schedule = True, ScheduleKind["auto"]
+    check_world(config, 2)
+    with pytest.raises(ValueError, match=r"pipeline\.adapt=true: one stage on one replica has nothing to adapt"):
+        check_world(config, 1)

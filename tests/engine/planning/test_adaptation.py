@@ -63,12 +63,17 @@ def test_a_rank_that_dies_during_planning_ends_the_run_and_the_planner():
     assert left == "left" and error
 
 
-def request_of(factors, cap=2.0, placement="straight", replicas=1, obstacle="", **settings):
-    """Two ranks of unit stages, of which the first of replica 0 takes ``factors`` times as long in F, I and W."""
-    placed = Placement.named(placement, 2, (2,), 2)
+def request_of(factors, cap=2.0, placement="straight", replicas=1, obstacle="", ranks=2, **settings):
+    """Ranks of unit stages, of which the first of replica 0 takes ``factors`` times as long in F, I and W."""
+    placed = Placement.named(placement, ranks, (ranks,), 2)
     usual = CostModel.unit(placed.num_stages)
     config = PipelineConfig(
-        stages=2, schedule=ScheduleKind["auto"], microbatches=6, search_seconds=0.1, memory_cap_bytes=cap, **settings
+        stages=ranks,
+        schedule=ScheduleKind["auto"],
+        microbatches=6,
+        search_seconds=0.1,
+        memory_cap_bytes=cap,
+        **settings,
     )
     forward_s, input_s, weight_s = factors
     slow = replace(usual.stages[0], forward_s=forward_s, input_s=input_s, weight_s=weight_s)

@@ -61,9 +61,9 @@ def test_replicas_beyond_the_tolerance_keep_their_own_costs():
     assert alike(costs_of([3.0, 1.0, 1.1]), Placement.straight(2)) == tuple(costs_of([3.0, 1.1, 1.1]))
 
 
-@pytest.mark.parametrize("placement", ["straight", "fold", "interleaved"])
-def test_a_slow_replica_gives_micro_batches_away_and_takes_them_back(placement):
-    request = request_of(SLOW, replicas=3, cap=6.0, placement=placement)
+@pytest.mark.parametrize(("placement", "ranks"), [("straight", 2), ("fold", 2), ("interleaved", 2), ("straight", 1)])
+def test_a_slow_replica_gives_micro_batches_away_and_takes_them_back(placement, ranks):
+    request = request_of(SLOW, replicas=3, cap=6.0, placement=placement, ranks=ranks)
     found = propose(request)
     levels = {level.name: level for level in found.levels}
     assert found.chosen == "microbatches" and found.counts[0] < 6 < found.counts[1] and sum(found.counts) == 18
