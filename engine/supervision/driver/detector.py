@@ -163,6 +163,7 @@ class FailureDetector:
         self._attempt, self._layout, self._fleet, self._effects = attempt, layout, fleet, effects
         self._settings, self._site_timeout = settings, site_timeout
         self._has_rows, self._alerts_at, self._looked_at = False, now, now - LOOK_S
+        self._plan_time = 0
         self._ends: dict[int, RankEnd] = {}
         self._ends_since = 0.0
         self._stopped = set[int]()
@@ -193,6 +194,7 @@ class FailureDetector:
             self._ends_since = now
         self._ends |= ends
         if not self._has_rows and self.progress.has_plan:
+            self._plan_time = self._effects.plan_time()
             with suppress(TimeoutError):
                 self._watch.rows, self._has_rows = self._effects.rows(), True
 
@@ -224,6 +226,7 @@ class FailureDetector:
         lost, watches = None, self._settings.enabled is not False  # a run without supervision waits
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
+            self._has_rows &= self._effects.plan_time() == self._plan_time  # an adaptation has changed them
             silence_s = self._settings.silence_s if watches else inf
             lost = self._fleet.lost(self._layout.slots, silence_s, now, self._site_patience_s)
             self._alert_of_silence(now)

@@ -15,13 +15,14 @@ import socket
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from weft.comm.authenticated_socket import RUN
 from weft.conf import load
-from weft.conf.features import entry, is_installed
+from weft.conf.features import entry
 from weft.conf.host.private import credentials_in, without_credentials, write_private
 from weft.conf.host.run_lock import RunLock
 from weft.conf.host.storage import STORAGE_TIMEOUT_S, Storage, StorageHangs, TimedRead
@@ -34,7 +35,7 @@ from weft.engine.supervision.agent.guard import LaunchGuard
 from weft.engine.supervision.agent.output import stderr_on_thread
 from weft.engine.supervision.control import CLOCK_CLIENT, ControlServer, answer_clock
 from weft.engine.supervision.driver.culprit import JobRows, read_rows, shortage
-from weft.engine.supervision.driver.files import JOURNAL, DenyList, Journal, Spec, config_file, spec_file
+from weft.engine.supervision.driver.files import JOURNAL, DenyList, Journal, Spec, config_file, spec_file, written_ns
 from weft.engine.supervision.driver.hosts import (
     THIS_MACHINE,
     ChosenHosts,
@@ -123,6 +124,7 @@ class Driver:
         )
         self._denied = TimedRead(self._deny_list.path, self._read_denied)
         self._newest = TimedRead(run_folder, self._read_newest)
+        self._plan_written = TimedRead(run_folder, partial(written_ns, run_folder / "plan.json"))
         if attach and self.job.stage is Stage.ended:
             raise ValueError(f"{run_folder}: the run has ended; `weft launch` starts it again")
 
@@ -278,13 +280,14 @@ class Driver:
             self.say(f"culprits of stalls are derived from their phase alone: {error}")
             return None
 
+    def plan_time(self) -> int:
+        """Return when ranks have last written the plan, or 0 if the run does not adapt."""
+        return self._plan_written() if self._config.pipeline.adapt else 0
+
     def differing_calls(self, stalled_s: float) -> str:
         """Return the collective call at which ranks differ, by torch's Flight Recorder, or empty if none is known."""
-        if not is_installed("watch"):
-            return ""
-        with suppress(Exception):  # a diagnosis does not depend on what ranks have stored
-            found: str = self._calls.call(entry("watch").stored_difference, self._folder, stalled_s)
-            return found
+        with suppress(Exception):  # a diagnosis depends neither on what ranks have stored nor on an optional feature
+            return str(self._calls.call(entry("watch").stored_difference, self._folder, stalled_s))
         return ""
 
     def denied(self) -> Mapping[str, str]:

@@ -63,6 +63,13 @@ def spec_file(run_folder: Path) -> Path:
     return run_folder / "supervisor" / "job.json"
 
 
+def written_ns(path: Path) -> int:
+    """Return when a file was last written, in nanoseconds, or 0 without a file."""
+    with suppress(OSError):
+        return path.stat().st_mtime_ns
+    return 0
+
+
 def config_file(run_folder: Path) -> Path:
     """Return the path of the run's initial configuration. Each attempt has its own in the same folder."""
     return run_folder / "supervisor" / "config.yaml"

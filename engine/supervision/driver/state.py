@@ -117,6 +117,9 @@ class Effects(Protocol):
             TimeoutError: storage hangs; call this again later.
         """
 
+    def plan_time(self) -> int:
+        """Return a number that changes when ranks write another plan, if the run adapts its schedule."""
+
     def differing_calls(self, stalled_s: float) -> str:
         """Return the collective call at which ranks differ, if their calls were stored in a stall of so many seconds.
 

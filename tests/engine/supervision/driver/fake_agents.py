@@ -34,7 +34,7 @@ class World:
         self.needed = set()
         self.checkpoint = ""
         self.job_rows = None
-        self.calls = ""
+        self.calls, self.written = "", 0
         self.progress = {}
         self.job = Job(
             settings=SuperviseConfig(**settings),
@@ -66,6 +66,9 @@ class World:
 
     def rows(self):
         return self.job_rows
+
+    def plan_time(self):
+        return self.written
 
     def differing_calls(self, stalled_s):
         return self.calls

@@ -145,6 +145,15 @@ def test_schedule_rows_are_read_when_storage_answers(driver, plan, capsys):
     assert driver.rows() is None and "not a plan" in capsys.readouterr().err, "it is empty"
 
 
+def test_an_adaptive_run_s_plan_is_followed(driver, tmp_path):
+    times = [driver.plan_time()]
+    for adapts in (False, True, True):
+        driver._config.pipeline.adapt = adapts
+        times.append(driver.plan_time())
+        (tmp_path / "run" / "plan.json").write_text("{}")
+    assert times[:3] == [0, 0, times[2]] and 0 < times[2] < times[3]
+
+
 def test_stored_calls_that_cannot_be_read_hold_up_no_diagnosis(driver, tmp_path, monkeypatch):
     assert driver.differing_calls(10.0) == ""
 

@@ -268,6 +268,20 @@ def test_a_run_that_is_not_supervised_waits_for_ranks_that_stand_still():
     assert world.job.stage is Stage.running
 
 
+def test_schedule_rows_are_read_again_after_an_adaptation(monkeypatch):
+    world, rows = World(), Mock(side_effect=[ROWS, None])
+    monkeypatch.setattr(world, "rows", rows)
+    world.train()
+    watch = world.job._detector._watch
+    for written, expected in ((0, ROWS), (5, None), (5, None)):
+        world.written = written
+        world.now += 0.5
+        world.job.tick(world.now)
+        world.report("a")
+        assert watch.rows is expected
+    assert rows.call_count == 2
+
+
 def test_a_stall_quotes_the_collective_call_at_which_ranks_differ():
     world = World().train()
     world.calls = "gloo group 3 (ranks 0, 2): all_reduce 3: rank 2 has not called it"
