@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -84,11 +85,7 @@ def stages_from_model(
         ValueError: the model cannot be cut faithfully.
     """
     whole = hf_model(model)
-    if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
-        raise ValueError(
-            f"model: peft's {model.active_peft_config.peft_type} puts tokens before the prompt, which only the whole "
-            "model can do; use adapters inside the layers, such as LoRA"
-        )
+    _require_layers_alone(model)
     _checkpoint_without_reentrance(whole)
     axes = axes or AxisGroups()
     prefix = PREFIX if model is not whole else ""
@@ -109,6 +106,38 @@ def stages_from_model(
         made.append(Stage(body, index=index, num_stages=split.num_stages, port=port, tied=names, axes=axes, cuts=cuts))
     share_tied(made)
     return made
+
+
+def _require_layers_alone(model: nn.Module) -> None:
+    """Check that adapters are inside of layers, and that each of their weights has memory of its own.
+
+    Raises:
+        ValueError: peft does more in the whole model's forward, which stages do not run; or a weight is a view.
+    """
+    config = getattr(model, "active_peft_config", None)
+    if config is None:
+        return
+    more = None
+    if config.is_prompt_learning:
+        more = "puts tokens before the prompt"
+    elif type(model.base_model).forward is not BaseTuner.forward:
+        more = "adds to the model's loss or inputs"
+    elif getattr(config, "alora_invocation_tokens", None):
+        more = "with alora_invocation_tokens looks for them in the prompt"
+    if more is not None:
+        raise ValueError(
+            f"model: peft's {config.peft_type.value} {more}, which needs the whole model; use adapters inside of "
+            "layers, such as LoRA"
+        )
+    first = dict[int, str]()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter.is_meta or not parameter.numel():
+            continue
+        if (other := first.setdefault(parameter.data_ptr(), name)) != name:
+            raise ValueError(
+                f"model: {name} and {other} are two weights in the same memory, as peft makes them with "
+                "ensure_weight_tying=True; leave it out, or name the embedding in modules_to_save"
+            )
 
 
 def _require_apart(model: PreTrainedModel, split: StageSplit) -> None:

@@ -1,7 +1,6 @@
 """Loading: from folders, part by part; and every way in which that can fail."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -114,14 +113,32 @@ def test_from_peft_model():
         assert not parameter.requires_grad or torch.equal(found[name], parameter.grad), name
 
 
-def test_prompt_tuning_is_refused():
+OF_THE_WHOLE_MODEL = {
+    "prompt": (lambda peft: peft.PromptTuningConfig(num_virtual_tokens=4), "PROMPT_TUNING puts tokens before"),
+    "loss": (lambda peft: peft.AdaLoraConfig(total_step=9, target_modules=["q_proj"]), "ADALORA adds to the model's"),
+    "activated": (
+        lambda peft: peft.LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[3]),
+        "LORA with alora_invocation_tokens looks for them in the prompt",
+    ),
+    "view": (
+        lambda peft: peft.LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True),
+        "are two weights in the same memory, .* name the embedding in modules_to_save",
+    ),
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("case", OF_THE_WHOLE_MODEL)
+def test_adapters_that_need_the_whole_model_are_refused(case, stages):
     import peft
 
-    model = whole(tiny("llama"))
-    split = split_layers(model.config, 2, SplitKind.even)
-    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match=re.compile("prompt", re.IGNORECASE)):
-        stages_from_model(tuned, split, [0])
+    make, text = OF_THE_WHOLE_MODEL[case]
+    model = whole(tiny("llama", tie_word_embeddings=True))
+    split = split_layers(model.config, stages, SplitKind.even)
+    settings = make(peft)
+    settings.task_type = "CAUSAL_LM"
+    with pytest.raises(ValueError, match=text):
+        stages_from_model(peft.get_peft_model(model, settings), split, [0])
 
 
 def test_trained_weight_of_several_stages_is_refused():
