@@ -48,7 +48,7 @@ from weft.engine.precision import DTYPES, check_supported
 from weft.engine.stages.checking.axis_check import check_axes, refuse_unshareable
 from weft.engine.stages.checking.refusals import refuse_partitioning
 from weft.engine.stages.checking.self_check import self_check
-from weft.engine.stages.cutting.from_model import stages_from_model
+from weft.engine.stages.cutting.from_model import require_adapters_in_layers, stages_from_model
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.fingerprint import folder_fingerprint, model_fingerprint
 from weft.engine.stages.files.loading import load_hf_config, load_stages
@@ -242,6 +242,8 @@ def build_engine(
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     together(lambda: _check_state(config, given.get("optimizer")))
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
+    if model is not None:
+        together(lambda: require_adapters_in_layers(model))
     if config.zero.stage:
         together(lambda: refuse_skipped_layers(hf_config, hf_config.model_type))
     teacher = together(lambda: _open_teacher(config, hf_config, objective)) if config.distill.enabled else None

@@ -27,6 +27,7 @@ from weft.engine.checkpoint.origin import flat
 from weft.engine.distributed import from_rank_zero
 from weft.engine.engine import WeftEngine
 from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
+from weft.engine.huggingface.inputs import inputs_of
 from weft.engine.huggingface.layout import TrainerLayout
 from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, check_inputs, filled
 from weft.engine.huggingface.objective import trainer_objective
@@ -89,8 +90,7 @@ class WeftTrainer(Trainer):
         refuse(self)
         self.engine: WeftEngine | None = None
         self._pending: list[dict[str, Tensor]] = []
-        self._rate = 0.0
-        self._num_parameters = self._num_rows = 0
+        self._rate, self._num_parameters, self._num_rows = 0.0, 0, 0
         self._signals: StopSignals | None = None
         self.add_callback(_SaveWhenStopped(self))
         self._layout.engine_config(1)
@@ -174,7 +174,8 @@ class WeftTrainer(Trainer):
         )
         assert engine.replica == self._layout.replica
         arguments = {name: value for name, value in self.args.to_dict().items() if name not in OF_THE_START}
-        engine.origin = replace(engine.origin, settings={**engine.origin.settings, **flat(arguments)})
+        inputs = from_rank_zero(partial(inputs_of, self.train_dataset, self.processing_class))
+        engine.origin = replace(engine.origin, settings={**engine.origin.settings, **flat(arguments)}, inputs=inputs)
         return engine
 
     def _ready(self, num_steps: int) -> WeftEngine:

@@ -85,7 +85,7 @@ def stages_from_model(
         ValueError: the model cannot be cut faithfully.
     """
     whole = hf_model(model)
-    _require_layers_alone(model)
+    require_adapters_in_layers(model)
     _checkpoint_without_reentrance(whole)
     axes = axes or AxisGroups()
     prefix = PREFIX if model is not whole else ""
@@ -108,7 +108,7 @@ def stages_from_model(
     return made
 
 
-def _require_layers_alone(model: nn.Module) -> None:
+def require_adapters_in_layers(model: nn.Module) -> None:
     """Check that adapters are inside of layers, and that each of their weights has memory of its own.
 
     Raises:
