@@ -42,7 +42,7 @@ def exported_frozen(stage: Stage) -> list[nn.Parameter]:
 
 
 def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> list[str]:
-    """Write the tensors of one stage that peft saves into a file, and return its name in a list.
+    """Write the tensors of one stage that peft saves into a file per adapter, and return their names.
 
     Without adapters, write nothing and return an empty list. Besides adapters, peft saves an embedding that was
     resized, that has an adapter, or that has trained tokens.
@@ -53,33 +53,46 @@ def write_part(stage: Stage, folder: Path, dtype: torch.dtype | None = None) -> 
     model = stage.model
     if not isinstance(model, peft.PeftModel):
         return []
-    name = f"stage-{stage.index:05d}.safetensors"
-    with warnings.catch_warnings():  # peft repeats its warning about embeddings for each stage
-        warnings.simplefilter("ignore")
-        state = model.state_dict()
-        weights = peft.get_peft_model_state_dict(model, state, adapter_name=model.active_adapter)
+    state = model.state_dict()
     named = dict(model.named_parameters(remove_duplicate=False))
     types = {id(value): exported_dtype(named[key], dtype) for key, value in state.items() if key in named}
-    write_tensors({key: value.to(types.get(id(value), value.dtype)) for key, value in weights.items()}, folder / name)
-    return [name]
+    names = []
+    for adapter in model.peft_config:
+        with warnings.catch_warnings():  # peft repeats its warning about embeddings for each stage
+            warnings.simplefilter("ignore")
+            weights = peft.get_peft_model_state_dict(model, state, adapter_name=adapter)
+        names.append(str(_folder_of(adapter) / f"stage-{stage.index:05d}.safetensors"))
+        (folder / names[-1]).parent.mkdir(exist_ok=True)
+        write_tensors(
+            {key: value.to(types.get(id(value), value.dtype)) for key, value in weights.items()}, folder / names[-1]
+        )
+    return names
+
+
+def _folder_of(adapter: str) -> Path:
+    """Return the folder in which peft saves an adapter, within that of the model."""
+    return Path("." if adapter == "default" else adapter)
 
 
 def merge(parts: Sequence[str], folder: Path) -> None:
-    """Merge the stages' files into one adapter file, and delete them."""
-    weights: dict[str, Tensor] = {}
-    for part in parts:
-        weights |= load_file(folder / part)
+    """Merge the stages' files into one file per adapter, and delete them."""
+    weights: dict[Path, dict[str, Tensor]] = {}
+    for part in map(Path, parts):
+        weights.setdefault(part.parent, {}).update(load_file(folder / part))
         (folder / part).unlink()
-    write_tensors(weights, folder / "adapter_model.safetensors")
+    for parent, tensors in weights.items():
+        write_tensors(tensors, folder / parent / "adapter_model.safetensors")
 
 
 def write_config(stage: Stage, folder: Path, base_path: str | None) -> None:
-    """Write the adapters' configuration, which all stages with adapters share.
+    """Write the configuration of each adapter, which all stages with adapters share.
 
     Args:
         base_path: path of the base model. None keeps the path in the adapters' configuration.
     """
-    config = copy.deepcopy(stage.model.active_peft_config)
-    config.base_model_name_or_path = base_path or config.base_model_name_or_path
-    config.inference_mode = True
-    config.save_pretrained(str(folder))
+    for adapter, given in stage.model.peft_config.items():
+        config = copy.deepcopy(given)
+        known = config.base_model_name_or_path or stage.hf_model.config.name_or_path
+        config.base_model_name_or_path = base_path or known
+        config.inference_mode = True
+        config.save_pretrained(str(folder / _folder_of(adapter)))

@@ -67,6 +67,25 @@ def test_adapter_has_the_keys_and_tensors_that_peft_saves(tied, setting, count, 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("active", ["default", "second"])
+def test_each_adapter_has_the_folder_that_peft_gives_it(active, tmp_path):
+    model, _ = adapted(False, "resized", tmp_path / "base")
+    late = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"], r=2, layers_to_transform=[3])
+    model.add_adapter("second", late)
+    model.set_adapter(active)
+    export_stages(on_ranks(model, 3), tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    for folder in (".", "second"):
+        ours, theirs = (tmp_path / each / folder for each in ("ours", "theirs"))
+        found, expected = (load_file(each / "adapter_model.safetensors") for each in (ours, theirs))
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+        configs = [peft.PeftConfig.from_pretrained(str(each)).to_dict() for each in (ours, theirs)]
+        assert configs[0] == configs[1]
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {"adapter_config.json", "second"} | {
+        "adapter_model.safetensors"
+    }
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_adapter_on_a_resized_model_computes_the_same_after_reload(tied, tmp_path):
     model, _ = adapted(tied, "resized", tmp_path / "base")
