@@ -187,6 +187,8 @@ def check_data(config: WeftConfig) -> None:
 
     seen = check_source(config.data)
     words = config.model.tokenizer or config.model.path
+    if words and not is_here(words) and not _is_hub_name(words):
+        raise ValueError(f"model.tokenizer={words}: there is no such folder; give a tokenizer's folder or hub name")
     # A hub is left to the ranks, which have to be there anyway.
     if all(is_here(source.path) for source in sources_of(config.data)) and (not words or is_here(words)):
         tokenizer = load_tokenizer(config.model, config.data)

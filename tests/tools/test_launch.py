@@ -151,6 +151,7 @@ def test_a_port_in_use(config):
 BAD = [
     ({"cluster.ranks": 3}, "3 processes are not a multiple"),
     ({"model.path": "/nowhere"}, "there is no such folder"),
+    ({"model.tokenizer": "/nowhere"}, "model.tokenizer=/nowhere: there is no such folder; give a tokenizer's"),
     ({"model.path": "/tmp"}, "no config.json in it"),
     ({"model.path": "someone/never-there"}, "no such folder, and no such model on the hub or in its cache"),
     ({"data.path": "/nowhere.jsonl", "data.kind": "text", "model.tokenizer": "t"}, "does not exist"),
