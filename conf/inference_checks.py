@@ -39,11 +39,6 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
             f"inference.prefill.stages={prefill.stages}: with ranks_per_worker={prefill.ranks_per_worker} the ranks of "
             "a stage would have to begin together; set inference.prefill.ranks_per_worker=1"
         )
-    if prefill.stages > 1 and prefill.connector is KvConnector.nixl:
-        yield (
-            f"inference.prefill.stages={prefill.stages}: vLLM 0.32's NixlConnector fetches the cache of one stage "
-            "only; set inference.prefill.stages=1, or inference.prefill.connector=none without a decode server"
-        )
 
 
 def _controller(config: WeftConfig) -> Iterator[str]:

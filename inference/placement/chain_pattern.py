@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import ceil, floor, inf
+from math import ceil, inf
 
 from weft.inference.placement.bubble_pattern import BubblePattern
 
@@ -127,9 +127,10 @@ class _Stage:
     def open_at(self, at_s: float, length_s: float) -> tuple[float, float]:
         """Return the first time from ``at_s`` on from which a bubble lasts longer than ``length_s``, and its end."""
         at_s = max(at_s, self.free_s)
-        # The last bubble of the period before may still be open.
-        cycle = floor(at_s / self.period_s) - 1
-        number = bisect_right(self._ends, at_s - cycle * self.period_s + length_s)
+        cycle, phase_s = divmod(at_s, self.period_s)
+        number = bisect_right(self._ends, phase_s + length_s)
+        if self._ends[-1] - self.period_s > phase_s + length_s:  # the last bubble of the period before is open
+            cycle, number = cycle - 1, len(self._ends) - 1
         while True:
             if number == len(self._ends):
                 cycle, number = cycle + 1, 0

@@ -257,7 +257,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
             "--worker-cls": "weft.inference.worker.vllm_stage.StageWorker",
         }
     if prefill.connector is KvConnector.nixl:
-        options["--kv-transfer-config"] = json.dumps(kv_transfer(on_cpu=not num_gpus))
+        options["--kv-transfer-config"] = json.dumps(kv_transfer(prefill, on_cpu=not num_gpus))
     # Compiling and capturing graphs would take device time from training for minutes at each restart.
     flags = ["--no-async-scheduling", "--enforce-eager"]
     listed = [text for name, value in options.items() for text in (name, str(value))]
@@ -272,7 +272,7 @@ def decode_command(config: WeftConfig, *, python: str) -> list[str]:
         "--port": decode.port,
         "--max-model-len": "auto",  # the model's, or what fits into the KV cache
         # Workers have the same path of the model, so only a wrong number format or version is refused.
-        "--kv-transfer-config": json.dumps(kv_transfer(on_cpu=on_cpu, enforce=True)),
+        "--kv-transfer-config": json.dumps(kv_transfer(config.inference.prefill, on_cpu=on_cpu, enforce=True)),
         # vLLM's own check of the key covers /v1 only.
         "--middleware": "weft.inference.worker.vllm_middleware.KeyMiddleware",
     }
@@ -286,14 +286,16 @@ def decode_command(config: WeftConfig, *, python: str) -> list[str]:
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *decode.arguments]
 
 
-def kv_transfer(*, on_cpu: bool, enforce: bool = False) -> dict[str, object]:
+def kv_transfer(prefill: PrefillConfig, *, on_cpu: bool, enforce: bool = False) -> dict[str, object]:
     """Return the value of `--kv-transfer-config`, for prefill and decode instances.
+
+    A decode instance reads the cache of a worker of one stage, and is sent those of several.
 
     Args:
         enforce: True fetches no cache from an instance of another model path, number format or version of vLLM.
     """
     config: dict[str, object] = {
-        "kv_connector": "QuietNixlConnector",
+        "kv_connector": "QuietNixlConnector" if prefill.stages == 1 else "QuietNixlPushConnector",
         "kv_connector_module_path": "weft.inference.worker.vllm_nixl",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"enforce_handshake_compat": enforce, "kv_lease_duration": LEASE_S},

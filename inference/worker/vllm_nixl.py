@@ -1,25 +1,43 @@
-"""vLLM's NIXL connector without a progress thread, whose polling would take a core from training.
+"""vLLM's NIXL connectors without a progress thread, whose polling would take a core from training.
 
 `--kv-transfer-config '{"kv_connector": "QuietNixlConnector", "kv_connector_module_path":
-"weft.inference.worker.vllm_nixl", ...}'`. Reads by decode instances then progress in engine steps, which
-`BubbleScheduler` continues to make, without tokens, while blocks are to be transferred.
+"weft.inference.worker.vllm_nixl", ...}'`. Transfers then progress in engine steps, which `BubbleScheduler` continues to
+make, without tokens, while blocks are to be transferred.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
+from math import inf
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    NixlBaseConnector,
+    NixlPullConnector,
+    NixlPushConnector,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 
 from weft.comm.listeners import refuse_other_users
 from weft.conf.hosts import is_loopback
 
+PUSH_S = 10.0
+"""Seconds in which a worker's stages have to send a prompt's cache, after which the decode server computes it."""
+SENT_WITHIN_S = 5.0
+"""Seconds after which a stage sends no cache any more."""
+_UNTIL, _REQUEST, _PREFILLED = "weft_until", "weft_request", "weft_prefilled"
+"""Keys of what a decode server sends to get a cache: the time, since the epoch, at which it may last be sent, and the
+names of the request at the decode server and at the worker."""
 
-class QuietNixlConnector(NixlPullConnector):
-    """vLLM's `NixlConnector` with `enable_prog_thread=False` for its agent."""
+
+class _Quiet(NixlBaseConnector):
+    """A connector of vLLM with `enable_prog_thread=False` for its agent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the connector, while the constructor of the agent's configuration is patched.
@@ -33,3 +51,72 @@ class QuietNixlConnector(NixlPullConnector):
             base_worker.nixl_agent_config = original
         # ZeroMQ's side channel and UCX accept any peer. Its libraries are loaded now.
         refuse_other_users(one_host=is_loopback(os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]))
+
+
+class QuietNixlConnector(_Quiet, NixlPullConnector):
+    """`NixlConnector`: the decode server reads caches."""
+
+
+class _Push(NixlPushConnector):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Create the connector with a worker of our own, which `NixlPushConnector` would create itself."""
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        parts = vllm_config, self.engine_id, kv_cache_config
+        is_worker = role is KVConnectorRole.WORKER
+        self.connector_scheduler = None if is_worker else PushScheduler(*parts)
+        self.connector_worker = PushWorker(*parts) if is_worker else None
+
+
+class QuietNixlPushConnector(_Quiet, _Push):
+    """`NixlPushConnector`: workers write caches, so each stage of a worker sends those of its layers."""
+
+
+class PushScheduler(NixlPushConnectorScheduler):
+    """The connector in a scheduler. It adds the prompt's name at its worker to the request for its cache."""
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Prepare the request for a cache. See the base class."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if (registration := self._push_pending_registrations.get(request.request_id)) is not None:
+            registration[_PREFILLED] = request.kv_transfer_params["remote_request_id"]
+
+
+class PushWorker(NixlPushConnectorWorker):
+    """The connector in a process that has a cache. Two things differ from vLLM 0.32.0.
+
+    vLLM's decode server waits for ever for a stage that ends after it was asked for a cache. This one computes the
+    prompt itself after `PUSH_S`. A stage that goes on later sends nothing, because the blocks may have been freed.
+
+    vLLM's stages find the cache by the request's name without its random part, which is the client's to choose
+    (`X-Request-Id`), so that one client's prompt could become another's. Here the name has all parts.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._asked_s: dict[str, float] = {}
+
+    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        """Note when caches are asked for. See the base class."""
+        self._asked_s |= dict.fromkeys(metadata.reqs_to_recv, time.time())
+        super().start_load_kv(metadata)
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Give up on caches that have not arrived. See the base class."""
+        now_s = time.time()
+        self._asked_s = {name: asked_s for name, asked_s in self._asked_s.items() if name in self._recving_metadata}
+        for name, asked_s in self._asked_s.items():
+            if now_s > asked_s + PUSH_S:
+                self._failed_recv_reqs.put(name)
+        return super().get_transfer_results()
+
+    def _do_send_reg_notif(self, req_id: str, reg_data: dict[str, Any]) -> None:
+        until_s = self._asked_s.get(req_id, time.time()) + SENT_WITHIN_S
+        asked = {"request_id": reg_data[_PREFILLED], _REQUEST: reg_data["request_id"], _UNTIL: until_s}
+        super()._do_send_reg_notif(req_id, reg_data | asked)
+
+    def _do_start_push_kv(self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]) -> None:
+        data = dict(registration_data)  # also called again with it, once this process knows the decode server's
+        asks_by_name = data["request_id"] == request_id or _REQUEST not in data  # a stock decode server does not
+        if asks_by_name and time.time() < data.get(_UNTIL, inf):
+            data["request_id"] = data.pop(_REQUEST, data["request_id"])
+            super()._do_start_push_kv(request_id, local_block_ids, data)

@@ -117,3 +117,23 @@ def test_a_prompt_gets_the_pipeline_that_finishes_it_first():
         assert slot.end_s == pytest.approx(min(ends_s), abs=2e-6)
         placement.take(slot)
         frees_s[slot.worker] = slot.free_s
+
+
+class Counted(list):
+    """Bubbles that count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_many_bubbles_are_not_searched_for_each_slot():
+    """A deadline of minutes covers thousands of bubbles, and the controller repeats this every second."""
+    draw, period_s = random.Random(4), 600.0
+    given = [
+        Counted((at_s, at_s + draw.uniform(0.02, 0.2)) for at_s in np.arange(0.0, period_s, 0.3)) for _ in range(2)
+    ]
+    found = slots_of(given, period_s, hop_s=HOP_S, shortest_s=OVERHEAD_S, longest_s=0.02)
+    assert len(found) > 2000 and sum(spans.reads for spans in given) < 50 * len(found)

@@ -6,11 +6,10 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
 
 from weft.inference.worker.vllm_interfaces import CLASSES, PRIVATE, VERSION  # noqa: E402
-from weft.inference.worker.vllm_nixl import QuietNixlConnector  # noqa: E402
+from weft.inference.worker.vllm_nixl import PushScheduler, PushWorker, QuietNixlConnector  # noqa: E402
 from weft.inference.worker.vllm_scheduler import BubbleScheduler  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -29,10 +28,21 @@ def test_a_method_is_there_and_uses_what_we_lean_on(name):
     assert used in rest.partition("\n    def ")[0]
 
 
-def test_what_is_overridden_exists_with_the_same_parameters():
-    for name in ("schedule", "has_requests", "add_request", "update_from_output", "finish_requests", "shutdown"):
-        theirs, ours = (inspect.signature(getattr(kind, name)) for kind in (Scheduler, BubbleScheduler))
-        assert list(theirs.parameters) == list(ours.parameters), name
+@pytest.mark.parametrize(
+    ("ours", "names"),
+    [
+        (
+            BubbleScheduler,
+            ["schedule", "has_requests", "add_request", "update_from_output", "finish_requests", "shutdown"],
+        ),
+        (PushScheduler, ["update_state_after_alloc"]),
+        (PushWorker, ["start_load_kv", "get_transfer_results", "_do_send_reg_notif", "_do_start_push_kv"]),
+    ],
+)
+def test_what_is_overridden_exists_with_the_same_parameters(ours, names):
+    for name in names:
+        theirs, own = (inspect.signature(getattr(kind, name)) for kind in (ours.__mro__[1], ours))
+        assert list(theirs.parameters) == list(own.parameters), name
 
 
 def test_the_loop_asks_the_scheduler_before_it_blocks_and_before_it_steps():
@@ -52,4 +62,14 @@ def test_the_nixl_agent_is_configured_by_the_name_that_we_replace():
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     assert "nixl_agent_config(num_threads" in inspect.getsource(base_worker)
-    assert QuietNixlConnector.__mro__[1].__name__ == "NixlPullConnector"
+    assert "NixlPullConnector" in [kind.__name__ for kind in QuietNixlConnector.__mro__]
+
+
+def test_a_stage_is_asked_for_a_cache_by_names_that_we_replace():
+    worker, scheduler = PushWorker.__mro__[1], PushScheduler.__mro__[1]
+    sent = inspect.getsource(scheduler.update_state_after_alloc)
+    assert "_push_pending_registrations[request.request_id] = {" in sent and '"request_id": request.request_id' in sent
+    assert "remote_request_id=request.request_id" in inspect.getsource(scheduler.request_finished)
+    assert 'reg_data.get("request_id")' in inspect.getsource(worker._handle_push_reg_notif)
+    assert 'decode_request_id = registration_data["request_id"]' in inspect.getsource(worker._do_start_push_kv)
+    assert "_failed_recv_reqs.get_nowait()" in inspect.getsource(worker.__mro__[1].get_transfer_results)

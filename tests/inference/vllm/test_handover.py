@@ -119,12 +119,14 @@ def controller(config):
 
 
 @contextlib.contextmanager
-def servers(model, folder):
+def servers(model, folder, stages):
     """A stand-in for training, a worker in its bubbles, a stock instance that decodes, and a controller."""
     config = WeftConfig()
+    config.cluster.ranks = config.pipeline.stages = stages
     config.inference.boards = str(folder / "boards")
     prefill = config.inference.prefill
     prefill.model, prefill.connector, prefill.first_port = str(model), KvConnector.nixl, PORTS["prefill"]
+    prefill.stages = stages
     prefill.max_tokens, prefill.cost_dir, prefill.arguments = 2048, str(folder), ["--dtype", "float32"]
     config.inference.controller.port, config.inference.controller.deadline_s = PORTS["controller"], 30.0
     worker = workers_of(config)[0]
@@ -136,9 +138,11 @@ def servers(model, folder):
     stock += ["--port", str(PORTS["decode"]), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(2**28)]
     stock += ["--enforce-eager", "--no-enable-prefix-caching", "--distributed-executor-backend"]
     stock += [words[words.index("--distributed-executor-backend") + 1]]
-    stock += ["--kv-transfer-config", json.dumps(kv_transfer(on_cpu=True))]
+    stock += ["--kv-transfer-config", json.dumps(kv_transfer(prefill, on_cpu=True))]
     stock_env = env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": "15700"}
     trainer = [sys.executable, Path(__file__).with_name("trainer.py"), worker.boards[0], "0.04", "0.01"]
+    if stages > 1:
+        trainer = [sys.executable, Path(__file__).with_name("opposite_trainers.py"), "0.2", *worker.boards]
     with (
         subprocess.Popen(trainer, stdout=subprocess.DEVNULL) as training,
         server(words, env, PORTS["prefill"], folder / "prefill.log") as (prefilling, prefill_ready),
@@ -175,13 +179,13 @@ def prompts():
     return [[draw.randrange(256) for _ in range(draw.randint(600, 1500))] for _ in range(NUM_PROMPTS)]
 
 
-def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path):
-    with servers(model, tmp_path) as (training, prefilling):
-        handed = []
-        for number, ids in enumerate(prompts()):
-            transfer = prefill(ids, f"request-{number}")
-            assert transfer["do_remote_prefill"] is True
-            handed.append(decode(ids, f"request-{number}", transfer))
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path, stages):
+    with servers(model, tmp_path, stages) as (training, prefilling):
+        # Clients may give requests the same name.
+        transfers = [prefill(ids, "request") for ids in prompts()]
+        assert all(transfer["do_remote_prefill"] is True for transfer in transfers)
+        handed = [decode(ids, "request", transfer) for ids, transfer in zip(prompts(), transfers, strict=True)]
         fetched = prompt_tokens(PORTS["decode"], "external_kv_transfer")
         computed = prompt_tokens(PORTS["decode"], "local_compute")
         normal = [decode(ids, f"normal-{number}") for number, ids in enumerate(prompts())]
@@ -196,9 +200,10 @@ def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path)
     assert (refusal.code, refusal.headers["Retry-After"]) == (503, "1")
 
 
-def test_a_stock_instance_computes_itself_what_a_killed_worker_had_prefilled(model, tmp_path):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stock_instance_computes_itself_what_a_killed_worker_had_prefilled(model, tmp_path, stages):
     ids, other, *_ = prompts()
-    with servers(model, tmp_path) as (_, prefilling):
+    with servers(model, tmp_path, stages) as (_, prefilling):
         decode(other, "connected", prefill(other, "connected"))
         transfer = prefill(ids, "killed")
         os.killpg(prefilling.pid, signal.SIGKILL)

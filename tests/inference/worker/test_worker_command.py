@@ -78,10 +78,13 @@ def test_costs_of_a_stage_are_kept_apart_from_those_of_the_whole_model(config):
     assert stage_file(Path("a/worker0.cost"), 2) == Path("a/worker0.stage2.cost")
 
 
-def test_stages_whose_caches_no_decode_server_could_fetch_are_refused(config):
-    config.inference.prefill.stages, config.inference.prefill.connector = 2, KvConnector.nixl
-    with pytest.raises(ValueError, match="NixlConnector fetches the cache of one stage only"):
-        check(config)
+@pytest.mark.parametrize(("stages", "name"), [(1, "QuietNixlConnector"), (2, "QuietNixlPushConnector")])
+def test_each_stage_sends_its_cache_and_that_of_a_whole_model_is_read(config, stages, name):
+    config.inference.prefill.stages, config.inference.prefill.connector = stages, KvConnector.nixl
+    check(config)
+    worker = command(config, workers_of(config)[0], python="python", num_gpus=0)
+    for words in (worker, decode_command(config, python="python")):
+        assert json.loads(option(words, "--kv-transfer-config"))["kv_connector"] == name
 
 
 @pytest.mark.parametrize(("stages", "each", "word"), [(3, 1, "stages=3: 4 ranks"), (2, 2, "ranks_per_worker=1")])
@@ -126,7 +129,7 @@ def test_kv_caches_leave_by_the_connector_that_is_set(config):
     assert "--kv-transfer-config" not in command(config, worker, python="python", num_gpus=0)
     config.inference.prefill.connector = KvConnector.nixl
     words = command(config, worker, python="python", num_gpus=0)
-    assert json.loads(option(words, "--kv-transfer-config")) == kv_transfer(on_cpu=True)
+    assert json.loads(option(words, "--kv-transfer-config")) == kv_transfer(config.inference.prefill, on_cpu=True)
 
 
 def test_paths_hold_in_the_folder_in_which_servers_run(config, tmp_path, monkeypatch):
@@ -273,8 +276,8 @@ def test_a_worker_with_nixl_has_no_expandable_segments(config, tmp_path, name, t
     assert environment(config, worker, {name: training}, key="k", package=tmp_path)[name] == serving
 
 
-def test_a_decoder_recomputes_what_it_cannot_fetch():
-    assert kv_transfer(on_cpu=True)["kv_load_failure_policy"] == "recompute"
+def test_a_decoder_recomputes_what_it_cannot_fetch(config):
+    assert kv_transfer(config.inference.prefill, on_cpu=True)["kv_load_failure_policy"] == "recompute"
     documented = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     assert '"kv_load_failure_policy": "recompute"' in documented
 
