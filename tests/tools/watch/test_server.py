@@ -93,24 +93,38 @@ def test_other_addresses_need_a_token(record):
 
 GET = """
 import encodings.idna, os, socket, sys
-os.setuid(int(sys.argv[2]))
-with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as end:
-    end.sendall(b"GET /api/overview HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
-    try:
-        print(end.recv(12).decode())
-    except ConnectionError:
-        print("closed")
+port, user, times, idle = map(int, sys.argv[1:])
+os.setuid(user)
+held = [socket.create_connection(("127.0.0.1", port)) for _ in range(idle)]
+answers = set()
+for _ in range(times):
+    with socket.create_connection(("127.0.0.1", port)) as end:
+        try:
+            end.sendall(b"GET /api/overview HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
+            answers.add(end.recv(12).decode() or "closed")
+        except ConnectionError:
+            answers.add("closed")
+print(*answers)
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_of_the_host_cannot_read_the_page(record):
+@pytest.mark.parametrize(("times", "idle"), [(1, 0), (15, 80)])
+def test_another_user_of_the_host_cannot_read_the_page(record, times, idle):
+    """Both users ask at the same time, the second time often and with many connections that stay open."""
     words = [sys.executable, "-m", "weft.tools.cli", "watch", str(record.folder), "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as serving:
         try:
             port = serving.stdout.readline().rpartition(":")[2].strip("/\n")
-            asked = {user: [sys.executable, "-c", GET, port, str(user)] for user in (0, 54321)}
-            heard = {user: subprocess.check_output(words, text=True, timeout=60) for user, words in asked.items()}
+            asked = {
+                user: subprocess.Popen(
+                    [sys.executable, "-c", GET, port, str(user), str(times), str(idle)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for user in (0, 54321)
+            }
+            heard = {user: process.communicate(timeout=60)[0] for user, process in asked.items()}
         finally:
             serving.terminate()
     assert heard == {0: "HTTP/1.1 200\n", 54321: "closed\n"}
