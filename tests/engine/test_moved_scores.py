@@ -24,9 +24,13 @@ def in_line(batches):
     return [torch.stack([values(row.tolist()) for row in batch["input_ids"]]) for batch in batches]
 
 
-def ahead_of(calls):
+def ahead_of(dies_after):
+    calls = []
+
     def scorer(ids):
         calls.append(ids)
+        if len(calls) > dies_after:
+            raise ConnectionResetError
         return values(ids).numpy().astype(np.float32)
 
     return Ahead([scorer])
@@ -35,9 +39,9 @@ def ahead_of(calls):
 class Replica:
     """A replica that reads data and attaches scores as `WeftEngine` does at the beginning of a step."""
 
-    def __init__(self, number, steps_ahead):
+    def __init__(self, number, steps_ahead, dies_after=10**6):
         self.loader = share(Blocks([8] * 400), size=1, replica=number, replicas=REPLICAS)
-        self.deal, self.calls = StepDeal(number, REPLICAS), []
+        self.deal = StepDeal(number, REPLICAS)
         engine = SimpleNamespace(
             layout=SimpleNamespace(expert=1),
             weft=SimpleNamespace(zero=SimpleNamespace(stage=1), comm=SimpleNamespace(cell=1)),
@@ -46,7 +50,7 @@ class Replica:
             step_loss=SimpleNamespace(pipeline=None),
         )
         score = Score("reference", of_batches=in_line, of_tokens=lambda tokens, batch: tokens)
-        ahead = ahead_of(self.calls) if steps_ahead else None
+        ahead = ahead_of(dies_after) if steps_ahead else None
         self.scores = StepScores(engine, score, ahead=ahead, peek=self.loader.peek, steps_ahead=steps_ahead)
 
     def change(self, counts):
@@ -54,10 +58,15 @@ class Replica:
             self.scores.forget()
         self.deal.counts = counts
 
-    def step(self):
+    def read(self):
         count = self.deal.begin(self.loader, ROUNDS)
         batches = [next(self.loader) for _ in range(count)]
         self.scores.attach(batches)
+        return batches
+
+    def step(self):
+        batches = self.read()
+        count = len(batches)
         if self.scores.ahead is not None:
             wanted = self.loader.peek(2 * count)[count:] if self.scores.steps_ahead else []
             assert after(lambda: all(self.scores.ahead.take(batch) is not None for batch in wanted) or None)
@@ -86,3 +95,17 @@ def test_moved_micro_batches_have_the_scores_of_their_own_tokens(steps_ahead):
     for replica in replicas:
         replica.scores.close()
         replica.loader.close()
+
+
+def test_one_stage_computes_in_line_what_a_killed_worker_does_not_send(monkeypatch):
+    monkeypatch.setattr("weft.engine.scores.ahead.PAUSE_S", 0.01)
+    replica, shares = Replica(0, 1, dies_after=3 * ROUNDS), []
+    known = replica.scores.ahead
+    for _ in range(8):
+        batches = replica.read()
+        assert all(torch.equal(batch["reference"], own) for batch, own in zip(batches, in_line(batches), strict=True))
+        shares.append(replica.scores.share_ahead)
+        after(lambda: all(known.take(each) is not None for each in replica.loader.peek(2)) or None, 0.2)
+    assert max(shares) == 1.0 and shares[-3:] == [0.0] * 3 and not known.num_refused
+    replica.scores.close()
+    replica.loader.close()
