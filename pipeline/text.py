@@ -15,8 +15,8 @@ from weft.pipeline.schedule import Schedule
 from weft.pipeline.simulation import sampled_steps_s
 from weft.pipeline.timeline import Timeline
 
-JITTER_SAMPLES = 100
-"""Steps that `jitter_text` samples."""
+_MOST_SAMPLES, _SAMPLED_SLOTS = 100, 300_000
+"""Steps that `jitter_text` samples, and their slots together."""
 
 
 def grid_text(schedule: Schedule, *, width: int | None = None) -> str:
@@ -102,15 +102,16 @@ def own_cap_text(cap_bytes: float, peak: float) -> str:
     )
 
 
-def jitter_text(schedule: Schedule, costs: CostModel, samples: int = JITTER_SAMPLES) -> str:
+def jitter_text(schedule: Schedule, costs: CostModel) -> str:
     """Return the mean and the 95th percentile of a step over sampled durations.
 
     Args:
         schedule: lowered; for a DP-cell with its relays, and the cell's costs.
     """
+    samples = max(1, min(_MOST_SAMPLES, _SAMPLED_SLOTS // sum(map(len, schedule.rows))))
     steps_s = sampled_steps_s(schedule, costs, range(-samples, 0))
-    late_s = steps_s[min(len(steps_s) - 1, int(0.95 * len(steps_s)))]
-    return f"step {fmean(steps_s):.6g} s, 95th percentile {late_s:.6g} s"
+    late_s = steps_s[int(0.95 * samples)]
+    return f"step {fmean(steps_s):.6g} s, 95th percentile {late_s:.6g} s ({samples} samples)"
 
 
 def bound_text(schedule: Schedule, costs: CostModel, step_s: float) -> str:

@@ -2,12 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from weft.pipeline import text
+from weft.pipeline.costs import CostModel
+from weft.pipeline.generators import generate
+from weft.pipeline.lowering import lower
 from weft.pipeline.placement import Placement
 from weft.pipeline.serialization import load_schedule
+from weft.pipeline.text import jitter_text
 from weft.tools import cli
 from weft.tools.schedule import place
 
@@ -224,3 +230,14 @@ def test_the_simulator_prints_the_step_over_sampled_durations(capsys, tmp_path):
     )
     assert step_s < mean_s < late_s
     assert "jitter" not in run(capsys, "simulate", schedule)
+
+
+def test_few_steps_of_a_large_schedule_are_sampled(monkeypatch):
+    costs = CostModel.unit(2)
+    costs = replace(costs, stages=tuple(replace(stage, jitter=0.2) for stage in costs.stages))
+    schedule = lower(generate("1f1b", Placement.straight(2), 8))
+    assert jitter_text(schedule, costs).endswith("(100 samples)")
+    monkeypatch.setattr(text, "_SAMPLED_SLOTS", 3 * sum(map(len, schedule.rows)))
+    assert jitter_text(schedule, costs).endswith("(3 samples)")
+    monkeypatch.setattr(text, "_SAMPLED_SLOTS", 1)
+    assert jitter_text(schedule, costs).endswith("(1 samples)")
