@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.engine.zero.reference_lamb import ReferenceLamb
+from tests.shapes import sizes
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.schema import (
@@ -65,16 +66,8 @@ def tiny_config(
 
     With experts to share out it is a Mixtral.
     """
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": tied,
-    }
+    shape = sizes(hidden=32, inner=64, layers=layers, heads=4, groups=2, words=VOCAB)
+    shape |= {"max_position_embeddings": 64, "tie_word_embeddings": tied}
     if expert > 1:
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = WeftConfig(

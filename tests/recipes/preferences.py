@@ -11,6 +11,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.shapes import sizes
+
 STEPS, LENGTH, RATE = 20, 48, 1e-3
 WORDS = ["what", "is", "the", "sum", "of", "two", "and", "three", "it", "was", "not", "here", "yes", "no", "blue"]
 
@@ -23,16 +25,8 @@ def prepare(folder: Path, recipe: str = "dpo", *, width: int = 64) -> list[str]:
     tokenizer = train_bpe([" ".join(source.choices(WORDS, k=12)) for _ in range(99)], 300)
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-    )
-    model = LlamaForCausalLM(config)
+    shape = sizes(hidden=width, inner=64, layers=2, heads=4, groups=2, words=len(tokenizer))
+    model = LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=LENGTH))
     with torch.no_grad():  # so that answers differ in likelihood
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim > 1 else 1)

@@ -6,19 +6,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.shapes import sizes
 from weft.engine.backward import SplitBackward
 
-TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+TINY = sizes(
+    hidden=32, inner=48, layers=2, heads=4, groups=2, words=64, head_dim=8, max_position_embeddings=64, pad_token_id=0
+)
 MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MODELS = {
     "llama": ("llama", {}),

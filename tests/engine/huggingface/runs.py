@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from transformers import TrainerCallback
 
+from tests.shapes import sizes
+
 VOCAB = 64
 
 
@@ -46,19 +48,8 @@ def tiny_model(**more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            attention_bias=True,
-            tie_word_embeddings=False,
-            **more,
-        )
-    )
+    shape = sizes(hidden=32, inner=64, layers=4, heads=4, groups=2, words=VOCAB)
+    return LlamaForCausalLM(LlamaConfig(**shape, attention_bias=True, tie_word_embeddings=False, **more))
 
 
 def arguments(folder: str, **more: Any) -> Any:

@@ -8,20 +8,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.shapes import sizes
 from weft.conf.schema import LoraConfig, ModelConfig, PipelineConfig, WeftConfig
 from weft.engine.planning.estimates import planning_costs
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import settle_placement, split_stages
 from weft.engine.stages.files.loading import load_hf_config
 
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
+SHAPE = sizes(hidden=64, inner=256, layers=4, heads=4, groups=4, words=256)
 TOKENS = 32
 ADAPTERS = LoraConfig(enabled=True, rank=4, target_modules=["all-linear"])
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from tests.engine.zero.replicas import whole_step
+from tests.shapes import sizes
 from weft.conf.schema import (
     ClusterConfig,
     LoraConfig,
@@ -44,14 +45,7 @@ from weft.engine.stages.files.loading import build_model, load_hf_config, load_s
 from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding, int8_adamw
 from weft.engine.zero.muon import Muon
 
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SHAPE = sizes(hidden=64, inner=128, layers=4, heads=4, groups=2, words=512)
 ADAPTERS = LoraConfig(enabled=True)
 WIDE = LoraConfig(enabled=True, rank=16, target_modules=["all-linear"])
 FOUR_BITS = LoraConfig(enabled=True, target_modules=["all-linear"], quantize=Quantization.nf4)

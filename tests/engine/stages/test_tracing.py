@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
 
+from tests.shapes import sizes
 from weft.engine.models.tracing import trace_model
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
@@ -43,6 +44,7 @@ def test_published_sizes_and_the_standard_operations(name):
     assert work.flops_per_token == pytest.approx(6 * active * 1e9 - 6 * embedding + attention, rel=0.01)
 
 
+SIZES = sizes(hidden=48, inner=80, layers=2, heads=4, groups=2, words=97)
 SMALL = {
     "llama": LlamaConfig(num_key_value_heads=2),
     "tied": LlamaConfig(tie_word_embeddings=True),
@@ -56,14 +58,7 @@ SMALL = {
 def test_torch_counts_the_same_with_weights(name):
     config = SMALL[name]
     if name != "gpt2":
-        for field, value in {
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 97,
-        }.items():
+        for field, value in SIZES.items():
             setattr(config, field, value)
     work = trace_model(config, 32, dtype=torch.float32)
     config._attn_implementation = "eager"
@@ -79,15 +74,7 @@ def test_torch_counts_the_same_with_weights(name):
 
 
 def test_saved_activations_are_those_of_autograd():
-    config = Qwen3Config(
-        head_dim=24,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=97,
-    )
+    config = Qwen3Config(head_dim=24, **SIZES)
     work = trace_model(config, 32, dtype=torch.float32)
     config._attn_implementation = "sdpa"
     layer = AutoModelForCausalLM.from_config(config)

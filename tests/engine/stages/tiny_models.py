@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tests.shapes import sizes
 from weft.conf.schema import ModelConfig
 
 VOCABULARY = 96
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+COMMON = sizes(hidden=32, inner=48, layers=4, heads=4, groups=2, words=VOCABULARY) | {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,

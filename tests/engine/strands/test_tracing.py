@@ -12,6 +12,7 @@ from transformers import LlamaConfig, MistralConfig, MixtralConfig, Qwen3Config,
 
 from tests.engine.losses import own, smoothed
 from tests.engine.parallel.members import micro_batches
+from tests.shapes import sizes
 from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.models.batch import attach_rows_of
@@ -32,14 +33,7 @@ from weft.pipeline.strands.segments import LinkScope
 from weft.pipeline.strands.work import Speed, Traffic
 
 ROWS, LENGTH = 2, 16
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-}
+SHAPE = sizes(hidden=32, inner=64, layers=4, heads=4, groups=2, words=96)
 MODELS = {
     "llama": LlamaConfig(**SHAPE),
     "tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 from pytest import approx
 
+from tests.shapes import sizes
 from weft.conf.schema import (
     ClusterConfig,
     ContextExchange,
@@ -27,14 +28,7 @@ from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.estimates import Estimates
 from weft.pipeline.planner.layout import Layout
 
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
+SHAPE = sizes(hidden=64, inner=256, layers=8, heads=4, groups=4, words=512)
 GPU = GpuKind(
     name="quick to exchange",
     peak={"bf16": 1e12},

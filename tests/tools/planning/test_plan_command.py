@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.shapes import sizes
 from weft.pipeline.planner.measured import load_measured
 from weft.tools import cli
 
@@ -19,15 +20,7 @@ sites:
 links:
   - {sites: [east, west], latency_ms: 1, bandwidth_mbps: 100000, egress_price: 0.02}
 """
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 4096,
-}
+MODEL = {"model_type": "llama"} | sizes(hidden=256, inner=512, layers=12, heads=4, groups=2, words=4096)
 
 
 @pytest.fixture(scope="module")
