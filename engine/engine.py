@@ -24,7 +24,7 @@ from weft.engine.deal import StepDeal
 from weft.engine.deepspeed import bookkeeping, construction
 from weft.engine.deepspeed.bookkeeping import advance, begin_batch, end_batch
 from weft.engine.deepspeed.module import WeftModule
-from weft.engine.distributed import close_groups, from_rank_zero
+from weft.engine.distributed import close_groups
 from weft.engine.execution.batches import draw, prepare_batch
 from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import Neighbours
@@ -43,6 +43,7 @@ from weft.engine.planning.run_plan import RunPlan
 from weft.engine.planning.schedules import RankSchedule
 from weft.engine.scores.step_scores import StepScores
 from weft.engine.stages.teacher import Teacher
+from weft.engine.step_schedules import StepSchedules
 from weft.engine.stop_signals import StopSignals
 from weft.engine.zero import Collectives, Comparison, ShardedOptimizer, Sharding
 from weft.pipeline.schedule import Schedule
@@ -91,6 +92,8 @@ class WeftEngine(PipelineEngine):
     _configure_optimizer = construction.configure_optimizer
     _configure_lr_scheduler = construction.configure_lr_scheduler
     eval_batch = bookkeeping.eval_batch
+    get_global_grad_norm = bookkeeping.get_global_grad_norm
+    finish_checkpoints = engine_methods.finish_checkpoints
     save_checkpoint = engine_methods.save_checkpoint
     load_checkpoint = engine_methods.load_checkpoint
     correct_measurements = corrections.correct_measurements
@@ -130,8 +133,7 @@ class WeftEngine(PipelineEngine):
         self.pipe_rank, self.replica, self.line = position.stage, position.replica, position.line
         self.num_replicas = plan.layout.replicas
         self.deal = StepDeal(self.replica, self.num_replicas)
-        self._plans: dict[int, RankSchedule] = {}
-        self.schedule = self._plan(plan.schedules).schedule
+        self.schedules = StepSchedules(plan, self.global_rank, self.deal, pairs)
         self.records = StepRecords(clock_for(self.device))
         """Measurements of the last steps."""
         self._long_lived = LongLived()
@@ -192,6 +194,11 @@ class WeftEngine(PipelineEngine):
 
     # -- the step ------------------------------------------------------------------------------
 
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of this rank's pipeline in a step with the usual number of micro-batches."""
+        return self.schedules.usual
+
     def train_batch(self, data_iter: Iterator | None = None) -> Tensor:
         """Train on the next batch of every replica, and return its loss per token. Collective call.
 
@@ -235,22 +242,7 @@ class WeftEngine(PipelineEngine):
 
     def plan_for(self, num_microbatches: int) -> RankSchedule:
         """Return the same schedule with the priorities of this rank's messages between sites."""
-        if num_microbatches not in self._plans:
-            self._plan(from_rank_zero(lambda: self.plan.schedules_for(self.weft, num_microbatches), Schedule))
-        return self._plans[num_microbatches]
-
-    def _plan(self, schedules: Mapping[int, Schedule]) -> RankSchedule:
-        """Return this rank's part of a step, after planning its strand pairs. Collective call.
-
-        Args:
-            schedules: schedules of DP-cells, by their number of pipelines.
-        """
-        member = self.plan.members[self.line]
-        own = schedules[member.pipelines]
-        plan = self._plans[own.num_microbatches] = RankSchedule.of(own, member.local_rank, self.pipe_rank)
-        if self.pairs is not None:
-            self.pairs.agree(schedules.values(), self.plan.placement.num_stages)
-        return plan
+        return self.schedules.of(num_microbatches, lambda: self.plan.schedules_for(self.weft, num_microbatches))
 
     def run_schedules(self, *schedules: Mapping[int, Schedule], counts: Sequence[int] = ()) -> None:
         """Run ``schedules`` of DP-cells, by their number of pipelines, from the next step on. Collective call.
@@ -262,10 +254,7 @@ class WeftEngine(PipelineEngine):
         counts = tuple(counts) if len(schedules) > 1 else ()
         if self.scores is not None and self.deal.counts != counts:
             self.scores.forget()
-        self._plans.clear()
-        self.deal.counts = counts
-        plans = [self._plan(each).schedule for each in schedules]
-        self.schedule = self._plans[counts[self.replica]].schedule if counts else plans[0]
+        self.schedules.run(schedules, counts)
 
     def _read(self, count: int) -> Sequence[dict[str, Tensor]]:
         """Return the next micro-batches, with the scores that their loss needs."""
@@ -309,10 +298,6 @@ class WeftEngine(PipelineEngine):
         self.step_loss.check_objective()
         self.fwd_outputs = list(state.losses.values())
 
-    def count_items(self, batch: Mapping[str, Tensor]) -> int:
-        """Return the items of a micro-batch over which the loss is averaged: tokens with labels, or the objective's."""
-        return self.step_loss.items(batch)
-
     def _seed_gradient(self, loss: Tensor) -> Tensor:
         """Return the gradient of the loss with which a backward starts, which is the loss scale."""
         return torch.full_like(loss, self.optimizer.cur_scale)
@@ -329,17 +314,6 @@ class WeftEngine(PipelineEngine):
 
     # -- checkpoints and stops -----------------------------------------------------------------
 
-    def finish_checkpoints(self) -> None:
-        """Wait until checkpoints that are being written are complete. Collective call.
-
-        Raises:
-            CheckpointError: on every rank, if a checkpoint could not be written.
-        """
-        if self.checkpoint_writer is not None:
-            self.checkpoint_writer.wait()
-        if self.memory is not None:
-            self.memory.finish()
-
     def check_finite(self) -> None:
         """Check that the current state may be saved. Collective call, between steps.
 
@@ -353,12 +327,6 @@ class WeftEngine(PipelineEngine):
         with self.watcher.waiting():
             self.sharding.settle()
             self.optimizer.check_finite()
-
-    def get_global_grad_norm(self) -> float | None:
-        """2-norm of the whole model's gradient in the last step, before clipping, or None before the first."""
-        with self.watcher.waiting():
-            norm = self.optimizer.gradient_norm
-        return None if norm is None else norm.item()
 
     @property
     def must_stop(self) -> bool:
@@ -445,11 +413,3 @@ class WeftEngine(PipelineEngine):
         """Return the usage of all ranks' devices. Collective call."""
         with self.watcher.waiting():
             return gather_usage(self.records.idle_share(), self.device)
-
-    def describe(self) -> str:
-        """Return one line about the layout of the work."""
-        stages = self.num_stages * len(self.schedule.placement.legs)
-        return (
-            f"{self.schedule.name}, {stages} stages on {self.num_stages} ranks x {self.num_replicas} replicas, "
-            f"{self.micro_batches} micro-batches, ZeRO-{self.weft.zero.stage}"
-        )

@@ -71,7 +71,7 @@ class Progress:
     def __enter__(self) -> Progress:
         shows = self._is_writer and self._config.logging.progress
         self._shown = Shown(total=self._config.train.steps, start=self._start, is_on=shows)
-        self.note(f"{self._loader.description}; {self._engine.describe()}")
+        self.note(f"{self._loader.description}; {_layout(self._engine)}")
         return self
 
     def begin_step(self) -> None:
@@ -157,4 +157,13 @@ def _text(metrics: dict[str, float]) -> str:
     return (
         f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tok/s, "
         f"MFU {metrics['mfu']:.1%}, bubbles {metrics['bubble_share']:.0%}"
+    )
+
+
+def _layout(engine: WeftEngine) -> str:
+    """Return one line about the layout of the work."""
+    schedule, stages = engine.schedule, engine.num_stages * len(engine.schedule.placement.legs)
+    return (
+        f"{schedule.name}, {stages} stages on {engine.num_stages} ranks x {engine.num_replicas} replicas, "
+        f"{engine.micro_batches} micro-batches, ZeRO-{engine.weft.zero.stage}"
     )

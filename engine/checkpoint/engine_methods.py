@@ -1,4 +1,4 @@
-"""DeepSpeed's methods `save_checkpoint` and `load_checkpoint`, for checkpoints of `weft.engine.checkpoint`."""
+"""DeepSpeed's methods for checkpoints, which are those of `weft.engine.checkpoint`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,33 @@ from typing import Any, Protocol
 
 from weft.conf.schema import WeftConfig
 from weft.engine.checkpoint import BackgroundWriter, Wanted, load_newest, load_tagged, save_engine
+from weft.engine.checkpoint.background import MemoryWriter
 from weft.engine.checkpoint.trained import Trained
 
 
 class Checkpointed(Trained, Protocol):
-    """The interface that both methods need of an engine.
+    """The interface that these methods need of an engine.
 
     Attributes:
         checkpoint_writer: writes checkpoints in the background, or None before the first such checkpoint.
+        memory: takes checkpoints in host memory, or None.
     """
 
     weft: WeftConfig
     checkpoint_writer: BackgroundWriter | None
+    memory: MemoryWriter | None
 
-    def finish_checkpoints(self) -> None:
-        """Wait until checkpoints that are being written are complete. Collective call."""
-        ...
+
+def finish_checkpoints(engine: Checkpointed) -> None:
+    """Wait until checkpoints that are being written are complete. Collective call.
+
+    Raises:
+        CheckpointError: on every rank, if a checkpoint could not be written.
+    """
+    if engine.checkpoint_writer is not None:
+        engine.checkpoint_writer.wait()
+    if engine.memory is not None:
+        engine.memory.finish()
 
 
 def save_checkpoint(
@@ -94,7 +105,7 @@ def load_checkpoint(
             "load_checkpoint: load_module_strict=False and custom_load_fn are not supported: the checkpoint must "
             "contain every weight; read single ones with weft.engine.checkpoint.open_checkpoint"
         )
-    engine.finish_checkpoints()
+    finish_checkpoints(engine)
     wanted = Wanted(
         optimizer=load_optimizer_states and not load_module_only,
         scheduler=load_lr_scheduler_states and not load_module_only,

@@ -79,6 +79,13 @@ def _write(engine: PipelineEngine, events: list[tuple[str, Tensor | float, int]]
         engine.monitor.write_events(engine.summary_events)
 
 
+def get_global_grad_norm(engine: PipelineEngine) -> float | None:
+    """2-norm of the whole model's gradient in the last step, before clipping, or None before the first."""
+    with engine.watcher.waiting():
+        norm = engine.optimizer.gradient_norm
+    return None if norm is None else norm.item()
+
+
 def eval_batch(
     engine: PipelineEngine,
     data_iter: Iterator,

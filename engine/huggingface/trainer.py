@@ -330,7 +330,8 @@ class WeftTrainer(Trainer):
             for batch in batches:
                 check_inputs(batch, self._num_rows)
             labels = [batch["labels"] for batch in batches]
-            read = torch.tensor([sum(map(len, labels)), sum(map(engine.count_items, batches))], device=self.args.device)
+            own = sum(map(len, labels)), sum(map(engine.step_loss.items, batches))
+            read = torch.tensor(own, device=self.args.device)
             if engine.num_replicas > 1:
                 dist.all_reduce(read, group=engine.grid.get_data_parallel_group())
             rows, items = read.tolist()

@@ -44,7 +44,6 @@ def opened(monkeypatch, *, every, start=0, replicas=1):
         device=torch.device("cpu"),
         module=None,
         get_lr=lambda: [0.1],
-        describe=lambda: "",
         usage=lambda: SimpleNamespace(bubble_share=0.0, peak_bytes=0),
         optimizer=SimpleNamespace(cur_scale=1.0),
         fp16_enabled=lambda: False,
@@ -55,6 +54,7 @@ def opened(monkeypatch, *, every, start=0, replicas=1):
     monkeypatch.setattr(module, "together", lambda action: action())
     monkeypatch.setattr(module, "model_flops_per_token", lambda *_: 2.0)
     monkeypatch.setattr(module, "peak_flops", lambda *_: 1000.0)
+    monkeypatch.setattr(module, "_layout", lambda _: "")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2 * replicas))
     loader = SimpleNamespace(tokens=0, epoch=0.0, description="")
     return Progress(config, engine, None, loader, start), loader, log
