@@ -20,18 +20,10 @@ from benchmarks.peers.emulated_stage import EmulatedLayer, EmulatedWork, emulate
 from weft.engine.distributed import init_distributed
 
 
-def run_1f1b(case: EngineCase, timeout_s: float) -> RankRun:
-    """Run one rank of DeepSpeed's 1F1B."""
-    return _run(case, timeout_s, PipelineModule)
-
-
-def run_dualpipev(case: EngineCase, timeout_s: float) -> RankRun:
-    """Run one rank of DeepSpeed's DualPipeV."""
-    return _run(case, timeout_s, DualPipeVModule)
-
-
-def _run(case: EngineCase, timeout_s: float, kind: type[PipelineModule]) -> RankRun:
+def run(case: EngineCase, timeout_s: float, *, is_folded: bool) -> RankRun:
+    """Run one rank of DeepSpeed's 1F1B, or of its DualPipeV."""
     init_distributed(timeout_s)
+    kind = DualPipeVModule if is_folded else PipelineModule
     engine, step = _pipeline(case.work, case.num_layers, case.num_ranks, _config(case.num_microbatches), kind)
     return RankRun(time_steps(case, step), tuple(_cells(engine)))
 

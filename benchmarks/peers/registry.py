@@ -59,8 +59,8 @@ def _weft(kind: str, placement: str, title: str = "", chunks: int = 0) -> Engine
 
 HOST: Mapping[str, Engine] = MappingProxyType(
     {
-        "deepspeed-1f1b": Engine("DeepSpeed 1F1B", "deepspeed_engines", "run_1f1b"),
-        "deepspeed-dualpipev": Engine("DeepSpeed DualPipeV", "deepspeed_engines", "run_dualpipev"),
+        "deepspeed-1f1b": Engine("DeepSpeed 1F1B", "deepspeed_engines", arguments={"is_folded": False}),
+        "deepspeed-dualpipev": Engine("DeepSpeed DualPipeV", "deepspeed_engines", arguments={"is_folded": True}),
         "torch-1f1b": _torch("1F1B", "1f1b"),
         "torch-interleaved": _torch("Interleaved1F1B", "interleaved"),
         "torch-zbv": _torch("ZBV", "zbv"),
