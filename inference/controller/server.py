@@ -26,7 +26,7 @@ from weft.inference.controller.clients import Clients
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
-from weft.inference.controller.service import make_app
+from weft.inference.controller.service import Service
 from weft.inference.controller.worker import Bubbles
 from weft.inference.requests import Refusal
 from weft.inference.worker.command import addresses, api_key, decode_url, server_key
@@ -60,7 +60,7 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
     folders = [Path(board).parent for address in named for board in address.boards]
     peers = Peers(folders[0] if folders else boards_folder(config, os.getuid()))
     fleet = Fleet(list(zip(named, bubbles, strict=True)), settings, prefill, peers=peers)
-    return make_app(
+    return Service(
         fleet,
         settings,
         count=count,
@@ -70,7 +70,7 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         allow_decode=prefill.allow_decode,
         estimated=not tokenizer,
         decode_url=decode_url(config.inference.decode),
-    )
+    ).app()
 
 
 def _bubbles_of(address: PrefillWorkerConfig) -> list[Bubbles]:

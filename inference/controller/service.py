@@ -53,86 +53,35 @@ _FORWARDED = (
 """Client headers that are forwarded to the worker and the decode server."""
 
 
-def make_app(
-    fleet: Fleet,
-    settings: ControllerConfig,
-    *,
-    count: Count,
-    clients: Clients,
-    server_key: str = "",
-    model_keys: Mapping[str, str] | None = None,
-    allow_decode: bool = False,
-    estimated: bool = False,
-    decode_url: str = "",
-    transport: httpx.AsyncBaseTransport | None = None,
-) -> FastAPI:
-    """Create the ASGI application.
-
-    Args:
-        count: counts the tokens of a text.
-        clients: who may use the service.
-        server_key: sent to workers and decode server.
-        model_keys: API keys of the servers of `inference.controller.models`, by model.
-        allow_decode: True if the workers decode.
-        estimated: True if ``count`` is an estimate.
-        decode_url: URL of a decode server, for whole answers; empty answers prompts only.
-        transport: transport of the HTTP client to the servers. The default is TCP.
-    """
-    service = _Service(
-        fleet, settings, count, clients, server_key, model_keys or {}, allow_decode, estimated, decode_url, transport
-    )
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with service.client, service.outer_client:
-            await service.dispatch.probe_all()
-            watching = asyncio.create_task(service.dispatch.watch(clients.count_others))
-            yield
-            watching.cancel()
-        fleet.close()
-
-    app = FastAPI(title="Weft prefill", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_api_route("/v1/completions", service.generate, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", service.generate, methods=["POST"])
-    app.add_api_route("/v1/models", service.models, methods=["GET"])
-    app.add_api_route("/metrics", service.metrics_text, methods=["GET"])
-    app.add_api_route("/health", service.health, methods=["GET"])
-    app.add_api_route("/ready", service.ready, methods=["GET"])
-    app.add_exception_handler(Refusal, service.refused)
-    served = ", ".join(
-        f"{method} {route.path}"
-        for route in app.routes
-        if isinstance(route, APIRoute)
-        for method in route.methods or ()
-    )
-
-    async def unknown(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        why = f"{request.method} {request.url.path}: not served here; available: {served}"
-        return await service.refused(request, Refusal(error.status_code, why))
-
-    app.add_exception_handler(HTTPException, unknown)
-    app.add_exception_handler(Exception, service.failed)
-    app.add_middleware(_Entry, service=service, most=settings.max_connections)
-    return app
-
-
-class _Service:
+class Service:
     """The request handlers."""
 
     def __init__(
         self,
         fleet: Fleet,
         settings: ControllerConfig,
+        *,
         count: Count,
         clients: Clients,
-        server_key: str,
-        model_keys: Mapping[str, str],
-        allow_decode: bool,
-        estimated: bool,
-        decode_url: str,
-        transport: httpx.AsyncBaseTransport | None,
+        server_key: str = "",
+        model_keys: Mapping[str, str] | None = None,
+        allow_decode: bool = False,
+        estimated: bool = False,
+        decode_url: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """Create the service and its clients of the servers.
+
+        Args:
+            count: counts the tokens of a text.
+            clients: who may use the service.
+            server_key: sent to workers and decode server.
+            model_keys: API keys of the servers of `inference.controller.models`, by model.
+            allow_decode: True if the workers decode.
+            estimated: True if ``count`` is an estimate.
+            decode_url: URL of a decode server, for whole answers; empty answers prompts only.
+            transport: transport of the HTTP client to the servers. The default is TCP.
+        """
         self._fleet, self._settings = fleet, settings
         self._count, self._allow_decode, self._estimated = count, allow_decode, estimated
         self._clients = clients
@@ -151,8 +100,45 @@ class _Service:
         )
         self._others: dict[str, AnsweringServer] = {}
         for model in settings.models:
-            key = model_keys.get(model.name, "")
+            key = (model_keys or {}).get(model.name, "")
             self._others[model.name] = AnsweringServer(model.url, self.outer_client, connect_s=connect_s, key=key)
+
+    def app(self) -> FastAPI:
+        """Create the ASGI application."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            async with self.client, self.outer_client:
+                await self.dispatch.probe_all()
+                watching = asyncio.create_task(self.dispatch.watch(self._clients.count_others))
+                yield
+                watching.cancel()
+            self._fleet.close()
+
+        app = FastAPI(title="Weft prefill", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_api_route("/v1/completions", self.generate, methods=["POST"])
+        app.add_api_route("/v1/chat/completions", self.generate, methods=["POST"])
+        app.add_api_route("/v1/models", self.models, methods=["GET"])
+        app.add_api_route("/metrics", self.metrics_text, methods=["GET"])
+        app.add_api_route("/health", self.health, methods=["GET"])
+        app.add_api_route("/ready", self.ready, methods=["GET"])
+        app.add_exception_handler(Refusal, self.refused)
+        served = ", ".join(
+            f"{method} {route.path}"
+            for route in app.routes
+            if isinstance(route, APIRoute)
+            for method in route.methods or ()
+        )
+
+        async def unknown(request: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
+            why = f"{request.method} {request.url.path}: not served here; available: {served}"
+            return await self.refused(request, Refusal(error.status_code, why))
+
+        app.add_exception_handler(HTTPException, unknown)
+        app.add_exception_handler(Exception, self.failed)
+        app.add_middleware(_Entry, service=self, most=self._settings.max_connections)
+        return app
 
     async def generate(self, request: Request) -> Response:
         """Return a whole answer, or have a prompt prefilled and return the worker's response."""
@@ -213,10 +199,12 @@ class _Service:
         raise Refusal(503, "no worker answers", retry_after_s=1)
 
     async def metrics_text(self, request: Request) -> Response:
+        """Return the metrics."""
         self._authorize(request)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def health(self) -> Response:
+        """Return an empty response: the process answers."""
         return Response()
 
     async def ready(self) -> Response:
@@ -233,6 +221,7 @@ class _Service:
         return JSONResponse(state, status_code=200 if is_ready else 503)
 
     async def refused(self, _: Request, refusal: Exception) -> Response:
+        """Count a refusal, and return the response."""
         assert isinstance(refusal, Refusal)
         self._metrics.refused(refusal.status)
         headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else {}
@@ -243,6 +232,7 @@ class _Service:
         return JSONResponse(refusal.answer, status_code=refusal.status, headers=headers)
 
     async def failed(self, request: Request, _: Exception) -> Response:
+        """Return the response after an error of the controller itself."""
         return await self.refused(request, Refusal(500, "an error of the controller, which its log has; report it"))
 
     def _authorize(self, request: Request) -> Client:
@@ -330,7 +320,7 @@ class _Service:
 class _Entry:
     """Limits how many requests are in progress, and ends what each has entered, after its response."""
 
-    def __init__(self, app: ASGIApp, service: _Service, most: int) -> None:
+    def __init__(self, app: ASGIApp, service: Service, most: int) -> None:
         self._app, self._service, self._most = app, service, most
         self._running = 0
 

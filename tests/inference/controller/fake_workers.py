@@ -10,7 +10,7 @@ import httpx
 from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfig
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.fleet import Fleet
-from weft.inference.controller.service import make_app
+from weft.inference.controller.service import Service
 
 PATH = "/v1/completions"
 PREFILL = {"model": "tiny", "prompt": "one two three", "max_tokens": 1}
@@ -162,7 +162,7 @@ async def controller(
 ):
     """A client of a running controller."""
     fleet, config = fleet_of(workers, boards, **{"probe_s": 60.0, "answer_slack_s": 0.2, "silence_s": 0.3, **settings})
-    app = make_app(
+    app = Service(
         fleet,
         config,
         count=lambda text: len(text.split()),
@@ -172,7 +172,7 @@ async def controller(
         allow_decode=allow_decode,
         decode_url=decode_url,
         transport=workers,
-    )
+    ).app()
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://controller") as client,

@@ -17,7 +17,7 @@ from weft.conf.schema import ControllerConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.prompts import counter
 from weft.inference.controller.server import app_of, server_config
-from weft.inference.controller.service import make_app
+from weft.inference.controller.service import Service
 from weft.inference.worker.command import controller_url
 from weft.recipes.serving.checks import check_certificate
 
@@ -30,7 +30,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 async def server(workers, decode_url="", **settings):
     """The port of a controller that listens, and its fleet."""
     fleet, config = fleet_of(workers, **{"probe_s": 60.0, "receive_timeout_s": 0.3, **settings})
-    app = make_app(fleet, config, count=len, clients=Clients(""), decode_url=decode_url, transport=workers)
+    app = Service(fleet, config, count=len, clients=Clients(""), decode_url=decode_url, transport=workers).app()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         running = uvicorn.Server(server_config(app, config))
