@@ -37,16 +37,14 @@ class StopSignals:
         number: number of the first signal, or 0 before it.
     """
 
-    def __init__(self, deadline_s: float, *, end: Callable[[int], None] = os._exit) -> None:
+    def __init__(self, deadline_s: float) -> None:
         """Create the handling. Signals change only when `open` is called.
 
         Args:
             deadline_s: seconds from the first signal after which the process ends whatever it does.
-            end: ends the process with an exit code.
         """
         self.number = int(os.environ.get(STOP) or 0)
-        self._deadline_s, self._end = deadline_s, end
-        self._deferred, self._first_at = False, monotonic()
+        self._deadline_s, self._deferred, self._first_at = deadline_s, False, monotonic()
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def open(self) -> StopSignals:
@@ -101,7 +99,7 @@ class StopSignals:
             if not ready:
                 text = f"checkpoint.signal_deadline_s={self._deadline_s:g} is over, and no checkpoint is whole"
                 print(f"weft train: {text}", file=sys.stderr, flush=True)
-                return self._end(128 + self.number)
+                os._exit(128 + self.number)
             numbers = os.read(self._reading, 64)
             if _END in numbers:
                 return None
@@ -111,11 +109,11 @@ class StopSignals:
 
     def _note(self, number: int) -> None:
         if self.number and monotonic() - self._first_at > _SAME_S:
-            self._end(128 + number)
+            os._exit(128 + number)
         if not self.number:
             self.number, self._first_at = number, monotonic()
             if not self._deferred:
-                self._end(128 + number)
+                os._exit(128 + number)
             elif os.environ.get("RANK", "0") == "0" and "WEFT_PROGRESS" not in os.environ:  # a driver prints otherwise
                 text = "ending after the running step, with a checkpoint; once more to end at once"
                 print(f"weft train: {signal.Signals(number).name}: {text}", file=sys.stderr, flush=True)

@@ -84,10 +84,10 @@ def event_text(first: int, second: int) -> str:
     return slot_text(tuple(Action(Op(kind), stage, None if m < 0 else m) for kind, stage, m in found))
 
 
-def rings_folder(run_folder: Path, user: int | None = None) -> Path:
+def rings_folder(run_folder: Path) -> Path:
     """Return the folder in shared memory with the rings of a run's ranks on this host."""
     name = hashlib.sha256(str(run_folder.absolute()).encode()).hexdigest()[:16]
-    return shared_memory_folder(os.getuid() if user is None else user) / f"{PREFIX}{name}"
+    return shared_memory_folder(os.getuid()) / f"{PREFIX}{name}"
 
 
 def epoch_s() -> float:
