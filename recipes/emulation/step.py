@@ -63,7 +63,6 @@ class TwinStep:
         self._first_rank = member.local_rank * plan.placement.num_ranks
         pace = JobPace(plan, at.line, delays, what_if, seed)
         cell: Schedule = plan.schedule(at.line)
-        self._pipelines = member.pipelines
         self.twin = OnlineTwin(cell, costs.for_cell(member.pipelines), self._first_rank + at.stage, pace)
         self._speed = what_if.factor(world.rank, at.stage)
         self._members: dict[Sequence[int], tuple[int, ...]] = {}

@@ -16,7 +16,6 @@ from weft.comm.key import WanKey
 from weft.comm.wan.endpoint import WanEndpoint
 
 SPEC = TensorSpec((100_000,), torch.float32)
-BOTH = pytest.mark.parametrize("tls", [True, False])
 
 
 def endpoint(rank, **settings):

@@ -1,6 +1,5 @@
 """Chromium, driven through the DevTools protocol over a pipe."""
 
-import base64
 import itertools
 import json
 import os
@@ -126,10 +125,6 @@ class Browser:
                 modifiers=8 * shift,
                 **text,
             )
-
-    def screenshot(self, path, *, whole=False):
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        Path(path).write_bytes(base64.b64decode(data))
 
 
 CODES = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}

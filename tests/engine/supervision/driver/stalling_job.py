@@ -75,10 +75,6 @@ class StallingJob:
             self._waiting[rank] = next(self._programs[rank])
         return True
 
-    def is_working(self, rank: int) -> bool:
-        """True if the next thing that a rank does is its own."""
-        return self._waiting[rank] is None
-
     # -- what moves between ranks ------------------------------------------------------------------
 
     def _alive(self, ranks: set[int], links: list[tuple[int, int]] | None = None) -> bool:
