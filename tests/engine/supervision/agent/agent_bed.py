@@ -74,6 +74,11 @@ class Bed:
         }
         self.server.send(self.order.peer, message)
 
+    async def run_waiting(self, attempt, ranks):
+        """Let ranks run that wait to be ended."""
+        self.want(attempt, ranks, "wait")
+        await until(lambda: self.written(attempt, *ranks))
+
     def codes(self, attempt):
         """Exit codes by rank as last reported of an attempt; None if there is no report of it."""
         if not self.reports or self.reports[-1]["attempt"] != attempt:

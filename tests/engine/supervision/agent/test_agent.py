@@ -100,8 +100,7 @@ async def test_an_agent_says_when_ranks_can_start(tmp_path):
 
 async def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_path):
     async with started_agent(tmp_path) as bed:
-        bed.want(1, [0, 1], "wait")
-        await until(lambda: bed.written(1, 0, 1))
+        await bed.run_waiting(1, [0, 1])
         pids = [bed.facts(1, rank)["pid"] for rank in (0, 1)]
         os.kill(pids[0], signal.SIGSTOP)
         await until(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED)
@@ -118,8 +117,7 @@ async def test_another_attempt_begins_when_the_ranks_of_the_last_have_ended(tmp_
 
 async def test_the_same_order_twice_starts_nothing_twice(tmp_path):
     async with started_agent(tmp_path) as bed:
-        bed.want(1, [0], "wait")
-        await until(lambda: bed.written(1, 0))
+        await bed.run_waiting(1, [0])
         pid = bed.facts(1, 0)["pid"]
         os.kill(pid, signal.SIGKILL)
         await until(lambda: bed.codes(1) == {0: -signal.SIGKILL})
@@ -171,8 +169,7 @@ async def test_an_agent_that_takes_the_host_of_a_stopped_one_ends_it_and_its_ran
     """They would hold the run's folder against the ranks of the next attempt."""
 
     async with started_agent(tmp_path) as bed:
-        bed.want(1, [0, 1], "wait")
-        await until(lambda: bed.written(1, 0, 1))
+        await bed.run_waiting(1, [0, 1])
         stopped = bed.agent
         ranks = [bed.facts(1, rank)["pid"] for rank in (0, 1)]
         stopped.send_signal(signal.SIGSTOP)
@@ -180,8 +177,7 @@ async def test_an_agent_that_takes_the_host_of_a_stopped_one_ends_it_and_its_ran
         bed.start()
         assert await asyncio.to_thread(stopped.wait, LIMIT_S) == -signal.SIGKILL
         await until(lambda: all(map(gone, ranks)))
-        bed.want(2, [0, 1], "wait")
-        await until(lambda: bed.written(2, 0, 1))
+        await bed.run_waiting(2, [0, 1])
 
 
 async def test_a_stopped_forkserver_goes_on(tmp_path):
@@ -189,14 +185,12 @@ async def test_a_stopped_forkserver_goes_on(tmp_path):
         await until(lambda: bed.reports)
         (forkserver,) = psutil.Process(bed.agent.pid).children()
         forkserver.suspend()
-        bed.want(1, [0], "wait")
-        await until(lambda: bed.written(1, 0))
+        await bed.run_waiting(1, [0])
 
 
 async def test_ranks_start_though_somebody_has_removed_the_folder_in_shared_memory(tmp_path):
     async with started_agent(tmp_path) as bed:
-        bed.want(1, [0], "wait")
-        await until(lambda: bed.written(1, 0))
+        await bed.run_waiting(1, [0])
         page = page_path(tmp_path, "here")
         for path in page.parent.glob(f"{page.name}*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -212,7 +206,6 @@ async def test_a_file_system_that_hangs_does_not_hold_up_the_heartbeat(tmp_path)
     os.mkfifo(log)
 
     async with started_agent(tmp_path) as bed:
-        bed.want(1, [0], "wait")
-        await until(lambda: bed.written(1, 0))
+        await bed.run_waiting(1, [0])
         before = len(bed.reports)
         await until(lambda: len(bed.reports) > before + 3)

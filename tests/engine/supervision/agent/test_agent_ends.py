@@ -27,16 +27,14 @@ def a_tree(bed):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_ranks_end_with_their_agent(tmp_path, number):
     async with started_agent(tmp_path) as bed:
-        bed.want(1, [0, 1], "wait")
-        await until(lambda: bed.written(1, 0, 1))
+        await bed.run_waiting(1, [0, 1])
         with a_tree(bed):
             bed.agent.send_signal(number)
 
 
 async def test_ranks_end_with_their_forkserver_and_the_agent_has_another(tmp_path):
     async with started_agent(tmp_path) as bed:
-        bed.want(1, [0, 1], "wait")
-        await until(lambda: bed.written(1, 0, 1))
+        await bed.run_waiting(1, [0, 1])
         (server,) = psutil.Process(bed.agent.pid).children()
         server.kill()
         await until(lambda: bed.codes(1) == {0: -signal.SIGKILL, 1: -signal.SIGKILL})
@@ -54,8 +52,7 @@ async def test_what_a_rank_has_started_ends_with_it(tmp_path):
 
 async def test_an_agent_without_a_driver_ends_in_time(tmp_path):
     async with started_agent(tmp_path, orphan_s=0.5) as bed:
-        bed.want(1, [0, 1], "wait")
-        await until(lambda: bed.written(1, 0, 1))
+        await bed.run_waiting(1, [0, 1])
         with a_tree(bed):
             await bed.server.close()
         printed, _ = await asyncio.to_thread(bed.agent.communicate)
@@ -105,8 +102,7 @@ async def test_an_agent_whose_imports_fail_says_so_and_ends(tmp_path):
 
 async def test_nothing_secret_is_in_a_command_line(tmp_path):
     async with started_agent(tmp_path, environment={"SECRET": "hidden"}) as bed:
-        bed.want(1, [0], "wait")
-        await until(lambda: bed.written(1, 0))
+        await bed.run_waiting(1, [0])
         me = psutil.Process(bed.agent.pid)
         for process in (me, *me.children(recursive=True)):
             assert "hidden" not in " ".join(process.cmdline())
