@@ -121,9 +121,7 @@ class TracedGroup:
         """See `AxisGroup`."""
         return self._noted("all_reduce", tensor)
 
-    def maximum(self, tensor: Tensor) -> Handle:
-        """See `AxisGroup`."""
-        return self._noted("all_reduce", tensor)
+    maximum = all_reduce
 
     def all_to_all(self, tensor: Tensor, send: Sequence[int], receive: Sequence[int]) -> Handle:
         """See `AxisGroup`."""
