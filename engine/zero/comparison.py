@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from weft.comm.exchange import gather
+from weft.comm.sums import ReplicaSum
 from weft.engine.zero.finite import HostCopy
 from weft.engine.zero.sharding import Sharding
 
@@ -138,7 +139,7 @@ class Comparison:
         table = torch.zeros(len(self._ranks), len(self.names), dtype=torch.int64, device=self._sharding.device)
         table[self._replica] = self._checksums()
         self._compared = _Pending(done, self._copies[0])
-        self._copies[0].send(_reduced(table, dist.ReduceOp.SUM, self._group))
+        self._copies[0].send(ReplicaSum(table, self._group).wait)
 
     def _look(self) -> None:
         """Compare the replicas' checksums of the previous step, and start to reduce the result over all ranks."""
@@ -148,7 +149,7 @@ class Comparison:
         found = self._describe(copy.read())
         flag = torch.full((), bool(found.text), dtype=torch.int32, device=self._sharding.device)
         self._told = _Pending(done, self._copies[1], found)
-        self._copies[1].send(_reduced(flag, dist.ReduceOp.MAX, dist.group.WORLD))
+        self._copies[1].send(ReplicaSum(flag, dist.group.WORLD).wait)
 
     def _hear(self) -> None:
         """Read the reduced result: whether any rank has detected a difference."""
@@ -273,14 +274,3 @@ def differing(values: Sequence[int]) -> tuple[int, ...]:
     if 2 * count <= len(values):
         return tuple(range(len(values)))
     return tuple(replica for replica, each in enumerate(values) if each != value)
-
-
-def _reduced(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
-    """Start to reduce ``tensor``, and return a function that waits for it."""
-    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()
-        return tensor
-
-    return wait
