@@ -8,7 +8,9 @@ outputs are summed and scattered. This is the method of "Reducing Activation Rec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -53,7 +55,7 @@ def share_layers(model: PreTrainedModel, group: AxisGroup, layers: str) -> dict[
     hooked = [block for path, block in _blocks(model, layers) if _hook_block(path, block, plan, group)]
     hook_dropout(model, plan, group, layers, hooked)
     first = next(iter(model.get_submodule(layers).children()))
-    first.register_forward_pre_hook(_Slice(group), with_kwargs=True)
+    first.register_forward_pre_hook(_OnInput(group, _slice), with_kwargs=True)
     _hook_vocabulary(model, group)
     return cuts
 
@@ -86,7 +88,7 @@ def _hook_vocabulary(model: PreTrainedModel, group: AxisGroup) -> None:
     if isinstance(embedding, nn.Embedding):
         cut_embedding(group, embedding)
     if isinstance(head, nn.Linear):
-        head.register_forward_pre_hook(_Gather(group), with_kwargs=True)
+        head.register_forward_pre_hook(_OnInput(group, _gather), with_kwargs=True)
         if model.loss_function is not ForCausalLMLoss:
             raise UnshareableError(
                 f"parallel.tensor={group.size}: {type(model).__name__} has a loss other than the usual causal one; "
@@ -107,11 +109,11 @@ def _in_use(module: nn.Module | None) -> nn.Module | None:
 def _hook_matrices(model: PreTrainedModel, plan: TensorPlan, group: AxisGroup, layers: str) -> None:
     for _, module, style in plan.modules(model, layers):
         if style is Style.gathered_columns:
-            module.register_forward_hook(_GatherFeatures(group))
+            module.register_forward_hook(_OnOutput(group, _gather_features))
         elif style is Style.sliced_rows:
-            module.register_forward_pre_hook(_SliceFeatures(group))
+            module.register_forward_pre_hook(partial(_slice_features, group))
         if style.sums and getattr(module, "bias", None) is not None:
-            module.register_forward_hook(_BiasOnce(group))
+            module.register_forward_hook(partial(_add_bias_once, group))
 
 
 def _blocks(model: PreTrainedModel, layers: str) -> Iterator[tuple[str, nn.Module]]:
@@ -140,98 +142,74 @@ def _hook_block(path: str, module: nn.Module, plan: TensorPlan, group: AxisGroup
     if not styles and not has_parts and not isinstance(module, nn.Conv1d):
         return False
     if own is None or not own.sums:
-        module.register_forward_pre_hook(_Gather(group), with_kwargs=True)
+        module.register_forward_pre_hook(_OnInput(group, _gather), with_kwargs=True)
     if own is None or own.sums:
         sums = any(style.sums for style in styles)
-        module.register_forward_hook(_ScatterSum(group) if sums else _TakeSlice(group))
+        module.register_forward_hook(_OnOutput(group, _scatter_sum if sums else _take_slice))
     return True
 
 
+Change = Callable[[AxisGroup, Tensor], Tensor]
+"""An exchange of hidden states or features between members."""
+
+
+@dataclass(frozen=True)
 class _OnInput:
     """A forward pre-hook that replaces the hidden state in the arguments."""
 
-    def __init__(self, group: AxisGroup) -> None:
-        self._group = group
+    group: AxisGroup
+    change: Change
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace ``hidden_states``, or else the first tensor among the arguments."""
         if isinstance(kwargs.get("hidden_states"), Tensor):
-            return args, kwargs | {"hidden_states": self._replaced(kwargs["hidden_states"])}
+            return args, kwargs | {"hidden_states": self.change(self.group, kwargs["hidden_states"])}
         for number, value in enumerate(args):
             if isinstance(value, Tensor):
-                return (*args[:number], self._replaced(value), *args[number + 1 :]), kwargs
+                return (*args[:number], self.change(self.group, value), *args[number + 1 :]), kwargs
         for name, value in kwargs.items():
             if isinstance(value, Tensor):
-                return args, kwargs | {name: self._replaced(value)}
+                return args, kwargs | {name: self.change(self.group, value)}
         return args, kwargs
 
-    def _replaced(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
 
-
-class _Gather(_OnInput):
-    def _replaced(self, hidden: Tensor) -> Tensor:
-        return functions.gather(self._group, hidden, SEQUENCE)
-
-
-class _Slice(_OnInput):
-    def _replaced(self, hidden: Tensor) -> Tensor:
-        if hidden.shape[SEQUENCE] % self._group.size:
-            raise UnshareableError(
-                f"parallel.tensor={self._group.size}: {hidden.shape[SEQUENCE]} tokens in a sequence, which "
-                f"{self._group.size} ranks cannot divide evenly; pad sequences, or set data.sequence_length"
-            )
-        return functions.take_slice(self._group, hidden, SEQUENCE)
-
-
+@dataclass(frozen=True)
 class _OnOutput:
     """A forward hook that replaces the output, or the first element of an output tuple."""
 
-    def __init__(self, group: AxisGroup) -> None:
-        self._group = group
+    group: AxisGroup
+    change: Change
 
     def __call__(self, module: nn.Module, args: Any, answer: Any) -> Any:
         if isinstance(answer, tuple):
-            return (self._replaced(answer[0]), *answer[1:])
-        return self._replaced(answer)
-
-    def _replaced(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError
+            return (self.change(self.group, answer[0]), *answer[1:])
+        return self.change(self.group, answer)
 
 
-class _ScatterSum(_OnOutput):
-    def _replaced(self, hidden: Tensor) -> Tensor:
-        return functions.scatter_sum(self._group, hidden, SEQUENCE)
+_gather = partial(functions.gather, dim=SEQUENCE)
+_scatter_sum = partial(functions.scatter_sum, dim=SEQUENCE)
+_take_slice = partial(functions.take_slice, dim=SEQUENCE)
 
 
-class _TakeSlice(_OnOutput):
-    def _replaced(self, hidden: Tensor) -> Tensor:
-        return functions.take_slice(self._group, hidden, SEQUENCE)
+def _slice(group: AxisGroup, hidden: Tensor) -> Tensor:
+    if hidden.shape[SEQUENCE] % group.size:
+        raise UnshareableError(
+            f"parallel.tensor={group.size}: {hidden.shape[SEQUENCE]} tokens in a sequence, which "
+            f"{group.size} ranks cannot divide evenly; pad sequences, or set data.sequence_length"
+        )
+    return _take_slice(group, hidden)
 
 
-class _GatherFeatures(_OnOutput):
-    def _replaced(self, hidden: Tensor) -> Tensor:
-        return functions.gather(self._group, hidden, hidden.dim() - 1)
+def _gather_features(group: AxisGroup, features: Tensor) -> Tensor:
+    return functions.gather(group, features, features.dim() - 1)
 
 
-class _SliceFeatures:
-    def __init__(self, group: AxisGroup) -> None:
-        self._group = group
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (functions.take_slice(self._group, args[0], args[0].dim() - 1), *args[1:])
+def _slice_features(group: AxisGroup, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (functions.take_slice(group, args[0], args[0].dim() - 1), *args[1:])
 
 
-class _BiasOnce:
-    """A forward hook that makes a sum of outputs include a bias once.
-
-    All members add the bias, so each output is reduced by the bias times (1 - 1 / members).
-    """
-
-    def __init__(self, group: AxisGroup) -> None:
-        self._share = 1 - 1 / group.size
-
-    def __call__(self, module: Any, args: Any, output: Tensor) -> Tensor:
-        return output - module.bias * self._share
+def _add_bias_once(group: AxisGroup, module: Any, args: Any, output: Tensor) -> Tensor:
+    """Reduce the output by the bias times (1 - 1 / members), because all members of a sum add the bias."""
+    return output - module.bias * (1 - 1 / group.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,31 +14,22 @@ from weft.engine.parallel.axis import AxisGroup
 _ABSENT = "_weft_absent"
 
 
-class EnterEmbedding:
-    """Forward pre-hook of an embedding that maps token ids to indices in this member's part of the vocabulary."""
+def _enter(first: int, held: int, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Map token ids to indices in this member's part of the vocabulary: ``held`` tokens from ``first`` on.
 
-    def __init__(self, group: AxisGroup, held: int) -> None:
-        self._first, self._held = group.index * held, held
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Return local ids. Tokens of other members get id 0 and are marked for `LeaveEmbedding`."""
-        local = args[0] - self._first
-        absent = (local < 0) | (local >= self._held)
-        local = local.masked_fill(absent, 0)
-        setattr(local, _ABSENT, absent)
-        return (local, *args[1:])
+    Tokens of other members get index 0 and are marked for `_leave`.
+    """
+    local = args[0] - first
+    absent = (local < 0) | (local >= held)
+    local = local.masked_fill(absent, 0)
+    setattr(local, _ABSENT, absent)
+    return (local, *args[1:])
 
 
-class LeaveEmbedding:
-    """Forward hook of an embedding that adds the other members' vectors for their tokens."""
-
-    def __init__(self, group: AxisGroup) -> None:
-        self._group = group
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """Return the embedding vectors [B, S, H] of all tokens."""
-        absent = getattr(args[0], _ABSENT)
-        return functions.all_sum(self._group, output.masked_fill(absent.unsqueeze(-1), 0.0))
+def _leave(group: AxisGroup, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Add the other members' vectors for their tokens, and return the embedding vectors [B, S, H] of all."""
+    absent = getattr(args[0], _ABSENT)
+    return functions.all_sum(group, output.masked_fill(absent.unsqueeze(-1), 0.0))
 
 
 def cut_embedding(group: AxisGroup, module: nn.Embedding) -> None:
@@ -47,8 +39,8 @@ def cut_embedding(group: AxisGroup, module: nn.Embedding) -> None:
         local = module.padding_idx - group.index * held
         module.padding_idx = local if 0 <= local < held else None
     module.num_embeddings = held
-    module.register_forward_pre_hook(EnterEmbedding(group, held))
-    module.register_forward_hook(LeaveEmbedding(group))
+    module.register_forward_pre_hook(partial(_enter, group.index * held, held))
+    module.register_forward_hook(partial(_leave, group))
 
 
 class VocabularyLoss:
