@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weft.engine.models.batch import attach_rows_of, default_positions
+from weft.engine.models.batch import attach_packed_rows, attach_rows_of, default_positions
 from weft.engine.parallel.axis import Alone, AxisGroup
 from weft.engine.stages.cutting.context import WHOLE, part_of
 
@@ -57,7 +57,11 @@ def prepare_batch(
     given = part_of(given, context, keep_whole=keep_whole)
     moved = {name: value.to(device, non_blocking=True) for name, value in given.items()}
     if cut or positions.device.type == "cpu":
-        attach_rows_of(moved["position_ids"], (positions if is_given else _among_tokens(batch)).cpu())
+        if mask is None and not is_given:
+            attach_packed_rows(moved["position_ids"], None)  # nothing separates documents
+        else:
+            documents = positions if mask is None or is_given else _among_tokens(mask)
+            attach_rows_of(moved["position_ids"], documents.cpu())
     if needless:
         whole = {} if cut or not keep_whole else {WHOLE + name: value for name, value in moved.items()}
         del moved["attention_mask"]
@@ -65,9 +69,8 @@ def prepare_batch(
     return moved
 
 
-def _among_tokens(tensors: Mapping[str, Tensor]) -> Tensor:
+def _among_tokens(mask: Tensor) -> Tensor:
     """Return the position of each token among the tokens that are not padding, which separates padding from text."""
-    mask = tensors.get("attention_mask", torch.ones_like(tensors["input_ids"]))
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
