@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.results import finish, parse, show
 from weft.comm.collectives import communicator
 from weft.comm.collectives.executors import Pending, Work, completed
 from weft.conf.compose import compose
 from weft.conf.schema import WeftConfig
+from weft.engine.execution import neighbours
+from weft.pipeline.costs import LinkCost
+from weft.recipes.emulation.job import recipe_job
+from weft.recipes.emulation.session import Setting
+from weft.recipes.emulation.tensor_peak import TensorPeak
+from weft.recipes.emulation.turns import emulate
+from weft.recipes.emulation.what_if import WhatIf
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 
@@ -38,6 +47,13 @@ LAYOUTS = (
     ("pipeline.stages=1", "parallel.tensor=4", "model.overrides.num_key_value_heads=4", _MANY_TOKENS),
 )
 """Departures from the quickstart, each on four ranks."""
+_RECIPE = "model.overrides.vocab_size=8192"
+EMULATED = (
+    ("pipeline.stages=4", _RECIPE),
+    ("pipeline.stages=2", "zero.stage=1", _RECIPE),
+    ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=3", _RECIPE),
+)
+"""Layouts that are emulated as well, with the recipe's tokens."""
 _STEPS = 2
 
 
@@ -78,14 +94,20 @@ class _InlineExecutor:
         """See `InOrderExecutor`."""
 
 
-def layout_peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak:
-    """Return this rank's peak in a layout of the quickstart. A collective call."""
+def layout_peak(layout: tuple[str, ...], settings: tuple[str, ...], *, shares_memory: bool = True) -> RankPeak:
+    """Return this rank's peak in a layout of the quickstart. A collective call.
+
+    Args:
+        shares_memory: whether ranks send tensors through shared memory, which the profiler does not see.
+    """
     from weft.engine.initialize import initialize
 
     config = compose([*QUICKSTART, *layout, *settings])
     shares = config.parallel.tensor > 1
     inline = patch.object(communicator, "executor_for", lambda *_, **__: _InlineExecutor()) if shares else nullcontext()
-    with inline, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    apart: Any = nullcontext() if shares_memory else patch.object(neighbours, "share", lambda ranks, **_: ({}, ranks))
+    with inline, apart:
+        peak = TensorPeak()
         engine, *_ = initialize(config=config)
         engine.set_dataiterator(random_batches(config))
         for _ in range(_STEPS):
@@ -94,16 +116,8 @@ def layout_peak(layout: tuple[str, ...], settings: tuple[str, ...]) -> RankPeak:
         engine.destroy()
         del engine
         gc.collect()
-    measured = most_allocated(profiled)
+        measured = peak.stop()
     return RankPeak(layout=" ".join(layout), rank=dist.get_rank(), predicted=predicted, measured=measured)
-
-
-def most_allocated(profiled: profile) -> int:
-    """Return the peak bytes of tensors, from the profiler's record of each allocation and release."""
-    assert profiled.profiler is not None
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return max(accumulate(num_bytes for _, num_bytes in changes))
 
 
 def random_batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
@@ -117,7 +131,13 @@ def random_batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table and return the exit code."""
-    args = parse(argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__), argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks memory", description=__doc__)
+    parser.add_argument("--emulated", action="store_true", help="of emulated and of real runs")
+    args = parse(parser, argv)
+    if args.emulated:
+        table = table_of(emulated_rows(), "peak of tensors on a rank of the quickstart, 4 ranks, real and emulated")
+        show(table)
+        return finish(args, "memory", table)
     table = table_of(layout_rows(), "peak of tensors on a rank of the quickstart, 4 ranks")
     show(table)
     return finish(args, "memory", table)
@@ -128,6 +148,26 @@ def layout_rows() -> Iterator[dict[str, object]]:
     for found in peaks(TIMEOUT_S):
         worst = max(found, key=lambda rank: abs(rank.error))
         yield memory_row(worst.layout, worst.predicted, worst.measured, rank=worst.rank)
+
+
+def emulated_rows() -> Iterator[dict[str, object]]:
+    """Yield a row for each pipeline rank of some layouts: its peak in a real and in an emulated run."""
+    link = LinkCost(latency_s=1e-4, bandwidth_bps=1e10)
+    setting = Setting(delays="simulate", per_host=NUM_RANKS, inside=link, between=link, what_if=WhatIf())
+    for layout in EMULATED:
+        real = run_ranks(NUM_RANKS, partial(layout_peak, shares_memory=False), layout, (), timeout_s=TIMEOUT_S)
+        with tempfile.TemporaryDirectory() as folder:
+            config = compose([*QUICKSTART, *layout, f"cluster.ranks={NUM_RANKS}"])
+            turns = emulate(recipe_job(config, Path(folder)), NUM_RANKS, setting, steps=1).turns
+        for turn in turns:
+            measured = real[turn.rank].measured
+            yield {
+                "layout": " ".join(layout[:-1]),
+                "rank": turn.rank,
+                "real MB": f"{measured / 1e6:.1f}",
+                "emulated": f"{turn.peak_bytes / measured - 1:+.2%}",
+                "planned": f"{turn.planned_bytes / measured - 1:+.2%}",
+            }
 
 
 def memory_row(layout: str, predicted: float, measured: float, **where: object) -> dict[str, object]:

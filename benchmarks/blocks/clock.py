@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.memory import most_allocated
+from weft.recipes.emulation.tensor_peak import TensorPeak
 
 WARM, LEAST, MOST = 3, 3, 50
 """Runs before those that are timed, and limits of the number of these."""
@@ -117,9 +116,9 @@ class Clock:
         inputs = passes.prepare()
         gc.collect()
         if not self._on_gpu:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-                passes.backward(passes.forward(inputs))
-            return most_allocated(profiled)
+            peak = TensorPeak()
+            passes.backward(passes.forward(inputs))
+            return peak.stop()
         self._finish()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -125,7 +125,7 @@ def report(found: Emulation, setting: Setting) -> str:
         f"{len(found.turns)} of them real",
         "",
         f"{'rank':>7} {'stages':>10} {'ranks alike':>11} {'step':>10} {'spread':>7} {'computes':>9} {'set-up':>7} "
-        f"{'twin':>7} {'memory':>8}",
+        f"{'twin':>7} {'memory':>8} {'planned':>7}",
     ]
     for each, turn, set_up_s in zip(found.real, found.turns, found.set_up_s, strict=True):
         step_s = median(turn.step_s)
@@ -133,7 +133,7 @@ def report(found: Emulation, setting: Setting) -> str:
         lines.append(
             f"{turn.rank:>7} {'+'.join(map(str, each.stages)):>10} {len(each.ranks):>11,} {1e3 * step_s:>7.1f} ms "
             f"{spread:>6.1%} {turn.busy_s / step_s:>8.1%} {set_up_s:>5.1f} s {1e3 * turn.twin_s:>4.1f} ms "
-            f"{bytes_text(turn.memory_bytes):>8}"
+            f"{bytes_text(turn.peak_bytes):>8} {turn.planned_bytes / turn.peak_bytes - 1:>+7.1%}"
         )
     rounds = ", ".join(f"{1e3 * step_s:.1f}" for step_s in found.rounds)
     lines += [

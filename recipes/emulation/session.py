@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from weft.pipeline.timeline import COMPUTE_LANE, Timeline
 from weft.recipes.emulation.delays import CheckedDelays, Job, delay_model
 from weft.recipes.emulation.job import EmulatedJob, hosts_of, sites_of
 from weft.recipes.emulation.step import TwinStep
+from weft.recipes.emulation.tensor_peak import TensorPeak
 from weft.recipes.emulation.what_if import WhatIf
 
 WARM_UP = 2
@@ -86,7 +86,7 @@ class Turn:
         actions: median seconds of each computation in a step.
         busy_s: seconds per step in which the rank computed.
         twin_s: seconds per step that the twin took, which the clock excludes.
-        memory_bytes: peak memory of the process.
+        planned_bytes, peak_bytes: peak of its tensors, by the plan and by the record of the set-up and the first steps.
         log: recorded messages of the rank.
     """
 
@@ -96,7 +96,8 @@ class Turn:
     actions: Mapping[str, float]
     busy_s: float
     twin_s: float
-    memory_bytes: int
+    planned_bytes: float
+    peak_bytes: int
     log: OperationLog
 
 
@@ -118,6 +119,8 @@ class Session:
         self.world.answers[GatherPurpose.timeline] = _unknown_timeline
         self.world.answers[GatherPurpose.tied] = self._tied_of
         self.world.join()
+        self._peak: TensorPeak | None = TensorPeak()
+        self._peak_bytes = 0
         self.engine = job.engine()
         self.plan: RunPlan = self.engine.plan
         self._warm_up = WARM_UP
@@ -139,7 +142,9 @@ class Session:
         ends, twin_s = [], world.clock.twin_s
         warm_up, self._warm_up = self._warm_up, 1
         try:
-            for _ in range(warm_up + steps):
+            for number in range(warm_up + steps):
+                if number == warm_up and self._peak is not None:
+                    self._peak_bytes, self._peak = self._peak.stop(), None
                 engine.train_batch()
                 ends.append(world.clock.now())
         finally:
@@ -166,7 +171,8 @@ class Session:
             actions=_medians(timelines),
             busy_s=median(busy),
             twin_s=(world.clock.twin_s - twin_s) / (warm_up + steps),
-            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            planned_bytes=self.plan.memory[engine.pipe_rank].total,
+            peak_bytes=self._peak_bytes,
             log=world.recorder.log,
         )
 

@@ -52,6 +52,7 @@ def test_a_large_job_takes_what_its_schedule_does(tmp_path, kind, placement, zer
     found = emulate(work, 10_000, setting(), steps=2, most=3, at_once=at_once)
     assert [len(each.ranks) for each in found.classes] == [2500] * 4
     assert len({each.pipeline_rank for each in found.real}) == len(found.turns) == 3
+    assert all(turn.peak_bytes > 0 for turn in found.turns)
     placed = found.plan.placement
     ideal = simulate(found.plan.schedule(), WORK.costs(8, placed.num_stages)).step_s
     assert found.step_s > ideal  # layers sleep at least that long
