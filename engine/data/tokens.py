@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -88,8 +88,12 @@ def tokens_of(
 
 
 def _of_long(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None, spans: bool) -> Tokens:
-    ids: list[int] = []
-    where: list[Span] = []
+    if limit is not None:  # the first half of a window does not depend on what follows the window
+        ids, where = _encode(tokenizer, text, 0, WINDOW)
+        count = bisect_right(where, WINDOW // 2, key=lambda span: span[1])
+        if count > limit:
+            return Tokens(ids[:count], where[:count] if spans else [], False)
+    ids, where = [], []
     for some, places in windows(tokenizer, text):
         ids += some
         where += places if spans else []

@@ -143,3 +143,15 @@ def test_words_that_are_not_cut_have_no_special_token_inside(tokenizer):
     assert tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a b") == pre.pre_tokenize_str("a b")
     text = "<|bos|><|bos|>what"
     assert TextEncoder(tokenizer, "text")([text], [0])["input_ids"][0].count(1) == 2, "what a text says twice stays"
+
+
+@pytest.mark.parametrize("text", ["-" * 50_000, "ha " * 20_000])
+def test_repetitive_text_is_read_no_further_than_its_limit(tokenizer, monkeypatch, text):
+    """Windows of a repetitive text agree nowhere, so that each next one would be larger."""
+    monkeypatch.setattr(tokens_module, "WINDOW", 1000)
+    encoded, encode = [], tokens_module._encode
+    monkeypatch.setattr(tokens_module, "_encode", lambda *given: (encoded.append(given[2:]), encode(*given))[1])
+    (tokens,) = tokens_of(tokenizer, [text], limit=8, spans=True)
+    assert encoded == [(0, 1000)] and not tokens.complete
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens.ids) == len(tokens.spans) > 8 and tokens.ids[:9] == whole[:9]
