@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "offload": {"stages": 2, "offload_cap": 1_600_000, **SMALL},
     "ZeRO-1": {"stages": 1, "zero": 1, "compare_every": 1, **SMALL},
     "ZeRO-3": {"stages": 1, "zero": 3, **SMALL},
+    "tensor 2": {"stages": 1, "tensor": 2, **SMALL},
+    "context 2, ring": {"stages": 1, "context": 2, "exchange": "ring", **SMALL},
     "memory checkpoints": {"stages": 1, **SMALL},
 }
 """Keywords of `tiny_config` by the name of a run; `_parts` has none."""
