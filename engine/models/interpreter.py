@@ -6,7 +6,9 @@ of bf16 as on integers. Here bf16 operations are computed in fp32 and rounded to
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ def complete_interpreter() -> None:
         return
     interpreter._weft_completed = True
     interpreter._implicit_cvt = _with_floats(interpreter._implicit_cvt)
+    interpreter._patch_builtin = _patch_builtin
     libdevice.rsqrt = lambda x: 1 / tl.sqrt(x)
     libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
     builder = interpreter.InterpreterBuilder
@@ -29,6 +32,18 @@ def complete_interpreter() -> None:
     for name in ("create_fp_ext", "create_fp_trunc"):
         setattr(builder, name, lambda self, source, to: self.cast_impl(source, to))
     builder.create_fp_to_fp = lambda self, source, to, rounding: self.cast_impl(source, to)
+
+
+@cache
+def _builtins_of(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    """Replace the interpreter's function, which examines all members again in every launch."""
+    for name in _builtins_of(package):
+        if tl.core.is_builtin(member := getattr(package, name)):  # otherwise an outer launch has replaced it
+            interpreter._patch_attr(package, name, member, builder, scope)
 
 
 def _with_floats(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
