@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 class ExchangeBarrier:
     """Barrier at which the members of one group exchange values."""
 
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
+    def __init__(self, size: int, *, timeout_s: float | None = None) -> None:
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._brought: list[Any] = [None] * size
 
     def exchange(self, index: int, value: Any, what: str) -> list[Any]:
