@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.inference.scorers import KEY, likelihoods, worker
+from tests.inference.worker.test_middleware import app_of
 from weft.engine.models.preference import label_log_probs
 from weft.engine.scores import Ahead, ahead
 from weft.engine.scores.ahead import refuse_other_tokens
@@ -112,7 +113,7 @@ def ask(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     models = SimpleNamespace(is_base_model=lambda name: name == "m")
     engine = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 50))
-    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=models, engine_client=engine))
+    app = app_of(openai_serving_models=models, engine_client=engine)
 
     def send_request(credentials="", *, gone=False, **changes):
         body = json.dumps({"model": "m", "prompt": [1, 2, 3], "top_k": 4, "words": 50} | changes).encode()
