@@ -20,7 +20,7 @@ from weft.conf.schema import DataConfig, DataKind
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.documents import Part
-from weft.engine.data.messages import FORMS, TOOLS, WEIGHT, Conversation, chat_columns, conversation_fault
+from weft.engine.data.messages import FORMS, TOOLS, WEIGHT, Conversation, chat_columns, conversation_fault, kind_of
 from weft.engine.data.open import columns_of, encoder_of, locate, open_rows, unread_files
 from weft.engine.data.pairs import PAIR_COLUMNS, Pair, pair_columns, pair_fault
 from weft.engine.data.rows import RowFault, parquet_features, read_rows
@@ -186,7 +186,7 @@ class _Check:
             raise RowFault(where, f"the only field of plain text is text; leave out data.text_field={self.field}")
         if not isinstance(row, dict):
             example = f"{{{json.dumps(self.field)}: ...}}"
-            raise RowFault(where, f"not an object but a {type(row).__name__}; write rows such as {example}")
+            raise RowFault(where, f"not an object but {kind_of(row)}; write rows such as {example}")
         fields = self._fields("field", list(row), where)
         if self.is_pairs:
             if fault := pair_fault(pair := Pair.of(row)):
@@ -199,8 +199,8 @@ class _Check:
             self.seen.add(talk)
             self.seen.add_form(talk, self._place(where))
         elif not isinstance(row[self.field], str):
-            kind = type(row[self.field]).__name__
-            raise RowFault(where, f"field {self.field} is a {kind}, not text; remove the row or set data.text_field")
+            kind = kind_of(row[self.field])
+            raise RowFault(where, f"field {self.field} is {kind}, not text; remove the row or set data.text_field")
         return not is_text or (not row["text"].isspace() and bool(row["text"]))
 
     def _fields(self, part: str, found: list[str], where: str = "") -> tuple[str, ...]:

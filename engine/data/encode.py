@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from weft.engine.data.documents import document_key, text_key
+from weft.engine.data.messages import kind_of
 from weft.engine.data.tokenizer import tokenizer_sha256
 from weft.engine.data.tokens import WINDOW, tokens_of
 
@@ -60,7 +61,7 @@ class TextEncoder:
         for number, value in zip(numbers, values, strict=True):
             if not isinstance(value, str):
                 raise ValueError(
-                    f"data.text_field={self.fields[0]}: row {number + 1} holds {type(value).__name__}, not text; "
+                    f"data.text_field={self.fields[0]}: row {number + 1} holds {kind_of(value)}, not text; "
                     "remove the row or choose another field"
                 )
         columns: Columns = {"input_ids": [], "length": [], "key": [], "truncated": []}

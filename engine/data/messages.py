@@ -162,11 +162,11 @@ def message_fault(messages: Any, prompted: int = 0) -> str | None:
     The first ``prompted`` messages are a prompt.
     """
     if not isinstance(messages, list) or not messages:
-        found = "an empty list" if messages == [] else _kind(messages)
+        found = "an empty list" if messages == [] else kind_of(messages)
         return f"it holds {found}; give a list of messages such as {{'role': 'user', 'content': '...'}}"
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, Mapping):
-            return f"message {number} is {_kind(message)}; give a mapping with role and content"
+            return f"message {number} is {kind_of(message)}; give a mapping with role and content"
         needed = ("role",) if is_call(message) and message.get("content") is None else _NEEDED
         missing = [name for name in needed if message.get(name) is None]
         if missing:
@@ -179,7 +179,7 @@ def message_fault(messages: Any, prompted: int = 0) -> str | None:
         for name in needed:
             if not (isinstance(message[name], str) or (name == "content" and is_parts(message[name]))):
                 kinds = "text, or a list of parts of type text" if name == "content" else "text"
-                return f"message {number} has a {name} that is {_kind(message[name])}; give {kinds}"
+                return f"message {number} has a {name} that is {kind_of(message[name])}; give {kinds}"
         if fault := _weight_fault(message):
             return f"message {number} has {fault}"
     answers = messages[prompted:]
@@ -216,7 +216,7 @@ def tools_fault(tools: Any) -> str | None:
     if tools is None or (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         return None
     odd = tools if not isinstance(tools, list) else next(each for each in tools if not isinstance(each, dict))
-    return f"column {TOOLS} holds {_kind(odd)}; give a list of JSON schemas, or leave it out"
+    return f"column {TOOLS} holds {kind_of(odd)}; give a list of JSON schemas, or leave it out"
 
 
 def conversation_fault(conversation: Conversation) -> str | None:
@@ -241,6 +241,8 @@ def is_call(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "assistant" and any(message.get(name) for name in CALLS)
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Return what a value of a row is, in words."""
     names = {list: "a list", dict: "a mapping", str: "a text", type(None): "nothing (null)", bool: "a truth value"}
+    names |= {int: "a number", float: "a number"}
     return names.get(type(value), f"a {type(value).__name__}")

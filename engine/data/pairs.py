@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from weft.engine.data.chat import find_template
 from weft.engine.data.documents import IGNORED, Document, document_key
 from weft.engine.data.encode import Columns, SpecialTokens
-from weft.engine.data.messages import TOOLS, WEIGHT, message_fault, tools_fault, tools_of
+from weft.engine.data.messages import TOOLS, WEIGHT, kind_of, message_fault, tools_fault, tools_of
 from weft.engine.data.packing import Layout, lay_out_single
 from weft.engine.data.spans import ChatTemplate, NotJinja
 from weft.engine.data.tokenizer import tokenizer_sha256
@@ -62,8 +62,8 @@ def pair_fault(pair: Pair) -> str | None:
     """Return why a pair cannot be trained on, with the remedy, or None if it can."""
     kinds = {type(part) for part in pair[:3]}
     if len(kinds) > 1 or not kinds <= {str, list}:
-        found = ", ".join(f"{name}: {type(part).__name__}" for name, part in zip(COLUMNS, pair, strict=False))
-        return f"it has {found}; give texts, or lists of messages"
+        found = ", ".join(f"{name} is {kind_of(part)}" for name, part in zip(COLUMNS, pair, strict=False))
+        return f"its {found}; give texts, or lists of messages"
     if isinstance(pair.prompt, str):
         return None
     if not pair.prompt:

@@ -25,9 +25,9 @@ TEXT_FAULTS = {
     "malformed line": ("a.jsonl", GOOD + "\n" + '{"text": "tw\n', r"line 3: not JSON \(.*column 10\); write one"),
     "cut line": ("a.jsonl", GOOD + '{"text": ', "line 2: not JSON"),
     "missing field": ("a.jsonl", GOOD + '{"txt": "two", "n": 1}\n', r"line 2: no field text, but txt, n; .*text_field"),
-    "no object": ("a.jsonl", GOOD + "3\n", "line 2: not an object but a int; write rows such as"),
-    "number": ("a.jsonl", GOOD + '{"text": 3}\n', "line 2: field text is a int, not text"),
-    "null": ("a.jsonl", GOOD * 4 + '{"text": null}\n', "line 5: field text is a NoneType"),
+    "no object": ("a.jsonl", GOOD + "3\n", "line 2: not an object but a number; write rows such as"),
+    "number": ("a.jsonl", GOOD + '{"text": 3}\n', "line 2: field text is a number, not text"),
+    "null": ("a.jsonl", GOOD * 4 + '{"text": null}\n', "line 5: field text is nothing"),
     "latin-1": ("a.jsonl", GOOD.encode() + '{"text": "ä"}'.encode("latin-1"), "line 2: not UTF-8"),
     "json list": ("a.json", '[{"text": "a"}, {"txt": "b"}]', "entry 2: no field text, but txt"),
     "broken json list": ("a.json", '[{"text": "a"},\n {"text" "b"}]', "line 2: not JSON .*correct the list"),
@@ -183,9 +183,9 @@ def test_columns_of_parquet(tmp_path):
 
 
 ROWS = {
-    DataKind.text: ("text", "a", "field text is a NoneType"),
+    DataKind.text: ("text", "a", "field text is nothing"),
     DataKind.chat: ("messages", json.loads(TALK)["messages"], "it holds nothing"),
-    DataKind.preference: ("chosen", "a", "it has prompt: str, chosen: NoneType, rejected: str"),
+    DataKind.preference: ("chosen", "a", "its prompt is a text, chosen is nothing"),
 }
 
 

@@ -182,7 +182,7 @@ def test_a_fault_in_the_data_is_raised_by_each_rank(tmp_path, tokenizer):
     host = serve(open_host(data, tokenizer))
     for replica in range(2):
         loader = build_loader(data, tokenizer, **SIZES, replica=replica, host=host)
-        with pytest.raises(ValueError, match=r"row 3 holds int, not text; remove the row"):
+        with pytest.raises(ValueError, match=r"row 3 holds a number, not text; remove the row"):
             read(loader, 9)
         loader.close()
 

@@ -105,7 +105,7 @@ def test_another_weight_or_seed_does_not_resume(mixture, tokenizer):
 
 def test_a_fault_of_a_source_names_the_source(mixture, write):
     mixture.sources[1].path = write("c.jsonl", [{"body": "one"}, {"body": 2}])
-    with pytest.raises(ValueError, match=r"data.sources\[1\]: .*c.jsonl: line 2: field body is a int"):
+    with pytest.raises(ValueError, match=r"data.sources\[1\]: .*c.jsonl: line 2: field body is a number"):
         check_source(mixture)
     mixture.sources[1].path = "/missing/file.jsonl"
     with pytest.raises(ValueError, match=r"data.sources\[1\]: data.path=/missing/file.jsonl: does not exist"):

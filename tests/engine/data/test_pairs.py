@@ -105,8 +105,11 @@ def test_pair_without_tokens_of_an_answer_is_left_out():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"prompt": "what", "chosen": "is", "rejected": 3}, "chosen: str, rejected: int; give texts"),
-        ({"prompt": [QUESTION], "chosen": "is", "rejected": "no"}, "it has prompt: list, chosen: str, rejected: str"),
+        ({"prompt": "what", "chosen": "is", "rejected": 3}, "chosen is a text, rejected is a number; give texts"),
+        (
+            {"prompt": [QUESTION], "chosen": "is", "rejected": "no"},
+            "its prompt is a list, chosen is a text, rejected is a text",
+        ),
         ({"prompt": "what", "chosen": "is"}, "no fields chosen and rejected"),
         ({"chosen": [say("assistant", "2")], "rejected": [say("assistant", "3")]}, "add the column prompt"),
         (

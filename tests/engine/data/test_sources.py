@@ -167,7 +167,7 @@ FAULTS = {
     "split": ({"split": "test"}, r"split 'test' cannot be read \(.*check data\.path, data\.name and data\.split"),
     "field": ({"text_field": "body"}, r"data\.text_field=body: .* has no such field, but text"),
     "messages": ({"kind": DataKind.chat}, r"data\.messages_field=messages: .* has no such field, but text"),
-    "null": ({"path": "null.jsonl"}, r"data\.text_field=text: row 2 holds NoneType, not text"),
+    "null": ({"path": "null.jsonl"}, r"data\.text_field=text: row 2 holds nothing \(null\), not text"),
 }
 
 
