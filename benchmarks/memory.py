@@ -24,11 +24,6 @@ from weft.conf.compose import compose
 from weft.conf.schema import WeftConfig
 from weft.engine.execution import neighbours
 from weft.pipeline.costs import LinkCost
-from weft.recipes.emulation.job import recipe_job
-from weft.recipes.emulation.session import Setting
-from weft.recipes.emulation.tensor_peak import TensorPeak
-from weft.recipes.emulation.turns import emulate
-from weft.recipes.emulation.what_if import WhatIf
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 
@@ -101,6 +96,7 @@ def layout_peak(layout: tuple[str, ...], settings: tuple[str, ...], *, shares_me
         shares_memory: whether ranks send tensors through shared memory, which the profiler does not see.
     """
     from weft.engine.initialize import initialize
+    from weft.recipes.emulation.tensor_peak import TensorPeak
 
     config = compose([*QUICKSTART, *layout, *settings])
     shares = config.parallel.tensor > 1
@@ -152,6 +148,11 @@ def layout_rows() -> Iterator[dict[str, object]]:
 
 def emulated_rows() -> Iterator[dict[str, object]]:
     """Yield a row for each pipeline rank of some layouts: its peak in a real and in an emulated run."""
+    from weft.recipes.emulation.job import recipe_job
+    from weft.recipes.emulation.session import Setting
+    from weft.recipes.emulation.turns import emulate
+    from weft.recipes.emulation.what_if import WhatIf
+
     link = LinkCost(latency_s=1e-4, bandwidth_bps=1e10)
     setting = Setting(delays="simulate", per_host=NUM_RANKS, inside=link, between=link, what_if=WhatIf())
     for layout in EMULATED:

@@ -200,6 +200,7 @@ def execute(
     made = make(pairs.axes)
     stages = {stage.index: stage for stage in made}
     sharding = Sharding(made, ZeroConfig(stage=0, reduce_bucket_size=5000))
+    sharding.overlaps = True  # as with replicas, where a bucket must not be reduced too soon
     pairs.plans |= {pair_name(slot): PLAN for slot in schedule.rows[0] if is_pair(slot)}
     ignored = {op: (lambda action: None) for op in (Op.UNSHARD, Op.RESHARD)}
     executor = Executor(

@@ -73,7 +73,8 @@ class Sharding:
         self._reduced: set[Bucket] = set()
         self._hooks: dict[Bucket, list[RemovableHandle]] = {}
         """Hooks of gradients. They cost host time, so there are none where autograd alone accumulates."""
-        self._overlaps = any(kind.num_replicas > 1 for kind in self.collectives.kinds)
+        self.overlaps = any(kind.num_replicas > 1 for kind in self.collectives.kinds)
+        """True if each bucket is reduced as soon as its last gradient has arrived."""
 
     def close(self) -> None:
         """Remove autograd's hooks, because the garbage collector does not see their references."""
@@ -158,7 +159,7 @@ class Sharding:
         for bucket in self._own[stage]:
             parameters = [member.parameter for member in bucket.members]
             bucket.missing = Counter(parameters if coming is None else {p: coming[p] for p in parameters if coming[p]})
-            if self._overlaps:
+            if self.overlaps:
                 self._hook(bucket)
         self._unreduced[stage].extend(reversed(self._own[stage]))
 

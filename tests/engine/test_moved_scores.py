@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from tests.engine.data.test_loader import Blocks, share
-from tests.inference.worker.test_scores_ahead import after
 from weft.engine.deal import StepDeal
 from weft.engine.scores import Ahead
 from weft.engine.scores.step_scores import Score, StepScores
+
+pytest.importorskip("weft.inference", reason="needs the feature prefill")
+from tests.inference.worker.test_scores_ahead import after
 
 ROUNDS, REPLICAS = 2, 2
 
