@@ -35,9 +35,6 @@ from weft.inference.requests import (
 )
 
 T = TypeVar("T")
-KEEP_ALIVE_S = 2.0
-"""Keep-alive of idle connections to workers, in seconds; less than the 5 s of vLLM's server, because a request
-sent while the server closes the connection fails."""
 DEADLINE_HEADER = "X-Weft-Deadline-S"
 CLIENT_GONE = 499
 """Status in the metrics of requests whose client disconnected, as in nginx."""
@@ -88,7 +85,9 @@ class Service:
         self._metrics = Metrics(fleet)
         connect_s = settings.answer_slack_s
         headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S)
+        # Without idle connections. httpx (0.28) may close one as expired under a request that was just given it, and a
+        # prompt's cache can be fetched once only.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         # Workers are local: ignore the environment's proxy settings.
         self.client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False, limits=limits)
         self.outer_client = httpx.AsyncClient(transport=transport, trust_env=False, limits=limits)
