@@ -1,14 +1,17 @@
 """Whole answers: prompts in bubbles where possible, by the decode server otherwise."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.inference.controller.fake_workers import DECODE, PATH, REMOTE, FakeBoard, FakeWorkers, controller
+from tests.inference.controller.fake_workers import DECODE, PATH, REMOTE, FakeBoard, FakeWorkers, controller, fleet_of
 from weft.conf.schema import OtherModelConfig
+from weft.inference.controller.clients import Clients
+from weft.inference.controller.service import Service
 
 WHOLE = {"model": "tiny", "prompt": "one two three", "max_tokens": 9}
 HANDED = {"kv_transfer_params": {"do_remote_prefill": True}}
@@ -164,6 +167,24 @@ async def test_without_a_decode_server_one_is_asked_to_come_again(fault):
         assert ready.status_code == (503 if fault == "dead" else 200)
         assert ready.json() == {"workers": 1, "up": 1, "serving": 1, "decode": int(fault != "dead")}
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_no_request_gets_a_connection_that_another_has_used():
+    """The client may close such a connection under the request, after the server has got it."""
+    peers = []
+
+    async def answer(reader, writer):
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                peers.append(writer.get_extra_info("peername"))
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        writer.close()
+
+    service = Service(*fleet_of(FakeWorkers(1), None), count=len, clients=Clients("", ""))
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, service.client as client:
+        for _ in range(3):
+            await client.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/health")
+    assert len(set(peers)) == 3
 
 
 async def test_without_training_it_is_ready():
