@@ -33,6 +33,17 @@ class Handle(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Completed:
+    """Handle of an operation without communication."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """Return the tensor."""
+        return self.tensor
+
+
 class SendHandle(Handle, Protocol):
     """The handle of a send, which can be polled."""
 

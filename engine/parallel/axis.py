@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.channel import Handle
+from weft.comm.channel import Completed, Handle
 from weft.conf.schema import ContextExchange
 
 
@@ -71,17 +71,6 @@ class AxisGroup(Protocol):
         The sent tensor may be read, but not written, until the operation ends.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Completed:
-    """Handle of an operation without communication."""
-
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        """Return the tensor."""
-        return self.tensor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm.channel import Handle
-from weft.engine.parallel.axis import Alone, AxisGroup, AxisGroups, Completed
+from weft.comm.channel import Completed, Handle
+from weft.engine.parallel.axis import Alone, AxisGroup, AxisGroups
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from weft.comm.channel import Handle
+from weft.comm.channel import Completed, Handle
 from weft.conf.schema import ContextExchange, LoraConfig, SplitKind
 from weft.engine.backward import SplitBackward
 from weft.engine.backward.tape import DeferredProduct
@@ -27,7 +27,7 @@ from weft.engine.models.skeleton import decoder_layers, hf_model, set_dtype
 from weft.engine.models.tracing import layers_alike
 from weft.engine.parallel import attention as context_attention
 from weft.engine.parallel import blocks
-from weft.engine.parallel.axis import AXES, AxisGroups, Completed
+from weft.engine.parallel.axis import AXES, AxisGroups
 from weft.engine.parallel.blocks import Block, Gradients, Partial
 from weft.engine.parallel.experts import expert_modules
 from weft.engine.stages.cutting.context import part_of

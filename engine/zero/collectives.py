@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.channel import Handle
+from weft.comm.channel import Completed, Handle
 from weft.comm.collectives import Collective, CollectiveCosts, Group, Primitive, Rewrite, plain
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.collectives.communicator import Communicator
@@ -19,7 +19,6 @@ from weft.comm.collectives.space import Planner
 from weft.conf.schema import Partition, ZeroConfig
 from weft.engine.layout import RankLayout
 from weft.engine.observability.watcher import Waits
-from weft.engine.parallel.axis import Completed
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import DTYPES
 

@@ -83,7 +83,7 @@ class Dispatch:
             response = await self._client.get(f"{worker.url}/health", timeout=timeout_s)
         except httpx.ConnectError:
             self._fleet.set_up(worker, False)
-        except httpx.TransportError:  # slow, or closed an idle connection. If dead it refuses the next one
+        except httpx.TransportError:  # slow. If dead it refuses the next one
             if time.monotonic() - worker.heard_s > self._settings.silence_s:
                 self._fleet.set_up(worker, False)
         else:

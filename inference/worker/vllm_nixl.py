@@ -84,8 +84,8 @@ class PushScheduler(NixlPushConnectorScheduler):
 class PushWorker(NixlPushConnectorWorker):
     """The connector in a process that has a cache. Two things differ from vLLM 0.32.0.
 
-    vLLM's decode server waits for ever for a stage that ends after it was asked for a cache. This one computes the
-    prompt itself after `PUSH_S`. A stage that goes on later sends nothing, because the blocks may have been freed.
+    vLLM's decode server never stops waiting for a cache that it has requested, even if the stage has ended. This one
+    computes the prompt itself after `PUSH_S`. A stage that resumes later sends nothing: its blocks may be free by then.
 
     vLLM's stages find the cache by the request's name without its random part, which is the client's to choose
     (`X-Request-Id`), so that one client's prompt could become another's. Here the name has all parts.
@@ -93,30 +93,32 @@ class PushWorker(NixlPushConnectorWorker):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._asked_s: dict[str, float] = {}
+        self._requested_s: dict[str, float] = {}
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
-        """Note when caches are asked for. See the base class."""
-        self._asked_s |= dict.fromkeys(metadata.reqs_to_recv, time.time())
+        """Record when caches are requested. See the base class."""
+        self._requested_s |= dict.fromkeys(metadata.reqs_to_recv, time.time())
         super().start_load_kv(metadata)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Give up on caches that have not arrived. See the base class."""
         now_s = time.time()
-        self._asked_s = {name: asked_s for name, asked_s in self._asked_s.items() if name in self._recving_metadata}
-        for name, asked_s in self._asked_s.items():
-            if now_s > asked_s + PUSH_S:
+        self._requested_s = {
+            name: requested_s for name, requested_s in self._requested_s.items() if name in self._recving_metadata
+        }
+        for name, requested_s in self._requested_s.items():
+            if now_s > requested_s + PUSH_S:
                 self._failed_recv_reqs.put(name)
         return super().get_transfer_results()
 
     def _do_send_reg_notif(self, req_id: str, reg_data: dict[str, Any]) -> None:
-        until_s = self._asked_s.get(req_id, time.time()) + SENT_WITHIN_S
-        asked = {"request_id": reg_data[_PREFILLED], _REQUEST: reg_data["request_id"], _UNTIL: until_s}
-        super()._do_send_reg_notif(req_id, reg_data | asked)
+        until_s = self._requested_s.get(req_id, time.time()) + SENT_WITHIN_S
+        request = {"request_id": reg_data[_PREFILLED], _REQUEST: reg_data["request_id"], _UNTIL: until_s}
+        super()._do_send_reg_notif(req_id, reg_data | request)
 
     def _do_start_push_kv(self, request_id: str, local_block_ids: Any, registration_data: dict[str, Any]) -> None:
         data = dict(registration_data)  # also called again with it, once this process knows the decode server's
-        asks_by_name = data["request_id"] == request_id or _REQUEST not in data  # a stock decode server does not
-        if asks_by_name and time.time() < data.get(_UNTIL, inf):
+        is_named = data["request_id"] == request_id or _REQUEST not in data  # a stock decode server's is not
+        if is_named and time.time() < data.get(_UNTIL, inf):
             data["request_id"] = data.pop(_REQUEST, data["request_id"])
             super()._do_start_push_kv(request_id, local_block_ids, data)

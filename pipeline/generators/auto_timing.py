@@ -45,20 +45,17 @@ def time_rows(problem: Problem, rows: Rows, seconds: list[float] | None = None) 
     posts as in `add_relays`. A post is sent once no rank can advance without it, so no earlier
     post can follow. Dependencies within a rank are not checked: row order must satisfy them.
 
-    Args:
-        seconds: durations to time with, one of ``problem.sampled``. None takes ``problem.seconds``.
+    Nodes take ``seconds``, one of ``problem.sampled``, or by default ``problem.seconds``.
     """
-    p = problem
-    seconds = p.seconds if seconds is None else seconds
+    p, seconds = problem, seconds or problem.seconds
     remote_need, fact, link, halves = p.remote_need, p.fact, p.link, p.halves
     occupancy_s, transit_s, latency_s, pair_link = p.occupancy_s, p.transit_s, p.latency_s, p.pair_link
     receiver, send_s, shared, num_nodes = p.receiver, p.send_s, p.shared, p.num_nodes
     end_s, cause = [0.0] * len(seconds), [NONE] * len(seconds)
     arrival_s, producer, blocked_by = [NEVER] * num_nodes, [NONE] * num_nodes, [NONE] * num_nodes
     link_free_s, last_fact = [0.0] * problem.num_links, [NONE] * problem.num_links
-    position, clock_s = [0] * len(rows), [0.0] * len(rows)
+    position, clock_s, ready = [0] * len(rows), [0.0] * len(rows), list(range(len(rows)))
     missing = [NONE] * len(rows)  # the fact that each rank waits for
-    ready = list(range(len(rows)))
     posts: list[tuple[float, int, int, int]] = []  # heap of (time, *post_key, node)
 
     def send(node: int, posted_s: float) -> None:

@@ -7,10 +7,10 @@ import torch
 
 from tests.engine.parallel.members import micro_batches, whole_model
 from tests.engine.stages.tiny_models import tiny_model
+from weft.comm.channel import Completed
 from weft.conf.schema import Attention, LoraConfig
 from weft.engine.models.skeleton import decoder_layers, hf_model
 from weft.engine.parallel import tensor
-from weft.engine.parallel.axis import Completed
 
 LORA = LoraConfig(enabled=True, rank=4, dropout=0.5, target_modules=["q_proj", "o_proj", "down_proj"])
 CONFIG = dataclasses.replace(

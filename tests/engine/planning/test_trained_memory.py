@@ -16,6 +16,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from tests.engine.zero.replicas import whole_step
 from tests.shapes import sizes
+from weft.comm.channel import Completed
 from weft.conf.schema import (
     ClusterConfig,
     LoraConfig,
@@ -35,7 +36,7 @@ from weft.conf.schema import (
 )
 from weft.engine.deepspeed.construction import parameter_groups
 from weft.engine.models.hidden_matrices import tag
-from weft.engine.parallel.axis import Alone, AxisGroups, Completed
+from weft.engine.parallel.axis import Alone, AxisGroups
 from weft.engine.planning.gathering import facts_before_start
 from weft.engine.planning.run_plan import plan_run
 from weft.engine.precision import DTYPES, compute_in, exact_value

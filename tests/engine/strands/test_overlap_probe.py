@@ -6,7 +6,7 @@ import pytest
 import torch
 from pytest import approx
 
-from weft.engine.parallel.axis import Completed
+from weft.comm.channel import Completed
 from weft.engine.parallel.in_process import run_in_threads
 from weft.engine.strands import overlap_probe
 from weft.engine.strands.overlap_cache import OverlapCache, overlap_cache, overlap_key

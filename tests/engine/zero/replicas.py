@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm.channel import Completed
 from weft.comm.collectives import Primitive
 from weft.comm.sums import ReplicaSum
 from weft.engine.models.hidden_matrices import tag
-from weft.engine.parallel.axis import Completed
 from weft.engine.parallel.in_process import ExchangeBarrier
 from weft.engine.zero import Collectives, ShardedOptimizer
 from weft.engine.zero.muon import Muon

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
 from tests.engine.zero.replicas import SmallStage
+from weft.comm.channel import Completed
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
 from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfig
-from weft.engine.parallel.axis import Completed
 from weft.engine.planning.memory import activation_memory
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
 from weft.engine.planning.schedules import open_placements, plan_schedule
