@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -17,61 +16,13 @@ from weft.engine.parallel.cut import Cut
 from weft.engine.precision import computed_dtype
 from weft.engine.zero.collectives import Collectives
 from weft.engine.zero.kernels.accumulation import accumulate
-from weft.pipeline.memory import ALIGNMENT
+from weft.engine.zero.members import Fragment, Member, Named, lay_out
 
-Named = tuple[str, nn.Parameter]
 EXCHANGED_AT_ONCE = 1 << 24
 """Number of weights that `Bucket.exchange` moves at once, which takes as much memory on the device."""
 User = tuple[int, bool | None]
 """A virtual stage, and True for its backward, or None for its weight gradients. Each of these has at most one
 computation at a time."""
-
-
-@dataclass(frozen=True, eq=False)
-class Fragment:
-    """This rank's part of a parameter, in the form in which the optimiser updates it.
-
-    Attributes:
-        name: the parameter's name in the whole Hugging Face model.
-        parameter: the model's parameter, with its full shape.
-        start: index of the part's first element in the flattened parameter.
-        tensor: the part in its highest precision (the master weights, if there are any). It has the
-            parameter's shape if it is the whole parameter, and is flat otherwise.
-        trained: whether the optimiser updates it.
-        shared: whether every replica holds this part.
-        cut: the part of the named parameter that ``parameter`` holds. None means that it holds all of it.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    start: int
-    tensor: Tensor
-    trained: bool
-    shared: bool
-    cut: Cut | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the named parameter in the whole model."""
-        return tuple(self.parameter.shape) if self.cut is None else self.cut.shape
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the part is the whole parameter."""
-        return self.tensor.numel() == self.parameter.numel()
-
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A parameter and its offset in the bucket."""
-
-    name: str
-    parameter: nn.Parameter
-    offset: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return the parameter's view, in its own shape, of ``flat``: a buffer of the whole bucket."""
-        return flat[self.offset : self.offset + self.parameter.numel()].view(self.parameter.shape)
 
 
 class Bucket:
@@ -118,7 +69,7 @@ class Bucket:
         self.keeps_gradients = zero_stage < 2
         """True if gradients stay whole until the end of the step. Otherwise each reduction ends with a new buffer."""
         self._collectives = collectives
-        share, self.members = _lay_out(parameters, collectives.num_replicas, owners)
+        share, self.members = lay_out(parameters, collectives.num_replicas, owners)
         self.length = share * collectives.num_replicas
         self.gathers = zero_stage > 0 and collectives.num_replicas > 1
         """True if the full weights are gathered from replicas, after each step or on demand."""
@@ -395,20 +346,3 @@ class Bucket:
     def is_settled(self) -> bool:
         """True if no all-gather is in progress."""
         return self._gathering is None
-
-
-def _lay_out(named: Sequence[Named], replicas: int, owners: Sequence[int]) -> tuple[int, tuple[Member, ...]]:
-    """Return the length of a shard, and the parameters with their offsets: dense, or in the shards of their owners.
-
-    Parameters with blocks start, and shards end, at multiples of a block.
-    """
-    ends, offsets = [0] * (replicas if owners else 1), []
-    for (_, parameter), owner in zip(named, owners or [0] * len(named), strict=True):
-        block = block_of(parameter)
-        offsets.append(-(-ends[owner] // block) * block)
-        ends[owner] = offsets[-1] + parameter.numel()
-    unit = max(ALIGNMENT, *(block_of(parameter) for _, parameter in named)) * replicas // len(ends)
-    share = (-(-max(ends) // unit) * unit or unit) * len(ends) // replicas
-    starts = [share * owner for owner in owners] or [0] * len(named)
-    placed = zip(named, starts, offsets, strict=True)
-    return share, tuple(Member(name, parameter, start + offset) for (name, parameter), start, offset in placed)

@@ -16,8 +16,9 @@ from weft.conf.schema import ZeroConfig
 from weft.engine.models.hidden_matrices import is_owned, place
 from weft.engine.parallel.cut import Cut
 from weft.engine.precision import computed_dtype
-from weft.engine.zero.bucket import Bucket, Named
+from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.collectives import Collectives
+from weft.engine.zero.members import Named
 
 
 class ShardedStage(Protocol):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from weft.comm.exchange import gather
 from weft.engine.stages.cutting.stage import HEAD_WEIGHT
-from weft.engine.zero.bucket import Bucket, Fragment
+from weft.engine.zero.bucket import Bucket
+from weft.engine.zero.members import Fragment
 
 Extremes = Sequence[tuple[int, Tensor]]
 """Smallest and largest elements of tensors, each a scalar with the virtual stage that made the tensor."""

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from weft.conf.schema import ZeroConfig
-from weft.engine.zero.bucket import Bucket, Fragment, Member
+from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.collectives import Collectives
 from weft.engine.zero.division import ShardedStage, divide
 from weft.engine.zero.kernels.accumulation import compile_for
+from weft.engine.zero.members import Fragment, Member
 from weft.engine.zero.weights import StageWeights
 from weft.pipeline.action import BACKWARD, Action, Op
 
