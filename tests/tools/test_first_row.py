@@ -47,7 +47,7 @@ def test_columns_that_nothing_reads_follow_the_row(tmp_path, words):
 
 
 FAULTS = {
-    "row": ({"prompt": 3, "completion": "it is 2."}, [], "message 1 has a content that is a int"),
+    "row": ({"prompt": 3, "completion": "it is 2."}, [], "message 1 has a content that is a number"),
     "null": ({"prompt": "a", "completion": None}, [], "its content is null"),
     "cut": (
         {"prompt": "a" * 99, "completion": "b"},
