@@ -202,7 +202,7 @@ class SharedReceiver:
             try:
                 message, files, _, _ = socket.recv_fds(self._control, _MAX_HEADER_BYTES, 1)
                 if not message:
-                    raise ConnectionError("the peer has exited")
+                    raise ConnectionError("its socket is closed")
             except OSError as error:
                 what = f"{handle.tag} did not arrive"
                 raise ChannelError(_error_text(self._link, what, self._timeout_s, error)) from error

@@ -12,9 +12,9 @@ from weft.engine.observability.event_ring import RingReader
 from weft.tools.watch import FOLDER
 from weft.tools.watch.calls import read_ranks
 
-STALL_S = 5.0
-"""Seconds that a rank runs the same slot after which calls are stored. They are stored again when the time has doubled,
-because a slot may rightly last long."""
+STALL_S = 2.0
+"""Seconds that a rank runs the same slot after which calls are stored, below the least deadline of the supervisor. They
+are stored again when the time has doubled, because a slot may rightly last long."""
 
 
 class Stalls:

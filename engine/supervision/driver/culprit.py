@@ -76,7 +76,7 @@ class JobRows:
         if progress.step == 0:
             return "before its first step"
         if progress.done >= len(row):
-            return f"after its row of step {progress.step}"
+            return f"done with step {progress.step}"
         text = f"{slot_text(row[progress.done])} (slot {progress.done + 1} of {len(row)}) of step {progress.step}"
         return f"in {text}" if progress.begun else f"before {text}"
 

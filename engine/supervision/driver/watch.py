@@ -219,7 +219,7 @@ class Watch:
 
     def _judged(self, suspects: Sequence[Suspect], still_s: float, now: float) -> Fault:
         ranks = [suspect for suspect in suspects if suspect.rank is not None]
-        usual = f"nobody has moved for {still_s:.1f} s"
+        usual = f"no rank has made progress for {still_s:.1f} s"
         if not ranks:
             texts = "; ".join(suspect.doing for suspect in suspects[:MOST_NAMED])
             links = [pair for suspect in suspects for pair in suspect.links]

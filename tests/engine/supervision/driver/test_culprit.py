@@ -134,7 +134,7 @@ def test_a_ranks_current_action_is_described():
     assert job.doing(7, RowProgress(3)) == f"before {slot_text(row[0])} (slot 1 of {len(row)}) of step 3"
     within = RowProgress(3, done=1, begun=True)
     assert job.doing(7, within) == f"in {slot_text(row[1])} (slot 2 of {len(row)}) of step 3"
-    assert job.doing(7, RowProgress(3, done=len(row))) == "after its row of step 3"
+    assert job.doing(7, RowProgress(3, done=len(row))) == "done with step 3"
     assert job.predicted_s(7) == 0.0
     assert JobRows((Replica(schedule, (4, 7), busy_s=(1.5, 2.5)),)).predicted_s(7) == 2.5
 

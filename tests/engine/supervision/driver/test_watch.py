@@ -58,7 +58,7 @@ def test_a_rank_that_ticks_and_does_nothing_is_named(run, rank):
     run.job.hung = rank
     diagnosis = diagnosis_of(run, 8.0)
     assert (diagnosis.kind, diagnosis.culprit) == ("hung", {"rank": rank, "host": run.host(rank)})
-    assert "step" in diagnosis.evidence and "nobody has moved" in diagnosis.evidence
+    assert "step" in diagnosis.evidence and "no rank has made progress" in diagnosis.evidence
 
 
 def test_a_dead_link_inside_a_site_is_named(run):
