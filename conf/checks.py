@@ -64,6 +64,14 @@ def _too_long(config: WeftConfig) -> Iterator[str]:
             yield f"{field}={shown}: a part of {longest} bytes, and file systems take {MOST_BYTES}; shorten it"
 
 
+def _variables(config: WeftConfig) -> Iterator[str]:
+    """Yield a line for each path with a shell's variable, which would become a folder of that name."""
+    for field in PATHS:
+        if found := re.search(r"\$([A-Za-z_]\w*)", value := attrgetter(field)(config)):
+            name = found.group(1)
+            yield f"{field}={value}: ${name} is a shell's variable, and no shell reads it; write ${{oc.env:{name}}}"
+
+
 def _urls(config: WeftConfig) -> Iterator[str]:
     """Yield a line for each path that is a URL, which would become a folder of that name."""
     for field in PATHS:
@@ -368,6 +376,7 @@ def _jitter(config: WeftConfig) -> Iterator[str]:
 CHECKS = (
     missing_features,
     _urls,
+    _variables,
     _model,
     source_problems,
     _schedule,

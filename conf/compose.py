@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Sequence
 from functools import cache
-from typing import get_origin
+from typing import Any, get_origin
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -17,7 +18,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from weft.conf.fields import FOLDER, choices, field_types, groups, unknown
+from weft.conf.fields import FOLDER, choices, field_types, groups, text_places, unknown
 from weft.conf.recipe_file import read_recipe
 from weft.conf.schema import WeftConfig
 from weft.conf.trees import explain
@@ -107,22 +108,40 @@ def _parse(text: str) -> Override:
         raise ValueError(f"{text}: groups have one place each; write {override.key_or_group}=NAME")
     if override.is_delete() and override.key_or_group in field_types():
         raise ValueError(f"{text}: fields cannot be removed; leave it away to keep the default")
+    if (changed := _changed(override.value(), override.key_or_group, text.partition("=")[2])) is not None:
+        raise ValueError(f"{text}: a text in it would become {changed!r}; put it in quotes")
     if override.is_sweep_override():
         raise ValueError(f"{text}: a sweep would run once per rank; give one value, and quote text with commas")
     return override
 
 
 def _parse_value(text: str) -> Override:
-    """Parse an override. A text that Hydra's grammar lacks, such as a name with a bracket, is taken as it is."""
+    """Parse an override. A text that Hydra's grammar lacks or converts, as ``a[1`` and ``007``, stays as it is."""
     parser = OverridesParser.create()
+    name, equals, value = text.partition("=")
     try:
-        return parser.parse_override(text)
+        override = parser.parse_override(text)
+        if not isinstance(override.value(), int | float) or field_types().get(override.key_or_group) is not str:
+            return override
     except HydraException:
-        name, equals, value = text.partition("=")
         if field_types().get(name) is not str or value[:1] in ("'", '"'):
             raise
-        quoted = value.replace("'", "\\'")
-        return parser.parse_override(f"{name}{equals}'{quoted}'")
+    quoted = value.strip().replace("'", "\\'")
+    return parser.parse_override(f"{name}{equals}'{quoted}'")
+
+
+def _changed(value: Any, place: str, written: str) -> int | float | None:
+    """Return a number or truth value where a text belongs, if it was not written so, or None."""
+    if isinstance(value, list):
+        inside = ((each, f"{place}.*") for each in value)
+    elif isinstance(value, dict):
+        inside = ((each, f"{place}.{key}") for key, each in value.items())
+    else:
+        is_changed = isinstance(value, int | float) and not re.search(
+            rf"(?<![\w.]){re.escape(str(value))}(?![\w.])", written
+        )
+        return value if is_changed and place in text_places() else None
+    return next((found for each, where in inside if (found := _changed(each, where, written)) is not None), None)
 
 
 def _line(override: Override) -> str:

@@ -173,6 +173,22 @@ def item_class(kind: Any) -> type | None:
     return items if isinstance(items, type) and is_dataclass(items) else None
 
 
+@cache
+def text_places(kind: type = WeftConfig, prefix: str = "") -> frozenset[str]:
+    """Return the places of texts under ``kind``: dotted names, in which ``*`` stands for each item of a list."""
+    found = set[str]()
+    for name, each in field_types(kind, prefix).items():
+        if each is str:
+            found.add(name)
+        elif item := item_class(each):
+            found |= text_places(item, f"{name}.*.")
+        else:
+            while get_origin(each) is list:
+                name, (each,) = f"{name}.*", get_args(each)
+            found |= {name} if each is str else set()
+    return frozenset(found)
+
+
 def expectation(kind: Any) -> str:
     """Return a description of a field's type, for messages."""
     if NoneType in get_args(kind):

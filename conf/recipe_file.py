@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from weft.conf.fields import text_places
 from weft.conf.host.documents import read_yaml
 
 ENVIRONMENT = frozenset(
@@ -33,7 +34,7 @@ def read_recipe(path: str) -> dict[str, Any]:
             references are too long.
     """
     try:
-        tree = read_yaml(Path(path).expanduser(), most_bytes=MOST_BYTES)
+        tree = read_yaml(Path(path).expanduser(), most_bytes=MOST_BYTES, texts=text_places())
         if not isinstance(tree, dict):
             raise ValueError("holds no fields; write for example `train: {steps: 10}`")
         if any(part in str(tree.get("defaults")) for part in ("..", "${", "_file")):  # files there would not be checked

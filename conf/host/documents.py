@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ MOST_VALUES = 10_000
 A larger file may have one per character.
 """
 _MOST_DIGITS = 1000
+_SCALARS = [f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "int")]
+_TEXT = "tag:yaml.org,2002:str"
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _OWN_PIPES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
@@ -60,15 +63,20 @@ def nests_deeper(body: bytes, depth: int) -> bool:
     return any(level > depth for level in accumulate(1 if bracket in b"[{" else -1 for bracket in brackets))
 
 
-def read_yaml(path: Path, *, most_bytes: int) -> Any:
-    """Load a YAML file of at most ``most_bytes``, with plain values only.
+def read_yaml(path: Path, *, most_bytes: int, texts: Collection[str] = ()) -> Any:
+    """Load a YAML file of at most ``most_bytes``, with plain values only. Dates are text.
+
+    Args:
+        texts: dotted places, as `weft.conf.fields.text_places` names them, whose values stay as they are written:
+            YAML reads ``007`` as 7, ``12:30`` as 750 and ``on`` as true.
 
     Raises:
-        ValueError: the file cannot be read, is too large, not YAML or nested too deeply, or its aliases make it large.
+        ValueError: the file cannot be read, is too large, not YAML or nested too deeply, has a key twice, or its
+            aliases make it large.
     """
     text = read_text(path, most_bytes=most_bytes)
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, texts)
         try:
             return loader.get_single_data()
         finally:
@@ -82,9 +90,14 @@ def read_yaml(path: Path, *, most_bytes: int) -> Any:
 class _Loader(yaml.SafeLoader):
     """PyYAML's loader of plain values, with limits on nesting, aliases and numbers."""
 
-    def __init__(self, text: str) -> None:
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str, texts: Collection[str] = ()) -> None:
         super().__init__(text)
-        self._depth, self._most_values = 0, max(MOST_VALUES, len(text))
+        self._depth, self._most_values, self._texts = 0, max(MOST_VALUES, len(text)), texts
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a value. Raise ValueError if it is nested too deeply."""
@@ -101,7 +114,26 @@ class _Loader(yaml.SafeLoader):
         node = super().get_single_node()
         if node is not None and self._size(node, {}) > self._most_values:
             raise ValueError(f"its aliases stand for more than {self._most_values:,} values; write them out")
+        if node is not None:
+            self._check(node, "")
         return node
+
+    def _check(self, node: yaml.Node, place: str) -> None:
+        """Make texts of the values at places of texts. Raise ValueError if a mapping has a key twice."""
+        if isinstance(node, yaml.SequenceNode):
+            for each in node.value:
+                self._check(each, f"{place}.*")
+        elif isinstance(node, yaml.MappingNode):
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := next((key for number, key in enumerate(keys) if key in keys[:number]), None):
+                line = [key for key, _ in node.value if key.value == twice][1].start_mark.line + 1
+                raise ValueError(f"line {line}: the key {twice} is there twice; leave one of them")
+            for key, value in node.value:
+                if key.tag.endswith(":bool"):  # names such as `no` and `on`
+                    key.tag = _TEXT
+                self._check(value, f"{place}.{key.value}" if place else str(key.value))
+        elif place in self._texts and node.tag in _SCALARS:
+            node.tag = _TEXT
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Convert a number of limited length, because the conversion time of a long one is quadratic."""

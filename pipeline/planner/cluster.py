@@ -16,6 +16,7 @@ from weft.pipeline.limits import count, known_fields, number, short_repr
 MOST_BYTES = 2**20
 _SITE_FIELDS = ("name", "hosts", "gpus_per_host", "gpu", "price", "network_gbps", "region")
 _LINK_FIELDS = ("sites", "latency_ms", "bandwidth_mbps", "pair_mbps", "egress_price")
+_TEXTS = ("sites.*.name", "sites.*.gpu", "sites.*.region", "links.*.sites.*")
 BITS_IN_FLIGHT = 12.2e6
 """Bits in flight of one TCP connection: 1,220 Mbit/s at a delay of 10 ms, 293 at 40 (Atlas table 1)."""
 
@@ -127,7 +128,7 @@ def load_cluster(path: Path) -> Cluster:
         ValueError: the file cannot be read, or a field is unknown, missing or wrong; the message names it.
     """
     try:
-        return _cluster(read_yaml(path, most_bytes=MOST_BYTES))
+        return _cluster(read_yaml(path, most_bytes=MOST_BYTES, texts=_TEXTS))
     except ValueError as error:
         raise ValueError(f"cluster file {path}: {error}") from error
 

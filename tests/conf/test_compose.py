@@ -70,6 +70,29 @@ def test_text_has_letters_of_all_languages():
     assert (given.train.output_dir, given.train.name, given.data.path) == ("/home/jürgen/läufe", "ä b", "数据.jsonl")
 
 
+@pytest.mark.parametrize(
+    "text", ["007", "1e3", "1_000", "1.50", "0x1F", "12:30:45", "2024-11-28", "2024_11_28", "on", "no", "true", "NaN"]
+)
+def test_text_stays_as_it_is_written(text, tmp_path):
+    """In a command and a recipe file; YAML and Hydra read numbers, times, dates and truth values."""
+    assert compose([f"train.name={text}"]).train.name == text
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        f"train: {{name: {text}}}\nmodel: {{lora: {{target_modules: [a, {text}]}}}}\n"
+        f"data: {{sources: [{{path: {text}, weight: 1}}]}}\ncluster: {{routes: [[{text}]]}}\n"
+    )
+    config = compose([f"recipe={file}"])
+    assert (config.train.name, config.model.lora.target_modules[1]) == (text, text)
+    assert (config.data.sources[0].path, config.cluster.routes) == (text, [[text]])
+
+
+def test_a_recipe_file_with_a_section_twice_is_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 7}\noptimizer: {lr: 1}\ntrain:\n  name: a\n")
+    with pytest.raises(ValueError, match=r"mine.yaml: cannot be read: line 3: the key train is there twice; leave one"):
+        compose([f"recipe={file}"])
+
+
 def test_nothing_departs_by_default():
     assert compose() == WeftConfig()
 
