@@ -84,6 +84,8 @@ class ControllerConfig:
     """Largest number of requests in progress. Of more connections, the oldest without a request are closed."""
     receive_timeout_s: Annotated[float, POSITIVE] = 10.0
     """Seconds that a client has to send its request."""
+    send_timeout_s: Annotated[float, POSITIVE] = 60.0
+    """Seconds after which a client that reads nothing of its response is disconnected."""
     answer_slack_s: Annotated[float, POSITIVE] = 5.0
     """Seconds past the expected end of a prompt after which the controller starts to check the worker's
     health; the worker keeps its prompts as long as it answers."""

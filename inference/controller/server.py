@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
+import struct
 import sys
 from collections.abc import Mapping
 from math import ceil
@@ -35,6 +37,10 @@ KEEP_ALIVE_S = 30
 LARGEST_HEADER = 16_384
 IDLE_S = 1.0
 """Seconds that a connection may be without a request, however many there are."""
+UNSENT_BYTES = 65_536
+"""Bytes of a response that the kernel buffers before they can be sent."""
+_BYTES_ACKED = 120
+"""Offset of `tcpi_bytes_acked` in Linux's `tcp_info`."""
 
 
 def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
@@ -90,6 +96,7 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
 
     class Protocol(_Connection):
         receive_timeout_s = settings.receive_timeout_s
+        send_timeout_s = settings.send_timeout_s
         most = settings.max_connections
         idle: dict[_Connection, float] = {}
 
@@ -113,18 +120,24 @@ def server_config(app: FastAPI, settings: ControllerConfig) -> uvicorn.Config:
 class _Connection(H11Protocol):
     """A client's connection, for clients that are slow, silent, many or wrong. Uvicorn has no such limits.
 
-    It is closed if a request header takes too long to arrive, or the rest of a request that was refused. Of more
-    connections than `max_connections`, those without a request are closed, the oldest first.
+    It is closed if a request header takes too long to arrive, or the rest of a request that was refused. It is aborted
+    if its client reads nothing of a response for too long. Of more connections than `max_connections`, those without a
+    request are closed, the oldest first.
     """
 
     receive_timeout_s: float
+    send_timeout_s: float
     most: int
     idle: dict[_Connection, float]
     """Connections of the server that have no request in progress, and since when, oldest first."""
 
     def connection_made(self, transport: Any) -> None:
         self._too_slow: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=1)  # `pause_writing` whenever the kernel's buffer is full
+        self._socket: socket.socket = transport.get_extra_info("socket")
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._limit(is_receiving=True)
         if len(self.connections) > self.most:
             oldest, since_s = next(iter(self.idle.items()))
@@ -139,8 +152,17 @@ class _Connection(H11Protocol):
         super().on_response_complete()
         self._update()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(-1)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget()
+        self._stop_watching()
         super().connection_lost(exc)
 
     def close(self) -> None:
@@ -174,6 +196,21 @@ class _Connection(H11Protocol):
             self._stop_waiting()
         elif self._too_slow is None:
             self._too_slow = self.loop.call_later(self.receive_timeout_s, self.close)
+
+    def _watch_reader(self, acked: int) -> None:
+        """Abort the connection if the client has acknowledged no byte more than ``acked``."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED + 8)
+        (now_acked,) = struct.unpack_from("Q", info, _BYTES_ACKED)
+        if now_acked == acked:  # closing would wait until the client has read the rest, and the kernel longer
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+        else:
+            self._unread = self.loop.call_later(self.send_timeout_s, self._watch_reader, now_acked)
+
+    def _stop_watching(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _forget(self) -> None:
         self.idle.pop(self, None)

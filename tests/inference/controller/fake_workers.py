@@ -21,6 +21,7 @@ EVENTS = (
     b'data: {"choices": [{"text": "b", "finish_reason": "stop"}]}\n\n'
     b"data: [DONE]\n\n"
 )
+LONG_EVENT = b'data: {"choices": [{"text": "%s"}]}\n\n' % (b"x" * 30_000)
 TOKEN_S = 1.5 * 5e-4
 """Seconds per token of the cost model's cautious prior."""
 
@@ -41,7 +42,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
 
     dead, hung, dying (in a request), crashing (likewise, with an error), broken, strict, slow, busy (one prompt after
     the other), mute (no word on its health, but answers), crossing (closes connections when asked for its health, but
-    answers), leaving (aborts prompts, as vLLM does when it shuts down), full (answers 503).
+    answers), leaving (aborts prompts, as vLLM does when it shuts down), full (answers 503), endless (streams without
+    end).
     """
 
     def __init__(self, count):
@@ -53,6 +55,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         self.cancelled = []
         self.decoded = []
         """Requests of the decode server, `DECODE`: (request, body)."""
+        self.streamed = []
+        """Bytes that each endless stream has produced."""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -117,8 +121,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
             return httpx.Response(400, json={"error": {"message": "temperature"}}, headers=headers)
         if not body.get("stream"):
             await self.gate.wait()
-            reason = "abort" if fault == "leaving" else "stop"
-            return httpx.Response(200, json={"choices": [{"text": "hi", "finish_reason": reason}]}, headers=headers)
+            reason, text = "abort" if fault == "leaving" else "stop", "x" * 5_000_000 if fault == "endless" else "hi"
+            return httpx.Response(200, json={"choices": [{"text": text, "finish_reason": reason}]}, headers=headers)
         headers["content-type"] = "text/event-stream; charset=utf-8"
         return httpx.Response(200, headers=headers, stream=_Events(self, fault))
 
@@ -130,6 +134,13 @@ class _Events(httpx.AsyncByteStream):
         self.servers, self.fault = servers, fault
 
     async def __aiter__(self):
+        if self.fault == "endless":
+            number = len(self.servers.streamed)
+            self.servers.streamed.append(0)
+            while True:
+                self.servers.streamed[number] += len(LONG_EVENT)
+                await asyncio.sleep(0.001)
+                yield LONG_EVENT
         yield EVENTS[:30]
         await self.servers.gate.wait()
         if self.fault == "dying":

@@ -205,6 +205,7 @@ async def test_the_work_of_a_caller_that_has_left_is_given_up():
 
 
 STREAMED = json.dumps({"prompt": "hello", "stream": True}).encode()
+UNREAD = 20
 STREAM_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(STREAMED)
 
 
@@ -254,6 +255,58 @@ async def test_a_caller_that_leaves_ends_its_work_on_worker_and_decode_server(wh
                 await asyncio.sleep(0.01)
         assert workers.cancelled[0] == {"worker": "w0"}.get(where, where)
         assert bool(workers.decoded) == (where != "worker")
+
+
+@contextlib.asynccontextmanager
+async def unread(port, sent):
+    """A client with a small buffer that has sent a request."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        await loop.sock_sendall(client, sent)
+        yield client
+
+
+async def test_clients_that_never_read_hold_little_memory_for_a_limited_time_and_delay_no_other():
+    workers, got = FakeWorkers(1), [0, 0]
+    workers.fault = {"decode": "endless"}
+
+    async def read(client, number, most, pause_s):
+        while part := await asyncio.get_running_loop().sock_recv(client, most):
+            got[number] += len(part)
+            await asyncio.sleep(pause_s)
+
+    async with server(workers, DECODE, receive_timeout_s=10.0, send_timeout_s=1.0) as (port, _):
+        async with contextlib.AsyncExitStack() as clients, asyncio.timeout(20):
+            slow, fast, *_ = [
+                await clients.enter_async_context(unread(port, STREAM_HEAD + STREAMED)) for _ in range(UNREAD + 2)
+            ]
+            reading = [asyncio.create_task(read(slow, 0, 4096, 0.1)), asyncio.create_task(read(fast, 1, 2**20, 0.0))]
+            while workers.cancelled.count("stream") < UNREAD or got[1] < 3_000_000:
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(2.0)
+            assert not any(task.done() for task in reading) and got[0]
+            for task in reading:
+                task.cancel()
+        assert sorted(workers.streamed)[-3] < 1_000_000
+
+
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+async def test_an_answer_that_is_never_read_is_dropped(connection):
+    workers, loop = FakeWorkers(1), asyncio.get_running_loop()
+    workers.fault = {"decode": "endless"}
+    head = HEAD.replace(b"Host: x", b"Host: x\r\nConnection: " + connection)
+    async with (
+        server(workers, DECODE, receive_timeout_s=10.0, send_timeout_s=0.3) as (port, _),
+        unread(port, head + PREFILL) as client,
+        asyncio.timeout(10),
+    ):
+        await asyncio.sleep(1.0)
+        with pytest.raises(ConnectionError):
+            while await loop.sock_recv(client, 2**20):
+                pass
 
 
 async def test_accepted_requests_are_answered_after_sigterm():

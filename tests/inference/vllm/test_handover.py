@@ -29,7 +29,8 @@ PATIENCE_S = 600.0
 """In which a server has to start, and a request that is refused because the machine is busy is sent again."""
 
 NUM_PROMPTS = 5
-OUTPUT = 16
+OUTPUT, LONG = 16, 500
+BLOCKS = 20
 PREFILL_FIRST = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -118,8 +119,12 @@ def controller(config):
         thread.join(10)
 
 
+def stage_process(log, stage):
+    return int(re.findall(rf"\(Worker_PP{stage} pid=(\d+)\)", log.read_text())[-1])
+
+
 @contextlib.contextmanager
-def servers(model, folder, stages):
+def servers(model, folder, stages, arguments=()):
     """A stand-in for training, a worker in its bubbles, a stock instance that decodes, and a controller."""
     config = WeftConfig()
     config.cluster.ranks = config.pipeline.stages = stages
@@ -138,7 +143,7 @@ def servers(model, folder, stages):
     stock += ["--port", str(PORTS["decode"]), "--max-model-len", "2048", "--kv-cache-memory-bytes", str(2**28)]
     stock += ["--enforce-eager", "--no-enable-prefix-caching", "--distributed-executor-backend"]
     stock += [words[words.index("--distributed-executor-backend") + 1]]
-    stock += ["--kv-transfer-config", json.dumps(kv_transfer(prefill, on_cpu=True))]
+    stock += ["--kv-transfer-config", json.dumps(kv_transfer(prefill, on_cpu=True)), *arguments]
     stock_env = env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": "15700"}
     trainer = [sys.executable, Path(__file__).with_name("trainer.py"), worker.boards[0], "0.04", "0.01"]
     if stages > 1:
@@ -164,9 +169,9 @@ def prefill(ids, name):
     return ask(PORTS["controller"], first, name)["kv_transfer_params"]
 
 
-def decode(ids, name, transfer=None):
+def decode(ids, name, transfer=None, output=OUTPUT):
     """Tokens of the stock instance, which fetches the prompt by ``transfer`` or computes it itself."""
-    body = body_of(ids) | {"max_tokens": OUTPUT} | ({"kv_transfer_params": transfer} if transfer else {})
+    body = body_of(ids) | {"max_tokens": output} | ({"kv_transfer_params": transfer} if transfer else {})
     return ask(PORTS["decode"], body, name)["choices"][0]["token_ids"]
 
 
@@ -213,3 +218,33 @@ def test_a_stock_instance_computes_itself_what_a_killed_worker_had_prefilled(mod
         computed = prompt_tokens(PORTS["decode"], "local_compute") - before
         assert handed == decode(ids, "normal")
         assert computed >= len(ids)
+
+
+def test_a_stock_instance_computes_what_a_stopped_stage_had_prefilled_which_then_writes_nothing(model, tmp_path):
+    from weft.inference.worker.vllm_nixl import PUSH_S
+
+    ids, other, waiting, *_ = prompts()
+    # So few blocks that each prompt gets those of the one before.
+    with servers(model, tmp_path, 2, ["--num-gpu-blocks-override", str(BLOCKS)]) as _, ThreadPoolExecutor(2) as sender:
+        decode(other, "connected", prefill(other, "connected"))
+        transfer = prefill(ids, "stopped")
+        stage = stage_process(tmp_path / "prefill.log", 1)
+        os.kill(stage, signal.SIGSTOP)
+        before, begun_s = prompt_tokens(PORTS["decode"], "local_compute"), time.monotonic()
+        handed = decode(ids, "stopped", transfer)
+        took_s = time.monotonic() - begun_s
+        computed = prompt_tokens(PORTS["decode"], "local_compute") - before
+        long = sender.submit(decode, other, "long", output=LONG)
+        late = sender.submit(prefill, waiting, "waiting")
+        while prompt_tokens(PORTS["decode"], "local_compute") - before - computed < len(other):
+            time.sleep(0.1)
+        os.kill(stage, signal.SIGCONT)
+        untouched = long.result()
+        before = prompt_tokens(PORTS["decode"], "external_kv_transfer")
+        fetched = decode(waiting, "waiting", late.result())
+        assert prompt_tokens(PORTS["decode"], "external_kv_transfer") - before == len(waiting)
+        assert handed == decode(ids, "normal")
+        assert untouched == decode(other, "normal", output=LONG)
+        assert fetched == decode(waiting, "normal")
+    assert computed >= len(ids)
+    assert PUSH_S <= took_s < 2 * PUSH_S

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.inference.vllm.test_handover import BEARER, KEY, controller, until_ready
+from tests.inference.vllm.test_handover import BEARER, KEY, controller, stage_process, until_ready
 from tests.inference.vllm.test_recipe import WEFT
 from weft.conf.schema import WeftConfig
 
@@ -65,10 +64,6 @@ class Clients:
         while self.statuses.count(503) == begun:
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.2)
-
-
-def stage_process(log, stage):
-    return int(re.findall(rf"\(Worker_PP{stage} pid=(\d+)\)", log.read_text())[-1])
 
 
 @contextlib.contextmanager
