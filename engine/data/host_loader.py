@@ -192,6 +192,8 @@ class HostBlocks:
         for left in reversed(range(_ATTEMPTS)):
             try:
                 self._connection = self._connection or self._host.connect()
+                if self._interrupts != interrupts:  # since this iteration began, perhaps while it connected
+                    return None
                 return _request(self._connection, request.encode() + b"\n")
             except (EOFError, ConnectionError):
                 self._disconnect()

@@ -20,7 +20,7 @@ from weft.engine.data.documents import IGNORED, Document
 from weft.engine.data.host_loader import HostBlocks, HostLoader
 from weft.engine.data.mixture import MixedSource
 from weft.engine.data.open import open_source
-from weft.engine.data.order import Cursor, Order, Ranges, sequences
+from weft.engine.data.order import Cursor, Order, Placed, Ranges, sequences
 from weft.engine.data.packing import lay_out_contiguous, lay_out_single, lay_out_whole
 from weft.engine.data.pairs import lay_out_pairs, rows_of
 from weft.engine.data.prefetch import Prefetch
@@ -89,10 +89,10 @@ class Share:
     pairs: bool = False
     pad: int
 
-    def microbatches(
+    def read_ahead(
         self, cursor: Cursor, left_out: Ranges = (), rounds: Sequence[Sequence[int]] = ()
-    ) -> Iterator[tuple[Batch, Cursor, int]]:
-        """Yield this replica's micro-batches from ``cursor`` on, each with the next cursor and its number of tokens.
+    ) -> Prefetch[tuple[Batch, Cursor, int]]:
+        """Return this replica's micro-batches from ``cursor`` on, each with the next cursor and its number of tokens.
 
         At the end of a pass, a replica may have too few sequences. Sequences of padding then fill its micro-batch.
 
@@ -102,19 +102,21 @@ class Share:
         """
         blocks = Prefetch(self.host.read(cursor) if self.host else self.order.blocks(cursor), BLOCKS_AHEAD)
         upcoming = sequences(blocks, cursor, left_out)
-        turns, size = cycle(rounds or [(self.replica,)]), self.microbatch_size
-        try:
-            while drawn := list(islice(upcoming, size * self.num_replicas)):
-                placed, at = drawn[-1]
-                after = placed.at(at + 1)
-                for first in (replica * size for replica in next(turns)):
-                    rows = [placed.documents(at) for placed, at in drawn[first : first + size]]
-                    rows += [[] for _ in range(size - len(rows))]
-                    rows = rows_of(rows) if self.pairs else rows
-                    batch = collate(rows, self.order.sequence_length, self.pad, packing=self.packing)
-                    yield batch, after, sum(len(piece.ids) for pieces in rows for piece in pieces)
-        finally:
-            blocks.close()
+        return Prefetch(self._microbatches(upcoming, rounds or [(self.replica,)]), BATCHES_AHEAD, source=blocks)
+
+    def _microbatches(
+        self, upcoming: Iterator[tuple[Placed, int]], rounds: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[Batch, Cursor, int]]:
+        turns, size = cycle(rounds), self.microbatch_size
+        while drawn := list(islice(upcoming, size * self.num_replicas)):
+            placed, at = drawn[-1]
+            after = placed.at(at + 1)
+            for first in (replica * size for replica in next(turns)):
+                rows = [placed.documents(at) for placed, at in drawn[first : first + size]]
+                rows += [[] for _ in range(size - len(rows))]
+                rows = rows_of(rows) if self.pairs else rows
+                batch = collate(rows, self.order.sequence_length, self.pad, packing=self.packing)
+                yield batch, after, sum(len(piece.ids) for pieces in rows for piece in pieces)
 
 
 class MicrobatchLoader(Iterator[Batch]):
@@ -202,7 +204,7 @@ class MicrobatchLoader(Iterator[Batch]):
     def peek(self, count: int) -> list[Batch]:
         """Return the next ``count`` micro-batches, or fewer at the end of a pass, without reading past them."""
         if self._ahead is None:
-            self._ahead = Prefetch(self._share.microbatches(self._cursor, self.left_out, self._rounds), BATCHES_AHEAD)
+            self._ahead = self._share.read_ahead(self._cursor, self.left_out, self._rounds)
         self._peeked.extend(islice(self._ahead, max(0, count - len(self._peeked))))
         return [batch for batch, _, _ in islice(self._peeked, count)]
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, Full, Queue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from weft.conf.host.threads import Thread
 
@@ -17,7 +17,17 @@ T = TypeVar("T")
 _POLL_S = 0.1
 """Seconds between checks of a thread with a full queue for a request to stop."""
 _PATIENCE_S = 30.0
-"""Longest time in seconds for which `close` waits for the thread."""
+"""Longest time in seconds for which `close` waits for the thread, which may be waiting for storage."""
+
+
+class Closed(Exception):
+    """Raised in the thread of a prefetch that is being closed."""
+
+
+def check_open() -> None:
+    """Raise `Closed` if the prefetch of the current thread is being closed. Long work on an item calls this."""
+    if isinstance(thread := threading.current_thread(), _Filler) and thread.stop.is_set():
+        raise Closed
 
 
 @dataclass(frozen=True)
@@ -31,17 +41,21 @@ class Prefetch(Iterator[T], Generic[T]):
     """Iterator over items that a thread prepares, up to ``depth`` in advance.
 
     An error of the source is raised in place of its item. The first ``next`` starts the thread. `close` or the garbage
-    collection of this object stops it.
+    collection of this object stops it, and ends a ``next`` that waits in another thread.
     """
 
-    def __init__(self, items: Iterable[T], depth: int) -> None:
-        """Take over ``items``, which must not be used elsewhere from now on."""
+    def __init__(self, items: Iterable[T], depth: int, source: Prefetch[Any] | None = None) -> None:
+        """Take over ``items``, which must not be used elsewhere from now on.
+
+        Args:
+            source: a prefetch that ``items`` reads. It is closed with this one.
+        """
         assert depth > 0, depth
         self._queue: Queue[T | _End] = Queue(depth)
         self._stop = threading.Event()
         # The thread must not refer to this object. Otherwise it would never be collected.
-        self._thread = Thread(_fill, items, self._queue, self._stop, name="weft-prefetch")
-        self._shut = weakref.finalize(self, _shut, self._queue, self._stop, self._thread)
+        self._thread = _Filler(items, self._queue, self._stop)
+        self._shut = weakref.finalize(self, _shut, self._queue, self._thread, source)
 
     def __next__(self) -> T:
         if self._stop.is_set():
@@ -55,23 +69,35 @@ class Prefetch(Iterator[T], Generic[T]):
         raise item.error
 
     def close(self) -> None:
-        """Stop the thread after the current item, and discard queued items."""
+        """Stop the thread after the current item, or at its next `check_open`, and discard queued items."""
         self._shut()
 
 
-def _shut(queue: Queue, stop: threading.Event, thread: threading.Thread) -> None:
+class _Filler(Thread):
+    """The thread of a prefetch."""
+
+    def __init__(self, items: Iterable[Any], queue: Queue, stop: threading.Event) -> None:
+        super().__init__(_fill, items, queue, stop, name="weft-prefetch")
+        self.stop = stop
+
+
+def _shut(queue: Queue, thread: _Filler, source: Prefetch[Any] | None) -> None:
     """Stop a thread. Also called at interpreter exit, when a thread inside native code could crash the process."""
-    stop.set()
+    thread.stop.set()
+    if source is not None:
+        source.close()
     with suppress(Empty):
         while True:
             queue.get_nowait()
+    with suppress(Full):
+        queue.put_nowait(_End(StopIteration()))  # for a consumer that waits
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join(_PATIENCE_S)
 
 
 def _fill(items: Iterable[T], queue: Queue, stop: threading.Event) -> None:
     try:
-        for item in items:
+        for item in () if stop.is_set() else items:
             if not _put(queue, item, stop):
                 break
         end: BaseException = StopIteration()

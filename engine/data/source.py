@@ -18,6 +18,7 @@ from weft.conf.host.owners import is_trusted, own_folder
 from weft.engine.data.documents import Document, Documents, InMemory, OnDisk, Part, column
 from weft.engine.data.encode import Encoder
 from weft.engine.data.messages import without_nulls
+from weft.engine.data.prefetch import check_open
 from weft.engine.data.tokens import AT_ONCE
 
 ENCODED_AT_ONCE = 256
@@ -130,6 +131,7 @@ class StreamedSource:
             items: list[Document] = []
             first = number
             while room := self._room(items):
+                check_open()
                 values = [self._encoder.value_of(row) for row in _some(rows, room)]
                 if not values:
                     break

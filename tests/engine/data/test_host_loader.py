@@ -202,6 +202,20 @@ def test_a_wait_for_a_block_can_be_interrupted(data, tokenizer):
     assert not found and host.process is None
 
 
+@pytest.mark.timeout(30)
+def test_an_interruption_while_it_connects_is_not_lost(data, tokenizer, monkeypatch):
+    host = open_host(data, tokenizer)
+    blocks, (ours, theirs) = HostBlocks(host, evaluation=False), socket.socketpair()  # it never answers
+
+    def connect():
+        blocks.interrupt()
+        return ours
+
+    monkeypatch.setattr(host, "connect", connect)
+    assert not list(blocks.read(Cursor()))
+    theirs.close()
+
+
 @pytest.mark.timeout(60)
 def test_a_process_that_always_ends_is_an_error(data, tokenizer, monkeypatch):
     monkeypatch.setattr(module.sys, "executable", "/bin/false")

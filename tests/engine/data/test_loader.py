@@ -1,22 +1,25 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+import threading
+from itertools import islice, repeat
 
 import numpy as np
 import pytest
 import torch
+from datasets import IterableDataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.data.test_packing import document
 from weft.conf.schema import DataConfig, DataKind
 from weft.engine.data import build_loader
-from weft.engine.data.documents import IGNORED, InMemory
+from weft.engine.data.documents import IGNORED, InMemory, Part
+from weft.engine.data.encode import TextEncoder
 from weft.engine.data.loader import MicrobatchLoader, Share
 from weft.engine.data.order import Order
 from weft.engine.data.packing import lay_out_contiguous, lay_out_whole
-from weft.engine.data.source import Block
+from weft.engine.data.source import Block, StreamedSource
 
 
 class Blocks:
@@ -303,3 +306,19 @@ def test_streamed_files_change_places_from_epoch_to_epoch(config, tokenizer):
         first.setdefault(loader.state_dict()["epoch"], tokenizer.decode(batch["input_ids"][0][:6]))
     loader.close()
     assert len(set(first.values())) > 1
+
+
+def test_closing_amid_an_endless_block_of_a_stream_leaves_no_thread(tokenizer):
+    started = threading.Event()
+
+    def rows():
+        started.set()
+        yield from repeat({"text": "word"})
+
+    rows_of_block = {"block_documents": 10**9, "part": Part(fraction=0.0, evaluation=False)}
+    encoder = TextEncoder(tokenizer, "text")
+    loader = share(StreamedSource(IterableDataset.from_generator(rows), encoder, name="endless", **rows_of_block))
+    threading.Thread(target=next, args=(loader, None), daemon=True).start()
+    started.wait()
+    loader.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "weft-prefetch"]

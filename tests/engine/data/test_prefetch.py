@@ -6,6 +6,7 @@ from itertools import count, islice
 
 import pytest
 
+from weft.engine.data import prefetch
 from weft.engine.data.prefetch import Prefetch
 
 
@@ -82,3 +83,26 @@ def test_a_forgotten_prefetch_stops_by_itself():
 def test_nothing_runs_before_the_first_item_is_wanted():
     Prefetch(count(), 2)
     assert not threads()
+
+
+@pytest.mark.timeout(60)
+def test_closing_ends_a_wait_in_another_thread(monkeypatch):
+    monkeypatch.setattr(prefetch, "_PATIENCE_S", 0.1)
+    started, released = threading.Event(), threading.Event()
+
+    def items():
+        started.set()
+        released.wait()
+        yield 1
+
+    ahead = Prefetch(items(), 2)
+    found: list[object] = []
+    consumer = threading.Thread(target=lambda: found.append(next(ahead, "closed")), daemon=True)
+    consumer.start()
+    started.wait()
+    ahead.close()
+    consumer.join(10)
+    released.set()
+    assert found == ["closed"]
+    for thread in threads():
+        thread.join()
