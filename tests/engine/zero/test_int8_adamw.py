@@ -6,9 +6,11 @@ from torch import nn
 
 from tests.engine.checkpoint.engines import resume, save_and_go_on
 from tests.engine.tiny import reference_losses, tiny_config
+from tests.engine.zero import test_norm
+from tests.engine.zero.replicas import SmallStage
 from tests.engine.zero.small_blocks import LEAST, losses_with_bitsandbytes, with_small_blocks
 from weft.conf.schema import OptimizerState
-from weft.engine.zero import Bucket, Collectives, int8_adamw
+from weft.engine.zero import Bucket, Collectives, NonFiniteError, Skips, int8_adamw
 from weft.engine.zero.int8_adamw import Int8AdamW
 from weft.tools.ranks import run_ranks
 
@@ -63,6 +65,41 @@ def test_shards_step_as_bitsandbytes_steps_whole_parameters(zero_stage, num_repl
             found = torch.cat([o.state[f.tensor][key].flatten() for f, o in parts])
             assert torch.equal(found, theirs.state[whole][key].flatten()), key
         assert all(f.start % 256 == 0 for f, _ in parts)
+
+
+def held_by(trained):
+    states = trained.optimizer.state.values()
+    tensors = [*trained.weights(), *(x for state in states for x in state.values() if isinstance(x, torch.Tensor))]
+    return [tensor.clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_gradient_that_is_not_finite_is_skipped_or_named_as_with_fp32_moments(value, monkeypatch):
+    def tagged_stage(**keywords):
+        stage = SmallStage(**keywords)
+        int8_adamw.tag(stage.named_parameters())
+        return stage
+
+    monkeypatch.setattr(int8_adamw, "has_int8_state", lambda count: count >= 16)
+    monkeypatch.setattr(test_norm, "SmallStage", tagged_stage)
+    skipping = test_norm.Trained(make=Int8AdamW, skips=Skips(3))
+    skipping.step()
+    before = held_by(skipping)
+    skipping.step(spoilt=value)
+    assert skipping.optimizer.overflow and any(tensor.dtype is torch.uint8 for tensor in before)
+    assert all(map(torch.equal, held_by(skipping), before))
+    messages = []
+    for kind in (Int8AdamW, torch.optim.AdamW):
+        trained = test_norm.Trained(make=kind)
+        trained.step()
+        trained.step(spoilt=value)
+        with pytest.raises(NonFiniteError) as raised:
+            trained.optimizer.check_finite()
+        with pytest.raises(NonFiniteError, match="no longer finite"):
+            trained.optimizer.restored([])  # drops the norm, so that weights and moments are looked at
+            trained.optimizer.check_finite()
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
 
 
 def config_of(**keywords):
