@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import Trainer
@@ -14,12 +15,25 @@ LEAVE_OUT = "leave it out"
 TRL = "trl"
 """Package whose trainers run the model themselves, and read settings that other trainers ignore."""
 
+_UNCALLED = {
+    "training_step": "a schedule runs the micro-batches; override compute_loss",
+    "create_optimizer": "a rank optimises its stages only, after the model is cut; override "
+    "get_optimizer_cls_and_kwargs or get_decay_parameter_names",
+    "_prepare_inputs": "the engine itself puts micro-batches on devices; change them in data_collator",
+    "prediction_step": "a schedule runs the micro-batches of evaluations; override compute_loss or evaluate",
+    "_get_num_items_in_batch": "the engine counts the labels of all replicas; override compute_loss",
+    "_save": "no rank has the whole model; override save_model",
+}
+"""Methods of the Trainer that are not called, with the reason and the remedy."""
+
+
+def _overrides(name: str, trainer: Trainer) -> bool:
+    """True if the trainer's class has a method ``name`` that is neither transformers' nor Weft's."""
+    return getattr(type(trainer), name).__module__.partition(".")[0] not in ("transformers", "weft")
+
+
 _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
-    (
-        "training_step",
-        lambda t: not type(t).training_step.__module__.startswith("weft."),
-        "a schedule runs the micro-batches; override compute_loss",
-    ),
+    *((name, partial(_overrides, name), remedy) for name, remedy in _UNCALLED.items()),
     (
         "args of TRL",
         lambda t: _of_trl(type(t.args)),
@@ -31,8 +45,19 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
     ("predict_with_generate", lambda t: getattr(t.args, "predict_with_generate", False), NO_LOGITS),
     (
         "optimizers",
-        lambda t: t.optimizer,
-        "a rank optimises its stages only, after the model is cut; give optim, or optimizer_cls_and_kwargs",
+        lambda t: t.optimizer or t.lr_scheduler,
+        "a rank optimises its stages only, after the model is cut; give optim, or optimizer_cls_and_kwargs, and "
+        "lr_scheduler_type, or override create_scheduler",
+    ),
+    (
+        "max_grad_norm",
+        lambda t: (t.args.max_grad_norm or 0) < 0,
+        "no gradient has a norm below 0; give 0 to clip none",
+    ),
+    (
+        "num_train_epochs",
+        lambda t: t.args.max_steps <= 0 and t.args.num_train_epochs <= 0,
+        "there would be no step to train; give more, or max_steps",
     ),
     (
         "optim",

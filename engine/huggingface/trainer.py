@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.trainer_callback import TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -115,6 +116,9 @@ class WeftTrainer(Trainer):
         """Create the accelerator. Only data loaders are prepared, and divided over replicas instead of ranks."""
         init_distributed(self._layout.deepspeed(), timeout_s=self.args.ddp_timeout)
         super().create_accelerator_and_postprocess()
+        if self.args.deepspeed:  # num_steps of accelerator_config, or a script, may have changed the arguments
+            self.args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(self.args.deepspeed)
+            self.args.hf_deepspeed_config.trainer_config_process(self.args)
         self.accelerator.prepare = self._share_loader
 
     def _share_loader(self, loader: DataLoader, even: bool | None = None) -> DataLoader:

@@ -294,10 +294,10 @@ def refusals(folder: str) -> dict[str, str]:
     import transformers
 
     from weft import WeftTrainer
+    from weft.engine.huggingface.refusals import _UNCALLED
 
-    class OwnStep(WeftTrainer):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            return super().training_step(*args, **kwargs)
+    def own(name: str) -> Any:
+        return type("Own", (WeftTrainer,), {name: lambda self, *args: getattr(super(type(self), self), name)(*args)})
 
     on_device(True)
     said = {}
@@ -322,10 +322,15 @@ def refusals(folder: str) -> dict[str, str]:
     foreign = arguments(folder, deepspeed=section(1), use_cpu=True)
     foreign.__class__ = type("SFTConfig", (transformers.TrainingArguments,), {"__module__": "trl.trainer.sft_config"})
     attempt("args of TRL", lambda model, _, **__: WeftTrainer(model, foreign))
-    attempt("training_step", OwnStep)
+    for name in _UNCALLED:
+        attempt(name, own(name))
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         attempt(name, **{name: nothing})
-    attempt("optimizers", optimizers=(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), None))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    attempt("optimizers", optimizers=(optimizer, None))
+    attempt("lr_scheduler_type, or", optimizers=(None, torch.optim.lr_scheduler.ConstantLR(optimizer)))
+    attempt("max_grad_norm", max_grad_norm=-1.0)
+    attempt("num_train_epochs", num_train_epochs=0)
     attempt("lr_scheduler_type", lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
     attempt("torch_compile", torch_compile=True)
     attempt("auto_find_batch_size", auto_find_batch_size=True)

@@ -19,6 +19,7 @@ from tests.engine.huggingface.runs import (
     weft,
 )
 from weft.comm.key import VARIABLE
+from weft.engine.huggingface.refusals import _UNCALLED
 from weft.tools.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -32,8 +33,12 @@ def close(found, expected):
 
 @pytest.mark.parametrize("use_cpu", [False, True])
 def test_two_stages_match_one_process(tmp_path, use_cpu):
-    """40 sequences, 2 per micro-batch, 4 micro-batches: 5 steps per epoch; the Trainer's smoothed labels, too."""
-    more = {"label_smoothing_factor": 0.1} if use_cpu else {}
+    """40 sequences, 2 per micro-batch, 4 micro-batches: 5 steps per epoch; also with smoothed labels, and the number of
+    micro-batches from accelerate's settings.
+    """
+    accelerated = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    more = {"gradient_accumulation_steps": 1, "accelerator_config": accelerated, "label_smoothing_factor": 0.1}
+    more = more if use_cpu else {}
     expected = run_ranks(1, stock, str(tmp_path), 40, more)[0]
     for logs in run_ranks(2, weft, str(tmp_path), 40, more | {"use_cpu": use_cpu}, section(2)):
         close(logs, expected)
@@ -184,10 +189,13 @@ def test_trainer_example_of_the_docs_trains(tmp_path):
 REFUSED = [
     "TRL's SFTTrainer",
     "args of TRL",
-    "training_step",
+    *_UNCALLED,
     "compute_metrics",
     "preprocess_logits_for_metrics",
     "optimizers",
+    "lr_scheduler_type, or",
+    "max_grad_norm",
+    "num_train_epochs",
     "lr_scheduler_type",
     "torch_compile",
     "auto_find_batch_size",
