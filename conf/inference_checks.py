@@ -44,10 +44,10 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
 def _controller(config: WeftConfig) -> Iterator[str]:
     for worker in config.inference.controller.workers:
         yield from _url("inference.controller.workers.url", worker.url, "http://127.0.0.1:8001")
-        if not worker.boards:
+        if worker.cost and not worker.boards:
             yield (
-                "inference.controller.workers.boards=[]: the worker has no boards that tell when it may run; "
-                "give the bubble board of each rank whose device it uses"
+                f"inference.controller.workers.cost={worker.cost}: a worker without boards on this host reports its "
+                "costs; leave it out, or give the bubble board of each rank whose device it uses"
             )
         if len(worker.boards) % worker.stages:
             yield (

@@ -23,7 +23,8 @@ class PrefillWorkerConfig:
     url: str = ""
     """URL of the worker's HTTP server, such as http://127.0.0.1:8001."""
     boards: list[str] = field(default_factory=list)
-    """Bubble boards of the ranks whose devices the worker uses; it computes only while all of them idle."""
+    """Bubble boards of the ranks whose devices the worker uses; it computes only while all of them idle. Empty for a
+    worker of `weft serve` on another host, which reports its bubbles and costs."""
     stages: Annotated[int, Range(1, 64)] = 1
     """Pipeline stages of the worker, each on as many of the ranks, in the order of `boards`. Each computes only while
     its own ranks idle."""

@@ -51,6 +51,12 @@ class CommonBubbles:
         return [(start_s, end_s) for start_s, end_s in found if end_s - start_s >= SHORTEST_S]
 
 
+def stage_bubbles(boards: Sequence[str], stages: int) -> list[CommonBubbles]:
+    """Return the bubbles of each stage of a worker, whose ranks write ``boards``, stage after stage."""
+    readers, each = [BoardReader(board) for board in boards], len(boards) // stages
+    return [CommonBubbles(readers[stage * each : (stage + 1) * each]) for stage in range(stages)]
+
+
 def intersection(spans: Spans, others: Spans) -> list[tuple[float, float]]:
     """Return the intersection of two sorted lists of disjoint spans."""
     found, one, other = [], 0, 0

@@ -13,12 +13,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import httpx
 
 from weft.conf.schema import ControllerConfig
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.metrics import Metrics
+from weft.inference.controller.reports import FRESH_S, ReportedBubbles, read_report
 from weft.inference.controller.worker import Ticket, Worker
 from weft.inference.requests import Completion, Refusal
 
@@ -49,8 +51,17 @@ class PrefillRequest:
 class Dispatch:
     """Requests in flight, and periodic health probes of all workers."""
 
-    def __init__(self, fleet: Fleet, settings: ControllerConfig, metrics: Metrics, client: httpx.AsyncClient) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: ControllerConfig,
+        metrics: Metrics,
+        client: httpx.AsyncClient,
+        *,
+        server_key: str = "",
+    ) -> None:
         self._fleet, self._settings, self._metrics, self._client = fleet, settings, metrics, client
+        self._server_key = server_key
 
     async def probe_all(self) -> None:
         """Probe all workers once, and read their bubbles."""
@@ -77,17 +88,41 @@ class Dispatch:
                 logger.exception("probing the workers failed; retrying in %g s", self._settings.probe_s)
 
     async def probe(self, worker: Worker) -> None:
-        """Check a worker's health, and update whether it is up."""
-        timeout_s = min(self._settings.silence_s, max(1.0, self._settings.probe_s))
+        """Check a worker's health, and update whether it is up. Read the report of one on another host."""
+        silence_s = min(self._settings.silence_s, FRESH_S if worker.is_remote else inf)
+        timeout_s = min(silence_s, max(1.0, self._settings.probe_s))
         try:
             response = await self._client.get(f"{worker.url}/health", timeout=timeout_s)
+            if worker.is_remote and response.is_success:
+                await self._read_report(worker, timeout_s)
         except httpx.ConnectError:
             self._fleet.set_up(worker, False)
         except httpx.TransportError:  # slow. If dead it refuses the next one
-            if time.monotonic() - worker.heard_s > self._settings.silence_s:
+            if time.monotonic() - worker.heard_s > silence_s:
                 self._fleet.set_up(worker, False)
         else:
             self._fleet.set_up(worker, response.is_success)
+
+    async def _read_report(self, worker: Worker, timeout_s: float) -> None:
+        try:
+            report = await read_report(
+                self._client,
+                worker.url,
+                self._server_key,
+                stages=len(worker.boards),
+                quantile=self._fleet.quantile,
+                horizon_s=self._settings.deadline_s,
+                timeout_s=timeout_s,
+            )
+        except ValueError as error:
+            if worker.problem != str(error):
+                logger.warning("no prompts for this worker, whose bubbles are unknown: %s", error)
+            worker.problem = str(error)
+            return
+        worker.problem, worker.costs = "", report.costs
+        for bubbles, spans in zip(worker.boards, report.stages, strict=True):
+            assert isinstance(bubbles, ReportedBubbles)
+            bubbles.update(spans)
 
     async def prefill(self, request: PrefillRequest) -> tuple[httpx.Response, Ticket]:
         """Prefill a prompt on the best worker, and on failure on the next best.
@@ -153,6 +188,8 @@ class Dispatch:
                 if answer.done():
                     worker.heard_s = time.monotonic()
                     return answer.result()
+                if worker.is_remote and not worker.up:
+                    raise httpx.ConnectError("its site is cut off")  # the prompt is not the cause
                 if not worker.bubbles:
                     waited_s = time.monotonic() - ticket.placed_s
                     raise Refusal(

@@ -52,6 +52,11 @@ class Fleet:
         return self._prefill.max_tokens
 
     @property
+    def quantile(self) -> float:
+        """Share of steps that should finish within the prediction."""
+        return self._prefill.quantile
+
+    @property
     def serving(self) -> int:
         """Number of workers that are up and have bubbles ahead."""
         return sum(1 for worker in self.workers if worker.up and worker.bubbles)

@@ -21,13 +21,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from weft.conf.host.processes import allow_files
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import ControllerConfig, PrefillWorkerConfig, WeftConfig
-from weft.inference.board.common_bubbles import CommonBubbles
+from weft.inference.board.common_bubbles import stage_bubbles
 from weft.inference.board.layout import boards_folder
-from weft.inference.board.reader import BoardReader
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.fleet import Fleet
 from weft.inference.controller.peers import Peers
 from weft.inference.controller.prompts import counter
+from weft.inference.controller.reports import ReportedBubbles
 from weft.inference.controller.service import Service
 from weft.inference.controller.worker import Bubbles
 from weft.inference.requests import Refusal
@@ -80,9 +80,10 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
 
 
 def _bubbles_of(address: PrefillWorkerConfig) -> list[Bubbles]:
-    """Return the bubbles of each stage of a worker."""
-    boards, each = [BoardReader(board) for board in address.boards], len(address.boards) // address.stages
-    return [CommonBubbles(boards[stage * each : (stage + 1) * each]) for stage in range(address.stages)]
+    """Return the bubbles of each stage of a worker, which reports them if no boards on this host are given."""
+    if not address.boards:
+        return [ReportedBubbles() for _ in range(address.stages)]
+    return list(stage_bubbles(address.boards, address.stages))
 
 
 def serve(app: FastAPI, settings: ControllerConfig) -> None:

@@ -91,7 +91,7 @@ class Service:
         # Workers are local: ignore the environment's proxy settings.
         self.client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False, limits=limits)
         self.outer_client = httpx.AsyncClient(transport=transport, trust_env=False, limits=limits)
-        self.dispatch = Dispatch(fleet, settings, self._metrics, self.client)
+        self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
         self._answers = (
             Answers(AnsweringServer(decode_url, self.client, connect_s=connect_s), self.dispatch, self._metrics)
             if decode_url

@@ -68,10 +68,14 @@ class Worker:
     def __init__(self, index: int, address: PrefillWorkerConfig, boards: Sequence[Bubbles]) -> None:
         self.index = index
         self.url = address.url.rstrip("/")
-        self.key = ",".join(map(os.path.abspath, address.boards))
+        self.is_remote = not address.boards
+        """True if it is on another host, and reports its bubbles and costs."""
+        self.key = ",".join(map(os.path.abspath, address.boards)) or self.url
         """Identifies the worker among controllers, which may use different URLs."""
         self.boards = boards
         self.up = False
+        self.problem = ""
+        """Why its last report could not be used, or empty."""
         self.heard_s = -inf
         """Time of its last response."""
         self.slowdown = Slowdown()
@@ -149,7 +153,8 @@ class Worker:
     @property
     def learning(self) -> bool:
         """True if a cost model of it has seen too few steps to refuse requests by it."""
-        return bool(self._cost_files) and any(cost.steps < TRUSTED for cost in self.costs)
+        has_costs = self.is_remote or bool(self._cost_files)
+        return has_costs and any(cost.steps < TRUSTED for cost in self.costs)
 
     def passed_s(self, now_s: float) -> float:
         """Return the seconds of work that fitted into its bubbles so far, at the predicted speed."""

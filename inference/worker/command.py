@@ -21,7 +21,7 @@ from weft.inference.board.layout import board_path, boards_folder
 from weft.inference.requests import UNSENDABLE, is_sendable
 from weft.inference.worker.score_arrays import SPARE
 from weft.inference.worker.scorer import Scorer
-from weft.inference.worker.settings import WorkerSettings
+from weft.inference.worker.settings import SETTINGS_VARIABLE, WorkerSettings
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -329,6 +329,7 @@ def environment(
     # The model runs eagerly. vLLM also compiles helpers, which takes seconds at the first request that needs them.
     env.setdefault("TORCH_COMPILE_DISABLE", "1")
     env["WEFT_WORKER_STATUS"] = str(worker.status)
+    env[SETTINGS_VARIABLE] = json.dumps(settings_of(config, worker).to_additional_config())
     if config.inference.evaluate.enabled:
         env[FOLDER_VARIABLE] = config.inference.prefill.model
     if config.inference.evaluate.enabled or config.inference.scores.enabled:

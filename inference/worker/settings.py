@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 SECTION = "weft"
+SETTINGS_VARIABLE = "WEFT_WORKER_SETTINGS"
+"""Environment variable of the process that answers requests, with the same JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

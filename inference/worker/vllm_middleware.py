@@ -19,8 +19,11 @@ from typing import Any
 
 from weft.inference.requests import Completion, Refusal, as_prefill, check_prefill_only, parse
 from weft.inference.worker import vllm_scores
+from weft.inference.worker.bubble_report import ROUTE as REPORT
+from weft.inference.worker.bubble_report import BubbleReport
 from weft.inference.worker.proofs import HEADER, SCHEME, answer_proof, nonce_of
 from weft.inference.worker.score_arrays import ROUTE as SCORES
+from weft.inference.worker.settings import SETTINGS_VARIABLE
 from weft.inference.worker.status import is_leaving, problem_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE, ROUTE, Weights
 
@@ -33,8 +36,8 @@ Answer = tuple[Mapping[str, Any] | bytes, Headers]
 
 HEALTH = ("GET", "/health")
 GENERATING = (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"))
-SCORING = ("POST", SCORES)
-ALLOWED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), SCORING, *GENERATING)
+SCORING, REPORTING = ("POST", SCORES), ("GET", REPORT)
+ALLOWED = (HEALTH, ("GET", "/v1/models"), ("GET", "/metrics"), SCORING, REPORTING, *GENERATING)
 REPLACING = (("GET", ROUTE), ("POST", ROUTE))
 """Routes of workers whose weights can be replaced."""
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -118,6 +121,8 @@ class ApiMiddleware(KeyMiddleware):
         super().__init__(app)
         status = os.environ.get(STATUS_VARIABLE, "")
         self._status = Path(status) if status else None
+        settings = os.environ.get(SETTINGS_VARIABLE, "")
+        self._report = BubbleReport(settings) if settings else None
         weights = os.environ.get(FOLDER_VARIABLE, "")
         self._weights = Weights(weights) if weights else None
 
@@ -149,8 +154,13 @@ class ApiMiddleware(KeyMiddleware):
 
     async def _answer(self, scope: Message, receive: Receive) -> Answer | None:
         asked = scope["method"], scope["path"]
+        if asked in (SCORING, REPORTING) and NONCE not in scope:
+            raise Refusal(401, f"{asked[1]}: the answer needs a nonce; send `Authorization: Weft NONCE:PROOF`")
         if asked == SCORING:
             return await self._score(scope, receive)
+        if asked == REPORTING and self._report is not None:
+            report = await asyncio.to_thread(self._report.answer, scope["query_string"])
+            return report, self._proved(scope, b"", report)
         if self._weights is None or asked not in REPLACING:
             return None
         if asked[0] == "POST":
@@ -159,12 +169,13 @@ class ApiMiddleware(KeyMiddleware):
         return {"name": self._weights.name}, ()
 
     async def _score(self, scope: Message, receive: Receive) -> Answer:
-        if NONCE not in scope:
-            raise Refusal(401, f"{SCORES}: the answer needs a nonce; send `Authorization: Weft NONCE:PROOF`")
         body = await _read_in_time(receive)
         scores = await vllm_scores.score(scope["app"].state, parse(body, max_depth=MOST_DEPTH), receive)
-        proof = answer_proof(self._key, scope[NONCE], body, scores)
-        return scores, [(HEADER.encode(), proof.encode())]
+        return scores, self._proved(scope, body, scores)
+
+    def _proved(self, scope: Message, request: bytes, answer: bytes) -> Headers:
+        """Return the header that proves an answer."""
+        return [(HEADER.encode(), answer_proof(self._key, scope[NONCE], request, answer).encode())]
 
     async def _exchange(self, scope: Message, receive: Receive, send: _Response) -> tuple[Receive, Send]:
         if (scope["method"], scope["path"]) not in GENERATING:

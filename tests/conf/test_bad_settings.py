@@ -186,7 +186,7 @@ BAD = [
     (["inference.controller.workers=[{url: localhost, boards: [x]}]"], "give it as in http://127.0.0.1:8001"),
     (["inference.controller.models=[{name: a, url: localhost}]"], "give it as in http://127.0.0.1:8500"),
     (["inference.controller.models=[{url: 'http://x'}]"], "empty, or another model's"),
-    (["inference.controller.workers=[{url: http://localhost}]"], "give the bubble board of each rank"),
+    (["inference.controller.workers=[{url: http://localhost, cost: x}]"], "give the bubble board of each rank"),
     (["inference.controller.deadline_s=0"], "above 0"),
 ]
 
