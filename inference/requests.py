@@ -166,6 +166,7 @@ def prompt_part(value: Mapping[str, Any]) -> dict[str, Any] | None:
         or value.get("prompt_logprobs") is not None
         or (value.get("echo") and value.get("logprobs") is not None)
         or _has_media(value.get("messages"))
+        or _depends_on_server(value)
     ):
         return None
     kept = {name: field for name, field in value.items() if name not in _OF_ANSWERS}
@@ -181,6 +182,21 @@ def _has_media(messages: object) -> bool:
         for part in message["content"]
     ]
     return any(isinstance(part, dict) and part.get("type") not in ("text", "refusal", "thinking") for part in parts)
+
+
+def _depends_on_server(value: Mapping[str, Any]) -> bool:
+    """True if a worker might compute another prompt than the decode server, or a grammar outside of bubbles.
+
+    A negative `truncate_prompt_tokens` leaves what the server's own model length allows. Some chat templates print
+    `response_format`, and a required tool is enforced by a grammar of its parameters (vLLM 0.32.0).
+    """
+    most, answer_format = value.get("truncate_prompt_tokens"), value.get("response_format")
+    is_text = answer_format is None or (isinstance(answer_format, dict) and answer_format.get("type") == "text")
+    return (
+        not (most is None or (_is_int(most) and most >= 0))
+        or ("messages" in value and not is_text)
+        or value.get("tool_choice") not in (None, "none", "auto")
+    )
 
 
 def num_prompts(value: Mapping[str, Any]) -> int:

@@ -16,8 +16,6 @@ from weft.inference.board.writer import BoardWriter
 from weft.inference.worker.settings import SETTINGS_VARIABLE, WorkerSettings
 from weft.inference.worker.vllm_middleware import KeyMiddleware, PrefillOnlyMiddleware
 
-COMPUTING_S = 0.2
-
 
 def train(path: Path) -> None:
     """Step for ever: a bubble of 80 ms in 100 ms."""
@@ -29,23 +27,36 @@ def train(path: Path) -> None:
         time.sleep(0.02)
 
 
-def main(port: int, folder: str) -> None:
-    """Serve until killed. Without a folder, serve as a decode server."""
+def main(port: int, computing_s: float, folder: str) -> None:
+    """Serve until killed: prompts in their order. Without a folder, serve as a decode server."""
     if folder:
         board = Path(folder) / "rank0.board"
         threading.Thread(target=train, args=(board,), daemon=True).start()
         settings = WorkerSettings(boards=(str(board),), guard_s=0.002, quantile=0.98, cost_file=f"{folder}/cost.json")
         os.environ[SETTINGS_VARIABLE] = json.dumps(settings.to_additional_config())
-    app = FastAPI()
+    app, computing = FastAPI(), asyncio.Lock()
+    running: list[int] = []
+    most = {"running": 0}
     app.state.server = SimpleNamespace(should_exit=False)
 
     @app.get("/health")
     async def health() -> None:
         pass
 
+    @app.get("/metrics")
+    async def metrics() -> dict:
+        """Return how many prompts were here at once since the last call."""
+        before = dict(most)
+        most["running"] = len(running)
+        return before
+
     @app.post("/v1/completions")
     async def complete() -> dict:
-        await asyncio.sleep(COMPUTING_S)
+        most["running"] = max(most["running"], len(running) + 1)
+        running.append(1)
+        async with computing:
+            await asyncio.sleep(computing_s)
+        running.pop()
         return {"kv_transfer_params": {"do_remote_prefill": True}, "choices": [{"finish_reason": "length"}]}
 
     app.add_middleware(PrefillOnlyMiddleware if folder else KeyMiddleware)
@@ -53,4 +64,4 @@ def main(port: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3])

@@ -60,6 +60,11 @@ async def test_a_worker_computes_the_prompt_and_the_decode_server_the_answer(pat
         {"prompt": {"a": 1}},
         {"prompt": "word " * 5000},
         {"prompt": None, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        CHAT | {"prompt": None, "response_format": {"type": "json_object"}},
+        CHAT | {"prompt": None, "tool_choice": "required"},
+        CHAT | {"prompt": None, "tool_choice": {"type": "function", "function": {"name": "look"}}},
+        {"truncate_prompt_tokens": -1},
+        {"truncate_prompt_tokens": "-1"},
     ],
 )
 async def test_what_one_cache_cannot_serve_goes_to_the_decode_server_unchanged(field):
@@ -222,7 +227,10 @@ async def test_a_proxy_gets_prompts_from_the_same_address():
         assert not workers.decoded
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("POST", "/v1/responses", 404), ("GET", PATH, 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [*(("POST", path, 404) for path in ("/v1/responses", "/v1/embeddings", "/tokenize")), ("GET", PATH, 405)],
+)
 async def test_other_routes_are_refused_with_those_that_exist(method, path, status):
     async with controller(FakeWorkers(1), decode_url=DECODE) as client:
         answer = await client.request(method, path)

@@ -94,7 +94,7 @@ def test_prompts_of_a_site_that_is_cut_off_are_computed_elsewhere_until_it_is_ba
     script, env = Path(__file__).with_name("site_worker.py"), os.environ | {"VLLM_API_KEY": KEY}
     with NetBed.up(topology()) as bed, ThreadPoolExecutor(1) as faults, ThreadPoolExecutor(1) as thread:
         for node, folder in (("h0", ""), ("e0", tmp_path / "east"), ("w0", tmp_path / "west")):
-            bed.popen(node, [sys.executable, script, str(PORT), folder], env=env)
+            bed.popen(node, [sys.executable, script, str(PORT), "0.05", folder], env=env)
         config.inference.controller.workers = [
             PrefillWorkerConfig(url=f"http://{bed.address(node)}:{PORT}") for node in ("e0", "w0")
         ]

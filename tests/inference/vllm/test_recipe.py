@@ -50,6 +50,18 @@ FEATURES = {
     "json": {"response_format": {"type": "json_object"}},
     "beams": {"use_beam_search": True, "n": 2, "stream": False},
     "bias": {"logit_bias": {"65": 50}, "min_tokens": 3},
+    "best of": {"best_of": 2, "n": 1},
+    "suffix": {"suffix": "ends", "stream": False},
+    "priority": {"priority": 1},
+    "user": {"user": "someone"},
+    "token ids": {"prompt": [1, 2, 3, 4]},
+    "embeddings": {"prompt": None, "prompt_embeds": "AA=="},
+    "truncated": {"prompt": list(range(200)), "truncate_prompt_tokens": 7},
+    "truncated to the server's length": {"prompt": [1] * 3000, "truncate_prompt_tokens": -1},
+    "log probabilities of the prompt": {"prompt_logprobs": 1, "stream": False},
+    "structured": {"structured_outputs": {"choice": ["one", "two"]}},
+    "wrong grammar": {"structured_outputs": {"regex": "("}},
+    "another adapter": {"model": "adapter"},
 }
 KEY = "the key of this test"
 BEARER = f"Bearer {KEY}"
@@ -256,7 +268,12 @@ def compare_features(model: Path) -> None:
         } | field
         assert raw("8300", body, "/v1/completions") == raw("8400", body, "/v1/completions"), name
     tools = {"tools": [TOOL], "tool_choice": "none"}
-    for field in ({}, tools, tools | {"tool_choice": "required"}, {"logprobs": True, "top_logprobs": 2}, {"tools": 3}):
+    named = {"tool_choice": {"type": "function", "function": {"name": "look"}}}
+    json_object = {"response_format": {"type": "json_object"}}
+    for field in (
+        *({}, tools, tools | {"tool_choice": "required"}, tools | named, {"tools": 3}),
+        *({"logprobs": True, "top_logprobs": 2}, json_object),
+    ):
         chat = {"model": str(model), "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | field
         answers = [raw(port, chat | {"temperature": 0}, "/v1/chat/completions") for port in ("8300", "8400")]
         assert answers[0] == answers[1], field
