@@ -29,6 +29,7 @@ from weft.engine.execution.batches import draw, prepare_batch
 from weft.engine.execution.executor import SlotPairs
 from weft.engine.execution.neighbours import Neighbours
 from weft.engine.execution.step_state import StepState
+from weft.engine.interruption import Interruption
 from weft.engine.models.objective import Objective
 from weft.engine.models.seeding import restored_generators
 from weft.engine.observability.clock import clock_for
@@ -146,6 +147,7 @@ class WeftEngine(PipelineEngine):
             group=self.module.data_group,
             expert=max(1, plan.layout.expert // plan.layout.tensor),
         )
+        self.interruption = Interruption(self.sharding)
         self.set_up.done("engine: ours")
         self.neighbours = Neighbours.join(
             plan.placement, plan.layout, wan=wan, device=self.device, timeout_s=weft.comm.timeout_s
@@ -209,36 +211,41 @@ class WeftEngine(PipelineEngine):
             NonFiniteError: on every rank, if training has diverged.
             ReplicasDiffer: on every rank, if replicas hold different numbers.
             ChannelError: another rank has ended.
+            RuntimeError: an error has interrupted an earlier step of this rank, which has peers, or an update.
             SkippedTooOften: on every rank, if ``supervise.max_skips`` consecutive steps were skipped. The engine's
                 state is that before them, except for its counters.
         """
-        with self.neighbours.watching(), self.watcher.step(self.global_steps + 1):
+        step = self.global_steps + 1
+        with self.neighbours.watching(), self.watcher.step(step):
             if self.adaptation is not None:
                 self.adaptation.between_steps()
             begin_batch(self, data_iter)
             count = self.deal.begin(self.data_iterator, self.micro_batches)
             plan, batches = self.plan_for(count), self._read(count)
-            state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
-            trace = self._begin_step(plan, state)
-
-            with restored_generators(self.device):
-                self.executor.run(plan.schedule, state)  # forwards, backwards, transfers, reductions of full buckets
-            with self.executor.stepping(plan.schedule, state):
-                self._comparison.before_update(self.global_steps + 1)
-                self.finish_memory_copy()
-                loss_sum = self.step_loss.sum(state)
-                self.optimizer.reduce(self.step_loss.local_sum(state), state.hidden)
-                self.optimizer.clip()
-                self.optimizer.step()
-                advance(self)
-
-            self._end_step(trace, state)
-            with self.watcher.waiting():
-                loss = self.step_loss.share(loss_sum)
+            with self.interruption.caught(f"step {step}"):
+                state = StepState(batches=batches, training=True, **self.step_loss.count(batches))
+                loss = self._step(plan, state)
             loss = end_batch(self, loss)
             self._comparison.check()
             self.optimizer.skips.check()
         return loss
+
+    def _step(self, plan: RankSchedule, state: StepState) -> Tensor:
+        """Execute ``plan``, update the weights, and return the loss."""
+        trace = self._begin_step(plan, state)
+        with restored_generators(self.device):
+            self.executor.run(plan.schedule, state)  # forwards, backwards, transfers, reductions of full buckets
+        with self.executor.stepping(plan.schedule, state):
+            self._comparison.before_update(self.global_steps + 1)
+            self.finish_memory_copy()
+            loss_sum = self.step_loss.sum(state)
+            self.optimizer.reduce(self.step_loss.local_sum(state), state.hidden)
+            self.optimizer.clip()
+            self.optimizer.step()
+            advance(self)
+        self._end_step(trace, state)
+        with self.watcher.waiting():
+            return self.step_loss.share(loss_sum)
 
     def plan_for(self, num_microbatches: int) -> RankSchedule:
         """Return the same schedule with the priorities of this rank's messages between sites."""

@@ -116,7 +116,7 @@ def eval_batch(
         of_logits=(lambda logits, _: logits) if return_logits else None,
         **(engine.step_loss.count(batches) if compute_loss else {"num_items": None}),
     )
-    with engine.neighbours.watching():
+    with engine.neighbours.watching(), engine.interruption.caught("eval_batch"):
         if compute_loss and engine.scores is not None:
             engine.scores.compute(batches)
         engine.executor.run(schedule, state)

@@ -137,7 +137,7 @@ class Bucket:
     # -- gradients -------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Drop the gradients that an interrupted step has left, and accumulate those of this step."""
+        """Drop gradients of backwards that no step has run, and accumulate those of this step."""
         self._detach()
         if self.keeps_gradients:
             self.accumulate()
@@ -253,6 +253,13 @@ class Bucket:
         self.present.clear()
         for fragment in self.fragments:
             fragment.tensor.grad = None
+
+    def drop_step(self) -> None:
+        """Drop all of a step that an error has interrupted."""
+        self._reduction = None
+        self.missing.clear()
+        self._detach()
+        self.drop_gradient()
 
     # -- weights ---------------------------------------------------------------------------------
 

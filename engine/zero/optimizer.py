@@ -118,6 +118,8 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Returns the source of non-finite numbers in the last step. Collective call."""
         self._updated = False
         """True if a step has updated the weights since they were loaded."""
+        self._is_updating = False
+        """True in an update of the weights, and after one that an error has interrupted."""
         self._fragments = tuple(sharding.fragments())
         held = [fragment for fragment in self._fragments if fragment.trained]
         fragments: dict[nn.Parameter, list[Tensor]] = {}
@@ -156,7 +158,9 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
         Raises:
             NonFiniteError: on every rank, if the gradient of this step or the previous one is not finite.
+            RuntimeError: an error has interrupted the last update of the weights.
         """
+        self._check_updated()
         self._presence = Presence(self.sharding.trained, self._started_sum, self.sharding.device)
         with self._waiting():
             self.sharding.finish_gradients()
@@ -195,9 +199,11 @@ class ShardedOptimizer(DeepSpeedOptimizer):
                 absent = self._presence.absent()
             for bucket in self.sharding.trained:
                 bucket.assign_gradients(absent)
+            self._is_updating = True
             self.optimizer.step()
             self._updated = True
             self.sharding.publish()
+            self._is_updating = False
         self._presence = None
         if not self._is_bad:
             self.loss_scaler.update_scale(self.overflow)
@@ -247,7 +253,9 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
         Raises:
             NonFiniteError: on every rank, if the last gradient, a weight or optimiser state is not finite.
+            RuntimeError: an error has interrupted the last update of the weights.
         """
+        self._check_updated()
         if self._failure is not None:  # the weights that caused it must not be saved even if they are finite
             raise self._failure
         self._take_stop(self._watch.check())
@@ -261,6 +269,13 @@ class ShardedOptimizer(DeepSpeedOptimizer):
                 f"step {self._steps_done()}: weights or the optimiser's state are no longer finite. {REMEDY}"
             )
 
+    def _check_updated(self) -> None:
+        if self._is_updating:
+            raise RuntimeError(
+                f"an error has interrupted the update of step {self._steps_done() + 1}: some weights are those before "
+                "it and some those after it. Load a checkpoint"
+            )
+
     def restored(self, norms: list[float]) -> None:
         """Reset the checks, because weights and state were restored from a checkpoint.
 
@@ -268,7 +283,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             norms: earlier gradients' norms, from `Skips.norms`.
         """
         self._watch.reset()
-        self._failure, self._updated = None, False
+        self._failure, self._updated, self._is_updating = None, False, False
         self.skips.restore(norms)
 
     @property

@@ -123,6 +123,15 @@ class Sharding:
             self._closing.update(ends[every - 1 :: every], ends[-1:])
             self._last.update(ends[-1:])
 
+    def drop_step(self) -> None:
+        """Drop all gradients and what is left to reduce, because an error has interrupted the step."""
+        self._running = None
+        self._reduced.clear()
+        for buckets in self._unreduced.values():
+            buckets.clear()
+        for bucket in self.trained:
+            bucket.drop_step()
+
     @contextmanager
     def around(
         self, action: Action, coming: Callable[[], Counter[nn.Parameter] | None] = lambda: None
