@@ -44,6 +44,8 @@ class Compute:
         self._last = self.placement.num_stages - 1
         self._last_state: StepState | None = None
         """The step in which the last stage runs."""
+        self._weighed: StepState | None = None
+        """The step for which the head's weight was examined."""
         if self._last in self.stages:
             last = self.stages[self._last]
             # Wait for the count only before the last block, so that earlier layers hide its transfer.
@@ -112,10 +114,14 @@ class Compute:
 
     def _after_head(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         state = self._last_state
-        if state is not None and state.training:
-            for point, tensor in ((HEAD_WEIGHT, getattr(block, "weight", None)), (HEAD, output)):
-                if isinstance(tensor, Tensor):
-                    state.note_hidden(point, tensor)
+        if state is None or not state.training:
+            return
+        if isinstance(output, Tensor):
+            state.note_hidden(HEAD, output)
+        weight, first = getattr(block, "weight", None), self._weighed is not state
+        if first and isinstance(weight, Tensor):  # the same for all micro-batches of a step
+            self._weighed = state
+            state.note_hidden(HEAD_WEIGHT, weight)
 
     def offload(self, state: StepState, action: Action) -> None:
         """Run ``OFFLOAD``: wait until the host has the saved tensors, and free them here."""

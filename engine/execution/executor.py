@@ -107,8 +107,9 @@ class Executor:
         for slot in row:
             if slot[0].op is Op.STEP:
                 return
-            with self._observed(schedule, state, slot):
-                self._run_slot(schedule, state, slot)
+            self._begin_slot(schedule, state, slot)
+            self._run_slot(schedule, state, slot)
+            self._end_slot(state, slot)
         _await_sends(state)
 
     @contextmanager
@@ -116,18 +117,19 @@ class Executor:
         """Execute the slot ``STEP``, in which the caller updates the weights. At its end every send is complete."""
         slot = schedule.rows[self.rank][-1]
         assert slot[0].op is Op.STEP, f"a row that ends with {slot[0]} trains nothing"
-        with self._observed(schedule, state, slot):
-            yield
+        self._begin_slot(schedule, state, slot)
+        yield
+        self._end_slot(state, slot)
         _await_sends(state)
 
-    @contextmanager
-    def _observed(self, schedule: Schedule, state: StepState, slot: Slot) -> Iterator[None]:
+    def _begin_slot(self, schedule: Schedule, state: StepState, slot: Slot) -> None:
         for observer in state.observers:
             observer.slot_begins(slot)
         if self.debug:
             for action in slot:
                 self._assert_ready(schedule, action, state.done)
-        yield
+
+    def _end_slot(self, state: StepState, slot: Slot) -> None:
         if self.debug:
             state.done.update(fact for action in slot for fact in establishes(action))
         for observer in reversed(state.observers):

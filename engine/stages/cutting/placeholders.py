@@ -8,10 +8,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from weft.engine.models.skeleton import Placeholder
 from weft.engine.stages.cutting.port import Port
+
+PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
+"""Types of arguments for which the shapes of a call's result are stored, because a trace costs host time."""
 
 
 class SkippedLayer(Placeholder):
@@ -68,6 +71,8 @@ class Upstream(Placeholder):
     def __init__(self, original: nn.Module, port: Port) -> None:
         super().__init__(original)
         self._port = port
+        self._known: dict[Any, Any] = {}
+        """Results of calls on the meta device, by shapes, types and other arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros with the shapes of the real output."""
@@ -77,10 +82,19 @@ class Upstream(Placeholder):
         """Return zeros with the shapes of the result of ``function``, traced on the meta device."""
         hidden = self._port.hidden
         assert hidden is not None
-        with torch.no_grad(), torch.device("meta"):
-            bare = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs))
-            answer = function(*bare[0], **bare[1])
+        leaves, form = tree_flatten((args, kwargs))
+        key = function, form, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        if not all(isinstance(leaf, PLAIN) for leaf in leaves):
+            answer = self._traced(function, args, kwargs)
+        elif (answer := self._known.get(key, self)) is self:
+            answer = self._known[key] = self._traced(function, args, kwargs)
         return tree_map_only(Tensor, lambda tensor: self._zero(tensor, hidden).expand(tensor.shape).clone(), answer)
+
+    @staticmethod
+    def _traced(function: Any, args: Any, kwargs: Any) -> Any:
+        with torch.no_grad(), torch.device("meta"):
+            args, kwargs = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), (args, kwargs))
+            return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module: zeros without memory for a weight, a traced call for a method."""

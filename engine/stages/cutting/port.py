@@ -74,7 +74,7 @@ class Port:
 
     def close(self) -> None:
         """Release all tensors."""
-        self.hidden, self._given, self._out, self._leaving = None, {}, {}, ()
+        self.hidden, self._given, self._out, self._leaving, self._entered = None, {}, {}, (), False
 
     def put_in(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict]:
         """Return a layer's arguments with the tensors of earlier stages inserted.
@@ -83,6 +83,8 @@ class Port:
         layer that is recomputed in its backward receives the same tensors, although no forward runs then, or another
         thread runs the forward of another micro-batch.
         """
+        if self._entered and not self._given and self._thread == threading.get_ident():
+            return args, kwargs  # saves host time where only hidden states cross cuts
         entry, hidden = next((e, tree) for e, tree in entries(args, kwargs) if isinstance(tree, Tensor))
         fed: dict[int, dict[tuple[Entry, tuple[int, ...]], Tensor]] = getattr(hidden, _FED, {})
         if self.hidden is not None and self._thread == threading.get_ident():

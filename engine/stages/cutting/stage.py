@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class Stage(nn.Module):
         self._known_parts: dict[tuple[torch.Size, bool], list[tuple[torch.Size, torch.dtype]]] = {}
         """Results of `_parts`, by the shape of token ids and whether they leave."""
 
-    @property
+    @cached_property  # every forward needs it, and a search in modules costs host time
     def hf_model(self) -> PreTrainedModel:
         """The Hugging Face model, with peft's layers but without peft's wrapper."""
         return hf_model(self.model)
