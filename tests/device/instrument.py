@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,14 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.device.lines import FOLDER, ROOT, WAITS, device_lines, texts, tree, waits
+from tests.device.lines import FOLDER, ROOT, device_lines, tree
+from tests.device.waits import paths, waits, without_values
 
 ran: set[str] = set()
 """Device lines that have run."""
 waited: set[str] = set()
 """Waits of the device that have run."""
 _removed = ""
-_WAIT = re.compile(rf"\.({'|'.join(WAITS)})\b")
 
 
 def remove(wait: str) -> None:
@@ -39,19 +38,17 @@ def save() -> None:
 
 def install() -> None:
     """Instrument the product's modules that are imported from now on."""
-    names = {f"weft.{path[:-3].replace('/', '.')}".removesuffix(".__init__") for path in _paths()}
+    without_values()  # as long as the syntax trees are those of the sources
+    names = {
+        f"weft.{path[:-3].replace('/', '.')}".removesuffix(".__init__")
+        for path in paths() | {line.path for line in device_lines()}
+    }
     builtins.__dict__.update(_weft_ran=ran.add, _weft_wait=_wait, _weft_bound=_bound)
     sys.meta_path.insert(0, _Finder(names - set(sys.modules)))
 
 
-def _paths() -> set[str]:
-    """Return files with device lines, or with calls that may wait for the device."""
-    waiting = {path for path, text in texts().items() if _WAIT.search(text) and path.startswith(("comm/", "engine/"))}
-    return waiting | {line.path for line in device_lines()}
-
-
 def _wait(name: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    if _orders(function):
+    if _orders(name, function):
         waited.add(name)
         if name == _removed:
             return True
@@ -62,14 +59,22 @@ def _bound(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(_wait, name, function)
 
 
-def _orders(function: Callable[..., Any]) -> bool:
-    """True if ``function`` makes the host or a stream wait for the device, or keeps memory for a stream."""
+def _orders(name: str, function: Callable[..., Any]) -> bool:
+    """True if ``function`` makes the host or a stream wait for the device, or keeps memory for a stream.
+
+    It may do so through a handle of the product, which cannot be skipped where its value is used.
+    """
     import torch
 
     from tests.device.group import EmulatedWork
 
+    owner = getattr(function, "__self__", None)
     kinds = (torch.Tensor, torch.Stream, torch.Event, EmulatedWork)
-    return isinstance(getattr(function, "__self__", None), kinds)
+    return (
+        isinstance(owner, kinds)
+        or function in (torch.cuda.synchronize, torch.accelerator.synchronize)
+        or (type(owner).__module__.startswith("weft.") and name in without_values())
+    )
 
 
 class _Finder(MetaPathFinder):

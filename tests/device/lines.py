@@ -26,7 +26,6 @@ _HINT = re.compile(r"cuda|device\.type|" + "|".join(CALLS))
 LIST = Path(__file__).with_name("lines.tsv")
 UNKNOWN = "?"
 UPDATE = "WEFT_UPDATE_DEVICE_LINES"
-WAITS = {"wait_stream", "wait_event", "record_stream", "synchronize", "wait"}
 Statement = ast.stmt | ast.expr
 
 
@@ -121,31 +120,6 @@ def _numbered(lines: Iterable[Line]) -> Iterator[Line]:
         number = seen[str(line)]
         seen[str(line)] += 1
         yield replace(line, text=f"{line.text} ({number})") if number else line
-
-
-def waits(path: str) -> Iterator[tuple[str, ast.Attribute]]:
-    """Yield each attribute in a file that is a wait by its name, with the number of the wait in its function."""
-    for function, nodes in _functions(tree(path)):
-        named = (n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load) and n.attr in WAITS)
-        for number, node in enumerate(named):
-            yield f"{path}::{function}: {ast.unparse(node)}" + (f" ({number})" if number else ""), node
-
-
-def _functions(module: ast.AST, name: str = "") -> Iterator[tuple[str, list[ast.AST]]]:
-    """Yield each function's dotted name with its own nodes, in the order of the source."""
-    own: list[ast.AST] = []
-    inner: list[ast.AST] = []
-    stack = list(reversed(list(ast.iter_child_nodes(module))))
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            inner.append(node)
-        else:
-            own.append(node)
-            stack.extend(reversed(list(ast.iter_child_nodes(node))))
-    yield name, own
-    for node in inner:
-        yield from _functions(node, f"{name}.{node.name}".lstrip("."))
 
 
 def _called_only_by(found: dict[str, list[Line]]) -> set[str]:

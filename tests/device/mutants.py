@@ -1,38 +1,41 @@
 """Training steps without one of the product's waits, to show that the emulated device notices each.
 
-`python -m tests.device.mutants` removes all waits, in five minutes on a quiet host. What notices a wait depends on lags
-of milliseconds, so a busy host may fail to notice some.
+`python -m tests.device.mutants [CASE ...]` removes all waits of all cases, in ten minutes on a quiet host, and writes
+what noticed them. That depends on lags of milliseconds, so a busy host may fail to notice some.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import monotonic_ns
+from time import monotonic_ns, perf_counter
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+from tests.device import waits
+from tests.device.lines import UNKNOWN
+from weft.comm.key import VARIABLE
 
 LAG_MS = 4.0
 """Delay of what a removed wait waits for, so that the host does not learn of its end by other means."""
 LAGS = [{"other_ms": LAG_MS}, {"default_ms": LAG_MS}]
 LONG_LAGS = [{"other_ms": 1000.0}]
 """Lags with memory checkpoints, because their thread has to wait until the next step writes what they copy."""
-EXPLAINED = {
-    "comm/rts_channel.py::RtsSend.wait: self.work.wait": "bounds memory: a group keeps the tensor of an operation that "
-    "no stream has waited for, until its own thread notices the end",
-    "comm/rts_channel.py::_reached: event.synchronize": "orders launches and not data: without it a receive occupies "
-    "the peer's device while this one still computes",
-    "engine/supervision/memory/checkpoints.py::MemoryCheckpoints._copy: self._stream.synchronize": "precedes reads of "
-    "host memory by another thread, which the device does not observe",
-    "engine/supervision/memory/checkpoints.py::MemoryCheckpoints.take: self._stream.wait_stream": "orders copies after "
-    "a step whose loss the caller has not read, which these runs do",
-}
-"""Waits without which all values are right, and why they stay."""
 PART_LAG_MS = 200.0
+KERNEL_MS = 15.0
+"""Duration of a kernel that is measured."""
+HANG_S = 240
+"""A run without a wait ends after these seconds."""
+FAILURE = "failure"
+"""An error of a rank, a crash or a hang."""
 NOTHING = "nothing"
 SMALL = {"layers": 2, "microbatches": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -41,10 +44,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pipeline": {"stages": 2, **SMALL},
     "offload": {"stages": 2, "offload_cap": 1_600_000, **SMALL},
     "ZeRO-1": {"stages": 1, "zero": 1, "compare_every": 1, **SMALL},
+    "ZeRO-1, Lamb": {"stages": 1, "zero": 1, "optimizer": "lamb", **SMALL},
     "ZeRO-3": {"stages": 1, "zero": 3, **SMALL},
     "tensor 2": {"stages": 1, "tensor": 2, **SMALL},
     "context 2, ring": {"stages": 1, "context": 2, "exchange": "ring", **SMALL},
-    "memory checkpoints": {"stages": 1, **SMALL},
+    "memory checkpoints": {"stages": 1, "zero": 1, **SMALL},
 }
 """Keywords of `tiny_config` by the name of a run; `_parts` has none."""
 ROUTES = [["site0"], ["site1"]]
@@ -63,6 +67,8 @@ def without_each_wait(case: str, keywords: dict[str, Any], folder: str, known: l
         known: waits that are left out.
         sites: True if each rank is a site.
     """
+    import faulthandler
+
     import torch.distributed as dist
 
     from tests.device import instrument
@@ -79,12 +85,16 @@ def without_each_wait(case: str, keywords: dict[str, Any], folder: str, known: l
     assert not faults, (case, faults)
     store.set(f"waits {dist.get_rank()}", json.dumps(sorted(instrument.waited)))
     by_rank = (json.loads(store.get(f"waits {rank}")) for rank in range(dist.get_world_size()))
+    removed = sorted(set().union(*by_rank) - set(known))
+    dist.barrier()  # rank 0 has the store
     with Path(folder, f"{dist.get_rank()}.notes").open("a", buffering=1) as notes:
-        for wait in sorted(set().union(*by_rank) - set(known)):
-            print(wait, case, "crash", sep="\t", file=notes)
+        for wait in removed:
+            print(wait, case, FAILURE, sep="\t", file=notes)
+            faulthandler.dump_traceback_later(HANG_S, exit=True)
             losses, faults = run(wait)
             wrong = ["wrong values"] * (losses != expected[: len(losses)])
             print(wait, case, ", ".join(faults + wrong) or NOTHING, sep="\t", file=notes)
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _run(
@@ -165,13 +175,66 @@ def _parts() -> list[bool]:
     total = result.sum()
     del result
     executor.submit(lambda tensor: tensor + 7, completed(value))  # takes the freed memory
-    results.append(float(total) == 6.0)
+    results += [float(total) == 6.0, _decided(device)]
     for timed in (_durations, partial(_device_times, device)):
         try:
             results.append(timed())
         except RuntimeError:  # an event was not complete
             results.append(False)
-    return results
+    cuda.lag()
+    return results + [1e3 * seconds >= KERNEL_MS for seconds in _measured_s(device)]
+
+
+def _decided(device: Any) -> bool:
+    """Return whether a rank computes the scores that another rank lacks."""
+    import torch
+    import torch.distributed as dist
+
+    from weft.engine.scores.step_scores import Score, StepScores, _Decision
+
+    settings = SimpleNamespace(zero=SimpleNamespace(stage=0), comm=SimpleNamespace(cell=1))
+    engine: Any = SimpleNamespace(layout=SimpleNamespace(expert=1), weft=settings, holds_loss=True)
+    score = Score(
+        "scores", of_batches=lambda batches: [torch.zeros(1)] * len(batches), of_tokens=lambda tokens, _: tokens
+    )
+    scores, lacking = StepScores(engine, score), torch.tensor([dist.get_rank()], device=device)
+    transfer = dist.all_reduce(lacking, dist.ReduceOp.MAX, async_op=True)
+    scores._decision = _Decision(lacking, transfer, {0: torch.zeros(1)})
+    scores.attach([{"input_ids": torch.zeros(1, 1)}])
+    return scores.num_in_line == 1
+
+
+def _measured_s(device: Any) -> list[float]:
+    """Return the seconds of a kernel of `KERNEL_MS` by everything that measures kernels."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.device import cuda
+    from weft.comm.channel import Completed
+    from weft.comm.collectives import Primitive, probe
+    from weft.engine.planning import layer_costs
+    from weft.engine.strands import overlap_probe
+    from weft.tools import links
+    from weft.tools.diagnostics import exchange, speed
+
+    def run(*_: Any) -> Any:
+        torch.cuda._sleep(int(KERNEL_MS * cuda.CYCLES_PER_MS))
+        return Completed(torch.zeros(1))
+
+    def finish() -> None:
+        run()
+        overlap_probe._finish(device)
+
+    world, started = dist.group.WORLD, perf_counter()
+    finish()
+    found = [perf_counter() - started]
+    with patch.dict(probe.PRIMITIVES, {Primitive.all_reduce: run}):
+        found.append(probe._slowest_s(Primitive.all_reduce, 64, world, world, device, 1))
+    found.append(layer_costs._timed(device, run)[0])
+    found += [speed._seconds(device, run), exchange._best(device, 2, run)]
+    with patch.object(links, "ROUND_TRIPS", 1):
+        found.append(2 * links._one_way_s(run, run, 4, 0.0, on=device, ahead=False))
+    return found
 
 
 def _durations() -> bool:
@@ -215,34 +278,30 @@ def _staged() -> bool:
     return bool((copies[0] == 2).all())
 
 
-def noticed(cases: dict[str, dict[str, Any]], folder: Path, *, sites: bool) -> dict[str, str]:
-    """Return what noticed the removal of each wait, on any rank, and in which case.
+def noticed(case: str, keywords: dict[str, Any], folder: Path, found: dict[str, str], *, sites: bool = False) -> None:
+    """Add what notices the removal of each wait in a case, on any rank, to ``found``.
 
     Args:
-        cases: keywords of `tiny_config` by name.
+        keywords: keywords of `tiny_config`.
         folder: for memory checkpoints and notes.
-        sites: True if each of the two ranks is a site. Waits that runs within a site use as well are left out.
+        found: what has noticed waits, which are left out.
+        sites: True if each of the two ranks is a site.
     """
     from tests.device.ranks import run_on_devices
 
-    found: dict[str, str] = {}
     (folder / "memory").mkdir(0o700, exist_ok=True)
-    for case, keywords in cases.items():
-        crashed, before = "at first", None
-        while crashed:
-            known = [wait for wait, what in found.items() if not what.startswith(NOTHING) or what.endswith(f"({case})")]
-            if known == before:
-                raise RuntimeError(crashed)
-            before, crashed, arguments = known, "", (case, keywords, str(folder), known, sites)
-            runs = "mutants" if case == "parts" else ""
-            try:
-                run_on_devices(
-                    2, without_each_wait, *arguments, runs=runs, first_device=int(not sites), timeout_s=1500.0
-                )
-            except RuntimeError as error:  # without a wait, memory of a call in a thread can be freed
-                crashed = str(error)
-            _read_notes(folder, found)
-    return {wait: what for wait, what in found.items() if not sites or "/wan/" in wait}
+    failed, before = "at first", None
+    while failed:
+        known = [wait for wait, what in found.items() if not what.startswith(NOTHING) or what.endswith(f"({case})")]
+        if known == before:
+            raise RuntimeError(failed)
+        before, failed, arguments = known, "", (case, keywords, str(folder), known, sites)
+        runs = "mutants" if case == "parts" else ""
+        try:
+            run_on_devices(2, without_each_wait, *arguments, runs=runs, first_device=int(not sites), timeout_s=1500.0)
+        except RuntimeError as error:  # without a wait, memory of a call in a thread can be freed
+            failed = str(error)
+        _read_notes(folder, found)
 
 
 def _read_notes(folder: Path, found: dict[str, str]) -> None:
@@ -257,22 +316,31 @@ def _read_notes(folder: Path, found: dict[str, str]) -> None:
 
 
 def unnoticed(found: dict[str, str]) -> set[str]:
-    """Return the waits whose removal nothing noticed, without those that `EXPLAINED` lists."""
-    return {wait for wait, what in found.items() if what.startswith(NOTHING)} - set(EXPLAINED)
+    """Return the waits whose removal nothing noticed, without those for which the list has a reason."""
+    nothing = {wait for wait, what in found.items() if what.startswith(NOTHING)}
+    return {wait for wait in nothing if not waits.listed().get(wait, UNKNOWN).startswith("(")}
 
 
-def main() -> int:
-    """Remove every wait in turn, and print what noticed it."""
-    with TemporaryDirectory() as folder:
-        found = noticed(CASES, Path(folder), sites=False) | noticed(AT_SITES, Path(folder), sites=True)
-    for wait, what in sorted(found.items()):
-        print(f"| `{wait}` | {what}{f' ({EXPLAINED[wait]})' if wait in EXPLAINED else ''} |")
+def main(names: Sequence[str]) -> int:
+    """Remove every wait of the cases in turn, and write what noticed it."""
+    os.environ.setdefault(VARIABLE, secrets.token_hex(32))  # of links between sites
+    cases = {name: keywords for name, keywords in (CASES | AT_SITES).items() if not names or name in names}
+    others = {
+        name: what
+        for name, what in waits.listed().items()
+        if names and not what.endswith(tuple(f"({name})" for name in cases))
+    }
+    found = {wait: what for wait, what in others.items() if what[0] not in f"({UNKNOWN}"}
+    for case, keywords in cases.items():
+        with TemporaryDirectory() as folder:
+            noticed(case, keywords, Path(folder), found, sites=case in AT_SITES)
+        waits.update({wait: what for wait, what in found.items() if not what.startswith(NOTHING)})
     left = unnoticed(found)
-    print(f"{len(found)} waits; not noticed and not explained:", ", ".join(sorted(left)) or "none")
+    print(f"{len(found)} waits; not noticed and without a reason:", ", ".join(sorted(left)) or "none")
     return 1 if left else 0
 
 
 if __name__ == "__main__":
     from tests.device import mutants  # ranks import functions by this name, and not from `__main__`
 
-    sys.exit(mutants.main())
+    sys.exit(mutants.main(sys.argv[1:]))

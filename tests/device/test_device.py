@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.device import measure_emulated
-from tests.device import mutants, observations, training, uses
+from tests.device import mutants, observations, training, uses, waits
 from tests.device.build import obstacle
 from tests.device.lines import FOLDER, require
 from tests.device.ranks import run_on_devices
@@ -101,7 +101,10 @@ def test_memory_and_random_numbers_are_those_of_a_caching_allocator_and_a_genera
 
 def test_the_removal_of_each_wait_between_host_and_device_is_noticed(tmp_path):
     """Only of those with lags that a busy host does not exceed; `python -m tests.device.mutants` removes all."""
-    assert not mutants.unnoticed(mutants.noticed({"parts": mutants.CASES["parts"]}, tmp_path, sites=False))
+    found: dict[str, str] = {}
+    mutants.noticed("parts", mutants.CASES["parts"], tmp_path, found)
+    assert not mutants.unnoticed(found)
+    assert set(found) >= {wait for wait, what in waits.listed().items() if what.endswith("(parts)")}
 
 
 def test_gpu_tests_pass_on_an_emulated_gpu_without_races(tmp_path):

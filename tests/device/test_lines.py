@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.device import lines
+from tests.device import lines, waits
 
 SHARE = 0.95
 
@@ -21,6 +21,16 @@ def test_new_device_lines_are_listed():
 def test_nearly_all_device_lines_run():
     runners = list(lines.listed().values())
     assert sum(not runner.startswith("(") for runner in runners) >= SHARE * len(runners)
+
+
+def test_each_wait_is_listed_with_what_notices_its_removal():
+    remedy = (
+        "run `python -m tests.device.waits`, then add a run that executes each new wait to tests/device/mutants.py and "
+        "call `python -m tests.device.mutants RUN`, or write a reason in brackets why no device can notice its removal"
+    )
+    found, listed = waits.all_waits(), waits.listed()
+    assert found == set(listed), f"{waits.LIST.name}: {sorted(found ^ set(listed))}; {remedy}"
+    assert lines.UNKNOWN not in listed.values(), remedy
 
 
 def test_lines_behind_conditions_are_found(monkeypatch):

@@ -61,6 +61,7 @@ def tiny_config(
     offload_cap: int = 0,
     sent: str = "fp32",
     reduce_every: int = 0,
+    optimizer: str = "adamw",
 ) -> WeftConfig:
     """A Llama of eight narrow layers, clipped, warmed up and decayed, so that all of it is compared.
 
@@ -92,7 +93,7 @@ def tiny_config(
             tensor=tensor, context=context, context_exchange=ContextExchange[exchange], expert=expert
         ),
         zero=ZeroConfig(stage=zero, communication_data_type=Precision[sent], reduce_every=reduce_every),
-        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=0.5, warmup_steps=3),
+        optimizer=OptimizerConfig(kind=OptimizerKind[optimizer], lr=1e-3, weight_decay=0.1, clip=0.5, warmup_steps=3),
         train=TrainConfig(microbatch_size=2, steps=20, precision=Precision[precision]),
     )
     config.logging.progress = False

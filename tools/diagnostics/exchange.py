@@ -112,8 +112,6 @@ def _best(device: torch.device, rounds: int, work: Callable[[], object], clock: 
     seconds = float("inf")
     work()  # connections are made
     for _ in range(rounds):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         begun = clock()
         work()
         if device.type == "cuda":

@@ -86,8 +86,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     work()
     best = float("inf")
     for _ in range(_REPEATS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type == "cuda":  # the first time includes the work before, and is not the shortest
             begun = time.perf_counter()
             work()
             torch.cuda.synchronize(device)
