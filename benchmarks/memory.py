@@ -32,13 +32,16 @@ NUM_RANKS = 4
 VOCABULARY = 4096
 QUICKSTART = ("recipe=quickstart", f"model.overrides.vocab_size={VOCABULARY}", "model.self_check=false")
 _MANY_TOKENS = "model.overrides.vocab_size=131072"
+_SPLIT = ("pipeline.stages=2", "pipeline.schedule=zbv", "pipeline.placement=fold", "parallel.tensor=2", _MANY_TOKENS)
+"""Input and weight gradients apart, with the last stage on the first rank."""
 LAYOUTS = (
     ("pipeline.stages=4",),
     ("pipeline.stages=2", "zero.stage=1"),
     ("pipeline.stages=2", "pipeline.schedule=w", "zero.stage=1"),
     ("pipeline.stages=1", "pipeline.recompute=layers"),
     ("pipeline.stages=4", _MANY_TOKENS),
-    ("pipeline.stages=2", "parallel.tensor=2", _MANY_TOKENS),
+    _SPLIT,
+    (*_SPLIT, "model.chunked_loss=always", "model.loss_chunk_mb=32"),
     ("pipeline.stages=1", "parallel.tensor=4", "model.overrides.num_key_value_heads=4", _MANY_TOKENS),
 )
 """Departures from the quickstart, each on four ranks."""
