@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.engine.tiny import weft_losses
+from tests.engine.tiny import many_losses
 from weft.conf.schema import WeftConfig
 from weft.engine.initialize import init_distributed
 
@@ -10,7 +10,7 @@ from weft.engine.initialize import init_distributed
 def losses_over_sites(configs: list[WeftConfig], steps: int) -> list[list[float]]:
     """Losses of several runs of one job, whose ranks know from the beginning which sites they are at."""
     init_distributed(configs[0])
-    return [weft_losses(config, steps) for config in configs]
+    return many_losses(configs, steps)
 
 
 def meshes_of_reductions(config: WeftConfig) -> tuple[list[tuple[int, ...]], list[str], tuple[int, ...], str]:

@@ -226,10 +226,9 @@ def weft_losses(config: WeftConfig, steps: int) -> list[float]:
 def many_losses(configs: list[WeftConfig], steps: int) -> list[list[float]]:
     """`weft_losses` of several runs, one after the other in the same processes."""
     losses = []
-    for count, config in enumerate(configs):
-        if count % 8 == 7:
-            gc.collect()  # a gloo group's threads end with its last reference
+    for config in configs:
         losses.append(weft_losses(config, steps))
+        gc.collect()  # gloo polls for each group every 10 ms until its last reference is gone
     assert gc.get_freeze_count(), "what `run_ranks` froze is looked through again for every engine"
     return losses
 
