@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from peft.tuners.tuners_utils import BaseTuner
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -109,14 +110,21 @@ def stages_from_model(
 
 
 def require_adapters_in_layers(model: nn.Module) -> None:
-    """Check that adapters are inside of layers, and that each of their weights has memory of its own.
+    """Check that adapters are inside of layers of a PeftModel, and that each of their weights has memory of its own.
 
     Raises:
-        ValueError: peft does more in the whole model's forward, which stages do not run; or a weight is a view.
+        ValueError: another model has adapters; peft does more in the whole model's forward, which stages do not run;
+            or a weight is a view.
     """
-    config = getattr(model, "active_peft_config", None)
-    if config is None:
+    if not isinstance(model, PeftModel):
+        if inside := next((name for name, part in model.named_modules() if isinstance(part, BaseTunerLayer)), None):
+            raise ValueError(
+                f"model: {inside} has an adapter, and {type(model).__name__} is not a PeftModel, so that an export "
+                "would leave adapters out; give peft.get_peft_model(model, config) or PeftModel.from_pretrained(model, "
+                "folder, is_trainable=True)"
+            )
         return
+    config = model.active_peft_config
     more = None
     if config.is_prompt_learning:
         more = "puts tokens before the prompt"

@@ -141,6 +141,23 @@ def test_adapters_that_need_the_whole_model_are_refused(case, stages):
         stages_from_model(peft.get_peft_model(model, settings), split, [0])
 
 
+@pytest.mark.parametrize("case", ["added", "unwrapped"])
+def test_adapters_that_an_export_would_leave_out_are_refused(case):
+    """Those of transformers' `add_adapter`, and of a model taken out of peft's."""
+    import peft
+
+    model = whole(tiny("llama"))
+    settings = peft.LoraConfig(target_modules=["q_proj"])
+    if case == "added":
+        model.add_adapter(settings)
+    else:
+        model = peft.get_peft_model(model, settings).get_base_model()
+    with pytest.raises(
+        ValueError, match=r"q_proj has an adapter, and \w+ is not a PeftModel.*give peft.get_peft_model"
+    ):
+        stages_from_model(model, split_layers(whole(tiny("llama")).config, 1, SplitKind.even), [0])
+
+
 def test_trained_weight_of_several_stages_is_refused():
     import peft
 
