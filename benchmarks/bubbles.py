@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 import time
@@ -17,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.netbed.ranks import run_ranks_in
-from benchmarks.results import parse, write_json
+from benchmarks.results import finish, parse
 from benchmarks.serving.figures import steps_within
 from benchmarks.serving.report import Findings, prefills_of, report_serving
 from benchmarks.serving.requests import Answer, Request, read_trace, replay
@@ -26,9 +28,10 @@ from benchmarks.serving.servers import stock_server, until_ready, weft_server
 from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.layout import boards_folder
-from weft.inference.placement.prefill_cost import PrefillCost
-from weft.inference.worker.command import cost_file, stage_file, workers_of
+from weft.inference.worker.command import workers_of
+from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
 from weft.recipes.serving.checks import model_bytes
+from weft.recipes.serving.scoring import Scorer, likelihoods_of, with_weights
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.ranks import run_ranks
 
@@ -36,7 +39,11 @@ NUM_RANKS, MICROBATCHES = 4, 4
 SERVED = (0, 3)
 """Ranks with a worker: the first, whose bubble is in the middle, and the last, whose is at the end. A worker of two
 stages spans them, one of four stages all ranks."""
-LONGEST_PROMPT = 2048
+LONGEST_PROMPT, LONGEST_DOCUMENT = 2048, 512
+AGAIN = "again"
+"""Folder of a copy of the workers' weights."""
+MOST_SLOWER = 0.005
+"""Goal of an evaluation: the share by which a step beside it may be longer."""
 STATED = re.compile(r"stage (\d+) of \d+: (\d+) bytes of weights, (\d+) bytes of KV cache")
 """The memory that a stage logs."""
 RUN_S = 1800.0
@@ -44,10 +51,12 @@ RUN_S = 1800.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train on four ranks, with and without requests in alternating windows. Returns 0."""
+    """Train on four ranks, with and without prefill in alternating windows. Return 1 if an evaluation slows steps."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks bubbles", description=__doc__)
     parser.add_argument("--python", required=True, type=os.path.abspath, help="a Python that has vLLM")
-    parser.add_argument("--trace", required=True, type=Path, help="CSV of an Azure LLM inference trace")
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument("--trace", type=Path, help="CSV of an Azure LLM inference trace, whose requests are sent")
+    work.add_argument("--evaluate", type=int, metavar="DOCUMENTS", help="load weights and score so many documents")
     parser.add_argument("--requests", type=int, default=200, help="requests of the trace")
     parser.add_argument("--rounds", type=int, default=3, help="windows without and with requests")
     parser.add_argument("--window", type=float, default=8.0, help="seconds of a window")
@@ -58,8 +67,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--wan", action="store_true", help="two ranks at each of two sites of cluster=two_sites")
     parser.add_argument("--schedule", default="1f1b", help="of the training step")
     args = parse(parser, argv)
+    if args.evaluate is not None and (args.evaluate < 1 or args.stages > 1):
+        raise ValueError(f"--evaluate={args.evaluate} --stages={args.stages}: give a number above 0, and one stage")
     over_s = args.rounds * args.window
-    trace = read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=over_s)
+    trace = [] if args.evaluate else read_trace(args.trace, args.requests, most_tokens=LONGEST_PROMPT, over_s=over_s)
     with tempfile.TemporaryDirectory(prefix="weft-bubbles-") as folder:
         return _Bench(args, Path(folder)).run(trace)
 
@@ -87,9 +98,13 @@ class _Bench:
         self.answers: list[Answer] = []
         self.asked: list[tuple[list[Request], int]] = []
         self.memory: dict[str, dict[str, float]] = {}
+        self.scored: list[str] = []
 
     def run(self, trace: Sequence[Request]) -> int:
         write_model(self.folder / "model")
+        if self.args.evaluate:
+            shutil.copytree(self.folder / "model", self.folder / AGAIN)
+            os.environ[FOLDER_VARIABLE] = self.config.inference.prefill.model
         serving = weft_server(self.config, "--trace", str(self.folder), key=self.key)
         with self._bed() as bed, serving as serve:
             until_ready(self.urls, serve)
@@ -105,8 +120,7 @@ class _Bench:
                     watch.end()
                 ranks.result()
             same = self._compare() if self.args.stages > 1 else {}
-            self._report(watch, same)
-        return 0
+            return self._report(watch, same)
 
     def _memory(self) -> dict[str, dict[str, float]]:
         """Return the bytes of weights and KV cache of each stage, as its worker has logged them, and of all."""
@@ -148,12 +162,14 @@ class _Bench:
             yield bed
 
     def _alternate(self, trace: Sequence[Request], ranks: Future, watch: Watch) -> None:
-        """Alternate windows with and without requests; a window with requests ends when all of them are answered."""
+        """Alternate windows with and without prefill. A window with prefill ends when all of it has been computed."""
         while not all(board.state().step > 3 for board in watch.boards.values()):
             if ranks.done():
                 ranks.result()
             time.sleep(0.1)
         with self._window("warm"):
+            if self.args.evaluate:
+                self._score(1)
             replay(trace[: len(trace) // 8], self.urls, key=self.key, seed=10**6)
         each = -(-len(trace) // self.args.rounds)
         for part in range(self.args.rounds):
@@ -161,9 +177,22 @@ class _Bench:
             with self._window("off"):
                 time.sleep(self.args.window)
             with self._window("on"):
+                if self.args.evaluate:
+                    self.scored.append(self._score(part))
+                    continue
                 shifted = [Request(r.after_s - requests[0].after_s, r.tokens) for r in requests]
                 self.asked.append((shifted, 1000 * part))
                 self.answers += replay(shifted, self.urls, key=self.key, seed=1000 * part)
+
+    def _score(self, number: int) -> str:
+        """Load weights into all workers, as after a checkpoint, and let them score documents of all lengths."""
+        scorers = [Scorer(url, self.key, self.config.inference.prefill.model) for url in self.urls]
+        draw, begin_s = random.Random(number), time.monotonic()
+        lengths = [draw.randint(2, LONGEST_DOCUMENT) for _ in range(self.args.evaluate)]
+        ready = with_weights(scorers, AGAIN if number % 2 else "model")
+        loaded_s = time.monotonic() - begin_s
+        likelihoods_of(ready, [[draw.randrange(256) for _ in range(length)] for length in lengths])
+        return f"{sum(lengths)} tokens in {time.monotonic() - begin_s:.1f} s (weights {loaded_s:.1f} s)"
 
     @contextlib.contextmanager
     def _window(self, name: str) -> Iterator[None]:
@@ -174,20 +203,16 @@ class _Bench:
         middle = f"median {1e3 * median(steps_s):.1f} ms" if steps_s else "none whole"
         print(f"{name}: {len(steps_s)} steps, {middle}", file=sys.stderr, flush=True)
 
-    def _report(self, watch: Watch, more: dict[str, object]) -> None:
-        quantile = self.config.inference.prefill.quantile
-        costs = {
-            rank: PrefillCost.load(stage_file(cost_file(self.config, worker), stage), quantile=quantile)
-            for worker in self.workers
-            for stage, rank in enumerate(worker.ranks)
-        }
+    def _report(self, watch: Watch, more: dict[str, object]) -> int:
         found = Findings(
             workers=self.workers,
             watch=watch,
             windows=self.windows,
             steps=self.training.steps_s(),
             prefills=prefills_of(self.folder, self.workers),
-            costs=costs,
             answers=self.answers,
+            more={f"{self.args.evaluate} documents": "; ".join(self.scored)} if self.scored else {},
         )
-        write_json(self.args, "bubbles", report_serving(found) | more)
+        figures = report_serving(found) | more
+        met = figures["slower"] <= MOST_SLOWER if self.args.evaluate else None
+        return finish(self.args, "bubbles", figures, met=met)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import QUICKSTART, memory_row, random_batches
 from benchmarks.results import finish, parse, show
@@ -107,12 +110,53 @@ def emulated() -> Iterator[dict[str, Any]]:
             yield max(found, key=lambda rank: abs(rank["error"])) | {"ranks": num_ranks}
 
 
+def recipe_peak(key: str, settings: list[str]) -> dict[str, Any]:
+    """Run a recipe on this rank's emulated GPU, and return its peak bytes. A collective call."""
+    import_module("tests.device.cuda").native.emulated_fuse_attention()
+    scored = import_module("tests.recipes.preferences").train_with_key(key, settings)
+    return {"peak": torch.cuda.max_memory_allocated(), "scored": ", ".join(scored) or "in the forward"}
+
+
+def frozen_rows(width: int = 512) -> Iterator[dict[str, object]]:
+    """Yield rows about the recipes dpo and distill on two emulated GPUs. Weights of ``width`` dominate.
+
+    With workers the first steps are still computed in line, and count.
+    """
+    scorers, run_on_devices = (
+        import_module("tests.inference.scorers"),
+        import_module("tests.device.ranks").run_on_devices,
+    )
+    preferences, distill = import_module("tests.recipes.preferences"), import_module("tests.recipes.test_distill")
+    for recipe, name, prepare in (("dpo", "model", preferences.prepare), ("distill", "teacher", distill.prepare_both)):
+        with tempfile.TemporaryDirectory(prefix="weft-frozen-") as folder:
+            settings = [*prepare(Path(folder), width=width), "cluster.ranks=2", "pipeline.stages=2", "train.steps=8"]
+            settings.append("pipeline.microbatches=4")
+            frozen = AutoModelForCausalLM.from_pretrained(Path(folder, name), dtype=torch.float32)
+            with scorers.worker(frozen) as (url, _):
+                ahead = [f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]", "inference.enabled=true"]
+                ahead += ["inference.scores.enabled=true", f"inference.boards={folder}/boards"]
+                for where, more in (("in line", ["train.name=inline"]), ("ahead", [*ahead, "train.name=ahead"])):
+                    found = run_on_devices(2, recipe_peak, scorers.KEY, [*settings, *more], timeout_s=TIMEOUT_S)
+                    yield {
+                        "recipe": recipe,
+                        "frozen model": f"{sum(weight.nbytes for weight in frozen.parameters()) / 1e6:.1f} MB",
+                        "scores": where,
+                        "peaks of ranks, MB": " ".join(f"{rank['peak'] / 1e6:.1f}" for rank in found),
+                        "micro-batches of the last step": found[-1]["scored"],
+                    }
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the table and return the exit code. Raise ValueError if there is no GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks device", description=__doc__)
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a layout on a GPU")
     parser.add_argument("--emulated", action="store_true", help="memory of all layouts, on the tests' emulated GPUs")
+    parser.add_argument("--frozen", action="store_true", help="memory of a reference and of a teacher, on the same")
     args = parse(parser, argv)
+    if args.frozen:
+        table = table_of(frozen_rows(), "recipes with a frozen model, whose scores are computed in line or ahead")
+        show(table)
+        return finish(args, "device", table)
     if args.emulated:
         table = table_of(
             map(_memory_row, emulated()), "peak of tensors on the rank with the worst prediction, emulated GPUs"

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
+from benchmarks.results import show
 from benchmarks.serving.figures import steps_within, use_of
 from benchmarks.serving.requests import Answer
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.common_bubbles import Spans
-from weft.inference.placement.prefill_cost import PrefillCost
 from weft.inference.worker.command import Worker
+from weft.tools.tables import table_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Findings:
     Attributes:
         steps: begin and end of each training step.
         prefills: records of each worker's steps, by worker.
-        costs: cost model of each rank's part of a worker.
+        more: further figures, as text.
     """
 
     workers: Sequence[Worker]
@@ -31,8 +33,8 @@ class Findings:
     windows: Windows
     steps: Spans
     prefills: Mapping[int, Sequence[dict]]
-    costs: Mapping[int, PrefillCost]
     answers: Sequence[Answer]
+    more: Mapping[str, str]
 
 
 def prefills_of(folder: Path, workers: Sequence[Worker]) -> dict[int, list[dict]]:
@@ -46,34 +48,38 @@ def spans_of(prefills: Iterable[dict], stage: int) -> list[tuple[float, float]]:
     return sorted(tuple(record["spans"][stage]) for record in prefills)
 
 
-def report_serving(found: Findings) -> dict[str, object]:
-    """Print the gains and costs of prefill, and return the figures."""
+def report_serving(found: Findings) -> dict[str, Any]:
+    """Print the gains and costs of prefill, and return the figures: ``slower`` by how much steps are longer."""
     windows = found.windows
     off_s, on_s = (steps_within(found.steps, windows.spans[name]) for name in ("off", "on"))
     slower = median(on_s) / median(off_s) - 1
-    print(f"\ntraining step: {_spread(off_s)} without requests, {_spread(on_s)} with: {slower:+.2%}")
-    for name, spans in (("off", windows.spans["off"]), ("on", windows.spans["on"])):
-        medians = [1e3 * median(steps) for span in spans if (steps := steps_within(found.steps, [span]))]
-        print(f"  windows {name}: {', '.join(f'{each:.1f}' for each in medians)} ms")
-    figures: dict[str, object] = {"off_s": off_s, "on_s": on_s}
+    medians = [
+        [f"{1e3 * median(steps):.1f}" for span in windows.spans[name] if (steps := steps_within(found.steps, [span]))]
+        for name in ("off", "on")
+    ]
+    rows = {
+        "training step without prefill": _spread(off_s),
+        "training step with": f"{_spread(on_s)}, {slower:+.2%}",
+        "medians of the windows without, with": f"{'; '.join(map(', '.join, medians))} ms",
+    }
+    figures: dict[str, Any] = {"off_s": off_s, "on_s": on_s, "slower": slower}
     parts = [(worker, stage, rank) for worker in found.workers for stage, rank in enumerate(worker.ranks)]
     for worker, stage, rank in parts:
         use = use_of(found.watch.work(rank), spans_of(found.prefills[worker.index], stage), windows.spans["on"])
         figures[f"rank{rank}"] = vars(use)
-        print(
-            f"rank {rank}: utilisation {use.trained:.1%} without prefill, "
-            f"{use.trained + use.prefilled:.1%} with; {use.bubbles_used:.1%} of bubble time used, "
-            f"{use.outside:.2%} of prefill time outside of bubbles"
-        )
-        cost = found.costs[rank]
-        print(f"worker {worker.index}, stage {stage}, learnt from {cost.steps} steps: {cost}")
+        busy = f"{use.trained:.1%}, {use.trained + use.prefilled:.1%}"
+        rows[f"utilisation of rank {rank} without, with prefill"] = busy
+        rows[f"rank {rank}: bubble time used, prefill outside of it"] = f"{use.bubbles_used:.1%}, {use.outside:.1%}"
     records = [record for each in found.prefills.values() for record in each if _within(record, windows.spans["on"])]
-    late = [record["late_s"] for record in records]
-    good = sorted(answer.ttft_s for answer in found.answers if answer.status == 200)
     split = _bubbles_per_request(records)
-    print(f"bubbles per prompt: median {median(split):g}, most {max(split)}")
-    times = f"TTFT p50 {_at(good, 0.5):.2f} s, p90 {_at(good, 0.9):.2f} s"
-    print(f"{len(good)} of {len(found.answers)} requests answered; {times}")
+    rows["bubbles per prompt"] = f"median {median(split):g}, most {max(split)}"
+    good = sorted(answer.ttft_s for answer in found.answers if answer.status == 200)
+    if found.answers:
+        times = f"p50 {_at(good, 0.5):.2f} s, p90 {_at(good, 0.9):.2f} s"
+        rows[f"TTFT, {len(good)} of {len(found.answers)} answered"] = times
+    cells = ({"figure": name, "measured": value} for name, value in {**rows, **found.more}.items())
+    show(table_of(cells, "training beside prefill in its bubbles", left=2))
+    late = [record["late_s"] for record in records]
     return figures | {"late_s": late, "ttft_s": good, "bubbles_per_prompt": split}
 
 

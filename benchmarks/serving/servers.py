@@ -18,7 +18,7 @@ from weft.inference.worker.command import IN_PROCESS
 
 ARGUMENTS = ["--dtype", "float32", "--no-enable-prefix-caching"]
 """Arguments of every vLLM server: equal prompts are computed again."""
-START_S = 300.0
+START_S = 900.0
 """Seconds in which a server has to answer after its start."""
 
 

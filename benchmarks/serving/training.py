@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.adapting.disturbance import real_time
 from benchmarks.peers.case import EngineCase
 from benchmarks.peers.emulated_stage import EmulatedWork
 from weft.conf import load
@@ -66,10 +68,14 @@ def settings(name: str, *, ranks: int, microbatches: int, schedule: str, wan: bo
 
 
 def train(training: Training) -> None:
-    """Train one rank until the stop file appears."""
+    """Train one rank until the stop file appears. On cores of their own, ranks run before all other programs."""
     if training.cores:
         os.sched_setaffinity(0, training.cores)
-    engine = _real(training.config) if training.real else _emulated(training.config)
+    with real_time() if training.cores else nullcontext():
+        _train(training, _real(training.config) if training.real else _emulated(training.config))
+
+
+def _train(training: Training, engine: WeftEngine) -> None:
     ended, count = torch.zeros(1), 0
     with open(training.steps_file if dist.get_rank() == 0 else os.devnull, "w", buffering=1) as steps:
         while not ended.item():

@@ -17,8 +17,8 @@ from weft.pipeline.simulation import simulate
 from weft.tools.ranks import run_ranks
 
 
-def adaptive(**keywords):
-    config = tiny_config("auto", "fold", stages=2, microbatches=4, **keywords)
+def adaptive(stages=2, **keywords):
+    config = tiny_config("auto", "fold" if stages > 1 else "straight", stages=stages, microbatches=4, **keywords)
     config.pipeline.adapt, config.pipeline.adapt_steps = True, 2
     return config
 

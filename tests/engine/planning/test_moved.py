@@ -146,12 +146,12 @@ def test_replicas_that_differ_within_the_tolerance_cause_no_plan(factors, seed):
         assert not watch.observe(step, [*window, 0.0])
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids="stages={}".format)
+def ranks(request, tmp_path_factory):
     """Results of the ranks of two replicas: of a run with a slow one, and of its last steps with equal numbers."""
-    config = adaptive(zero=1)
+    config = adaptive(stages=request.param, zero=1)
     config.model.overrides["attention_dropout"] = 0.1
-    return run_ranks(4, train_moved, config, str(tmp_path_factory.mktemp("moved")), timeout_s=200)
+    return run_ranks(2 * request.param, train_moved, config, str(tmp_path_factory.mktemp("moved")), timeout_s=200)
 
 
 @pytest.mark.slow
