@@ -25,16 +25,38 @@ def last_whole(output_dir: str) -> str:
         ValueError: no checkpoint is complete.
     """
     for folder in sorted(Path(output_dir).glob("checkpoint-*"), key=lambda f: f.stat().st_mtime, reverse=True):
-        if newest(folder / ENGINE_STATE) is None:
-            log.warning("skipped %s: its engine state is missing or damaged", folder)
-            continue
-        try:
-            TrainerState.load_from_json(str(folder / TRAINER_STATE))
-        except (OSError, ValueError, TypeError) as error:
-            log.warning("skipped %s: %s", folder, error)
-            continue
-        return str(folder)
+        if not (damage := _damage(folder)):
+            return str(folder)
+        log.warning("skipped %s: %s", folder, damage)
     raise ValueError(f"resume_from_checkpoint=True: no whole checkpoint in output_dir={output_dir}")
+
+
+def whole_checkpoint(chosen: str | bool, output_dir: str) -> str:
+    """Return the checkpoint to resume from: the folder ``chosen``, or the newest for True.
+
+    Raises:
+        ValueError: it is not complete, or none is.
+    """
+    if chosen is True:
+        return last_whole(output_dir)
+    if damage := _damage(Path(str(chosen))):
+        raise ValueError(
+            f"resume_from_checkpoint={chosen}: {damage}; give a checkpoint-N of WeftTrainer, or True for the newest"
+        )
+    return str(chosen)
+
+
+def _damage(folder: Path) -> str:
+    """Return why a folder is not a complete checkpoint, or an empty text."""
+    if not folder.is_dir():
+        return "there is no such folder"
+    if newest(folder / ENGINE_STATE) is None:
+        return "its engine state is missing or damaged"
+    try:
+        TrainerState.load_from_json(str(folder / TRAINER_STATE))
+    except (OSError, ValueError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 def move_into(part: Path, folder: Path) -> None:

@@ -27,7 +27,7 @@ from weft.engine.checkpoint.exporting import check_export, export
 from weft.engine.checkpoint.origin import flat
 from weft.engine.distributed import from_rank_zero
 from weft.engine.engine import WeftEngine
-from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, last_whole, move_into
+from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, move_into, whole_checkpoint
 from weft.engine.huggingface.inputs import inputs_of
 from weft.engine.huggingface.layout import TrainerLayout
 from weft.engine.huggingface.microbatches import EveryNthBatch, any_batch, check_inputs, filled
@@ -215,8 +215,9 @@ class WeftTrainer(Trainer):
         """
         if self.engine is not None and self.engine.global_steps:
             raise ValueError("train(): this trainer has trained already; make a new WeftTrainer")
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = from_rank_zero(partial(last_whole, self.args.output_dir))
+        if resume_from_checkpoint:
+            choose = partial(whole_checkpoint, resume_from_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = from_rank_zero(choose)
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self._end_if_stopped()

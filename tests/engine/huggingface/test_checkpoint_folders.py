@@ -1,6 +1,7 @@
 """Which of the Trainer's checkpoints is resumed from, and exports that replace older ones."""
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from transformers.trainer_callback import TrainerState
 
 from weft.engine.checkpoint import Piece, save
 from weft.engine.checkpoint.folder import LATEST
-from weft.engine.huggingface.checkpoint_folders import ENGINE_STATE, TRAINER_STATE, last_whole, move_into
+from weft.engine.huggingface.checkpoint_folders import (
+    ENGINE_STATE,
+    TRAINER_STATE,
+    last_whole,
+    move_into,
+    whole_checkpoint,
+)
 
 
 def write(output, step):
@@ -38,11 +45,21 @@ def test_the_last_whole_checkpoint_is_resumed_from(tmp_path, harm):
     folders = {step: write(tmp_path, step) for step in (9, 10, 2)}
     (tmp_path / "runs").mkdir()
     for step in (10, 9, 2):
-        assert last_whole(str(tmp_path)) == str(folders[step])
+        assert last_whole(str(tmp_path)) == str(folders[step]) == whole_checkpoint(str(folders[step]), "")
         harm(folders[step])
         os.utime(folders[step], (step, step))
     with pytest.raises(ValueError, match="no whole checkpoint in output_dir"):
         last_whole(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "harm", [lose_the_trainers_state, tear_the_trainers_state, damage_the_engines_state, shutil.rmtree]
+)
+def test_a_damaged_or_missing_checkpoint_is_refused_by_name(tmp_path, harm):
+    folder = write(tmp_path, 3)
+    harm(folder)
+    with pytest.raises(ValueError, match=f"resume_from_checkpoint={folder}: .*; give a checkpoint-N"):
+        whole_checkpoint(str(folder), str(tmp_path))
 
 
 def test_an_export_replaces_what_was_there(tmp_path):
