@@ -16,6 +16,9 @@ from weft.engine.stages.cutting.port import Port
 PLAIN = (Tensor, int, float, str, torch.dtype, torch.device, type(None))
 """Types of arguments for which the shapes of a call's result are stored, because a trace costs host time."""
 
+MOST_KNOWN = 1024
+"""Results that are stored, because each length of a sequence has its own."""
+
 
 class SkippedLayer(Placeholder):
     """A decoder layer of another stage, which returns its input hidden state in the layer's output format."""
@@ -83,10 +86,13 @@ class Upstream(Placeholder):
         hidden = self._port.hidden
         assert hidden is not None
         leaves, form = tree_flatten((args, kwargs))
-        key = function, form, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        values = ((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        key = function, form, *values  # with types, because 1, 1.0 and True are equal
         if not all(isinstance(leaf, PLAIN) for leaf in leaves):
             answer = self._traced(function, args, kwargs)
         elif (answer := self._known.get(key, self)) is self:
+            if len(self._known) == MOST_KNOWN:
+                self._known.clear()
             answer = self._known[key] = self._traced(function, args, kwargs)
         return tree_map_only(Tensor, lambda tensor: self._zero(tensor, hidden).expand(tensor.shape).clone(), answer)
 

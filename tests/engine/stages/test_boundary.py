@@ -263,6 +263,18 @@ class TestPlaceholders:
         assert torch.equal(table, torch.zeros(3, 4).bfloat16()) and ids.dtype is torch.int64
         assert upstream.weight.shape == (8, 4) and upstream.weight.untyped_storage().nbytes() == 2
 
+    def test_upstream_tells_equal_numbers_of_different_types_apart(self):
+        class Scale(nn.Module):
+            def forward(self, ids, factor):
+                return ids * factor
+
+        port = Port()
+        upstream = Upstream(Scale(), port)
+        port.open([torch.randn(2, 3, 5)], (2, 3), torch.float32)
+        ids = torch.ones(2, 3, dtype=torch.long)
+        found = [upstream(ids, factor).dtype for factor in (1, 1.0, True)]
+        assert found == [torch.int64, torch.float32, torch.int64]
+
 
 def test_layers_that_do_not_run():
     """The layers of a model for pictures that process a picture."""
