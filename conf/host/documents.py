@@ -124,11 +124,13 @@ class _Loader(yaml.SafeLoader):
             for each in node.value:
                 self._check(each, f"{place}.*")
         elif isinstance(node, yaml.MappingNode):
-            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-            if twice := next((key for number, key in enumerate(keys) if key in keys[:number]), None):
-                line = [key for key, _ in node.value if key.value == twice][1].start_mark.line + 1
-                raise ValueError(f"line {line}: the key {twice} is there twice; leave one of them")
+            seen = set[str]()
             for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        line = key.start_mark.line + 1
+                        raise ValueError(f"line {line}: the key {key.value} is there twice; leave one of them")
+                    seen.add(key.value)
                 if key.tag.endswith(":bool"):  # names such as `no` and `on`
                     key.tag = _TEXT
                 self._check(value, f"{place}.{key.value}" if place else str(key.value))
