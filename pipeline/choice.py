@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from weft.pipeline.cell import add_relays
 from weft.pipeline.costs import CostModel
@@ -14,7 +15,7 @@ from weft.pipeline.lowering import lower
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import LAYOUTS, Placement
 from weft.pipeline.schedule import Schedule
-from weft.pipeline.simulation import simulate
+from weft.pipeline.simulation import sampled_steps_s, simulate
 
 _WORTH_A_SEARCH = 1.1
 """The search also improves placements whose first step is at most this many times the best."""
@@ -27,7 +28,7 @@ class Option:
     Attributes:
         name: label of the placement.
         costs: costs of its virtual stages; for a DP-cell, of the whole cell.
-        step_s: simulated step time.
+        step_s: simulated step time; with samples, their mean.
         bound_s: lower bound on the step time of any schedule of this placement in any memory.
         peak_bytes: activation memory of the fullest rank.
     """
@@ -83,6 +84,7 @@ def choose(
     pipelines: int = 1,
     memory_cap_bytes: float | None = None,
     search_seconds: float = 0.0,
+    jitter_samples: int = 0,
     schedule_of: Callable[[Placement, CostModel], Schedule] | None = None,
 ) -> Choice:
     """Schedule every placement with `auto`, and order them by step time.
@@ -95,6 +97,8 @@ def choose(
         pipelines: pipelines of the DP-cell, which is scheduled as a whole.
         memory_cap_bytes: see `generate_auto`; for every placement.
         search_seconds: nominal search time over all placements.
+        jitter_samples: number of sampled steps against which every placement is planned, and of others that compare
+            them. 0 plans and compares by the medians.
         schedule_of: schedules a placement instead of `generate_auto`; a ValueError leaves it out.
 
     Raises:
@@ -115,14 +119,16 @@ def choose(
 
     def plan(placement: Placement, costs: CostModel, name: str, bound_s: float, seconds: float) -> Option:
         if schedule_of is None:
-            schedule = generate_auto(placement, num_microbatches, costs, memory_cap_bytes, seconds)
+            schedule = generate_auto(placement, num_microbatches, costs, memory_cap_bytes, seconds, jitter_samples)
         else:
             schedule = schedule_of(placement, costs)
+        lowered = add_relays(lower(schedule), costs)
+        samples = range(-jitter_samples, 0)  # the planner has seen none of them
         return Option(
             name=name,
             schedule=schedule,
             costs=costs,
-            step_s=simulate(add_relays(lower(schedule), costs), costs).step_s,
+            step_s=fmean(sampled_steps_s(lowered, costs, samples)) if samples else simulate(lowered, costs).step_s,
             bound_s=bound_s,
             peak_bytes=peak_bytes(schedule, costs),
         )

@@ -29,6 +29,7 @@ from weft.pipeline.timeline import Timeline
 from weft.pipeline.validation import validate
 
 MOST_CELL = 64
+MOST_SAMPLES = 1024
 
 
 def main(argv: list[str]) -> int:
@@ -68,6 +69,7 @@ def _made(args: argparse.Namespace, placement: Placement) -> tuple[Schedule, Cos
         memory_cap_bytes=args.memory_cap,
         search_seconds=args.search_seconds,
         launch_together=args.together,
+        jitter_samples=args.jitter_samples,
     )
     return (schedule if cell else side_by_side(schedule, args.cell)), costs
 
@@ -86,6 +88,7 @@ def _choose(args: argparse.Namespace) -> Choice:
         pipelines=args.cell,
         memory_cap_bytes=args.memory_cap,
         search_seconds=args.search_seconds,
+        jitter_samples=args.jitter_samples,
     )
 
 
@@ -98,6 +101,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
         count(args.chunks, "--chunks", most=MOST_LEGS)
     count(args.together, "--together", least=0)
     number(args.search_seconds, "--search-seconds")
+    count(args.jitter_samples, "--jitter-samples", least=0, most=MOST_SAMPLES)
+    if args.jitter_samples and args.kind != "auto":
+        raise ValueError(f"--jitter-samples={args.jitter_samples}: {args.kind} depends on no costs; choose auto, or 0")
     if args.memory_cap is not None:
         number(args.memory_cap, "--memory-cap", above=0.0)
     if args.cell > 1 and args.format == "torch-csv":
@@ -127,6 +133,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-cap", type=float, help="limit of the activations saved on any rank, in bytes")
     parser.add_argument(
         "--search-seconds", type=float, default=2.0, help="time limit of the search for auto; default 2"
+    )
+    parser.add_argument(
+        "--jitter-samples",
+        type=int,
+        default=0,
+        help="for auto: sampled steps, by the jitter in --costs, whose mean is minimized; default: plan by the medians",
     )
     parser.add_argument("--format", choices=("text", "json", "torch-csv", "png", "perfetto"), default="text")
     parser.add_argument("--out", type=Path, help="file to write; default: print")
@@ -194,14 +206,14 @@ def _text(schedule: Schedule, costs: CostModel, args: argparse.Namespace, choice
         answer_text(schedule, costs, timeline.step_s, args.memory_cap),
     ]
     if choice is not None:
-        parts.append("\n".join(_choice_lines(choice)))
+        parts.append("\n".join(_choice_lines(choice, "mean step" if args.jitter_samples else "step")))
     return "\n\n".join(parts) + "\n"
 
 
-def _choice_lines(choice: Choice) -> Iterator[str]:
+def _choice_lines(choice: Choice, what: str) -> Iterator[str]:
     yield f"placement {choice.best.name}, by cost:"
     for option in choice.options:
-        yield f"  {option.name:<17} step {option.step_s:.6g} s, holds {bytes_text(option.peak_bytes)}"
+        yield f"  {option.name:<17} {what} {option.step_s:.6g} s, holds {bytes_text(option.peak_bytes)}"
     for name, reason in choice.left_out.items():
         yield f"  {name:<17} {reason}"
 

@@ -64,6 +64,8 @@ def plan_placement(
         costs_of: returns the costs of one pipeline on a placement. Raises ValueError if the model cannot be cut for it.
         pipelines: number of pipelines of a DP-cell.
 
+    With `jitter_samples` the mean of sampled steps is compared.
+
     Raises:
         ValueError: the schedule's file cannot be read, or no placement is possible.
     """
@@ -79,6 +81,7 @@ def plan_placement(
         config.microbatches,
         pipelines=pipelines,
         memory_cap_bytes=cap,
+        jitter_samples=config.jitter_samples,
         schedule_of=offloading if config.offload and cap else None,
     )
     return chosen.best.schedule.placement.single

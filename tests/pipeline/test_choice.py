@@ -1,6 +1,7 @@
 """The choice of a placement: what is compared, what is left out and why, and in which order."""
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -12,7 +13,7 @@ from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.lowering import lower
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
-from weft.pipeline.simulation import simulate
+from weft.pipeline.simulation import sampled_steps_s, simulate
 
 PIECES = CostModel.unit(8, wan=LinkCost(latency_s=0.5, bandwidth_bps=16.0))
 
@@ -32,6 +33,20 @@ def test_each_option_is_autos_schedule_and_what_it_takes():
         assert option.peak_bytes == peak_bytes(option.schedule, option.costs)
     steps_s = [option.step_s for option in found.options]
     assert steps_s == sorted(steps_s) and found.best is found.options[0]
+
+
+@pytest.mark.parametrize("jitter", [(0.0, 0.1, 0.0, 0.1, 0.6, 0.0, 0.6, 0.1), (0.6,) * 8])
+def test_with_samples_placements_are_compared_by_the_mean_step(jitter):
+    stages = (replace(stage, jitter=each) for stage, each in zip(CostModel.unit(8).stages, jitter, strict=True))
+    costs = replace(CostModel.unit(8), stages=tuple(stages))
+    usual, sampled = (
+        choose(placements(4), lambda placement: costs.cut(placement.num_stages), 4, jitter_samples=samples)
+        for samples in (0, 16)
+    )
+    for option in sampled.options:
+        assert option.step_s == fmean(sampled_steps_s(lower(option.schedule), option.costs, range(-16, 0)))
+    means_s = [fmean(sampled_steps_s(lower(o.schedule), o.costs, range(99, 299))) for o in (usual.best, sampled.best)]
+    assert means_s[1] <= 1.005 * means_s[0]
 
 
 def test_the_whole_cell_is_scheduled():
@@ -84,9 +99,9 @@ def test_only_what_is_close_to_the_best_and_above_its_bound_is_searched(monkeypa
     """Seconds are shared out among those; of two the interleaved one is longer by more than a tenth."""
     asked = []
 
-    def noted(placement, count, costs, cap, seconds):
+    def noted(placement, count, costs, cap, seconds, samples):
         asked.append((placement.legs, seconds))
-        return generate_auto(placement, count, costs, cap, 0.0)
+        return generate_auto(placement, count, costs, cap, 0.0, samples)
 
     monkeypatch.setattr(choice, "generate_auto", noted)
     options = choose(placements(4), uneven, 3).options

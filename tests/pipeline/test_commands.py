@@ -198,6 +198,8 @@ def test_default_placements(kind, layout, sites, chunks, placement):
         (("--memory-cap", "inf"), "--memory-cap=inf: expected a number above 0, and finite"),
         (("--search-seconds", "-1"), "--search-seconds=-1.0: expected a number at least 0, and finite"),
         (("--search-seconds", "1e400"), "--search-seconds=inf: expected a number at least 0, and finite"),
+        (("--jitter-samples", "2000"), "--jitter-samples=2000: expected a whole number of at least 0 and at most 1024"),
+        (("--jitter-samples", "4"), "--jitter-samples=4: 1f1b depends on no costs; choose auto, or 0"),
         (("--microbatches", "1000000000"), "pipeline.microbatches=1000000000: 1.2e+10 actions on 4 virtual stages"),
         (("--ranks", "1000000000"), "--ranks=1000000000: expected a whole number of at least 1 and at most 100000"),
         (("--format", "json", "--out", "/proc/nowhere/s.json"), "--out=/proc/nowhere/s.json: cannot be written"),
