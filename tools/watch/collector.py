@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep, time
+from time import monotonic, process_time, sleep, time
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ POLL_S = 0.25
 PUBLISH_S = 1.0
 FLUSH_S = 2.0
 REST = 10.0
-"""Least time between two writes, as a multiple of the last one's."""
+"""Least time between two writes, as a multiple of the last one's processor time, which a busy host does not raise."""
 MOST_UNWRITTEN = 500_000
 """Events after which files are written without that rest, so that memory is limited."""
 START_S = 60.0
@@ -301,9 +301,9 @@ def rounds(collector: Collector) -> Iterator[None]:
 
 def _after(write: Callable[[], None], least_s: float) -> float:
     """Write, and return the time from which to write again."""
-    begun = monotonic()
+    begun, used = monotonic(), process_time()
     write()
-    return monotonic() + max(least_s, REST * (monotonic() - begun))
+    return monotonic() + max(least_s, monotonic() - begun, REST * (process_time() - used))
 
 
 def main(argv: Sequence[str]) -> int:

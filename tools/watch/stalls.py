@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from time import time
+from time import sleep, time
 
 from weft.conf.host.files import write_atomic
+from weft.conf.host.threads import Thread
 from weft.engine.observability.event_ring import RingReader
 from weft.tools.watch import FOLDER
 from weft.tools.watch.calls import read_ranks
@@ -15,6 +16,8 @@ from weft.tools.watch.calls import read_ranks
 STALL_S = 2.0
 """Seconds that a rank runs the same slot after which calls are stored, below the least deadline of the supervisor. They
 are stored again when the time has doubled, because a slot may rightly last long."""
+REST = 10.0
+"""Least time from one reading of the calls to the next, as a multiple of its duration."""
 
 
 class Stalls:
@@ -23,17 +26,23 @@ class Stalls:
     def __init__(self, run_folder: Path, rings: Path, host: str) -> None:
         self._path, self._rings = run_folder / FOLDER / f"calls-{host}.json", rings
         self._due_s = STALL_S
+        self._thread: Thread | None = None
 
     def follow(self, readers: Collection[RingReader]) -> None:
-        """Store the calls of all ranks of this host, if one has run its slot for long."""
+        """Store the calls of all ranks of this host, if one has run its slot for long. It takes place in a thread."""
         current = {reader.rank: reader.current() for reader in readers if not reader.is_closed}
         stalled_s = max((time() - float(str(now["since"])) for now in current.values() if now["slot"]), default=0.0)
         if stalled_s < STALL_S:
             self._due_s = STALL_S
-        elif stalled_s > self._due_s:
+        elif stalled_s > self._due_s and not (self._thread and self._thread.is_alive()):
             self._due_s = 2 * stalled_s
-            found = read_ranks(self._rings, sorted(current))
-            ranks = {rank: {**dump, "now": current[rank]} for rank, dump in found.items() if isinstance(dump, dict)}
-            if ranks:
-                now_s = time()
-                write_atomic(self._path, json.dumps({"at": now_s, "still": now_s - stalled_s, "ranks": ranks}))
+            self._thread = Thread(self._store, current, stalled_s, name="weft-stalls")
+            self._thread.start()
+
+    def _store(self, current: Mapping[int, Mapping[str, object]], stalled_s: float) -> None:
+        begun_s = time()
+        found = read_ranks(self._rings, sorted(current))  # slow, if ranks of a busy host answer
+        ranks = {rank: {**dump, "now": current[rank]} for rank, dump in found.items() if isinstance(dump, dict)}
+        if ranks:
+            write_atomic(self._path, json.dumps({"at": time(), "still": begun_s - stalled_s, "ranks": ranks}))
+        sleep(REST * (time() - begun_s))

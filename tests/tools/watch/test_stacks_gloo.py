@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.waiting import until
 from weft.engine.observability.event_ring import RingReader, rings_folder
 from weft.engine.observability.recorded_calls import calls_socket
 from weft.tools.cli import main
@@ -69,9 +70,7 @@ def test_the_collective_that_a_rank_skips_is_named_live_and_later(tmp_path, caps
     try:
         for each in ranks:
             assert each.stdout.readline() == "ready\n"
-        until = time.monotonic() + 60
-        while len(parse(read_rank(rings, 0)).calls) < 2 and time.monotonic() < until:
-            time.sleep(0.1)
+        until(lambda: len(parse(read_rank(rings, 0)).calls) >= 2)
         time.sleep(1.0)
         expected = "gloo group 1 (ranks 0, 1): all_reduce 2: rank 1 has not called it, rank 0 did in train (<string>:"
         assert main(["stacks", str(tmp_path)]) == 0
@@ -84,6 +83,7 @@ def test_the_collective_that_a_rank_skips_is_named_live_and_later(tmp_path, caps
         followed = Stalls(tmp_path, rings, "host")
         followed._due_s = 0.5
         followed.follow(readers)
+        until((tmp_path / FOLDER / "calls-host.json").exists)
         stored = json.loads((tmp_path / FOLDER / "calls-host.json").read_text())
         assert set(stored["ranks"]) == {"0", "1"} and stored["still"] < stored["at"]
     finally:
