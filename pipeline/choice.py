@@ -122,16 +122,7 @@ def choose(
             schedule = generate_auto(placement, num_microbatches, costs, memory_cap_bytes, seconds, jitter_samples)
         else:
             schedule = schedule_of(placement, costs)
-        lowered = add_relays(lower(schedule), costs)
-        samples = range(-jitter_samples, 0)  # the planner has seen none of them
-        return Option(
-            name=name,
-            schedule=schedule,
-            costs=costs,
-            step_s=fmean(sampled_steps_s(lowered, costs, samples)) if samples else simulate(lowered, costs).step_s,
-            bound_s=bound_s,
-            peak_bytes=peak_bytes(schedule, costs),
-        )
+        return _option(name, schedule, costs, bound_s, jitter_samples)
 
     for bound_s, name, placement, costs in sorted(known, key=lambda entry: entry[:2]):
         best_s = min((option.step_s for option in found.values()), default=float("inf"))
@@ -151,3 +142,16 @@ def choose(
         found[option.name] = min(option, again, key=lambda o: o.step_s)
     options = tuple(sorted(found.values(), key=lambda o: (o.step_s, o.schedule.placement.num_stages, o.peak_bytes)))
     return Choice(options=options, left_out=left_out)
+
+
+def _option(name: str, schedule: Schedule, costs: CostModel, bound_s: float, jitter_samples: int) -> Option:
+    lowered = add_relays(lower(schedule), costs)
+    samples = range(-jitter_samples, 0)  # the planner has seen none of them
+    return Option(
+        name=name,
+        schedule=schedule,
+        costs=costs,
+        step_s=fmean(sampled_steps_s(lowered, costs, samples)) if samples else simulate(lowered, costs).step_s,
+        bound_s=bound_s,
+        peak_bytes=peak_bytes(schedule, costs),
+    )

@@ -1,4 +1,4 @@
-"""A worker's report of its bubbles and costs, for a controller on another host, which cannot read its boards.
+"""A worker's report of its bubbles and costs. A controller on another host reads it instead of the worker's boards.
 
 `GET /weft/bubbles?horizon_s=SECONDS` needs a proof of the worker's key, and its answer has one as well. Times are
 seconds from the answer on, because clocks of hosts differ.

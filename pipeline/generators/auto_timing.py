@@ -39,11 +39,10 @@ class Timing:
 def time_rows(problem: Problem, rows: Rows, seconds: list[float] | None = None) -> Timing | None:
     """Return the times of rows of single nodes and pairs, or None if they deadlock.
 
-    Each rank works in row order. A link with one sender carries facts in the order in which they
-    are produced, so times follow from the rows without an event queue, in time linear in the
-    number of nodes. In a DP-cell several ranks send over pooled uplinks, in the order of their
-    posts as in `add_relays`. A post is sent once no rank can advance without it, so no earlier
-    post can follow. Dependencies within a rank are not checked: row order must satisfy them.
+    Each rank works in row order. A link with one sender carries facts in the order in which they are produced, so times
+    follow from the rows without an event queue, in time linear in the number of nodes. In a DP-cell several ranks send
+    over pooled uplinks, in the order of their posts as in `add_relays`. A post is sent once no rank can advance without
+    it, so no earlier post can follow. Dependencies within a rank are not checked: row order must satisfy them.
 
     Nodes take ``seconds``, one of ``problem.sampled``, or by default ``problem.seconds``.
     """
