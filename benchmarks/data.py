@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -154,8 +155,8 @@ def wait_for_data() -> float:
     from weft.tools.watch.record import RunRecord
 
     with TemporaryDirectory() as folder:
-        command = ["weft", "launch", "recipe=quickstart", f"train.output_dir={folder}", "train.export=false"]
-        command += ["train.sample=''", "checkpoint.every=0", "checkpoint.final=false"]
+        command = [sys.executable, "-m", "weft.tools.cli", "launch", "recipe=quickstart", f"train.output_dir={folder}"]
+        command += ["train.export=false", "train.sample=''", "checkpoint.every=0", "checkpoint.final=false"]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
         if run.returncode:

@@ -38,13 +38,15 @@ def optimizer_problems(config: WeftConfig) -> Iterator[str]:
 
 
 def _state_problems(config: WeftConfig) -> Iterator[str]:
-    """Yield a line for each conflict of 8-bit moments, whose blocks shards must not cut."""
+    """Yield a line for each conflict of moments that are not fp32. Shards must not cut the blocks of 8-bit ones."""
     parallel, optimizer = config.parallel, config.optimizer
     name = f"optimizer.state={optimizer.state.value}"
     if optimizer.state is OptimizerState.fp32:
         return
     if optimizer.kind is not OptimizerKind.adamw:
         yield f"{name}: optimizer.kind={optimizer.kind.value} has fp32 state only; set optimizer.kind=adamw"
+    if optimizer.state is OptimizerState.bf16:
+        return
     for axis, size in (("tensor", parallel.tensor), ("expert", parallel.expert)):
         if size > 1:
             yield (

@@ -29,6 +29,8 @@ USABLE = 0.8
 """Share of a device's memory that a plan fills; the rest is the library's, the allocator's and an estimate's error."""
 
 
+BF16_COPIES = 3
+"""fp32 copies of a parameter that AdamW with bf16 moments needs to step it: moments and a root."""
 INT8_BLOCK = 256
 """Elements of a moment of 8 bits that share a scale, as in bitsandbytes."""
 INT8_BYTES = 2 * (1 + 4 / INT8_BLOCK)
@@ -52,6 +54,8 @@ def optimizer_bytes(optimizer: OptimizerConfig) -> float:
     """
     if optimizer.state is OptimizerState.int8:
         return INT8_BYTES
+    if optimizer.state is OptimizerState.bf16:
+        return OPTIMIZER_BYTES / 2
     if optimizer.kind is OptimizerKind.sgd:
         return OPTIMIZER_BYTES // 2 if optimizer.betas[0] else 0
     return OPTIMIZER_BYTES
@@ -63,7 +67,7 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
     AdamW of torch needs the roots of the second moments; on a CPU, where it updates one parameter after the other, two
     copies of one parameter. SGD with weight decay needs a copy of the gradients, in the same way. LAMB needs all
     updates and a root. Muon needs up to `NEWTON_SCHULZ_COPIES` of a matrix, and AdamW's for other parameters. With
-    8-bit moments a CPU needs `INT8_COPIES` of one parameter.
+    8-bit moments a CPU needs `INT8_COPIES` of one parameter, with bf16 moments any device needs `BF16_COPIES`.
 
     Args:
         stepped: number of weights that a rank's optimiser updates.
@@ -73,6 +77,8 @@ def stepping_bytes(optimizer: OptimizerConfig, stepped: float, largest: float, *
     largest = min(stepped, largest)
     if optimizer.state is OptimizerState.int8:
         return 0.0 if together else ROOT_BYTES * INT8_COPIES * largest
+    if optimizer.state is OptimizerState.bf16:
+        return ROOT_BYTES * BF16_COPIES * largest
     if optimizer.kind is OptimizerKind.lamb:
         return ROOT_BYTES * (stepped + 2 * largest)
     at_once = stepped if together else largest

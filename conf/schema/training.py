@@ -46,6 +46,7 @@ class OptimizerKind(Enum):
 class OptimizerState(Enum):
     """Number format of AdamW's moments."""
 
+    bf16 = "bf16"
     fp32 = "fp32"
     int8 = "int8"
 
@@ -58,8 +59,8 @@ class OptimizerConfig:
     """Algorithm: adamw, sgd, lamb, which scales updates by each parameter's norm for large batches, or muon, which
     orthogonalizes the updates of hidden matrices and uses adamw for embeddings, head and vectors."""
     state: OptimizerState = OptimizerState.fp32
-    """Number format of adamw's moments. int8 needs bitsandbytes: each 256 elements share a scale, and parameters of
-    fewer than 4096 elements have fp32 moments."""
+    """Number format of adamw's moments. Updates are computed in fp32. int8 needs bitsandbytes: each 256 elements share
+    a scale, and parameters of fewer than 4096 elements have fp32 moments."""
     lr: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate."""
     muon_lr: Annotated[float, NATURAL] = 0.0

@@ -30,7 +30,7 @@ from weft.engine.observability.watcher import BubbleObserver
 from weft.engine.precision import compute_in
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.adapter import exported_frozen
-from weft.engine.zero import Lamb, ShardedOptimizer, Sharding, Skips
+from weft.engine.zero import Bf16AdamW, Lamb, ShardedOptimizer, Sharding, Skips
 from weft.pipeline.action import Action, Op
 
 
@@ -109,13 +109,15 @@ def _basic_optimizer(engine: PipelineEngine, model_parameters: list[dict[str, An
         for stage in engine.module.stages.values():
             tag(stage.named_global_parameters())
         return Muon(model_parameters, engine.optimizer_params() or {})
-    if engine.weft.optimizer.state is OptimizerState.int8:
+    if engine.weft.optimizer.state is not OptimizerState.fp32:
+        settings = engine.optimizer_params() or {}
+        known = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay") if name in settings}
+        if engine.weft.optimizer.state is OptimizerState.bf16:
+            return Bf16AdamW(model_parameters, **known)
         from weft.engine.zero import int8_adamw
 
         for stage in engine.module.stages.values():
             int8_adamw.tag(stage.named_global_parameters())
-        settings = engine.optimizer_params() or {}
-        known = {name: settings[name] for name in ("lr", "betas", "eps", "weight_decay") if name in settings}
         return int8_adamw.Int8AdamW(model_parameters, **known)
     if engine.optimizer_name() == LAMB_OPTIMIZER:
         return Lamb(model_parameters, **(engine.optimizer_params() or {}))

@@ -149,10 +149,11 @@ def _check_optimizer(tree: Mapping[str, Any], config: WeftConfig, source: str) -
             f"{config.zero.stage} shards them; choose stage 0, or another optimizer"
         )
     given = _get(tree, "optimizer.params")
-    if config.optimizer.state is OptimizerState.int8 and _get(tree, "optimizer.params.adam_w_mode") is False:
+    state = config.optimizer.state
+    if state is not OptimizerState.fp32 and _get(tree, "optimizer.params.adam_w_mode") is False:
         raise ValueError(
-            f"{source}: optimizer.params.adam_w_mode=False: 8-bit moments have decoupled weight decay only; set "
-            "weft.optimizer.state=fp32"
+            f"{source}: optimizer.params.adam_w_mode=False: {state.value} moments have decoupled weight decay only; "
+            "set weft.optimizer.state=fp32"
         )
     if config.optimizer.kind is not OptimizerKind.muon or not isinstance(given, Mapping):
         return

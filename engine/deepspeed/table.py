@@ -98,7 +98,7 @@ REFUSED: Mapping[str, Refusal] = {
     "activation_checkpointing": Refusal("set weft.pipeline.recompute=layers", tuning=frozenset({"number_checkpoints"})),
     "autotuning": Refusal("plan with `weft launch dry_run=true`"),
     "bf16.bf16_master_weights_and_grads": _OFF,
-    "bf16.bf16_optimizer_states": _OFF,
+    "bf16.bf16_optimizer_states": Refusal("set weft.optimizer.state=bf16 instead", (False,)),
     "checkpoint": Refusal(
         "checkpoints are Weft's own; leave it out", tuning=frozenset({"tag_validation", "use_node_local_storage"})
     ),

@@ -1,5 +1,6 @@
 """ZeRO: gradients, optimiser state and weights sharded over the replicas of a pipeline."""
 
+from weft.engine.zero.bf16_adamw import Bf16AdamW
 from weft.engine.zero.bucket import Bucket
 from weft.engine.zero.collectives import Collectives
 from weft.engine.zero.comparison import Comparison, ReplicasDiffer
@@ -12,6 +13,7 @@ from weft.engine.zero.skipping import SkippedTooOften, Skips
 
 __all__ = [
     "REMEDY",
+    "Bf16AdamW",
     "Bucket",
     "Collectives",
     "Comparison",

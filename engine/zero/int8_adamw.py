@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.engine.models.state_blocks import block_of, set_block
+from weft.engine.zero.bf16_adamw import update
 from weft.pipeline.memory import INT8_BLOCK, has_int8_state
 
 
@@ -97,14 +98,7 @@ def _step_blocks(
 def _step_whole(
     weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], _: tuple[Tensor, Tensor]
 ) -> None:
-    (beta1, beta2), rate = group["betas"], float(group["lr"])
-    correction1, correction2 = 1 - beta1 ** state["step"], math.sqrt(1 - beta2 ** state["step"])
-    state["state1"].mul_(beta1).add_(gradient, alpha=1 - beta1)
-    state["state2"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    weight.mul_(1 - rate * group["weight_decay"])
-    weight.addcdiv_(
-        state["state1"], (state["state2"].sqrt() / correction2).add_(group["eps"]), value=-rate / correction1
-    )
+    update(weight, gradient, (state["state1"], state["state2"]), state["step"], group)
 
 
 def tag(named: Iterable[tuple[str, nn.Parameter]]) -> None:

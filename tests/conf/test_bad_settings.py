@@ -45,6 +45,7 @@ BAD = [
         ["parallel.expert=2", "optimizer.kind=muon"],
         "optimizer.kind=muon: its step depends on a whole matrix, which parallel.expert=2 cuts",
     ),
+    (["optimizer.state=bf16", "optimizer.kind=lamb"], "optimizer.state=bf16: optimizer.kind=lamb has fp32 state only"),
     (["optimizer.state=int8", "optimizer.kind=muon"], "optimizer.state=int8: optimizer.kind=muon has fp32 state only"),
     (
         ["optimizer.state=int8", "parallel.tensor=2"],

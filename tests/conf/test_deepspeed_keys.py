@@ -288,8 +288,9 @@ def test_parameters_that_muon_does_not_have_are_refused(parameters, message):
         split_deepspeed_config(muon(**parameters))
 
 
-def test_8_bit_moments_have_decoupled_weight_decay_only():
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+def test_smaller_moments_have_decoupled_weight_decay_only(state):
     given = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": False}}}
-    section = {"weft": {"enabled": True, "optimizer": {"state": "int8"}}}
-    with pytest.raises(ValueError, match=r"adam_w_mode=False: 8-bit moments have decoupled weight decay only; set"):
+    section = {"weft": {"enabled": True, "optimizer": {"state": state}}}
+    with pytest.raises(ValueError, match=rf"adam_w_mode=False: {state} moments have decoupled weight decay only; set"):
         split_deepspeed_config(USER | given | section)

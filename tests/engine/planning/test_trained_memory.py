@@ -43,7 +43,7 @@ from weft.engine.precision import DTYPES, compute_in, exact_value
 from weft.engine.stages.cutting.from_model import stages_from_model
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.stages.files.loading import build_model, load_hf_config, load_stages
-from weft.engine.zero import Collectives, Lamb, ShardedOptimizer, Sharding, int8_adamw
+from weft.engine.zero import Bf16AdamW, Collectives, Lamb, ShardedOptimizer, Sharding, int8_adamw
 from weft.engine.zero.muon import Muon
 
 SHAPE = sizes(hidden=64, inner=128, layers=4, heads=4, groups=2, words=512)
@@ -52,7 +52,7 @@ WIDE = LoraConfig(enabled=True, rank=16, target_modules=["all-linear"])
 FOUR_BITS = LoraConfig(enabled=True, target_modules=["all-linear"], quantize=Quantization.nf4)
 PLAIN_SCALES = LoraConfig(enabled=True, target_modules=["q_proj"], quantize=Quantization.fp4, double_quantize=False)
 LATE = LoraConfig(enabled=True, target_modules=["model.layers.3.self_attn.q_proj"])
-INT8 = OptimizerState.int8
+BF16, INT8 = OptimizerState.bf16, OptimizerState.int8
 SGD, LAMB, MUON = OptimizerKind.sgd, OptimizerKind.lamb, OptimizerKind.muon
 
 
@@ -154,6 +154,8 @@ CASES = {
     "muon": Case(kind=MUON),
     "muon, ZeRO": Case(kind=MUON, zero=1, replicas=2),
     "muon, bf16, adapters, ZeRO": Case(kind=MUON, zero=2, replicas=2, precision=Precision.bf16, lora=WIDE),
+    "bf16 moments": Case(state=BF16),
+    "bf16 moments, bf16, adapters, ZeRO": Case(state=BF16, precision=Precision.bf16, lora=WIDE, zero=2, replicas=2),
     "8-bit moments": Case(state=INT8),
     "8-bit moments, bf16, adapters": Case(state=INT8, precision=Precision.bf16, lora=WIDE),
     "a caller's Adafactor": Case(passed=torch.optim.Adafactor),
@@ -192,6 +194,8 @@ def optimizer_of(case: Case, config: WeftConfig, named: list[tuple[str, nn.Param
     if config.optimizer.kind is MUON:
         tag(named)
         return Muon(groups, {})
+    if config.optimizer.state is BF16:
+        return Bf16AdamW(groups)
     if config.optimizer.state is INT8:
         int8_adamw.tag(named)
         return int8_adamw.Int8AdamW(groups)
