@@ -242,10 +242,12 @@ class WeftEngine(PipelineEngine):
             self.optimizer.reduce(self.step_loss.local_sum(state), state.hidden)
             self.optimizer.clip()
             self.optimizer.step()
-            advance(self)
-        self._end_step(trace, state)
         with self.watcher.waiting():
-            return self.step_loss.share(loss_sum)
+            loss = self.step_loss.share(loss_sum)
+        self.optimizer.conclude()
+        advance(self)
+        self._end_step(trace, state)
+        return loss
 
     def plan_for(self, num_microbatches: int) -> RankSchedule:
         """Return the same schedule with the priorities of this rank's messages between sites."""

@@ -31,6 +31,7 @@ from weft.engine.precision import compute_in
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files.adapter import exported_frozen
 from weft.engine.zero import Bf16AdamW, Lamb, ShardedOptimizer, Sharding, Skips
+from weft.engine.zero.skipping import fuse
 from weft.pipeline.action import Action, Op
 
 
@@ -70,7 +71,12 @@ def configure_optimizer(
     else:
         engine.basic_optimizer = client_optimizer(model_parameters)
     engine._check_for_duplicates(engine.basic_optimizer)
-    overlap, supervise = engine.plan.overlap, engine.weft.supervise
+    fp16 = engine.fp16_enabled()
+    check_overflow = fp16 or (engine.bfloat16_enabled() and engine._config.bfloat16_config.check_grad_overflow)
+    skips = Skips(engine.weft.supervise.max_skips or 0, engine.weft.supervise.spike)
+    if client_optimizer is None and engine.device.type == "cuda" and (check_overflow or skips.most):
+        fuse(engine.basic_optimizer)
+    overlap = engine.plan.overlap
     engine.sharding = Sharding(
         engine.module.stages.values(),
         engine.weft.zero,
@@ -80,7 +86,7 @@ def configure_optimizer(
     )
     if type(engine.basic_optimizer).__module__.startswith("bitsandbytes"):
         together(lambda: _check_blocks(engine.basic_optimizer, engine.sharding))
-    grid, fp16 = engine.module._grid, engine.fp16_enabled()
+    grid = engine.module._grid
     engine.optimizer = ShardedOptimizer(
         engine.basic_optimizer,
         engine.sharding,
@@ -94,8 +100,8 @@ def configure_optimizer(
         waiting=engine.waiting,
         steps_done=lambda: engine.global_steps,
         stops=engine.is_asked_to_stop,
-        skips=Skips(supervise.max_skips or 0, supervise.spike),
-        check_overflow=fp16 or (engine.bfloat16_enabled() and engine._config.bfloat16_config.check_grad_overflow),
+        skips=skips,
+        check_overflow=check_overflow,
         replicas=engine.module.stage_group if engine.layout.lines > 1 else None,
         pipeline=grid.get_pipe_parallel_group() if grid.get_pipe_parallel_world_size() > 1 else None,
     )

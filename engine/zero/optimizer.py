@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from weft.comm.sums import ReplicaSum, sum_now
 from weft.engine.zero.bucket import Bucket
-from weft.engine.zero.finite import REMEDY, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
+from weft.engine.zero.finite import REMEDY, HostCopy, NonFiniteError, NormWatch, all_finite, nonfinite_gradient
 from weft.engine.zero.lamb import Lamb
 from weft.engine.zero.norm import squared_norm
 from weft.engine.zero.origin import Extremes, OwnNumbers, Source
 from weft.engine.zero.sharding import Sharding
-from weft.engine.zero.skipping import Skips
+from weft.engine.zero.skipping import Skips, skipping, skips_on_device
 
 
 class Presence:
@@ -83,10 +83,11 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             optimizer: an optimiser of the model's parameters that has not made a step yet.
             loss_scaler: the loss scaler of fp16, or a constant one.
             clip: returns the norm to which larger gradients are clipped. 0 disables clipping.
-            check_overflow: skip steps whose gradients are not finite. This synchronises the host in every step.
-                Otherwise such gradients are an error, which is detected one step later. On a CPU that clips, it is
-                detected at once.
-            skips: rule for skipping further steps, which synchronises the host, too. None skips no others.
+            check_overflow: skip steps whose gradients are not finite. The host waits for the norm in every step: after
+                its last launch if the optimiser can skip on the device (`skips_on_device`), otherwise before the
+                update. Without this, such gradients are an error, which is detected one step later. On a CPU that
+                clips, it is detected at once.
+            skips: rule for skipping further steps, for which the host waits, too. None skips no others.
             steps_done: returns the number of steps before this one, for messages.
             stops: returns whether this rank has received a request to stop, which is reduced with the norm.
             waiting: returns the context in which to wait for other ranks.
@@ -108,6 +109,11 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """True if this step is skipped for another reason than the loss scale, which then does not change."""
         self._failure: NonFiniteError | None = None
         self._watch = NormWatch(sharding.device)
+        decides = check_overflow or self.skips.most > 0
+        self._norms = HostCopy(sharding.device) if decides and skips_on_device(optimizer, sharding.device) else None
+        """Copies the norm while the device updates the weights, if the device decides whether to skip a step."""
+        self._skip: Tensor | None = None
+        """1.0 if this step must be skipped, on the device, until `conclude` has read it."""
         self._waiting = waiting
         self._groups = {"replicas": replicas, "pipeline": pipeline}
         self._square: tuple[ReplicaSum, float] | None = None
@@ -189,7 +195,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the weights, start to gather them, and adapt the loss scale. Collective call.
+        """Update the weights, start to gather them, and adapt the loss scale. Collective call. `conclude` must follow.
 
         A step that is skipped (``overflow``) only drops the gradients and adapts the loss scale.
         """
@@ -200,31 +206,71 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             for bucket in self.sharding.trained:
                 bucket.assign_gradients(absent)
             self._is_updating = True
-            self.optimizer.step()
-            self._updated = True
+            with skipping(self.optimizer, self._skip):
+                self.optimizer.step()
+            self._updated |= self._skip is None
             self.sharding.publish()
             self._is_updating = False
         self._presence = None
+        self.zero_grad()
+        if self._skip is None:
+            self._adapt_scale()
+
+    def conclude(self) -> None:
+        """Wait until the norm is known if the device has decided whether to skip this step, and adapt the loss scale.
+
+        To be called after the last launch of a step. The norm arrives before the device has updated the weights.
+
+        Raises:
+            NonFiniteError: on every rank, if too many consecutive steps were skipped.
+        """
+        if self._skip is None:
+            return
+        assert self._norms is not None
+        self._skip = None
+        with self._waiting():
+            norm, stop = self._norms.read().tolist()
+        self.must_stop |= bool(stop)
+        try:
+            self._decide(norm)
+        except NonFiniteError as error:
+            self._failure = error
+            raise
+        self._updated |= not self.overflow
+        self._adapt_scale()
+
+    def _adapt_scale(self) -> None:
         if not self._is_bad:
             self.loss_scaler.update_scale(self.overflow)
-        self.zero_grad()
 
     def _check_gradient(self) -> None:
-        """Check that the gradient is finite: now if this step needs the norm, otherwise at the end of the next step."""
+        """Check the gradient: now if this step needs the norm, in `conclude`, or at the end of the next step."""
         assert self._square is not None
+        if self._norms is not None:
+            self.overflow = self._is_bad = False
+            norm = self._awaited_norm()
+            self._skip = (~(norm.isfinite() & (norm <= self.skips.largest))).float()
+            norms = torch.stack([norm, self._square[0].wait()[1]])
+            self._norms.send(lambda: norms)
+        elif self.skips.most or self._check_overflow:
+            self._decide(self._read_norm())
+        else:
+            self._watch.watch(self._steps_done() + 1, *self._square, self._origin)
+            if self._clip() and self.sharding.device.type == "cpu":
+                self._take_stop(self._watch.check())
+
+    def _decide(self, norm: float) -> None:
+        """Set whether this step is skipped, by the norm of its gradient.
+
+        Raises:
+            NonFiniteError: too many consecutive steps were skipped.
+        """
         step = self._steps_done() + 1
         if self.skips.most:
-            norm = self._read_norm()
             overflows = not isfinite(norm) and self._can_lower_scale()
             self._is_bad = not overflows and not self.skips.judge(step, norm, self._origin)
             self.overflow = overflows or self._is_bad
             return
-        if not self._check_overflow:
-            self._watch.watch(step, *self._square, self._origin)
-            if self._clip() and self.sharding.device.type == "cpu":
-                self._take_stop(self._watch.check())
-            return
-        norm = self._read_norm()
         self.overflow = not isfinite(norm)
         self._skipped = self._skipped + 1 if self.overflow else 0
         if self._skipped > MOST_SKIPPED:

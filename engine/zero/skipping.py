@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from math import isfinite
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import inf, isfinite
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from weft.engine.zero.finite import NOWHERE, NonFiniteError, explanation
 from weft.engine.zero.origin import Source
 
 WINDOW = 32
 """Number of good steps whose norms define a spike. Spikes are detected only once there are as many."""
+
+
+ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class SkippedStep(NamedTuple):
@@ -78,7 +86,7 @@ class Skips:
         Args:
             origin: returns the source of a norm that is not finite. Called on all ranks or on none.
         """
-        good = isfinite(norm) and not self._is_spike(norm)
+        good = isfinite(norm) and norm <= self.largest
         if good:
             self._in_row.clear()
             self._good.append(norm)
@@ -101,5 +109,37 @@ class Skips:
         self._good.clear()
         self._good.extend(norms)
 
-    def _is_spike(self, norm: float) -> bool:
-        return bool(self.spike) and len(self._good) == WINDOW and norm > self.spike * median(self._good)
+    @property
+    def largest(self) -> float:
+        """Largest norm of the next step that is no spike."""
+        return self.spike * median(self._good) if self.spike and len(self._good) == WINDOW else inf
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Let torch's Adam update by its fused kernel, for `skips_on_device`, unless its settings choose another."""
+    groups = optimizer.param_groups
+    if type(optimizer) in ADAM and all(group["foreach"] is None and group["fused"] is None for group in groups):
+        for group in (optimizer.defaults, *groups):
+            group["fused"] = True
+
+
+def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return True if an update of ``optimizer`` can be skipped on ``device`` without the host knowing it.
+
+    torch's fused Adam can. Fused SGD cannot: a first step that is skipped leaves its momentum uninitialised.
+    """
+    is_fused = type(optimizer) in ADAM and all(group["fused"] for group in optimizer.param_groups)
+    return is_fused and device.type == "cuda"
+
+
+@contextmanager
+def skipping(optimizer: Any, skip: Tensor | None) -> Iterator[None]:
+    """Let updates change nothing if ``skip`` is 1.0, by the attribute that torch's `GradScaler` sets."""
+    if skip is None:
+        yield
+        return
+    optimizer.found_inf = skip
+    try:
+        yield
+    finally:
+        del optimizer.found_inf

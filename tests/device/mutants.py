@@ -91,7 +91,12 @@ def without_each_wait(case: str, keywords: dict[str, Any], folder: str, known: l
         for wait in removed:
             print(wait, case, FAILURE, sep="\t", file=notes)
             faulthandler.dump_traceback_later(HANG_S, exit=True)
-            losses, faults = run(wait)
+            try:
+                losses, faults = run(wait)
+            except Exception as error:  # ends the rank, and this note remains
+                what = f"{FAILURE}: {type(error).__name__}: {str(error).partition(os.linesep)[0]}"
+                print(wait, case, what, sep="\t", file=notes)
+                raise
             wrong = ["wrong values"] * (losses != expected[: len(losses)])
             print(wait, case, ", ".join(faults + wrong) or NOTHING, sep="\t", file=notes)
             faulthandler.cancel_dump_traceback_later()

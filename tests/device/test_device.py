@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.device import measure_emulated
-from tests.device import mutants, observations, training, uses, waits
+from tests.device import fp16, mutants, observations, training, uses, waits
 from tests.device.build import obstacle
 from tests.device.lines import FOLDER, require
 from tests.device.ranks import run_on_devices
@@ -40,8 +40,8 @@ CASES = {
 """Keywords of `tiny_config` by the number of ranks."""
 TOLERANCE = {"bf16": 1e-3, "fp16": 1e-3, "ring": 1e-6}
 """Relative difference of losses to a CPU's, which rounds elsewhere and adds heads up otherwise; others are equal."""
-WAITS = {"fp16": "zero/optimizer.py"}
-"""Where the host has to know the norm: a step whose gradients overflow is skipped."""
+WAITS = {"fp16": "zero/finite.py"}
+"""Where the host waits for the norm after the last launch of a step, because an overflow changes the next one."""
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +169,16 @@ def test_predicted_memory_is_that_of_the_device():
     for found in run_on_devices(2, measure_emulated, layouts):
         for row in found:
             assert abs(row["error"]) < 0.05, row
+
+
+def test_fp16_steps_on_a_device_skip_like_deepspeed_and_wait_after_their_last_operator():
+    (expected,) = run_ranks(1, fp16.deepspeed_rows, timeout_s=400)
+    assert len({skipped for _, _, skipped, _ in expected}) > 2 and expected[-1][1] > expected[-2][1]
+    for num_ranks, arguments in {1: (1, 0, 3), 2: (2, 1)}.items():
+        for rows, after in run_on_devices(num_ranks, fp16.weft_rows, *arguments):
+            assert [row[1:] for row in rows] == [row[1:] for row in expected]
+            assert [row[0] for row in rows] == pytest.approx([row[0] for row in expected], rel=1e-3)
+            assert not after, after
 
 
 @pytest.mark.parametrize("num_ranks", CASES)

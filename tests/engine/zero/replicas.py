@@ -165,3 +165,4 @@ def whole_step(optimizer: ShardedOptimizer, loss: Tensor | None = None) -> None:
     optimizer.reduce(loss)
     optimizer.clip()
     optimizer.step()
+    optimizer.conclude()
