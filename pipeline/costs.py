@@ -133,6 +133,8 @@ class LinkCost:
     """TCP connections; for information only, since ``bandwidth_bps`` already counts all of them."""
     sharing: int = 1
     """Pipelines of the DP-cell whose uplinks carry one transfer together (Atlas 4.4)."""
+    jitter: float = 0.0
+    """Standard deviation of the logarithms of transfers' durations, latency included."""
 
     def occupancy_s(self, num_bytes: float) -> float:
         """Return the seconds for which sending ``num_bytes`` occupies the uplink."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import log, sqrt
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import yaml
@@ -16,13 +15,12 @@ from weft.conf.features import entry
 from weft.conf.host.documents import read_yaml
 from weft.pipeline.action import COMPUTE, SENDS, Op
 from weft.pipeline.costs import SECONDS_OF, CostModel, LinkCost, StageCost
+from weft.pipeline.jitter import MOST_JITTER, jitter_of
 from weft.pipeline.limits import MOST_RANKS, count, known_fields, number, short_repr
 from weft.pipeline.timeline import SEND_LANE, Timeline
 
 MOST_BYTES = 2**21
 """Largest file; the costs of a thousand stages take a twentieth of it."""
-MOST_JITTER = 3.0
-"""Largest jitter: one computation of three then takes over twenty times its median, or under a twentieth."""
 _STAGE_FIELDS = {
     # field of StageCost: (name in the file, units of the file per unit of the field)
     "forward_s": ("forward_ms", 1e3),
@@ -39,7 +37,7 @@ _STAGE_FIELDS = {
 }
 _STAGE_NAMES = tuple(name for name, _ in _STAGE_FIELDS.values())
 _REQUIRED = ("forward_ms", "input_ms", "weight_ms")
-_LINK_FIELDS = ("latency_ms", "bandwidth_mbps", "pair_mbps", "streams", "sharing")
+_LINK_FIELDS = ("latency_ms", "bandwidth_mbps", "pair_mbps", "streams", "sharing", "jitter")
 
 
 def load_costs(path: Path, num_stages: int) -> CostModel:
@@ -61,7 +59,7 @@ def load_costs(path: Path, num_stages: int) -> CostModel:
           jitter: 0.1                 # standard deviation of the logarithms of computations' durations; at most 3
         links:
           local: {latency_ms: 0.01, bandwidth_mbps: 100000}
-          wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
+          wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2, jitter: 0.2}  # jitter: of transfers
           # bandwidth_mbps: of a node's uplink; pair_mbps: between a pair of nodes, if it is less
           pairs:                      # particular pairs of sites, both directions
             - {sites: [0, 1], latency_ms: 40, bandwidth_mbps: 300}
@@ -142,6 +140,7 @@ def _link_to_dict(link: LinkCost) -> dict[str, Any]:
         "pair_mbps": link.pair_bps / 1e6,
         "streams": link.streams,
         "sharing": link.sharing,
+        "jitter": link.jitter,
     }
 
 
@@ -186,9 +185,14 @@ def _columns(table: dict[str, Any], name: str, length: int, what: str) -> tuple[
         for field, (column, scale) in _STAGE_FIELDS.items()
     }
     stages = tuple(StageCost(**{field: column[stage] for field, column in columns.items()}) for stage in range(length))
-    if (most := max((stage.jitter for stage in stages), default=0.0)) > MOST_JITTER:
-        raise ValueError(f"{name}.jitter={most:g}: above {MOST_JITTER:g}; give the deviation of natural logarithms")
+    _check_jitter(max((stage.jitter for stage in stages), default=0.0), name)
     return stages
+
+
+def _check_jitter(jitter: float, name: str) -> float:
+    if jitter > MOST_JITTER:
+        raise ValueError(f"{name}.jitter={jitter:g}: above {MOST_JITTER:g}; give the deviation of natural logarithms")
+    return jitter
 
 
 def _column(value: Any, name: str, length: int, what: str) -> list[float]:
@@ -229,6 +233,7 @@ def _link(data: Any, name: str, *, local: bool = False) -> LinkCost:
         pair_bps=rates["pair_mbps"],
         streams=count(table.get("streams", 1), f"{name}.streams"),
         sharing=count(table.get("sharing", 1), f"{name}.sharing"),
+        jitter=_check_jitter(number(table.get("jitter", 0.0), f"{name}.jitter"), name),
     )
 
 
@@ -250,11 +255,11 @@ def fit_costs(timelines: Sequence[Timeline], costs: CostModel) -> CostModel:
                 op = Op.SEND_F if action.op in SENDS else action.op  # both directions cost the same
                 seconds[op, action.stage].append(span.end_s - span.start_s)
     medians = {key: median(values) for key, values in seconds.items()}
-    logs: dict[int, list[float]] = defaultdict(list)
+    computed: dict[int, list[list[float]]] = defaultdict(list)
     for (op, stage), values in seconds.items():
         if op in COMPUTE and medians[op, stage] > 0:
-            logs[stage] += [log(value / medians[op, stage]) for value in values if value > 0]
-    jitter = {stage: min(MOST_JITTER, sqrt(fmean(each * each for each in found))) for stage, found in logs.items()}
+            computed[stage].append(values)
+    jitter = {stage: jitter_of(groups) for stage, groups in computed.items()}
     stages = (_fit_stage(s, cost, medians, jitter.get(s, cost.jitter)) for s, cost in enumerate(costs.stages))
     return replace(costs, stages=tuple(stages))
 

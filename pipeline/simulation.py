@@ -8,7 +8,7 @@ from dataclasses import replace
 from weft.pipeline.action import COMPUTE, RECEIVES, RELAYS, SENDS, Action, Op, Slot
 from weft.pipeline.costs import CostModel, LinkCost
 from weft.pipeline.dependencies import establishes
-from weft.pipeline.jitter import sampled_s
+from weft.pipeline.jitter import sampled_factor, sampled_s
 from weft.pipeline.lowering import add_transfers
 from weft.pipeline.memory import held_along
 from weft.pipeline.order import Visit, execution_order
@@ -37,7 +37,7 @@ def simulate(schedule: Schedule, costs: CostModel, sample: int | None = None) ->
 
     Args:
         schedule: a valid schedule; lowered, or compute-only with implied transfers.
-        sample: number of a sample of computations' durations, by the costs' jitter. None takes their medians.
+        sample: number of a sample of computations' and transfers' durations, by the costs' jitter. None takes medians.
 
     Raises:
         ValueError: ``costs`` is for another number of virtual stages.
@@ -157,7 +157,8 @@ class SimulatedStep:
         link = self._link(rank, peer)
         # The transfer is the output of the hop's lower-numbered stage, or the gradient of that output.
         num_bytes = self._costs.stages[min(stage, other)].output_bytes
-        occupied_s, transit_s = link.occupancy_s(num_bytes), link.transit_s(num_bytes)
+        factor = 1.0 if self._sample is None else sampled_factor(link, slot[0], self._sample)
+        occupied_s, transit_s = factor * link.occupancy_s(num_bytes), factor * link.transit_s(num_bytes)
         letter = "F" if op is Op.SEND_F else "B"
         crosses = placement.rank_sites[rank] != placement.rank_sites[peer]
         here, there, shared = rank, peer, crosses and link.sharing > 1
@@ -167,7 +168,9 @@ class SimulatedStep:
         queues = {(here, ("uplinks" if shared else "uplink") if crosses else letter): occupied_s}
         if crosses and transit_s > occupied_s:
             queues[here, f"to {there}"] = transit_s
-        return self._occupy(rank, Lane.transfer(letter, peer), slot, posted_s, transit_s, link.latency_s, queues)
+        return self._occupy(
+            rank, Lane.transfer(letter, peer), slot, posted_s, transit_s, factor * link.latency_s, queues
+        )
 
     def _relay(self, rank: int, slot: Slot, sent: Action) -> float:
         """Record the transfer that this rank's uplink carries in part, and return its arrival time."""

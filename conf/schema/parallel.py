@@ -91,7 +91,7 @@ class PipelineConfig:
     """Nominal time for schedule=auto to improve its first schedule."""
     jitter_samples: Annotated[int, Range(0, 1024)] = 0
     """Steps with sampled durations whose mean schedule=auto minimizes, by the jitter in `costs_file`; 16 is enough for
-    most. 0 plans with the median durations. The placement is chosen by the medians."""
+    most. 0 plans with the median durations. Placements are compared by that mean, too."""
     pairs: PairChoice = PairChoice.auto
     """Which strand pairs of a schedule run interleaved, where ranks share layers: auto, those that are
     shorter so by their segment plans; always, all of them; never, none. The halves of others run one after

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
@@ -21,8 +20,10 @@ from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
 from weft.engine.planning.deviation import Deviation, interval_of, with_measured
 from weft.engine.planning.plan_file import ReplicaPlans
 from weft.engine.planning.replanning import Proposal, Replanning, Request, alike, schedule_for
+from weft.engine.planning.spreads import LinkMeter, with_jitter
 from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.jitter import jitter_of
 from weft.pipeline.memory import peak_bytes
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 _NOT_READY, _READY = 0.0, 1.0
 _MOST_NAMED = 8
-_LEAST_BYTES = 64 << 10
-"""Bytes over a link in a window from which its rate is derived."""
 
 
 class Adaptation:
@@ -62,7 +61,8 @@ class Adaptation:
         self._counts = (schedule.num_microbatches,) * engine.num_replicas
         self._first: tuple[float, ...] = ()
         self._num_sites = len(engine.plan.placement.sites)
-        self._sent: dict[int, tuple[float, int]] = {}
+        self._links = LinkMeter(engine, pipeline.adapt_steps)
+        self._jitters: tuple[float, ...] = ()
         self._is_planning = False
         self._replanning: Replanning | None = None
         self.proposals: list[tuple[int, Proposal]] = []
@@ -74,13 +74,14 @@ class Adaptation:
         """Exchange the costs of the last steps, if they are due, and change the schedule, if a plan is ready."""
         engine = self._engine
         step = engine.global_steps
+        self._links.step_ended()
         if not step or step % self._interval or len(engine.records) < min(RECORDS_KEPT, self._interval + 1):
             return
-        vector = self._exchanged()
+        vector, self._jitters, is_ready = self._exchanged()
         if self._is_planning:
-            if vector[-1] == _READY:
+            if is_ready:
                 self._change(step)
-        elif self._deviation.observe(step, vector[:-1]):
+        elif self._deviation.observe(step, vector):
             self._is_planning = True
             self._first = self._first or self._deviation.reference
             if engine.global_rank == 0:
@@ -96,27 +97,31 @@ class Adaptation:
             self._replanning.close()
             self._replanning = None
 
-    def _exchanged(self) -> list[float]:
-        """Return the largest value of all ranks for each number of a vector, and whether a plan is ready."""
+    def _exchanged(self) -> tuple[Sequence[float], tuple[float, ...], bool]:
+        """Return the largest value of all ranks for each duration and each jitter, and whether a plan is ready."""
         engine = self._engine
         ready = (
             self._is_planning and engine.global_rank == 0 and (self._replanning is None or self._replanning.has_ended)
         )
-        own = self._stage_seconds()
-        stages = [own if replica == engine.replica else [0.0] * len(own) for replica in range(engine.num_replicas)]
-        mine = [*chain(*stages), *self._link_seconds(), _READY if ready else _NOT_READY]
+        durations = [*self._of_replicas(self._stage_seconds()), *self._links.rates()]
+        jitters = [*self._of_replicas(self._stage_jitters()), *self._links.jitters()]
+        mine = [*durations, *jitters, _READY if ready else _NOT_READY]
         finite = torch.tensor(mine, dtype=torch.float64).nan_to_num(0.0, 0.0, 0.0).to(engine.device)
         with engine.watcher.waiting():
             dist.all_reduce(finite, op=dist.ReduceOp.MAX)
         everyones: list[float] = finite.tolist()
-        return everyones
+        size = len(durations)
+        return everyones[:size], tuple(everyones[size:-1]), everyones[-1] == _READY
+
+    def _of_replicas(self, own: Sequence[float]) -> Iterator[float]:
+        """Yield a number for each stage of each replica, with 0 for those of other replicas."""
+        for replica in range(self._engine.num_replicas):
+            yield from own if replica == self._engine.replica else [0.0] * len(own)
 
     def _stage_seconds(self) -> list[float]:
         """Return the seconds of each stage's forward, input and weight gradient on this rank, and 0 for others'."""
         engine = self._engine
-        # The device has finished all steps but the last.
-        kept = [engine.records[at] for at in range(-min(self._interval + 1, len(engine.records)), -1)]
-        found = slot_seconds(kept, engine.records.clock)
+        found = {key: median(values) for key, values in slot_seconds(self._kept(), engine.records.clock).items()}
         numbers = []
         for stage in range(self._deviation.num_stages):
             whole_s = found.get((Op.B, stage), 0.0)
@@ -124,25 +129,16 @@ class Adaptation:
             numbers += [found.get((op, stage), usual_s) for op, usual_s in parts]
         return numbers
 
-    def _link_seconds(self) -> list[float]:
-        """Return the seconds per byte of each pair of sites that this rank sends between, and 0 for others."""
-        engine = self._engine
-        numbers = [0.0] * self._num_sites**2
-        endpoint = None if engine.wan is None else engine.wan.endpoint
-        position = engine.layout.position
-        here = position(engine.global_rank).site
-        for peer in () if endpoint is None else endpoint.peers:
-            there = position(peer).site
-            if endpoint is None or there == here:
-                continue
-            counters = endpoint.counters(peer)
-            before_s, before = self._sent.get(peer, (counters.busy_s, counters.sent_bytes))
-            self._sent[peer] = counters.busy_s, counters.sent_bytes
-            if counters.sent_bytes - before >= _LEAST_BYTES:
-                pair = here * self._num_sites + there
-                rate = (counters.busy_s - before_s) / (counters.sent_bytes - before)
-                numbers[pair] = max(numbers[pair], rate)
-        return numbers
+    def _stage_jitters(self) -> list[float]:
+        """Return the jitter of each stage on this rank, and 0 for others'."""
+        found = slot_seconds(self._kept(), self._engine.records.clock)
+        numbers = range(self._deviation.num_stages)
+        return [jitter_of(values for (_, at), values in found.items() if at == stage) for stage in numbers]
+
+    def _kept(self) -> list[StepRecord]:
+        """Return the records of the last window. The device has finished all steps but the last."""
+        records = self._engine.records
+        return [records[at] for at in range(-min(self._interval + 1, len(records)), -1)]
 
     def _start(self) -> None:
         with suppress(OSError):  # without another process there is no plan, see `_result`
@@ -167,12 +163,15 @@ class Adaptation:
         )
 
     def _measured(self, costs: CostModel, vector: Sequence[float]) -> tuple[CostModel, ...]:
-        """Return ``costs`` with each replica's durations of a vector."""
-        of = self._deviation.of_replica
-        return tuple(
-            with_measured(costs, of(vector, replica), of(self._first, replica), self._num_sites)
-            for replica in range(self._deviation.replicas)
-        )
+        """Return ``costs`` with each replica's durations of a vector, and with the jitter that was measured last."""
+        of, stages = self._deviation.of_replica, self._deviation.num_stages
+        found = []
+        for replica in range(self._deviation.replicas):
+            measured = with_measured(costs, of(vector, replica), of(self._first, replica), self._num_sites)
+            jitters = self._jitters[replica * stages : (replica + 1) * stages]
+            links = self._jitters[self._deviation.replicas * stages :]
+            found.append(with_jitter(measured, jitters, links, self._num_sites))
+        return tuple(found)
 
     def _obstacle(self) -> str:
         """Return why micro-batches cannot be moved between replicas, or an empty string."""
@@ -232,12 +231,12 @@ def _until_weight(stage: StageCost) -> StageCost:
     return replace(stage, weight_saved_bytes=max(stage.weight_saved_bytes, stage.activation_bytes))
 
 
-def slot_seconds(records: Iterable[StepRecord], clock: Clock) -> Mapping[tuple[Op, int], float]:
-    """Return the median seconds of each computation, by operation and stage. Strand pairs are left out."""
+def slot_seconds(records: Iterable[StepRecord], clock: Clock) -> Mapping[tuple[Op, int], list[float]]:
+    """Return the seconds of each computation, by operation and stage. Strand pairs are left out."""
     seconds: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for record in records:
         for mark in record.marks:
             if len(mark.slot) == 1 and mark.slot[0].op in COMPUTE:
                 op, stage, _ = mark.slot[0]
                 seconds[op, stage].append(clock.seconds(mark.start, mark.end))
-    return {key: median(values) for key, values in seconds.items()}
+    return seconds

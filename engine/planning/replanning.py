@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from statistics import fmean
 from tempfile import TemporaryFile
 from time import monotonic
 from typing import NamedTuple
@@ -19,10 +20,11 @@ from weft.conf.schema import PipelineConfig
 from weft.engine.planning.deviation import TOLERANCE
 from weft.engine.planning.schedules import plan_schedule
 from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.jitter import has_jitter
 from weft.pipeline.lowering import reduce_in_order, reduction_order
 from weft.pipeline.placement import Placement
 from weft.pipeline.schedule import Schedule, ScheduleError
-from weft.pipeline.simulation import simulate
+from weft.pipeline.simulation import sampled_steps_s, simulate
 from weft.pipeline.validation import validate
 
 LEAST_GAIN = 0.03
@@ -124,18 +126,22 @@ def propose(request: Request) -> Proposal:
     Raises:
         ValueError: no schedule fits under the cap.
     """
-    costs, counts = alike(request.measured, request.placement), request.counts
+    costs, counts, samples = alike(request.measured, request.placement), request.counts, request.config.jitter_samples
     found = _planned(request, counts, costs)
     options = [
-        _Option(Level(name="none", step_s=_step_s(counts, request.schedules, costs)), counts, request.schedules),
-        _Option(Level(name="schedule", step_s=_step_s(counts, found, costs)), counts, found, _reduce_alike(found)),
+        _Option(
+            Level(name="none", step_s=_step_s(counts, request.schedules, costs, samples)), counts, request.schedules
+        ),
+        _Option(
+            Level(name="schedule", step_s=_step_s(counts, found, costs, samples)), counts, found, _reduce_alike(found)
+        ),
         *_moved(request, costs),
     ]
     chosen = options[0]
     for option in options[1:]:
         if option.is_possible and option.level.step_s <= (1.0 - LEAST_GAIN) * chosen.level.step_s:
             chosen = option
-    usual_s = _step_s(counts, request.schedules, alike(request.usual, request.placement))
+    usual_s = _step_s(counts, request.schedules, alike(request.usual, request.placement), samples)
     evict = Level(name="evict", step_s=usual_s, remedy="weft evict the slow host, or repair the link")
     advice = (level for level in (_layers(request), evict) if level is not None)
     return Proposal(
@@ -166,7 +172,7 @@ def alike(costs: Sequence[CostModel], placement: Placement) -> tuple[CostModel, 
 def _largest(costs: Sequence[CostModel]) -> CostModel:
     """Return costs with the longest seconds of each stage."""
     stages = [
-        replace(each[0], **{name: max(getattr(stage, name) for stage in each) for name in _SECONDS})
+        replace(each[0], **{name: max(getattr(stage, name) for stage in each) for name in (*_SECONDS, "jitter")})
         for each in zip(*(one.stages for one in costs), strict=True)
     ]
     return replace(costs[0], stages=tuple(stages))
@@ -206,7 +212,9 @@ def _moved(request: Request, costs: Sequence[CostModel]) -> Iterator[_Option]:
     why = request.obstacle or ("" if _reduce_alike(schedules) else "replicas would reduce gradients in other orders")
     remedy = f"replicas read {_text(counts)}" if moves else "none to move"
     remedy += f"; not carried out: {why}" if moves and why else ""
-    level = Level(name="microbatches", step_s=_step_s(counts, schedules, costs), remedy=remedy)
+    level = Level(
+        name="microbatches", step_s=_step_s(counts, schedules, costs, request.config.jitter_samples), remedy=remedy
+    )
     yield _Option(level, counts, schedules, moves and not why)
 
 
@@ -219,10 +227,17 @@ def _reduce_alike(schedules: Sequence[Schedule]) -> bool:
     return len(set(map(reduction_order, schedules))) == 1
 
 
-def _step_s(counts: Sequence[int], schedules: Sequence[Schedule], costs: Sequence[CostModel]) -> float:
+def _step_s(counts: Sequence[int], schedules: Sequence[Schedule], costs: Sequence[CostModel], samples: int) -> float:
     """Return the simulated seconds of the slowest replica's step."""
     different = {(count, id(cost)): cost for count, cost in zip(counts, costs, strict=True)}
-    return max(simulate(schedule_for(schedules, count), cost).step_s for (count, _), cost in different.items())
+    return max(_simulated_s(schedule_for(schedules, count), cost, samples) for (count, _), cost in different.items())
+
+
+def _simulated_s(schedule: Schedule, costs: CostModel, samples: int) -> float:
+    """Return the mean seconds of a step over samples that no plan is made with, or without jitter those by medians."""
+    if not samples or not has_jitter(costs):
+        return simulate(schedule, costs).step_s
+    return fmean(sampled_steps_s(schedule, costs, range(-samples, 0)))
 
 
 def _planned(request: Request, counts: Sequence[int], costs: Sequence[CostModel]) -> tuple[Schedule, ...]:
@@ -244,8 +259,9 @@ def _planned(request: Request, counts: Sequence[int], costs: Sequence[CostModel]
 
 
 def _plan(request: Request, count: int, costs: CostModel, search_seconds: float) -> Schedule:
+    samples = request.config.jitter_samples if has_jitter(costs) else 0
     return plan_schedule(
-        replace(request.config, search_seconds=search_seconds),
+        replace(request.config, search_seconds=search_seconds, jitter_samples=samples),
         request.placement,
         num_microbatches=count,
         costs=costs,
@@ -269,7 +285,7 @@ def _layers(request: Request) -> Level | None:
     )
     costs, count = replace(slowest, stages=stages), sum(request.counts) // len(request.counts)
     try:
-        step_s = simulate(_plan(request, count, costs, 0.0), costs).step_s
+        step_s = _simulated_s(_plan(request, count, costs, 0.0), costs, request.config.jitter_samples)
     except ValueError:  # a rank would exceed the cap
         return None
     return Level(name="layers", step_s=step_s, remedy=f"pipeline.layers={[*counts]} at the next checkpoint")

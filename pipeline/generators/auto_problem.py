@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weft.pipeline.action import Action, Op, Slot
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.dependencies import dependencies, establishes
-from weft.pipeline.jitter import sampled_s
+from weft.pipeline.jitter import sampled_factor, sampled_s
 from weft.pipeline.memory import freed_bytes, saved_bytes
 from weft.pipeline.placement import Placement
 
@@ -19,6 +19,15 @@ SPLIT = frozenset({Op.F, Op.I, Op.W})
 NONE = -1
 Rows = list[list[int]]
 """Nodes in order, rank by rank."""
+
+
+class Durations(NamedTuple):
+    """Seconds of all nodes and their transfers, by the medians or in one sample; `Problem` describes the lists."""
+
+    seconds: list[float]
+    occupancy_s: list[float]
+    transit_s: list[float]
+    latency_s: list[float]
 
 
 class _Transfer(NamedTuple):
@@ -75,9 +84,9 @@ class Problem:
     start_bytes: list[float] = field(default_factory=list)
     net_bytes: list[float] = field(default_factory=list)
     samples: int = 0
-    """Number of lists in ``sampled``."""
-    sampled: list[list[float]] = field(default_factory=list)
-    """Sampled ``seconds``, by the jitter of the costs."""
+    """Number of entries in ``sampled``."""
+    sampled: list[Durations] = field(default_factory=list)
+    """Sampled durations, by the jitter of the costs."""
     halves: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Pair nodes: (forward, backward)."""
     shared: frozenset[int] = frozenset()
@@ -94,9 +103,8 @@ class Problem:
             for op in KINDS:
                 self._compile(op, stage)
         self.num_nodes = len(self.seconds)
-        actions = [*map(self.action, range(self.num_nodes))] if self.samples else []
-        for sample in range(self.samples):
-            self.sampled.append([self._compute_s(sampled_s(self.costs, action, sample)) for action in actions])
+        self.medians = Durations(self.seconds, self.occupancy_s, self.transit_s, self.latency_s)
+        self.sampled += map(self._sample, range(self.samples))
         self.num_links = 3 * self.num_ranks + len(self._pair_links)
         senders: dict[int, set[int]] = {}
         for token in range(0, self.num_nodes, self.num_microbatches):
@@ -127,7 +135,7 @@ class Problem:
         if (forward, backward) not in self._pair_nodes:
             self._pair_nodes[forward, backward] = len(self.seconds)
             self.halves[len(self.seconds)] = (forward, backward)
-            for seconds in (self.seconds, *self.sampled):
+            for seconds, *_ in (self.medians, *self.sampled):
                 both_s = seconds[forward] + seconds[backward]
                 seconds.append(self._compute_s(both_s * self._pair_scale(forward, backward)))
             self.start_bytes.append(self._pair_bytes(forward, backward))
@@ -261,6 +269,22 @@ class Problem:
         self.receiver += [transfer.receiver] * count
         self.start_bytes += [start_bytes] * count
         self.net_bytes += [net_bytes] * count
+
+    def _sample(self, sample: int) -> Durations:
+        """Return the durations in a sample."""
+        actions = [*map(self.action, range(self.num_nodes))]
+        ranks, sites = self.placement.stage_ranks, self.placement.rank_sites
+        factors = [1.0] * self.num_nodes
+        for node, (receiver, (op, stage, microbatch)) in enumerate(zip(self.receiver, actions, strict=True)):
+            if receiver != NONE:
+                link = self.costs.link(sites[ranks[stage]], sites[receiver])
+                send = Action(Op.SEND_F if op is Op.F else Op.SEND_B, stage, microbatch)
+                factors[node] = sampled_factor(link, send, sample)
+        moved = [
+            [self._rounded(factor * median_s) for factor, median_s in zip(factors, medians, strict=True)]
+            for medians in self.medians[1:]
+        ]
+        return Durations([self._compute_s(sampled_s(self.costs, action, sample)) for action in actions], *moved)
 
     def _seconds(self, op: Op, cost: StageCost) -> float:
         if op is Op.B:

@@ -8,7 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from weft.pipeline.action import Op
-from weft.pipeline.generators.auto_problem import NONE, Problem, Rows
+from weft.pipeline.generators.auto_problem import NONE, Durations, Problem, Rows
 from weft.pipeline.generators.auto_timing import Timing, mean_s, time_rows
 
 
@@ -37,10 +37,10 @@ class Search:
     """
 
     def __init__(
-        self, problem: Problem, rows: Rows, cap_bytes: float, *, seed: int = 0, sampled: Sequence[list[float]] = ()
+        self, problem: Problem, rows: Rows, cap_bytes: float, *, seed: int = 0, sampled: Sequence[Durations] = ()
     ) -> None:
         self.problem, self.cap_bytes = problem, cap_bytes
-        self._sampled = sampled or (problem.seconds,)
+        self._sampled = sampled or (problem.medians,)
         self._random = Random(seed)
         self._best = [row[:] for row in rows]
         self._best_s = mean_s(problem, rows, self._sampled)
@@ -79,9 +79,9 @@ class Search:
             change = self._random.choice(self._moves)(rows, self._random.choice(blocks))
             if not change or any(self.problem.peak_bytes(row) > self.cap_bytes for row in change.values()):
                 continue
-            seconds = self._random.choice(self._sampled) if len(self._sampled) > 1 else None
+            durations = self._random.choice(self._sampled) if len(self._sampled) > 1 else None
             moved = [change.get(rank, row) for rank, row in enumerate(rows)]
-            timing = time_rows(self.problem, moved, seconds)
+            timing = time_rows(self.problem, moved, durations)
             if timing is None:
                 continue
             moved_s = timing.makespan_s if len(self._sampled) == 1 else mean_s(self.problem, moved, self._sampled)
@@ -92,8 +92,8 @@ class Search:
             if now_s < self._best_s:
                 self._best_s, self._best = now_s, rows
 
-    def _timed(self, rows: Rows, seconds: list[float]) -> Timing:
-        timing = time_rows(self.problem, rows, seconds)
+    def _timed(self, rows: Rows, durations: Durations) -> Timing:
+        timing = time_rows(self.problem, rows, durations)
         assert timing is not None
         return timing
 

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from math import inf
 from statistics import fmean
 
-from weft.pipeline.generators.auto_problem import NONE, Problem, Rows
+from weft.pipeline.generators.auto_problem import NONE, Durations, Problem, Rows
 
 NEVER = inf
 
@@ -36,7 +36,7 @@ class Timing:
     blocked_by: list[int]
 
 
-def time_rows(problem: Problem, rows: Rows, seconds: list[float] | None = None) -> Timing | None:
+def time_rows(problem: Problem, rows: Rows, durations: Durations | None = None) -> Timing | None:
     """Return the times of rows of single nodes and pairs, or None if they deadlock.
 
     Each rank works in row order. A link with one sender carries facts in the order in which they are produced, so times
@@ -44,11 +44,10 @@ def time_rows(problem: Problem, rows: Rows, seconds: list[float] | None = None) 
     over pooled uplinks, in the order of their posts as in `add_relays`. A post is sent once no rank can advance without
     it, so no earlier post can follow. Dependencies within a rank are not checked: row order must satisfy them.
 
-    Nodes take ``seconds``, one of ``problem.sampled``, or by default ``problem.seconds``.
+    Nodes and transfers take ``durations``, one of ``problem.sampled``, or by default ``problem.medians``.
     """
-    p, seconds = problem, seconds or problem.seconds
-    remote_need, fact, link, halves = p.remote_need, p.fact, p.link, p.halves
-    occupancy_s, transit_s, latency_s, pair_link = p.occupancy_s, p.transit_s, p.latency_s, p.pair_link
+    p, (seconds, occupancy_s, transit_s, latency_s) = problem, durations or problem.medians
+    remote_need, fact, link, pair_link, halves = p.remote_need, p.fact, p.link, p.pair_link, p.halves
     receiver, send_s, shared, num_nodes = p.receiver, p.send_s, p.shared, p.num_nodes
     end_s, cause = [0.0] * len(seconds), [NONE] * len(seconds)
     arrival_s, producer, blocked_by = [NEVER] * num_nodes, [NONE] * num_nodes, [NONE] * num_nodes
@@ -108,7 +107,7 @@ def time_rows(problem: Problem, rows: Rows, seconds: list[float] | None = None) 
     return Timing(max(clock_s), clock_s, end_s, cause, arrival_s, producer, blocked_by) if has_ended else None
 
 
-def mean_s(problem: Problem, rows: Rows, sampled: Sequence[list[float]]) -> float:
+def mean_s(problem: Problem, rows: Rows, sampled: Sequence[Durations]) -> float:
     """Return the mean makespan over sampled durations. Rows must not deadlock."""
-    timings = [time_rows(problem, rows, seconds) for seconds in sampled]
+    timings = [time_rows(problem, rows, durations) for durations in sampled]
     return fmean(timing.makespan_s for timing in timings if timing is not None)

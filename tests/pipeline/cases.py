@@ -59,6 +59,7 @@ LINKS = st.builds(
     latency_s=SECONDS,
     bandwidth_bps=st.sampled_from([4.0, 8.0, 32.0, float("inf")]),
     sharing=st.integers(1, 3),
+    jitter=st.sampled_from([0.0, 0.25]),
 )
 STAGES = st.builds(
     StageCost,

@@ -24,7 +24,7 @@ stages:
   jitter: [0.1, 0.2]
 links:
   local: {latency_ms: 0.01, bandwidth_mbps: 100000}
-  wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2}
+  wan: {latency_ms: 20, bandwidth_mbps: 500, streams: 16, sharing: 2, jitter: 0.2}
   pairs:
     - {sites: [0, 1], latency_ms: 40, bandwidth_mbps: 300}
 """
@@ -44,7 +44,7 @@ def test_every_field_is_read(tmp_path):
     assert (first.reduce_s, first.unshard_s, first.step_s, first.send_s) == (0.04, 0.03, 0.002, 0.0005)
     assert (first.jitter, second.jitter) == (0.1, 0.2)
     assert costs.local == LinkCost(latency_s=1e-5, bandwidth_bps=1e11)
-    assert costs.wan == LinkCost(latency_s=0.02, bandwidth_bps=5e8, streams=16, sharing=2)
+    assert costs.wan == LinkCost(latency_s=0.02, bandwidth_bps=5e8, streams=16, sharing=2, jitter=0.2)
     assert costs.link(1, 0) == costs.link(0, 1) == LinkCost(latency_s=0.04, bandwidth_bps=3e8)
     assert costs.link(1, 2) == costs.wan
 
@@ -75,6 +75,8 @@ def test_written_costs_read_back(tmp_path_factory, costs):
         (("[10, 20]", "[10, x]"), r"costs.yaml: stages.input_ms\[1\]='x': expected a number at least 0"),
         (("reduce_ms: 40", "reduce_ms: -1"), r"costs.yaml: stages.reduce_ms=-1: expected a number at least 0"),
         (("bandwidth_mbps: 500", "bandwidth_mbps: 0"), r"links.wan.bandwidth_mbps=0: expected a number above 0"),
+        (("jitter: 0.2", "jitter: 4"), r"links.wan.jitter=4: above 3"),
+        (("jitter: 0.2", "jitter: .nan"), r"links.wan.jitter=nan: expected"),
         (("sharing: 2", "sharing: 1.5"), r"links.wan.sharing=1.5: expected a whole number"),
         (("sites: [0, 1]", "sites: [0]"), r"links.pairs\[0\].sites=\[0\]: expected the numbers of two sites"),
         (("stages:", "stages: ["), r"costs.yaml: cannot be read"),

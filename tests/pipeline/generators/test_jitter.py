@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.pipeline.generators.pipelines import costs_of, least_cap_bytes, placements
 from weft.pipeline.action import Action, Op
-from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.generators import generate
 from weft.pipeline.generators.auto import generate_auto
 from weft.pipeline.generators.auto_problem import Problem
@@ -29,6 +29,11 @@ OTHERS = range(-200, 0)
 def with_jitter(costs, *jitter):
     stages = zip(costs.stages, jitter, strict=True)
     return replace(costs, stages=tuple(replace(stage, jitter=each) for stage, each in stages))
+
+
+def with_link_jitter(costs, jitter):
+    local, wan = (replace(link, jitter=jitter) for link in (costs.local, costs.wan))
+    return replace(costs, local=local, wan=wan)
 
 
 def mean_step_s(schedule, costs):
@@ -56,6 +61,7 @@ def test_joined_and_divided_stages_keep_the_largest_jitter():
 def test_the_search_times_samples_as_the_simulator_does(data, placement, num_microbatches, pair_scale):
     costs = data.draw(costs_of(placement, pair_scale))
     costs = with_jitter(costs, *(0.4 * (stage % 2) for stage in range(placement.num_stages)))
+    costs = with_link_jitter(costs, data.draw(st.sampled_from([0.0, 0.6])))
     schedule = generate_auto(placement, num_microbatches, costs)
     problem = Problem(placement, num_microbatches, costs, samples=3)
     rows = problem.rows(schedule.rows)
@@ -90,6 +96,50 @@ def test_a_plan_against_samples_is_never_slower_beyond_noise(jitter):
     costs = with_jitter(CostModel.unit(4), *jitter)
     usual, sampled = (generate_auto(Placement.straight(4), 6, costs, 8.0, 0.1, samples) for samples in (0, 16))
     assert mean_step_s(sampled, costs) <= 1.01 * mean_step_s(usual, costs)
+
+
+def test_sampled_transfers_have_the_median_and_the_jitter_of_their_link():
+    link = LinkCost(latency_s=0.5, bandwidth_bps=16.0, jitter=0.4)  # 1 s for the byte and its latency
+    costs = CostModel.unit(2, local=link)
+    schedule = lower(generate("gpipe", Placement.straight(2), 8))
+    drawn = [
+        span.end_s - span.start_s
+        for sample in range(150)
+        for span in simulate(schedule, costs, sample).spans
+        if span.lane.peer is not None
+    ]
+    assert median(drawn) == pytest.approx(1.0, abs=0.05)
+    assert pstdev(map(log, drawn)) == pytest.approx(0.4, abs=0.03)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 5))
+def test_jitter_of_a_link_that_no_transfer_takes_leaves_the_plan_by_medians(data, ranks, num_microbatches):
+    placement = Placement.straight(ranks)
+    costs = data.draw(costs_of(placement))
+    idle = replace(costs, wan=replace(costs.wan, jitter=0.5))
+    usual = generate_auto(placement, num_microbatches, costs, 0.0, 0.01)
+    assert generate_auto(placement, num_microbatches, idle, 0.0, 0.01, jitter_samples=4).rows == usual.rows
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.data(), st.sampled_from([(1, 1), (2, 2), (1, 2, 1)]), st.integers(2, 6), st.floats(0.05, 1.0))
+def test_a_plan_against_jitter_of_links_is_never_slower_beyond_noise(data, sites, num_microbatches, jitter):
+    placement = Placement.straight(sum(sites), sites)
+    costs = data.draw(costs_of(placement))
+    slow = LinkCost(latency_s=data.draw(st.floats(0.1, 4.0)), bandwidth_bps=8.0, jitter=jitter)
+    costs = replace(costs, wan=slow)
+    usual, sampled = (generate_auto(placement, num_microbatches, costs, 0.0, 0.02, samples) for samples in (0, 16))
+    assert mean_step_s(sampled, costs) <= 1.01 * mean_step_s(usual, costs)
+
+
+@pytest.mark.parametrize(("latency_s", "num_microbatches"), [(2.0, 8), (1.0, 12)])
+def test_a_plan_against_samples_hides_the_jitter_of_a_link(latency_s, num_microbatches):
+    link = LinkCost(latency_s=latency_s, bandwidth_bps=16.0, jitter=0.8)
+    costs = CostModel.unit(4, wan=link)
+    placement = Placement.straight(4, (2, 2))
+    usual, sampled = (generate_auto(placement, num_microbatches, costs, 0.0, 0.3, samples) for samples in (0, 16))
+    assert mean_step_s(sampled, costs) < 0.99 * mean_step_s(usual, costs)
 
 
 def test_costs_without_jitter_are_refused():
