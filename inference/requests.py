@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.conf.host.documents import nests_deeper
@@ -166,11 +166,16 @@ def prompt_part(value: Mapping[str, Any]) -> dict[str, Any] | None:
         or value.get("prompt_logprobs") is not None
         or (value.get("echo") and value.get("logprobs") is not None)
         or _has_media(value.get("messages"))
-        or _depends_on_server(value)
     ):
         return None
     kept = {name: field for name, field in value.items() if name not in _OF_ANSWERS}
     return kept | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+
+
+def rendered_part(part: Mapping[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
+    """Return a completion that computes the prompt of ``part``, a result of `prompt_part`, from its tokens."""
+    kept = ("model", "max_tokens", "kv_transfer_params", "cache_salt", "priority")
+    return {name: part[name] for name in kept if name in part} | {"prompt": list(tokens)}
 
 
 def _has_media(messages: object) -> bool:
@@ -184,8 +189,8 @@ def _has_media(messages: object) -> bool:
     return any(isinstance(part, dict) and part.get("type") not in ("text", "refusal", "thinking") for part in parts)
 
 
-def _depends_on_server(value: Mapping[str, Any]) -> bool:
-    """True if a worker might compute another prompt than the decode server, or a grammar outside of bubbles.
+def depends_on_server(value: Mapping[str, Any]) -> bool:
+    """True if a worker might make other tokens of the prompt than the decode server, or a grammar outside of bubbles.
 
     A negative `truncate_prompt_tokens` leaves what the server's own model length allows. Some chat templates print
     `response_format`, and a required tool is enforced by a grammar of its parameters (vLLM 0.32.0).

@@ -18,13 +18,14 @@ from fastapi.responses import StreamingResponse
 
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.metrics import Metrics
-from weft.inference.requests import Completion, Refusal, prompt_part
+from weft.inference.requests import Completion, Refusal, depends_on_server, prompt_part, rendered_part
 
 RETRY_S = 5
 """Retry-After while the decode server restarts, or has a full queue."""
 _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "date"}
 """Headers of the decode server's response that this server sends itself."""
 _EVENT_END = b"\n\n"
+_COMPLETIONS = "/v1/completions"
 
 
 class AnsweringServer:
@@ -83,6 +84,21 @@ class AnsweringServer:
             begun()
         return Response(content, status_code=response.status_code, headers=kept)
 
+    async def render(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
+        """Return the tokens of a request's prompt as vLLM renders it. There are none if the server refuses it."""
+        url = f"{self.url}{path}/render"
+        try:
+            response = await self._client.post(
+                url, content=body, headers={**headers, **self._headers}, timeout=self._timeout
+            )
+            rendered = response.json() if response.is_success else None
+        except (httpx.TransportError, ValueError):
+            return []
+        if isinstance(rendered, list) and len(rendered) == 1:  # of a completion
+            (rendered,) = rendered
+        tokens = rendered.get("token_ids") if isinstance(rendered, dict) else None
+        return tokens if isinstance(tokens, list) else []
+
     async def get(self, path: str) -> httpx.Response:
         """Return the response to a GET request. Raise Refusal if the server does not answer."""
         try:
@@ -118,7 +134,7 @@ class Answers:
             Refusal: the decode server does not answer.
         """
         begun_s = time.monotonic()
-        transfer, added = await self._prefill(path, value, headers, tokens=tokens, deadline_s=deadline_s)
+        transfer, added = await self._prefill(path, body, value, headers, tokens=tokens, deadline_s=deadline_s)
         prefilled = "bubble" if transfer else "decode"
         if transfer:
             body = json.dumps({**value, "kv_transfer_params": transfer}).encode()
@@ -129,7 +145,14 @@ class Answers:
         return await self._server.answer(path, body, headers, added=added, begun=begun)
 
     async def _prefill(
-        self, path: str, value: Mapping[str, Any], headers: Mapping[bytes, bytes], *, tokens: int, deadline_s: float
+        self,
+        path: str,
+        body: bytes,
+        value: Mapping[str, Any],
+        headers: Mapping[bytes, bytes],
+        *,
+        tokens: int,
+        deadline_s: float,
     ) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """Return the parameters by which the decode server fetches the prompt's cache, and headers for the client.
 
@@ -138,11 +161,18 @@ class Answers:
         part = prompt_part(value) if tokens else None
         if part is None:
             return None, self._fallback("request")
-        request = PrefillRequest(
-            path=path, body=json.dumps(part).encode(), headers=headers, tokens=tokens, deadline_s=deadline_s
-        )
+        until_s, rendered = time.monotonic() + deadline_s, list[int]()
         try:
             async with asyncio.timeout(deadline_s):
+                if depends_on_server(value):
+                    rendered = await self._server.render(path, body, headers)
+                    if not 0 < len(rendered) < self._dispatch.max_tokens:
+                        return None, self._fallback("request")
+                    path, part, tokens = _COMPLETIONS, rendered_part(part, rendered), len(rendered)
+                left_s = max(0.0, until_s - time.monotonic())
+                request = PrefillRequest(
+                    path=path, body=json.dumps(part).encode(), headers=headers, tokens=tokens, deadline_s=left_s
+                )
                 response, ticket = await self._dispatch.prefill(request)
         except TimeoutError:
             return None, self._fallback("late")
@@ -152,6 +182,8 @@ class Answers:
         if not isinstance(transfer, dict):
             return None, self._fallback("worker")
         self._metrics.prefilled("bubble", "")
+        if rendered:  # the decode server computes these tokens, instead of rendering again
+            transfer["prompt_token_ids"] = rendered
         return transfer, {"X-Weft-Worker": str(ticket.worker)}
 
     def _fallback(self, reason: str) -> dict[str, str]:

@@ -63,6 +63,11 @@ class Dispatch:
         self._fleet, self._settings, self._metrics, self._client = fleet, settings, metrics, client
         self._server_key = server_key
 
+    @property
+    def max_tokens(self) -> int:
+        """Context length of the workers."""
+        return self._fleet.max_tokens
+
     async def probe_all(self) -> None:
         """Probe all workers once, and read their bubbles."""
         await asyncio.gather(*map(self.probe, self._fleet.workers))

@@ -283,6 +283,7 @@ def decode_command(config: WeftConfig, *, python: str) -> list[str]:
     listed = [text for name, value in options.items() for text in (name, str(value))]
     # vLLM's engine ends at a seed of a prompt in chunks on a CPU (0.32.0).
     flags = ["--enforce-eager", "--no-enable-chunked-prefill"] if on_cpu else []
+    flags.append("--enable-scale-out")  # the route that renders prompts
     return [python, "-m", "vllm.entrypoints.openai.api_server", *listed, *flags, *decode.arguments]
 
 

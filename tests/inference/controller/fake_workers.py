@@ -55,6 +55,8 @@ class FakeWorkers(httpx.AsyncBaseTransport):
         self.cancelled = []
         self.decoded = []
         """Requests of the decode server, `DECODE`: (request, body)."""
+        self.rendered = None
+        """Response of the decode server that renders a prompt; None refuses."""
         self.streamed = []
         """Bytes that each endless stream has produced."""
         self.gate = asyncio.Event()
@@ -114,6 +116,9 @@ class FakeWorkers(httpx.AsyncBaseTransport):
 
     async def _decode(self, request, body, fault):
         self.decoded.append((request, body))
+        if request.url.path.endswith("/render"):
+            await asyncio.sleep(1.0 if fault == "slow" else 0.0)
+            return httpx.Response(404 if self.rendered is None else 200, json=self.rendered)
         headers = {"X-Server": "stock", "Date": "then"}
         if fault == "full":
             return httpx.Response(503, json={"error": {"message": "busy"}}, headers=headers)

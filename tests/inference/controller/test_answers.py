@@ -60,11 +60,6 @@ async def test_a_worker_computes_the_prompt_and_the_decode_server_the_answer(pat
         {"prompt": {"a": 1}},
         {"prompt": "word " * 5000},
         {"prompt": None, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        CHAT | {"prompt": None, "response_format": {"type": "json_object"}},
-        CHAT | {"prompt": None, "tool_choice": "required"},
-        CHAT | {"prompt": None, "tool_choice": {"type": "function", "function": {"name": "look"}}},
-        {"truncate_prompt_tokens": -1},
-        {"truncate_prompt_tokens": "-1"},
     ],
 )
 async def test_what_one_cache_cannot_serve_goes_to_the_decode_server_unchanged(field):
@@ -74,6 +69,54 @@ async def test_what_one_cache_cannot_serve_goes_to_the_decode_server_unchanged(f
         assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, "request")
         assert not workers.seen and workers.decoded[0][1] == WHOLE | field
         assert counted((await client.get("/metrics")).text, "decode", "request")
+
+
+RENDERED = [
+    *(CHAT | {"response_format": {"type": kind}} for kind in ("json_object", "json_schema")),
+    CHAT | {"tool_choice": "required"},
+    CHAT | {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+    WHOLE | {"truncate_prompt_tokens": -1},
+    WHOLE | {"truncate_prompt_tokens": "-1"},
+]
+"""Requests of which a worker might make another prompt than the decode server."""
+
+
+@pytest.mark.parametrize("body", RENDERED)
+async def test_a_worker_gets_the_tokens_of_the_decode_server_where_it_might_render_another_prompt(body):
+    workers, path = FakeWorkers(1), "/v1/chat/completions" if "messages" in body else PATH
+    workers.rendered = {"token_ids": [7, 8, 9]} if "messages" in body else [{"token_ids": [7, 8, 9]}]
+    body |= {"model": "tiny", "cache_salt": "s"}
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post(path, json=body, headers={"X-Request-Id": "abc"})
+        assert (answer.status_code, answer.headers["x-weft-worker"]) == (200, "0")
+        ((_, request, part),), ((_, asked), (second, whole)) = workers.seen, workers.decoded
+        assert asked == body
+        assert (request.url.path, request.headers["x-request-id"]) == (PATH, "abc")
+        assert part == {"model": "tiny", "cache_salt": "s", "prompt": [7, 8, 9], "max_tokens": 1} | REMOTE
+        handed = HANDED["kv_transfer_params"] | {"prompt_token_ids": [7, 8, 9]}
+        assert (second.url.path, whole) == (path, body | {"kv_transfer_params": handed})
+
+
+@pytest.mark.parametrize("body", RENDERED[:1] + RENDERED[-1:])
+@pytest.mark.parametrize(
+    "rendered", [None, 3, [], [{}, {}], {}, {"token_ids": None}, {"token_ids": []}, {"token_ids": [1] * 5000}]
+)
+async def test_a_prompt_that_the_decode_server_does_not_render_is_computed_there(body, rendered):
+    workers = FakeWorkers(1)
+    workers.rendered = rendered
+    async with controller(workers, decode_url=DECODE) as client:
+        answer = await client.post("/v1/chat/completions" if "messages" in body else PATH, json=body)
+        assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, "request")
+        assert not workers.seen and workers.decoded[-1][1] == body
+
+
+async def test_a_decode_server_that_renders_slowly_is_not_awaited_beyond_the_deadline():
+    workers = FakeWorkers(1)
+    workers.fault = {"decode": "slow"}
+    async with controller(workers, decode_url=DECODE, deadline_s=0.2) as client:
+        answer = await client.post("/v1/chat/completions", json=RENDERED[0])
+        assert (answer.status_code, answer.headers["x-weft-fallback"]) == (200, "late")
+        assert not workers.seen and workers.cancelled == ["decode"]
 
 
 @pytest.mark.parametrize(

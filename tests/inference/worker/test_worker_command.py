@@ -160,6 +160,7 @@ def test_the_decode_server_fetches_from_equal_workers_only_and_computes_what_it_
     assert transfer["kv_load_failure_policy"] == "recompute"
     assert transfer["kv_connector_extra_config"]["enforce_handshake_compat"] is True
     assert option(words, "--dtype") == "float32" and option(words, "--model") == config.inference.prefill.model
+    assert "--enable-scale-out" in words  # it renders prompts
     assert ("--enforce-eager" in words) == ("--kv-cache-memory-bytes" in words) == (not gpus)
     env = decode_environment(config, {}, key="s3cret", package=tmp_path)
     assert env["VLLM_API_KEY"] == "s3cret" and env.get("CUDA_VISIBLE_DEVICES", "") == ",".join(gpus)
