@@ -138,6 +138,8 @@ class LinkCounters:
         rtt_s: minimum round-trip time of the link's pings, or 0 before the first.
         busy_s: seconds with unacknowledged payload, less one round trip for each such period, so that bytes over these
             seconds are the link's rate.
+        queued_bytes: payload of messages that is not acknowledged yet, unsent or in flight.
+        retransmissions: TCP segments that the kernel has sent again.
     """
 
     sent_bytes: int
@@ -148,6 +150,8 @@ class LinkCounters:
     ready: int
     rtt_s: float
     busy_s: float = 0.0
+    queued_bytes: int = 0
+    retransmissions: int = 0
 
 
 class SiteEndpoint(Protocol):

@@ -37,6 +37,7 @@ from weft.engine.initialize import build_engine
 from weft.engine.observability.event_ring import rings_folder
 from weft.engine.observability.event_timer import EventTimer
 from weft.engine.observability.flight_recorder import RecorderServer
+from weft.engine.observability.link_gauge import LinkGauge
 from weft.engine.observability.watcher import ERROR_FILE, Phase, Watcher, watcher_of
 from weft.engine.planning.joining import join_job
 from weft.engine.planning.plan_file import ReplicaPlans, plan_to_json
@@ -202,6 +203,8 @@ def _time_events(
         watcher.timer = EventTimer.open(folder, engine.global_rank, longest, engine.device, watcher.waits)
         watcher.recorder = RecorderServer(rings_folder(folder), engine.global_rank)
         engine.time_events()
+        if engine.wan is not None and engine.wan.endpoint is not None:
+            watcher.gauge = LinkGauge(rings_folder(folder), engine.global_rank, engine.wan.endpoint)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return None
         started: subprocess.Popen[bytes] = entry("watch").collect(config, folder, first_host=engine.global_rank == 0)

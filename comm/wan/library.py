@@ -42,10 +42,8 @@ class Counters(Structure):
     """``WanCounters`` of transport.cpp."""
 
     _fields_ = [
-        *(
-            (name, c_uint64)
-            for name in ("sent_bytes", "received_bytes", "resent_chunks", "duplicate_chunks", "broken", "ready")
-        ),
+        *((name, c_uint64) for name in ("sent_bytes", "received_bytes", "resent_chunks", "duplicate_chunks")),
+        *((name, c_uint64) for name in ("broken", "ready", "queued_bytes", "retransmissions")),
         ("rtt_s", c_double),
         ("busy_s", c_double),
     ]

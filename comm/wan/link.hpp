@@ -63,6 +63,7 @@ public:
         message->start = lane.stream_bytes;
         message->unacknowledged = num_chunks(message->total, options_.chunk_bytes);
         lane.stream_bytes += message->total;
+        counters.queued_bytes += message->total;
         outbox_.add(std::move(message));
     }
 
@@ -119,10 +120,19 @@ public:
         counters.broken += !left();
         last_trouble_ = why;
         counters.resent_chunks += connection.unacknowledged.size();
+        lost_retransmissions_ += connection.stream.retransmissions();
         for (const Chunk &chunk : connection.unacknowledged) pacer_.lost(chunk.length);
         outbox_.resend(connection.unacknowledged);
         connection.unacknowledged.clear();
         for (auto &[_, lane] : lanes_) lane.credit_due |= lane.open;  // the last CREDIT may be lost
+    }
+
+    // TCP segments that the kernel has sent again, on connections of the past as well.
+    uint64_t retransmissions() const {
+        uint64_t sum = lost_retransmissions_;
+        for (const Connection *connection : slots)
+            if (connection) sum += connection->stream.retransmissions();
+        return sum;
     }
 
     // True if the peer, which was pinged meanwhile, has been silent for longer than a lost packet explains.
@@ -268,6 +278,7 @@ public:
         for (Connection *connection : slots)
             if (connection) lose(*connection, failure_);
         outbox_.clear();
+        counters.queued_bytes = 0;
     }
 
     void send_bye(const std::string &why) {
@@ -294,6 +305,7 @@ private:
     uint64_t session_ = 0;          // of the peer; 0 before the first connection
     uint32_t peer_chunk_bytes_ = 0;
     int64_t last_receive_ns_, last_ping_ns_ = 0, refused_since_ns_ = 0;
+    uint64_t lost_retransmissions_ = 0;  // of connections that have ended
     int64_t busy_since_ns_ = 0;     // the outbox has not been empty since then; 0 while it is
     int64_t trusted_ns_ = 0;        // connections that received nothing since then predate a silence
     size_t rotation_ = 0;
@@ -357,6 +369,7 @@ private:
             Chunk chunk = connection.unacknowledged.front();
             connection.unacknowledged.pop_front();
             counters.sent_bytes += chunk.length;
+            counters.queued_bytes -= chunk.length;
             pacer_.delivered(chunk.length, chunk.burst, chunk.sent_ns, arrived_ns, now);
             outbox_.acknowledged(chunk, completed_);
             if (busy_since_ns_ && outbox_.empty()) {

@@ -35,6 +35,7 @@ struct Batching {
 
 struct Counters {  // also read by other threads
     std::atomic<uint64_t> sent_bytes{0}, received_bytes{0}, resent_chunks{0}, duplicate_chunks{0}, broken{0}, ready{0};
+    std::atomic<uint64_t> queued_bytes{0};  // of messages, not acknowledged yet
     std::atomic<int64_t> rtt_ns{0};  // the minimum so far
     std::atomic<int64_t> busy_ns{0};  // with unacknowledged payload, less one round trip for each such period
 };

@@ -85,10 +85,16 @@ public:
     }
 
     // Number of consecutive TCP retransmissions without an acknowledgement.
-    int backoffs() const {
+    int backoffs() const { return tcp().tcpi_backoff; }
+
+    // Number of segments that were sent again since the connection began.
+    uint32_t retransmissions() const { return tcp().tcpi_total_retrans; }
+
+    // What the kernel knows about the connection; all 0 if it knows nothing.
+    tcp_info tcp() const {
         tcp_info info{};
         socklen_t length = sizeof info;
-        return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) ? 0 : info.tcpi_backoff;
+        return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) ? tcp_info{} : info;
     }
 
     // Bytes that the peer's kernel has not acknowledged.

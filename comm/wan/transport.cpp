@@ -11,7 +11,7 @@ struct WanOptions {
 };
 
 struct WanCounters {
-    uint64_t sent_bytes, received_bytes, resent_chunks, duplicate_chunks, broken, ready;
+    uint64_t sent_bytes, received_bytes, resent_chunks, duplicate_chunks, broken, ready, queued_bytes, retransmissions;
     double rtt_s, busy_s;
 };
 
@@ -120,9 +120,11 @@ uint64_t weft_wan_requests() { return Request::alive; }
 
 void weft_wan_counters(Endpoint *endpoint, uint32_t peer, WanCounters *counters) {
     endpoint->call([=] {
-        const Counters &c = endpoint->link(peer).counters;
+        const Link &link = endpoint->link(peer);
+        const Counters &c = link.counters;
         *counters = {c.sent_bytes, c.received_bytes, c.resent_chunks, c.duplicate_chunks,
-                     c.broken,     c.ready,          c.rtt_ns * 1e-9, c.busy_ns * 1e-9};
+                     c.broken,     c.ready,          c.queued_bytes,  link.retransmissions(),
+                     c.rtt_ns * 1e-9, c.busy_ns * 1e-9};
     });
 }
 

@@ -33,6 +33,8 @@ DTYPE = np.dtype([("first", "u8"), ("second", "u8"), ("step", "u8"), ("start", "
 NO_RECORDS = np.empty(0, DTYPE)
 CURRENT = Struct("3Qd")
 PREFILL = "prefill"
+LINKS = "links"
+"""First part of the names of files with the counters of ranks' links, before the rank."""
 SECTIONS = ("data", "gradients", "weights", "sums", "checkpoint", "evaluation", "step", PREFILL)
 """Kinds of events besides actions: reading the batch, waits for collectives, stalls between steps, whole steps, and
 chunks of prompts that a prefill worker computes."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weft.comm.links import SiteEndpoint
     from weft.engine.observability.event_timer import EventTimer
     from weft.engine.observability.flight_recorder import RecorderServer
+    from weft.engine.observability.link_gauge import LinkGauge
 
 from weft.pipeline.action import Slot
 from weft.pipeline.timeline import Span
@@ -97,11 +98,13 @@ class Watcher:
         waits: the supervisor's observer of waits in collectives, if any.
         timer: times events, if a collector reads them. The engine uses it after `WeftEngine.time_events`.
         recorder: answers with this rank's collective calls while events are timed.
+        gauge: publishes the counters of links between sites meanwhile.
     """
 
     waits: Waits | None = None
     timer: EventTimer | None = None
     recorder: RecorderServer | None = None
+    gauge: LinkGauge | None = None
 
     def enter(self, phase: Phase) -> None:
         """Publish the beginning of a phase."""
@@ -163,9 +166,10 @@ class Watcher:
         """End the records of events, which a collector may still read. ``finished`` is True at the end of a run."""
         if self.timer is not None:
             self.timer.close(finished=finished)
-        if self.recorder is not None:
-            self.recorder.close()
-        self.timer = self.recorder = None
+        for each in (self.recorder, self.gauge):
+            if each is not None:
+                each.close()
+        self.timer = self.recorder = self.gauge = None
 
 
 def watcher_of(variables: Mapping[str, str]) -> Watcher:

@@ -49,6 +49,7 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
             "ranks": [],
             "mean_s": [],
             "deviation": [],
+            "groups": {},
             "outliers": [],
             "pauses": [],
         }
@@ -69,10 +70,23 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
         "mean_s": means.round(9).tolist(),
         "deviation": deviation.round(4).tolist(),
         "alone": alone.tolist(),
+        "groups": _groups(record, ranks.tolist()),
         "outliers": [
             {"rank": o.rank, "section": o.section, "text": o.text(record)} for o in outliers(record, recent=recent)
         ],
         "pauses": [each.text() for each in pauses(record, recent)],
+    }
+
+
+def _groups(record: RunRecord, ranks: Sequence[int]) -> dict[str, list[str]]:
+    """Return the host, site, stage and pipeline of ranks, by which the heat map groups them."""
+    hosts = {entry["rank"]: str(entry["host"]) for entry in record.current()}
+    places = [record.places[rank] for rank in ranks]
+    return {
+        "host": [hosts.get(rank, "unknown host") for rank in ranks],
+        "site": [record.site_name(rank) for rank in ranks],
+        "stage": [f"stage {place.stage}" for place in places],
+        "pipeline": [f"pipeline {place.line}" for place in places],
     }
 
 

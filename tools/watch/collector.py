@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 
+from weft.conf.host.documents import parse_json, read_text
 from weft.conf.host.files import replacing, write_atomic
 from weft.conf.host.processes import allow_files
 from weft.engine.observability.event_ring import (
     KINDS,
+    LINKS,
     PREFILL,
     PREFIX,
     RingReader,
@@ -189,9 +191,18 @@ class Collector:
 
     def publish_current(self) -> None:
         """Write what each rank does now, and the calls of ranks that stall."""
-        now = {"at": time(), "host": self._host, "ranks": [reader.current() for reader in self._readers.values()]}
+        links, ranks = self._links(), [reader.current() for reader in self._readers.values()]
+        now = {"at": time(), "host": self._host, "ranks": [each | links.get(each["rank"], {}) for each in ranks]}
         write_atomic(self._folder / f"now-{self._host}.json", json.dumps(now))
         self._stalls.follow(self._readers.values())
+
+    def _links(self) -> dict[object, dict[str, Any]]:
+        """Return the counters of links to other sites by rank (`LinkGauge`)."""
+        found: dict[object, dict[str, Any]] = {}
+        for path in self._rings_folder.glob(f"{LINKS}*"):
+            with suppress(OSError, ValueError):  # it is being replaced
+                found[int(path.name.removeprefix(LINKS))] = {"links": parse_json(read_text(path))}
+        return found
 
     def close(self) -> None:
         """Write everything, and remove the rings."""

@@ -10,11 +10,14 @@ from typing import Any
 
 import pandas as pd
 
+from weft.conf.host.json_records import JsonRecords
+from weft.conf.host.terminal import printable
 from weft.engine.observability.event_ring import PREFILL
 from weft.pipeline.action import slot_text
 from weft.pipeline.order import visits_of
 from weft.pipeline.timeline import SEND_LANE
 from weft.tools.watch.analysis import heat, links, mean_shares, measured_shares, where_time_goes
+from weft.tools.watch.connections import connections
 from weft.tools.watch.explain import limits
 from weft.tools.watch.record import RunRecord, waits_for
 from weft.tools.watch.step_files import files_of
@@ -25,6 +28,8 @@ LIVE_S = 60.0
 """Seconds without a sign of its collectors after which a run counts as ended."""
 EXPLAIN_S = 20.0
 """Seconds between two simulations of what limits the run."""
+MOST_ALERTS = 8
+"""Newest alerts and faults that are shown."""
 MOST_POINTS = 2000
 """Points of a curve. Longer ones are thinned."""
 
@@ -35,6 +40,7 @@ class Views:
     def __init__(self, record: RunRecord, other: RunRecord | None = None) -> None:
         """Show ``record``, and where its time goes next to ``other``."""
         self._record, self._other = record, other
+        self._journal = JsonRecords(record.folder / "supervisor" / "journal.jsonl")
         self._explained: list[dict[str, Any]] = []
         self._explained_at = -EXPLAIN_S
         self._views: dict[str, Callable[..., Any]] = {
@@ -97,6 +103,7 @@ class Views:
             "zero": config["zero"]["stage"],
             "precision": config["train"]["precision"],
             "log": self._log(),
+            **_supervision(self._journal.read()),
         }
 
     def _log(self) -> list[str]:
@@ -187,7 +194,8 @@ class Views:
 
     def _links(self, step: int | None, **_: Any) -> dict[str, Any]:
         shown = self._record.step_with_spans(step)
-        return {"step": shown, "hops": links(self._record, self._record.spans(shown))}
+        hops = links(self._record, self._record.spans(shown))
+        return {"step": shown, "hops": hops, "connections": connections(self._record)}
 
     def _time(self, step: int | None, against: int | None, **_: Any) -> dict[str, Any]:
         shown = self._record.step_with_spans(step)
@@ -209,6 +217,16 @@ class Views:
                 ]
             self._explained_at = monotonic()
         return self._explained
+
+
+def _supervision(journal: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the number of restarts, and the newest faults and alerts in words, with the time of day."""
+    told = [each for each in journal if each.get("event") in ("fault", "alert")]
+    names = ("at", "event", "kind", "culprit", "evidence")
+    return {
+        "restarts": max(0, sum(each.get("event") == "attempt" for each in journal) - 1),
+        "alerts": [{name: printable(str(each.get(name, ""))) for name in names} for each in told[-MOST_ALERTS:]],
+    }
 
 
 def _clocks(record: RunRecord, spans: pd.DataFrame) -> dict[str, Any]:

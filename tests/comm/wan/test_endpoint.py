@@ -161,6 +161,7 @@ def test_what_is_not_received_is_held_back_at_the_sender(stack):
     until(lambda: pair.ends[1].counters(0).received_bytes == 64 << 10)
     time.sleep(0.1)
     assert pair.ends[1].counters(0).received_bytes == 64 << 10
+    assert pair.ends[0].counters(1).queued_bytes == (5 * 40 - 64) << 10
     other = pair.ends[0].channel(1, lane=1), pair.ends[1].channel(0, lane=1)
     other[0].send("b", tensors[0])  # another lane does not wait for this one
     assert torch.equal(other[1].recv("b", TensorSpec((40 << 10,), torch.uint8)).wait(), tensors[0])
@@ -189,6 +190,7 @@ def test_a_transfer_survives_every_connection_being_killed_again_and_again(stack
     assert 0 < counters.busy_s < 60
     assert counters.broken >= 4
     assert counters.resent_chunks > 0
+    assert counters.queued_bytes == 0
 
 
 @pytest.mark.parametrize("tls", [False, True])

@@ -100,6 +100,11 @@ def test_the_page_shows_the_numbers_of_the_files(run, browser):
     )
     browser.press("Enter")
     browser.wait("location.hash.includes('rank=5')")
+    show(browser, address, "heat?group=pipeline&rank=5")
+    assert text(browser, "#cell").startswith("rank 5 of pipeline 1, forward: ")
+    browser.run("document.getElementById('heat').focus()")
+    browser.press("ArrowUp")
+    assert text(browser, "#cell").startswith("rank 3 of pipeline 1, forward: ")
 
     show(browser, address, "links")
     hops = {f"{h['from']}-{h['to']}-{h['kind']}": h for h in links(record, record.spans(shown))}
@@ -144,6 +149,10 @@ def test_transfers_prefills_and_uplinks_have_lanes(tmp_path, browser):
     recording.run(3)
     recording.prefill(2, tokens=96)
     folder = recording.write({"a": (range(4), 0.0), "b": (range(4, 8), 2.0)})
+    link = {"peer": 4, "ready": 8, "sent_bytes": 3 << 20, "queued_bytes": 5 << 10, "retransmissions": 7}
+    link |= {"resent_chunks": 11, "broken": 2, "busy_s": 1.0, "rtt_s": 0.03}
+    now = {"rank": 2, "slot": "", "step": 3, "since": 0.0, "alive": False, "links": [link]}
+    (folder / "watch" / "now-a.json").write_text(json.dumps({"at": 0.0, "host": HOSTILE, "ranks": [now]}))
     shown = Views(RunRecord(folder)).show("timeline", step=2)
 
     def of(lane, rank):
@@ -187,6 +196,11 @@ def test_transfers_prefills_and_uplinks_have_lanes(tmp_path, browser):
             browser.press("ArrowDown")
         over = re.search(r"over (.*?): ", text(browser, "#action"))[1]
         assert over == sorted({each[2] for each in shown["transfers"]})[-1]
+        show(browser, address, "links")
+        row = "[...document.getElementById('link-2-4').closest('tr').children].map((cell) => cell.textContent)"
+        assert browser.run(row) == [
+            *("2 → 4", f"east → {HOSTILE}", "8", "3 MiB", "25.17", "–", "30.0 ms", "5 KiB", "7", "11", "2")
+        ]
         for width in (1280, 390):
             browser.resize(width)
             show(browser, address, "timeline?step=2")

@@ -277,6 +277,20 @@ def test_a_hang_leads_from_the_waiting_ranks_to_the_culprit(tmp_path):
     assert [(each["stage"], each["pipeline"]) for each in found] == [(stage, 0) for stage in range(4)]
 
 
+def test_restarts_faults_and_alerts_are_those_of_the_journal(tmp_path):
+    recording = Recording(tmp_path / "run")
+    recording.run(2)
+    folder = recording.write()
+    assert Views(RunRecord(folder)).show("overview").items() >= {"restarts": 0, "alerts": []}.items()
+    (folder / "supervisor").mkdir()
+    events = [{"event": "attempt"}, {"event": "alert", "at": 5.0, "kind": "slow_link", "culprit": {"link": [1, 2]}}]
+    events += [{"event": "fault", "at": 6.0, "kind": "hang", "evidence": HOSTILE}, {"event": "attempt"}]
+    (folder / "supervisor" / "journal.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    shown = Views(RunRecord(folder)).show("overview")
+    assert shown["restarts"] == 1 and [each["kind"] for each in shown["alerts"]] == ["slow_link", "hang"]
+    assert shown["alerts"][1]["evidence"] == HOSTILE and shown["alerts"][0]["culprit"] == "{'link': [1, 2]}"
+
+
 def test_the_terminal_shows_the_same(record, capsys):
     assert main(["watch", str(record.folder), "--text", "--once"]) == 0
     text = capsys.readouterr().out

@@ -6,8 +6,18 @@ import { brush, canvas, colour, element, panel, share, time } from "./tools.js";
 const OWN = new Set(["F", "B", "I", "W", "SEND_F", "SEND_B", "data"]);
 const LABEL = 64, HEAD = 92, LEAST = 3, MOST = 22, HIGH = 620;
 
+// Sorts the rows by a group, stage or host for example, and returns each row's group, or null without one.
+function arrange(found, by) {
+  const names = found.groups[by];
+  if (!names) return null;
+  const order = names.map((_, n) => n).sort((a, b) => names[a].localeCompare(names[b], "en", { numeric: true }) || a - b);
+  for (const name of ["ranks", "mean_s", "deviation", "alone"]) found[name] = order.map((n) => found[name][n]);
+  return order.map((n) => names[n]);
+}
+
 export async function heat({ fetched, query, go }) {
   const window_ = query.get("window") ?? "20", found = await fetched(`/api/heat?window=${Number(window_) || 20}`);
+  const by = query.get("group") ?? "", names = arrange(found, by);
   const ranks = found.ranks.length, size = Math.max(LEAST, Math.min(MOST, Math.floor(HIGH / Math.max(1, ranks))));
   const rows = Math.min(ranks, Math.floor(HIGH / size));  // the rest is scrolled to: a canvas has a limited height
   const on = canvas(HEAD + rows * size + 2, `Heat map of ${ranks} ranks and ${found.sections.length} sections. Use the arrow keys.`);
@@ -21,7 +31,7 @@ export async function heat({ fetched, query, go }) {
   const tell = () => {
     if (!ranks) return;
     const deviation = found.deviation[row][column], against = found.alone[row] ? "the lower median of all ranks" : "its class";
-    status.textContent = `rank ${found.ranks[row]}, ${found.sections[column].label}: ${time(found.mean_s[row][column])} a step, ${deviation < 0 ? "−" : "+"}${share(Math.abs(deviation), 1)} against ${against}`;
+    status.textContent = `rank ${found.ranks[row]}${names ? ` of ${names[row]}` : ""}, ${found.sections[column].label}: ${time(found.mean_s[row][column])} a step, ${deviation < 0 ? "−" : "+"}${share(Math.abs(deviation), 1)} against ${against}`;
   };
   const drawn = () => {
     const { context, width } = brush(on);
@@ -40,6 +50,7 @@ export async function heat({ fetched, query, go }) {
     const quiet = colour("quiet");
     found.ranks.slice(top, top + rows).forEach((rank, r) => {
       context.fillStyle = quiet;
+      if (names && r && names[top + r] !== names[top + r - 1]) context.fillRect(0, HEAD + r * size - 1, width, 1);
       if (r % every === 0) context.fillText(`rank ${rank}`, 0, HEAD + r * size + Math.min(size - 2, size / 2 + 4));
       found.deviation[top + r].forEach((deviation, n) => {
         const strength = Math.min(1, Math.abs(deviation) * 2 + 0.04) * (OWN.has(found.sections[n].name) ? 1 : 0.3);
@@ -86,8 +97,10 @@ export async function heat({ fetched, query, go }) {
   warning.classList.toggle("warn", texts.length > 0);
   const choice = element("select", { id: "window", onchange: (event) => go({ window: event.target.value }) },
     ...["5", "20", "100", "500"].map((each) => element("option", { value: each, textContent: `last ${each} steps`, selected: each === window_ })));
+  const grouping = element("select", { id: "group", onchange: (event) => go({ group: event.target.value || null }) },
+    ...["", ...Object.keys(found.groups)].map((each) => element("option", { value: each, textContent: each || "rank", selected: each === by })));
   return {
-    children: [warning, panel("", element("div", { className: "bar" }, element("label", {}, "Mean of the ", choice),
+    children: [warning, panel("", element("div", { className: "bar" }, element("label", {}, "Mean of the ", choice), element("label", {}, "by ", grouping),
       element("span", { className: "quiet", textContent: `steps ${found.first} to ${found.last}` }),
       element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--hot))" } }), "slower"),
       element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--cold))" } }), "faster than its class"),

@@ -32,10 +32,11 @@ async function overview({ fetched, run }) {
     Schedule: `${run.schedule}, ${run.microbatches} micro-batches`,
     Layout: `${run.ranks} ranks: ${run.stages} stages, ${run.pipelines} pipelines`,
     Sites: run.sites.join(", "), Hosts: run.hosts.join(", ") || "–",
+    Restarts: run.restarts,
     Predicted: `${time(predicted.step_s)} a step, bubbles ${share(predicted.bubble_share)}`,
   };
   const list = element("dl", {}, ...Object.entries(facts).flatMap(([name, value]) =>
-    [element("dt", { textContent: name }), element("dd", { textContent: value })]));
+    [element("dt", { textContent: name }), element("dd", { textContent: String(value) })]));
   const explained = element("ol", { id: "limits" });
   explained.append(...known);
   const explain = async () => {
@@ -47,12 +48,14 @@ async function overview({ fetched, run }) {
     explained.replaceChildren(...known);
   };
   explain().catch(() => {});
+  const alerts = run.alerts.length ? panel("Alerts and faults", element("ul", { id: "alerts" }, ...run.alerts.map((alert) => element("li", {
+    textContent: `${new Date(1000 * Number(alert.at)).toLocaleTimeString()} ${alert.event} ${alert.kind}: ${alert.evidence} ${alert.culprit}` })))) : null;
   const log = run.log.length ? panel("Log", element("pre", { id: "log", textContent: run.log.join("\n") })) : null;
   return {
     children: [
       element("div", { className: "grid" }, ...charts.map((chart) => chart.box)),
       element("div", { className: "two" }, panel("What limits this run", explained), panel("This run", list)),
-      ...(log ? [log] : []),
+      ...[alerts, log].filter(Boolean),
     ],
     drawn: () => charts.forEach((chart) => chart.drawn()),
   };
@@ -102,7 +105,7 @@ async function parallel({ fetched, query, run, go }) {
 }
 
 async function links({ fetched, query, go }) {
-  const step = query.get("step"), { step: shown, hops } = await fetched(`/api/links${step ? `?step=${step}` : ""}`);
+  const step = query.get("step"), { step: shown, hops, connections } = await fetched(`/api/links${step ? `?step=${step}` : ""}`);
   const chosen = query.get("hop");
   const rows = [...hops].sort((a, b) => b.crosses - a.crosses || b.fastest_s - a.fastest_s).map((hop) => {
     const id = `${hop.from}-${hop.to}-${hop.kind}`;
@@ -122,7 +125,14 @@ async function links({ fetched, query, go }) {
       : element("p", { className: "quiet", textContent: "There is one stage, so nothing is sent." }),
     picked ? element("p", { id: "hop", textContent: `Rank ${picked.from} to rank ${picked.to}: the fastest of ${picked.transfers} transfers took ${time(picked.fastest_s)}; the plan expects ${time(picked.planned_s)}.` }) : null,
     element("p", { className: "quiet", textContent: "From the start of a send until the receiver has the tensor. A receiver that computes looks late, so the fastest transfer is the best estimate of a link." })),
-  ] };
+    connections.length ? panel("Links between sites, since they were opened", table(
+      ["from → to", "sites", ">connections", ">sent", ">Mbit/s while busy", ">probed", ">round trip", ">queue", ">TCP retransmissions", ">resent chunks", ">cuts"],
+      connections.map((link) => [
+        element("span", { id: `link-${link.from}-${link.to}`, textContent: `${link.from} → ${link.to}` }), link.sites, link.ready,
+        `${count(link.sent_bytes / 2 ** 20)} MiB`, count(link.mbps), count(link.probed_mbps), time(link.rtt_s),
+        `${count(link.queued_bytes / 1024)} KiB`, count(link.retransmissions), count(link.resent_chunks), count(link.broken),
+      ]))) : null,
+  ].filter(Boolean) };
 }
 
 function bars(seconds, whole) {
