@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -306,17 +307,18 @@ def noticed(case: str, keywords: dict[str, Any], folder: Path, found: dict[str, 
             run_on_devices(2, without_each_wait, *arguments, runs=runs, first_device=int(not sites), timeout_s=1500.0)
         except RuntimeError as error:  # without a wait, memory of a call in a thread can be freed
             failed = str(error)
-        _read_notes(folder, found)
+        signal = re.search(r"code=-(\d+)", failed)
+        _read_notes(folder, found, FAILURE + (f": signal {signal[1]}" if signal else ""))
 
 
-def _read_notes(folder: Path, found: dict[str, str]) -> None:
-    """Add what ranks have noted to ``found``, and remove the notes."""
+def _read_notes(folder: Path, found: dict[str, str], failure: str) -> None:
+    """Add what ranks have noted to ``found``, and remove the notes. ``failure`` describes the end of a rank."""
     for path in folder.glob("*.notes"):
         last = {wait: (what, case) for wait, case, what in (line.split("\t") for line in path.read_text().splitlines())}
         path.unlink()
         for wait, (what, case) in last.items():
             if found.get(wait, NOTHING).startswith(NOTHING):
-                found[wait] = f"{what} ({case})"
+                found[wait] = f"{failure if what == FAILURE else what} ({case})"
         print(*(f"{wait}: {found[wait]}" for wait in last), sep="\n", file=sys.stderr, flush=True)
 
 
