@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from weft.comm.job import current_job
 from weft.engine.distributed import from_rank_zero
 from weft.engine.observability.clock import Clock
 from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
-from weft.engine.planning.deviation import Deviation, interval_of, with_measured
+from weft.engine.planning.deviation import Deviation, clean, interval_of, with_measured
 from weft.engine.planning.plan_file import ReplicaPlans
 from weft.engine.planning.replanning import Proposal, Replanning, Request, alike, schedule_for
 from weft.engine.planning.spreads import LinkMeter, with_jitter
@@ -52,8 +53,14 @@ class Adaptation:
         pipeline, self._engine = engine.weft.pipeline, engine
         stages = engine.plan.placement.num_stages
         self._interval = interval_of(pipeline.adapt_steps, RECORDS_KEPT - 1)
+        is_known = engine.plan.facts.flops_per_s is None  # estimates may be wrong by more than a slow rank
+        planned = [(cost.forward_s, cost.input_s, cost.weight_s) for cost in engine.plan.costs.stages if is_known]
         self._deviation = Deviation(
-            num_stages=stages, steps=pipeline.adapt_steps, interval=self._interval, replicas=engine.num_replicas
+            num_stages=stages,
+            steps=pipeline.adapt_steps,
+            interval=self._interval,
+            replicas=engine.num_replicas,
+            plan_costs=clean([*chain(*planned)] * engine.num_replicas),
         )
         schedule = engine.plan.schedules[1]
         self._original = schedule

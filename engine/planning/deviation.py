@@ -39,13 +39,15 @@ class Deviation:
 
     A vector has three durations of each virtual stage of each replica, and then the seconds per byte of each pair of
     sites. Its numbers must have been `clean`. The first windows become the reference, and their spread widens the
-    tolerance. A replica that deviates from the others already then is compared with the median one.
+    tolerance. A replica that deviates from the others already then is compared with the median one, and a stage that
+    deviates from ``plan_costs`` more than the median stage is compared with that.
 
     Attributes:
         steps: number of consecutive steps that must deviate.
         interval: number of steps of a window.
         reference: the costs that the schedule counts on, or empty while the first windows are collected.
         measured: the smallest values of the windows that deviated, after `observe` has returned True.
+        plan_costs: the costs that the first schedule was planned with, as a vector, or empty if they are estimates.
     """
 
     num_stages: int
@@ -54,6 +56,7 @@ class Deviation:
     replicas: int = 1
     reference: tuple[float, ...] = ()
     measured: tuple[float, ...] = ()
+    plan_costs: tuple[float, ...] = ()
     _windows: list[tuple[float, ...]] = field(default_factory=list)
     _runs: list[int] = field(default_factory=list)
     """Number of consecutive windows, until now, in which each stage and link deviates."""
@@ -111,6 +114,7 @@ class Deviation:
         spreads = [max(abs(ratio - 1.0) for ratio in column) for column in zip(*ratios, strict=True)]
         self._tolerances = tuple(min(_WIDEST, max(TOLERANCE, _SPREADS * spread)) for spread in spreads)
         self.reference = self._as_peers()
+        self.reference = self._as_planned()
         self._windows.clear()
 
     def _as_peers(self) -> tuple[float, ...]:
@@ -124,6 +128,20 @@ class Deviation:
                 if _is_beyond(total_s / usual_s, self._tolerances[at]):
                     own, peer = (slice(_PARTS * number, _PARTS * (number + 1)) for number in (at, usual))
                     found[own] = self.reference[peer]
+        return tuple(found)
+
+    def _as_planned(self) -> tuple[float, ...]:
+        """Return the reference with the planned durations of stages that deviate, at the speed of the median stage."""
+        found, totals = (
+            list(self.reference),
+            zip(self._totals(self.reference), self._totals(self.plan_costs), strict=False),
+        )
+        ratios = {at: new / old for at, (new, old) in enumerate(totals) if new and old}
+        usual = sorted(ratios.values())[(len(ratios) - 1) // 2] if ratios else 1.0
+        for at, ratio in ratios.items():
+            if _is_beyond(ratio / usual, self._tolerances[at]):
+                own = slice(_PARTS * at, _PARTS * (at + 1))
+                found[own] = [usual * value for value in self.plan_costs[own]]
         return tuple(found)
 
     def _beyond(self, ratios: Sequence[float]) -> list[bool]:

@@ -69,7 +69,9 @@ class Measured:
         """Measure the newest steps. Raise ValueError if no step is recorded."""
         self.record = record
         newest = record.step_with_spans()
-        first = max(record.step_range[0] + 1, newest - STEPS + 1)  # the first step is slower than others
+        changed = record.plan.get("adapted_after", 0)  # steps before it ran another schedule
+        changed = changed if changed < newest else 0
+        first = max(record.step_range[0] + 1, newest - STEPS + 1, changed + 1)  # the first step is slower than others
         tables = [table for step in range(first, newest + 1) if len(table := record.spans(step))]
         whole_s = record.steps.window(first, record.step_range[1], ("step",)).seconds
         if not tables or not whole_s.any():

@@ -6,6 +6,7 @@ import os
 import signal
 from contextlib import suppress
 from time import sleep
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from weft.engine.initialize import initialize
 from weft.engine.planning.adaptation import Adaptation
 from weft.engine.planning.plan_file import plan_to_json
 from weft.pipeline.memory import peak_bytes
+from weft.pipeline.simulation import simulate
 
 FAST, SLOW = (0.01, 0.01, 0.01), (0.04, 0.002, 0.002)
 ALL_SLOW = (0.02, 0.02, 0.02)
@@ -42,6 +44,7 @@ def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW
     """Losses, schedules and proposals of a run; after a change, ranks wait until the plan has been made."""
     engine = begun(config)
     adaptation, losses, schedules, predicted = engine.adaptation, [], [], []
+    published = publish_to(engine)
     if adaptation is not None:
         report(adaptation, slow_stage, changed=changed)
     for _ in range(STEPS):
@@ -54,6 +57,8 @@ def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW
             os.kill(running._process.pid, signal.SIGKILL)
         wait_for_plan(engine)
     peak = peak_bytes(engine.plan.schedules[1], engine.plan.costs)
+    costs = engine.plan.costs if adaptation is None else adaptation.costs()
+    compute = simulate(engine.plan.schedules[1], costs).compute[engine.pipe_rank]
     proposals = [] if adaptation is None else [(step, found.chosen) for step, found in adaptation.proposals]
     engine.destroy()
     dist.barrier()
@@ -63,7 +68,23 @@ def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW
         "predicted": predicted,
         "proposals": proposals,
         "peak": peak,
+        "published": published,
+        "compute": [(span.start_s, span.end_s) for span in compute],
     }
+
+
+def publish_to(engine) -> list[list[tuple[float, float]]]:
+    """The work that the engine publishes for prefill workers from now on, of each schedule that it changes to."""
+    published: list[list[tuple[float, float]]] = []
+
+    def replan(predicted) -> None:
+        published.append([(span.start_s, span.end_s) for span in predicted])
+
+    def nothing() -> None:
+        pass
+
+    engine.bubbles = SimpleNamespace(replan=replan, busy=nothing, idle=nothing, close=nothing)
+    return published
 
 
 def wait_for_plan(engine) -> None:

@@ -46,6 +46,15 @@ def test_losses_are_those_of_a_run_that_does_not_adapt(ranks):
 
 
 @pytest.mark.slow
+def test_boards_publish_the_work_of_the_new_schedule_once(ranks):
+    for rank in ranks:
+        adapted, killed, plain = rank
+        assert len(adapted["published"]) == 1 and not killed["published"] and not plain["published"]
+        assert adapted["published"][0] == [pytest.approx(span) for span in adapted["compute"]]
+    assert ranks[0][0]["published"] != ranks[1][0]["published"]
+
+
+@pytest.mark.slow
 def test_no_rank_saves_more_than_the_fullest_rank_of_the_first_schedule(ranks):
     adapted, _, plain = ranks[0]
     assert adapted["peak"] <= plain["peak"]

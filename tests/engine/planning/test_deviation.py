@@ -83,6 +83,30 @@ def test_a_lasting_change_causes_one_plan_with_the_measured_costs(factor, stage)
     assert 0 <= step - 20 * WINDOW - STEPS < WINDOW
 
 
+@settings(max_examples=60, deadline=None)
+@given(factor=st.floats(1.3, 10.0), speed=st.floats(0.1, 10.0), stage=st.integers(0, STAGES - 1))
+def test_a_stage_that_is_slower_than_planned_from_the_start_causes_one_plan(factor, speed, stage):
+    slow = [factor if other == stage else 1.0 for other in range(STAGES)]
+    watch, steps = deviation(), []
+    watch.plan_costs = tuple(value * speed for value in vector())
+    for number in range(1, 60):
+        if watch.observe(WINDOW * number, vector(slow)):
+            assert watch.changes() == {f"stage {stage}": pytest.approx(factor)}
+            assert watch.measured[: 3 * STAGES] == pytest.approx(vector(slow)[: 3 * STAGES])
+            steps.append(WINDOW * number)
+            watch.planned(WINDOW * number)
+    assert len(steps) == 1 and steps[0] <= 3 * STEPS
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), speed=st.floats(0.1, 10.0))
+def test_costs_that_are_all_wrong_by_one_factor_cause_no_plan(seed, speed):
+    random, watch = Random(seed), deviation()
+    watch.plan_costs = tuple(value * speed for value in vector())
+    windows = [[value * random.uniform(0.95, 1.05) for value in vector()] for _ in range(200 // WINDOW)]
+    assert not any(watch.observe(WINDOW * number, window) for number, window in enumerate(windows, start=1))
+
+
 def test_a_slower_link_causes_a_plan_and_is_named():
     watch = deviation()
     for window in [vector()] * 10:

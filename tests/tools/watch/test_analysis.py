@@ -275,3 +275,15 @@ def test_ranks_that_took_micro_batches_are_no_outliers(tmp_path):
     plan["members"] = [{"pipelines": 1, "local_rank": 0, "schedule": key} for key in ("4", "4", "8")]
     (record.folder / "plan.json").write_text(json.dumps(plan | {"adapted_after": 30}))
     assert record.refresh() and not outliers(record) and not pauses(record)
+
+
+def test_steps_before_an_adaptation_are_not_measured_with_those_after(tmp_path):
+    recording = Recording(tmp_path / "run", stages=2, microbatches=6)
+    recording.run(30, slow={0: 2.0})
+    recording.run(3)
+    record = RunRecord(recording.write())
+    plan = json.loads((record.folder / "plan.json").read_text())
+    (record.folder / "plan.json").write_text(json.dumps(plan | {"adapted_after": 30}))
+    assert record.refresh()
+    first, second = (stage.compute_s for stage in Measured(record).costs[0].stages)
+    assert first == pytest.approx(second, rel=0.05)
