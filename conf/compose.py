@@ -32,7 +32,7 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
     """Return the configuration that ``overrides`` describe, converted to dataclasses but not checked.
 
     Raises:
-        ValueError: an unknown key, a wrong type, an unknown choice, a sweep, or two recipes.
+        ValueError: an unknown key, a wrong type, an unknown choice, a sweep, two recipes, or two models.
     """
     settings = list(map(_parse, overrides))
     recipes = [setting for setting in settings if setting.key_or_group == "recipe"]
@@ -64,6 +64,11 @@ def compose(overrides: Sequence[str] = (), *, recipe_file: str | None = None) ->
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(where + _explain(error)) from error
     assert isinstance(config, WeftConfig)
+    if config.model.path and any(each.key_or_group == "model.arch" and each.value() for each in settings):
+        raise ValueError(
+            f"model.arch={config.model.arch}: model.path={config.model.path} has an architecture of its own; set "
+            "model.arch for a new model, or model.path for one to load"
+        )
     return config
 
 

@@ -96,6 +96,7 @@ BAD = [
     (["optimizer.betas=[0.9,1.0]"], "not two numbers"),
     # model and data
     (["model.arch=''"], "set model.path"),
+    (["model.arch=qwen3", "model.path=y"], "model.arch=qwen3: model.path=y has an architecture of its own"),
     (["model.attn_implementation=flash_attention_2"], "takes no fp32; set train.precision=bf16"),
     (["model.lora.target_modules=[q_proj]"], "set model.lora.enabled=true"),
     (["model.lora.rank=16"], "model.lora.rank=16: adapters are off; set model.lora.enabled=true, or leave rank at 8"),
