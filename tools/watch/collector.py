@@ -88,6 +88,8 @@ class Collector:
         known = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(f"steps-{host}-*.parquet")]
         self._part = Part(max(known, default=0) + 1)
         self.last_steps: dict[int, tuple[int, float]] = {}
+        self.links: dict[object, dict[str, Any]] = {}
+        """The newest counters of links to other sites, by rank."""
         self.unwritten = 0
         """Events read since the last `flush`."""
 
@@ -191,7 +193,8 @@ class Collector:
 
     def publish_current(self) -> None:
         """Write what each rank does now, and the calls of ranks that stall."""
-        links, ranks = self._links(), [reader.current() for reader in self._readers.values()]
+        self.links = links = self._links()
+        ranks = [reader.current() for reader in self._readers.values()]
         now = {"at": time(), "host": self._host, "ranks": [each | links.get(each["rank"], {}) for each in ranks]}
         write_atomic(self._folder / f"now-{self._host}.json", json.dumps(now))
         self._stalls.follow(self._readers.values())
@@ -201,7 +204,8 @@ class Collector:
         found: dict[object, dict[str, Any]] = {}
         for path in self._rings_folder.glob(f"{LINKS}*"):
             with suppress(OSError, ValueError):  # it is being replaced
-                found[int(path.name.removeprefix(LINKS))] = {"links": parse_json(read_text(path))}
+                if isinstance(links := parse_json(read_text(path)), list):
+                    found[int(path.name.removeprefix(LINKS))] = {"links": links}
         return found
 
     def close(self) -> None:
@@ -335,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         for _ in rounds(collector):
             if exporter is not None:
-                exporter.update(collector.last_steps)
+                exporter.update(collector.last_steps, collector.links)
     finally:
         collector.close()
         os.close(lock)

@@ -1,10 +1,12 @@
-"""The Prometheus endpoint of a run, on loopback: the newest metrics, each rank's last step, supervision's events."""
+"""The Prometheus endpoint of a run, on loopback: the newest metrics, last steps, links, supervision's events."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from weft.conf.host.json_records import JsonRecords
 
@@ -19,6 +21,12 @@ class Exporter:
         self._registry, self._gauge = CollectorRegistry(), Gauge
         self._gauges: dict[str, Gauge] = {}
         self._step_s = Gauge("weft_rank_step_seconds", "last step of a rank", ["rank"], registry=self._registry)
+        self._link = Gauge(
+            "weft_link",
+            "counters of links of this host's ranks to other sites",
+            ["rank", "peer", "counter"],
+            registry=self._registry,
+        )
         self._events = Gauge(
             "weft_events",
             "events of the supervisor's journal, such as attempts and alerts",
@@ -29,8 +37,15 @@ class Exporter:
         self._journal = JsonRecords(run_folder / "supervisor" / "journal.jsonl")
         start_http_server(port, addr="127.0.0.1", registry=self._registry)
 
-    def update(self, last_steps: Mapping[int, tuple[int, float]]) -> None:
-        """Set the gauges from the run's files, and from the number and seconds of each rank's last step."""
+    def update(
+        self, last_steps: Mapping[int, tuple[int, float]], links: Mapping[object, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Set the gauges from the run's files.
+
+        Args:
+            last_steps: number and seconds of each rank's last step.
+            links: `Collector.links`.
+        """
         for record in [each for each in self._metrics.read() if each.get("kind") == "train"][-1:]:
             for name, value in record.items():
                 if isinstance(value, int | float):
@@ -39,5 +54,11 @@ class Exporter:
                     self._gauges[name].set(value)
         for rank, (_, seconds) in last_steps.items():
             self._step_s.labels(rank).set(seconds)
+        for sender, found in (links or {}).items():
+            for link in found["links"]:
+                with suppress(KeyError, TypeError, ValueError, AttributeError):  # a damaged file
+                    for name, value in link.items():
+                        if name != "peer":
+                            self._link.labels(sender, link["peer"], name).set(value)
         for event, count in Counter(str(record.get("event")) for record in self._journal.read()).items():
             self._events.labels(event).set(count)

@@ -12,7 +12,8 @@ from weft.tools.watch.prometheus import Exporter
 def served(folder):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    Exporter(folder, port).update({0: (4, 0.5)})
+    links = {0: {"links": [{"peer": 3, "retransmissions": 7}, 5, {"peer": 4, "broken": "x"}]}}
+    Exporter(folder, port).update({0: (4, 0.5)}, links)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return answer.read().decode()
 
@@ -39,5 +40,6 @@ def test_the_dashboard_shows_every_metric_and_no_other(tmp_path):
     (tmp_path / "supervisor" / "journal.jsonl").write_text(journal + '["damaged"]\n{')
     text = served(tmp_path)
     assert 'weft_events{event="attempt"} 2.0' in text and 'weft_events{event="alert"} 1.0' in text
+    assert 'weft_link{counter="retransmissions",peer="3",rank="0"} 7.0' in text
     dashboard = (Path(__file__).parents[3] / "docs" / "grafana" / "training.json").read_text()
     assert set(re.findall(r"weft_\w+", dashboard)) == set(re.findall(r"(?m)^weft_\w+", text))
