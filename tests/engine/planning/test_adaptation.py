@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 
 import pytest
 
@@ -10,7 +11,9 @@ from tests.engine.tiny import tiny_config
 from weft.conf.schema import PipelineConfig, ScheduleKind
 from weft.engine.planning.replanning import LEAST_GAIN, Replanning, Request, divided, propose
 from weft.engine.planning.schedules import plan_schedule
+from weft.engine.planning.spreads import with_jitter
 from weft.pipeline.costs import CostModel
+from weft.pipeline.jitter import MOST_JITTER
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
@@ -110,6 +113,18 @@ def test_the_chosen_level_is_the_shortest_that_weft_carries_out(factors):
     assert peak_bytes(schedule, costs) <= request.config.memory_cap_bytes
     assert propose(request) == found
     assert found.text().count("chosen") == 1
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1e-3, 3600.0, 1e9])
+@pytest.mark.parametrize(("replicas", "samples"), [(1, 0), (3, 0), (2, 4)])
+def test_levels_have_finite_prices_however_extreme_the_measured_costs_are(factor, replicas, samples):
+    request = request_of((factor,) * 3, replicas=replicas, cap=6.0)
+    jittery = (with_jitter(costs, (MOST_JITTER, 0.0), (), 1) for costs in request.measured)
+    config = replace(request.config, jitter_samples=samples)
+    found = propose(replace(request, config=config, measured=tuple(jittery)))
+    levels = {level.name: level.step_s for level in found.levels}
+    assert all(0.0 < step_s < inf for step_s in levels.values()) and {"none", "schedule", "evict"} <= {*levels}
+    assert found.step_s() <= levels["none"] and sum(found.counts) == 6 * replicas and min(found.counts) >= 1
 
 
 def test_another_process_finds_the_same_plan():
