@@ -46,6 +46,8 @@ def keep_generators(runner: type) -> None:
 def keep_base_prompts() -> None:
     """Compute prompts without a LoRA adapter without one, also in a batch with prompts of an adapter."""
     shrink = lora_ops.bgmv_shrink
+    if hasattr(shrink, "__wrapped__"):  # scheduler and connector are in one process
+        return
 
     @wraps(shrink)
     def shrink_of_adapters(

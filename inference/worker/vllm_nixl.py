@@ -3,6 +3,8 @@
 `--kv-transfer-config '{"kv_connector": "QuietNixlConnector", "kv_connector_module_path":
 "weft.inference.worker.vllm_nixl", ...}'`. Transfers then progress in engine steps, which `BubbleScheduler` continues to
 make, without tokens, while blocks are to be transferred.
+
+A decode server has no other plug-in of ours in its engine, so this one also corrects LoRA adapters on a CPU.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import NixlPushConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.platforms import current_platform
 
 from weft.comm.listeners import refuse_other_users
 from weft.conf.hosts import is_loopback
+from weft.inference.worker.vllm_cpu import keep_base_prompts
 
 PUSH_S = 10.0
 """Seconds in which a worker's stages have to send a prompt's cache, after which the decode server computes it."""
@@ -122,3 +126,7 @@ class PushWorker(NixlPushConnectorWorker):
         if is_named and time.time() < data.get(_UNTIL, inf):
             data["request_id"] = data.pop(_REQUEST, data["request_id"])
             super()._do_start_push_kv(request_id, local_block_ids, data)
+
+
+if current_platform.is_cpu():
+    keep_base_prompts()
