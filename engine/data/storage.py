@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import RawIOBase
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -82,13 +84,42 @@ def _absence(storage: AbstractFileSystem, path: str) -> Exception | None:
     return None
 
 
-def open_file(file: Path | str) -> AbstractContextManager[BinaryIO]:
-    """Open a file. Its suffix determines how it is decompressed."""
-    local = isinstance(file, Path)
-    opened: AbstractContextManager[BinaryIO] = (fsspec.filesystem("file").open if local else fsspec.open)(
-        str(file), "rb", compression=infer_compression(str(name_of(file)))
-    )
-    return opened
+@contextmanager
+def open_file(file: Path | str) -> Iterator[BinaryIO]:
+    """Open a file. Its suffix determines how it is decompressed.
+
+    Reading raises OSError where a file in storage ends before its size. Compressed files notice it themselves.
+    """
+    local, compression = isinstance(file, Path), infer_compression(str(name_of(file)))
+    opening = fsspec.filesystem("file").open if local else fsspec.open
+    with opening(str(file), "rb", compression=compression) as opened:
+        size = None if local or compression else getattr(opened, "size", None)
+        yield opened if size is None else cast(BinaryIO, _Whole(opened, size))
+
+
+class _Whole(RawIOBase):
+    """A file in storage, which ends at its size. fsspec's end where the storage sends no more bytes."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        if count < len(buffer) and (left := self._size - self._file.tell()) > 0:
+            raise OSError(f"{left} of its {self._size} bytes are missing; write it again")
+        return count
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
 
 def version_of(file: Path | str) -> object:
