@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -141,12 +143,17 @@ def collector(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     """Write steps to the rings of all ranks, and measure a second of the collector's rounds after each."""
     allow_files()
     (folder / FOLDER).mkdir(parents=True)
-    rings = [RingWriter(rings_folder(folder), rank, CAPACITY) for rank in range(args.ranks)]
+    context = get_context("spawn")  # each process may keep so many files open, and each mapped ring is one
+    ours, theirs = context.Pipe()
+    writer = context.Process(target=_write_rings, args=(folder, args.ranks, theirs), daemon=True)
+    writer.start()
+    ours.recv()
     collecting, used_s = Collector(folder, "host"), 0.0
     each = rounds(collecting)
     next(each)  # maps the rings
     for step in range(1, args.steps + 1):
-        _write_step(rings, step)
+        ours.send(step)
+        ours.recv()
         begun_s = time.process_time()
         for _ in range(round(1 / POLL_S)):
             next(each)
@@ -154,6 +161,8 @@ def collector(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     begun_s = time.process_time()
     collecting.close()
     used_s += time.process_time() - begun_s
+    ours.send(0)
+    writer.join(60)
     table = pd.concat(map(pd.read_parquet, (folder / FOLDER).glob("steps-*.parquet")))
     counts = table.groupby("step")["count"].sum().reindex(range(1, args.steps + 1), fill_value=0)
     size = sum(path.stat().st_size for path in (folder / FOLDER).glob("*.parquet"))
@@ -163,6 +172,16 @@ def collector(folder: Path, args: argparse.Namespace) -> dict[str, float]:
         "file_bytes": size / args.ranks / args.steps,
         "ring_bytes": float(RECORD.size * len(KINDS)),
     }
+
+
+def _write_rings(folder: Path, ranks: int, steps: Connection) -> None:
+    """Write each step that is received to the rings of all ranks, until it is 0."""
+    allow_files()
+    rings = [RingWriter(rings_folder(folder), rank, CAPACITY) for rank in range(ranks)]
+    steps.send(0)
+    while step := steps.recv():
+        _write_step(rings, step)
+        steps.send(step)
 
 
 def _write_step(rings: Sequence[RingWriter], step: int) -> None:
