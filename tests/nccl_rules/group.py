@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -16,41 +15,23 @@ from torch import Tensor
 
 from tests.nccl_rules.device import Device, Operation, Stream
 from tests.nccl_rules.host import HostRules, is_on_host
+from tests.nccl_rules.operations import TIMEOUT, NcclOperations
 from weft.comm import backends, lifeline
 from weft.comm.links import Sites
-from weft.comm.python_group import PythonGroup
 
-PATIENCE = timedelta(seconds=600)
-"""Timeout of gloo; the device gives up long before."""
 SERVED = "WEFT_TEST_STORE_IS_SERVED"
 """Set where the job's store is not rank 0's own."""
 
 
-class StrictGroup(PythonGroup):
-    """Operations as ProcessGroupNCCL of torch 2.13 runs them.
-
-    - The first collective of a group, and the first message each way of a pair, blocks the *host* until
-      all who take part have come to it (NVIDIA/nccl issue 783).
-    - What was launched on a communicator runs in launch order. A pair has a communicator of its own,
-      unless the job has bound a device (``bound``): then everything in a group shares one.
-    - A launched operation holds the device until its peers have come to it, too.
-    - Only tensors on the device are taken.
-    """
+class StrictGroup(NcclOperations):
+    """NCCL's rules on CPUs. A launched operation holds the device until its peers have come to it, too."""
 
     BACKEND = "strict"
 
     def __init__(self, device: Device, store: dist.Store, ranks: Sequence[int], me: int, *, bound: bool) -> None:
-        """Made for each member; nothing is connected yet.
-
-        Args:
-            ranks: global ranks of the members.
-            me: this rank's place among them.
-        """
-        super().__init__(ranks, me)
-        self._device, self._store, self._bound = device, store, bound
+        super().__init__(store, ranks, me, bound=bound)
+        self._device = device
         self._streams: dict[str, Stream] = {}
-        self._connections: dict[str, Any] = {}
-        self._met: set[str] = set()
         self._aborted = False
 
     def shutdown(self) -> None:
@@ -66,121 +47,23 @@ class StrictGroup(PythonGroup):
         for stream in list(self._streams.values()):
             stream.abort()
 
-    # -- point to point --------------------------------------------------------------------------
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
-        """Launch a send; the first one to a peer blocks until that peer receives."""
-        return self._pair(tensors, self._position, peer, lambda gloo, there: gloo.send(tensors, there, 0).wait())
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
-        """Launch a receive; the first one from a peer blocks until that peer sends."""
-        return self._pair(tensors, peer, self._position, lambda gloo, there: gloo.recv(tensors, there, 0).wait())
-
-    def _pair(self, tensors: list[Tensor], source: int, target: int, run: Callable[[Any, int], Any]) -> Operation:
-        self._refuse_host(tensors)
-        pair = sorted((source, target))
-        key = f"{pair[0]}:{pair[1]}"
-        verb = "send to" if source == self._position else "receive from"
-        other = target if source == self._position else source
-        what = f"the {verb} rank {self.ranks[other]} ({self._label()})"
-        self._meet(f"{source}->{target}", 2, f"first exchange: {what}")
-        gloo = self._connection(key, pair.index(self._position), 2)
-        stream = self._stream("group" if self._bound else key)
-        return self._device.launch(stream, what, lambda: run(gloo, 1 - pair.index(self._position)))
-
-    # -- collectives -----------------------------------------------------------------------------
-
-    def _collective(self, name: str, tensors: Sequence[Tensor], *args: Any) -> Operation:
-        self._refuse_host(tensors)
-        what = f"{name} of {sum(t.numel() for t in tensors)} elements ({self._label()})"
-        self._meet("group", self.size(), f"first exchange: {what}")
-        gloo = self._connection("group", self._position, self.size())
-        return self._device.launch(self._stream("group"), what, lambda: getattr(gloo, name)(*args).wait())
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Operation:
-        """See `ProcessGroup`."""
-        opts = opts if opts is not None else dist.AllreduceOptions()
-        return self._collective("allreduce", tensors, tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("allreduce_coalesced", tensors, tensors, opts)
-
-    def broadcast(self, tensors: Any, opts: Any) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("broadcast", tensors, tensors, opts)
-
-    def reduce(self, tensors: Any, opts: Any) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("reduce", tensors, tensors, opts)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("allgather", [*inputs, *outputs[0]], outputs, inputs)
-
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("_allgather_base", [output, source], output, source)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("reduce_scatter", [*outputs, *inputs[0]], outputs, inputs, opts)
-
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("_reduce_scatter_base", [output, source], output, source, opts)
-
-    def all_to_all_single(self, output: Tensor, source: Tensor, *args: Any, **named: Any) -> Operation:
-        """See `ProcessGroup`."""
-        splits = [list(sizes) for sizes in args[:2]] or [[], []]
-        return self._collective("alltoall_base", [output, source], output, source, *splits)
-
-    # The names of torch 2.11.
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("gather", inputs, outputs, inputs, opts)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Operation:
-        """See `ProcessGroup`."""
-        return self._collective("scatter", outputs, outputs, inputs, opts)
-
     def barrier(self, opts: Any = None) -> Operation:
         """Blocks the host, as with NCCL."""
-        work = self._collective("barrier", [])
+        work = self._collective("barrier", [], [], lambda gloo, *_: gloo.barrier())
         work.wait()
         return work
 
-    # -- the rules -------------------------------------------------------------------------------
+    _is_on_host = staticmethod(is_on_host)
 
-    def _label(self) -> str:
-        return f"group {self._description or self._name} of ranks {list(self.ranks)}"
+    def _hold(self, key: str, what: str) -> None:
+        self._device.hold(lambda: self._store.check([key]), what)
 
-    def _refuse_host(self, tensors: Sequence[Tensor]) -> None:
-        if any(is_on_host(tensor) for tensor in tensors):
-            raise RuntimeError(f"{self._label()}: no backend for a tensor in host memory; move it to the device first")
-
-    def _meet(self, key: str, count: int, what: str) -> None:
-        """The first time, wait on the host until ``count`` ranks have come."""
-        if key in self._met:
-            return
-        self._met.add(key)
-        if self._store.add(f"meet/{key}", 1) == count:
-            self._store.set(f"met/{key}", "")
-        self._device.hold(lambda: self._store.check([f"met/{key}"]), what)
-
-    def _connection(self, key: str, me: int, count: int) -> Any:
-        if key not in self._connections:
-            store = dist.PrefixStore(f"gloo/{key}", self._store)
-            self._connections[key] = dist.ProcessGroupGloo(store, me, count, PATIENCE)
-        return self._connections[key]
-
-    def _stream(self, key: str) -> Stream:
+    def _launch(self, stream: str, what: str, reads: list[Tensor], writes: list[Tensor], run: Callable) -> Operation:
         if self._aborted:
             raise RuntimeError(f"{self._label()}: the communicator was aborted")
-        if key not in self._streams:
-            self._streams[key] = Stream(f"strict {self._name} {key}")
-        return self._streams[key]
+        if stream not in self._streams:
+            self._streams[stream] = Stream(f"strict {self._name} {stream}")
+        return self._device.launch(self._streams[stream], what, lambda: run(reads, writes))
 
 
 @cache
@@ -199,7 +82,7 @@ def serve_store() -> dist.Store:
 def _open_store(*, is_master: bool) -> dist.Store:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     world = int(os.environ["WORLD_SIZE"])
-    return dist.TCPStore(*address, world, is_master=is_master, timeout=PATIENCE, wait_for_workers=False)
+    return dist.TCPStore(*address, world, is_master=is_master, timeout=TIMEOUT, wait_for_workers=False)
 
 
 def join(limit_s: float = 20.0, *, bound: bool = False, sites: Sites | None = None, attempt: int = 0) -> Device:
