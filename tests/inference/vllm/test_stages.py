@@ -31,9 +31,9 @@ ENGINE = {
 }
 
 
-def write_adapter(folder, model):
+def write_adapter(folder, model, seed=1):
     """Write a LoRA adapter of all layers, large enough to change most tokens."""
-    shape, draw = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(1)
+    shape, draw = json.loads((model / "config.json").read_text()), torch.Generator().manual_seed(seed)
     size = shape["hidden_size"]
     tensors = {
         f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.weight": torch.randn(rows, generator=draw)
