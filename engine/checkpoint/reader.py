@@ -50,6 +50,10 @@ class Checkpoint:
         """Return the shape of a tensor. Raise CheckpointError if the name is unknown."""
         return self._cuts[name][0].shape if name in self._cuts else self._stored(name).shape
 
+    def is_whole(self, name: str) -> bool:
+        """True if a tensor is stored under its own name, in pieces or not, and False if ranks have stored parts."""
+        return name not in self._cuts
+
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole tensors on the CPU. Raise CheckpointError if a name is unknown, or a file is damaged."""
         return {name: self.read(name).view(self.shape(name)) for name in names}

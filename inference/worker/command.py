@@ -243,7 +243,12 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
         options["--dtype"] = VLLM_DTYPES[config.train.precision]
         options["--max-logprobs"] = config.distill.top_k + SPARE
     if config.inference.evaluate.enabled:
-        options |= {"--served-model-name": config.train.name, "--dtype": VLLM_DTYPES[config.train.precision]}
+        options |= {
+            "--served-model-name": config.train.name,
+            "--dtype": VLLM_DTYPES[config.train.precision],
+            "--worker-cls": "weft.inference.worker.vllm_stored.StoredWorker",
+            "--load-format": "weft",
+        }
     if num_gpus:
         options["--gpu-memory-utilization"] = prefill.memory_share
         options["--tensor-parallel-size"] = prefill.ranks_per_worker

@@ -97,6 +97,9 @@ def check_evaluate(config: WeftConfig) -> None:
     evaluate = config.inference.evaluate
     if not evaluate.enabled:
         raise ValueError(f"inference.evaluate.enabled={evaluate.enabled}: set it to true")
+    remedy = "workers load the run's own weights; leave it out"
+    for problem in problems_of(config.inference.prefill.arguments, {"load-format": remedy}):
+        raise ValueError(f"inference.prefill.arguments: {problem}")
     if tasks := evaluate.tasks:
         if find_spec("lm_eval") is None:
             raise ValueError(f"inference.evaluate.tasks={tasks}: not installed; pip install 'weft[evaluate]'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -13,6 +13,7 @@ from math import exp, isfinite
 from pathlib import Path
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from weft.conf.host.private import private_folder
 from weft.conf.host.run_lock import RunLock
@@ -25,6 +26,7 @@ from weft.engine.data.documents import Document
 from weft.engine.models.skeleton import model_class
 from weft.engine.stages.files.loading import load_hf_config
 from weft.inference.worker.command import addresses, server_key, weights_folder
+from weft.inference.worker.stored_weights import LINKS, Place, StoredWeight, write_list
 from weft.recipes.evaluated import KIND, Results, add_result, known_serials
 from weft.recipes.logs import JsonLines
 from weft.recipes.preparation import read_clock
@@ -138,7 +140,10 @@ class Evaluator:
 
 
 def write_weights(checkpoint: Checkpoint, model: ModelConfig, tokenizer_folder: Path, target: Path) -> None:
-    """Write a checkpoint's model into the folder ``target``, which is there as a whole or not at all.
+    """Write a folder from which a worker loads a checkpoint's model. It is there as a whole or not at all.
+
+    It links to the checkpoint's files. Weights that are not stored whole there, because ranks share layers, or that
+    transformers stores in another form, are written once more, and so are all where links are not possible.
 
     Args:
         tokenizer_folder: folder whose files are copied, so that a worker can start with ``target``.
@@ -153,16 +158,44 @@ def write_weights(checkpoint: Checkpoint, model: ModelConfig, tokenizer_folder: 
     hf_config = load_hf_config(model)
     with torch.device("meta"):
         built = model_class(hf_config)._from_config(hf_config)
-    names = [name for name in built.state_dict() if f"{WEIGHT}{name}" in checkpoint.names]  # a tied head has none
+    weights = built.state_dict()
+    names = [name for name in weights if f"{WEIGHT}{name}" in checkpoint.names]  # a tied head has none
     dtype = hf_config.dtype or torch.float32
-    state = {name: checkpoint.load([f"{WEIGHT}{name}"])[f"{WEIGHT}{name}"].to(dtype) for name in names}
     draft = target.with_name(f".{target.name}")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(mode=0o700)
-    built.save_pretrained(draft, state_dict=state)
+    (draft / LINKS).mkdir(mode=0o700, parents=True)
+    is_original = revert_weight_conversion(built, dict(weights)).keys() == weights.keys()
+    linked = link(checkpoint, names, draft / LINKS) if is_original else {}
+    write_list(draft, linked, dtype)
+    state = checkpoint.load(f"{WEIGHT}{name}" for name in names if name not in linked)
+    built.save_pretrained(draft, state_dict={name.removeprefix(WEIGHT): each.to(dtype) for name, each in state.items()})
     for file in tokenizer_folder.iterdir():
         shutil.copy(file, draft)
     draft.rename(target)
+
+
+def link(checkpoint: Checkpoint, names: Iterable[str], folder: Path) -> dict[str, StoredWeight]:
+    """Link the files with those of a checkpoint's weights that are stored whole, and return their places.
+
+    Raises:
+        CheckpointError: a weight is damaged.
+    """
+    found: dict[str, StoredWeight] = {}
+    for name in names:
+        if not checkpoint.is_whole(f"{WEIGHT}{name}"):
+            continue
+        at, places = 0, []
+        for piece, dtype in checkpoint.pieces(f"{WEIGHT}{name}"):
+            checkpoint.read_piece(piece, dtype)  # workers do not verify it
+            places.append(Place(piece.file, piece.key, at - piece.start))
+            at = piece.stop
+        try:
+            for file in {place.file for place in places} - {path.name for path in folder.iterdir()}:
+                os.link(checkpoint.path / file, folder / file)
+        except OSError:  # another file system, or one without links
+            continue
+        found[name] = StoredWeight(checkpoint.shape(f"{WEIGHT}{name}"), tuple(places))
+    return found
 
 
 def remove_older(folder: Path) -> None:

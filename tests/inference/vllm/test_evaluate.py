@@ -42,8 +42,10 @@ SETTINGS = {
 PEER = """
 import json, sys, torch
 from pathlib import Path
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from weft.conf import load
+from weft.engine.checkpoint import open_checkpoint
+from weft.engine.checkpoint.folder import complete
 from weft.engine.data import load_tokenizer, open_source
 
 config = load(sys.argv[2:])
@@ -51,14 +53,17 @@ source = open_source(config.data, load_tokenizer(config.model, config.data), eva
 documents = next(source.blocks({}, 0)).documents
 rows = [torch.from_numpy(documents[n].ids[:32].astype("int64"))[None] for n in range(8)]
 losses = {}
-for folder in Path(sys.argv[1]).glob("0*"):
-    model = AutoModelForCausalLM.from_pretrained(folder)
+run = Path(sys.argv[1])
+for path, manifest in complete(run / "checkpoints"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(next(run.glob("evaluation/0*")))).eval()
+    weights = open_checkpoint(path).load(f"weight/{name}" for name, _ in model.named_parameters())
+    model.load_state_dict({name.removeprefix("weight/"): each for name, each in weights.items()}, strict=False)
     with torch.no_grad():
         total = sum(float(model(ids, labels=ids).loss) * (ids.shape[1] - 1) for ids in rows)
-    losses[folder.name.rpartition("-")[2]] = total / sum(ids.shape[1] - 1 for ids in rows)
+    losses[manifest.step] = total / sum(ids.shape[1] - 1 for ids in rows)
 print(json.dumps(losses))
 """
-"""Prints transformers' loss of each model in a folder, on the same documents."""
+"""Prints transformers' loss of each checkpoint of a run, on the same documents."""
 
 
 def test_checkpoints_are_scored_while_the_run_trains(tmp_path):
@@ -83,7 +88,7 @@ def test_checkpoints_are_scored_while_the_run_trains(tmp_path):
             os.killpg(process.pid, signal.SIGTERM)
             process.wait(120)
     found = logged(run)
-    words = [str(WEFT.parent / "python"), "-c", PEER, str(run / "evaluation"), *settings]
+    words = [str(WEFT.parent / "python"), "-c", PEER, str(run), *settings]
     losses = json.loads(subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout)
     expected = {int(step): loss for step, loss in losses.items() if int(step) in found}
     assert expected and list(found) == sorted(found)

@@ -8,7 +8,7 @@ from math import exp
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from weft.conf import load
 from weft.conf.hosts import run_folder
@@ -16,6 +16,7 @@ from weft.conf.schema import PrefillWorkerConfig
 from weft.engine.checkpoint import Piece, save
 from weft.engine.data.tokenizer import train_bpe
 from weft.inference.worker.command import newest_weights, weights_folder
+from weft.inference.worker.stored_weights import stored_weights
 from weft.recipes.evaluated import RESULTS, Results, add_result
 from weft.recipes.serving import checks, evaluator, scoring
 from weft.recipes.serving.checks import check_evaluate
@@ -77,13 +78,20 @@ class Workers:
 
     def likelihoods(self, port, ids):
         with self.lock:  # transformers loads one model at a time
-            model = AutoModelForCausalLM.from_pretrained(self.folder / self.loaded[port])
+            model = loaded(self.folder / self.loaded[port])
         with torch.no_grad():
             logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         ranks = (logs[:-1] > logs[range(len(ids) - 1), ids[1:], None]).sum(-1) + 1
         return [None] + [
             {str(token): {"logprob": float(logs[n, token]), "rank": int(ranks[n])}} for n, token in enumerate(ids[1:])
         ]
+
+
+def loaded(folder):
+    """The model whose weights a worker would load."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.load_state_dict(dict(stored_weights(folder)), strict=False)  # a tied head has none
+    return model.eval()
 
 
 @pytest.fixture
