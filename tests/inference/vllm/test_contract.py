@@ -11,6 +11,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc  # noqa: E402
 from weft.inference.worker.vllm_interfaces import CLASSES, PRIVATE, VERSION  # noqa: E402
 from weft.inference.worker.vllm_nixl import PushScheduler, PushWorker, QuietNixlConnector  # noqa: E402
 from weft.inference.worker.vllm_scheduler import BubbleScheduler  # noqa: E402
+from weft.inference.worker.vllm_stored import StoredLoader  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -35,6 +36,7 @@ def test_a_method_is_there_and_uses_what_we_lean_on(name):
             BubbleScheduler,
             ["schedule", "has_requests", "add_request", "update_from_output", "finish_requests", "shutdown"],
         ),
+        (StoredLoader, ["download_model", "get_all_weights"]),
         (PushScheduler, ["update_state_after_alloc"]),
         (PushWorker, ["start_load_kv", "get_transfer_results", "_do_send_reg_notif", "_do_start_push_kv"]),
     ],

@@ -243,6 +243,10 @@ def test_a_checkpoint_that_is_damaged_or_gone_is_left_out_by_name(run, capsys, m
         ({"model.lora.enabled": "true"}, "model.lora.enabled=true: adapters are not merged"),
         ({"checkpoint.every": 0}, "checkpoint.every=0: .*set it"),
         ({"data.eval_fraction": 0}, "data.eval_fraction=0: nothing is held out"),
+        (
+            {"inference.prefill.arguments": "['--load-format=auto']"},
+            "inference.prefill.arguments: .*load-format.*leave it out",
+        ),
         ({"inference.evaluate.tasks": "[arc]"}, "inference.evaluate.tasks=.'arc'.: not installed"),
     ],
 )
