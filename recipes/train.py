@@ -8,6 +8,7 @@ _COLLECTS = gc.isenabled()
 gc.disable()  # each search for garbage would look through all that is imported so far: a fifth of a rank's start
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -256,6 +257,8 @@ def _record(settings: str, config: WeftConfig, engine: WeftEngine, folder: Path)
 
     def write() -> None:
         write_private(folder / "config.yaml", settings)
+        for earlier in folder.glob("plan-until-*.json"):  # of another attempt, whose steps may run again
+            earlier.unlink()
         write_private(folder / "plan.json", plan_to_json(engine.plan))
         if config.model.self_check:
             write_private(folder / SELF_CHECK, checked(config))
@@ -263,6 +266,7 @@ def _record(settings: str, config: WeftConfig, engine: WeftEngine, folder: Path)
 
     def rewrite(replicas: ReplicaPlans) -> None:
         try:
+            shutil.copy(folder / "plan.json", folder / f"plan-until-{replicas.step}.json")
             write_private(folder / "plan.json", plan_to_json(engine.plan, replicas))
         except OSError as error:  # training goes on with the new plan
             print(f"adapt: {folder / 'plan.json'} still has the previous plan: {error.strerror}", flush=True)

@@ -28,7 +28,7 @@ def send(record: RunRecord, exporter: SpanExporter, step: int | None = None) -> 
         ValueError: no step is recorded, or the collector does not take the spans.
     """
     shown = record.step_with_spans(step)
-    found = spans(record, shown)
+    found = spans(record.of_step(shown), shown)
     if not found:
         raise ValueError(f"{record.folder}: no step is recorded; it takes logging.events=true, and a few steps")
     for first in range(0, len(found), BATCH):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -32,6 +34,8 @@ MOST_BYTES = 2**20
 COMPUTE_SECTIONS = ("F", "B", "I", "W")
 _DAMAGED = (KeyError, TypeError, AttributeError, IndexError, ArithmeticError, ValueError)
 """Errors of a file that is not of this Weft."""
+EARLIER = re.compile(r"plan-until-(\d{1,18})\.json")
+"""Names of earlier plans, by the last step that ran them."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class RunRecord:
         self._metrics = JsonRecords(self.folder / "metrics.jsonl")
         self.metrics: list[dict[str, Any]] = []
         self.steps = StepFiles(self.folder / FOLDER, list(self.places))
+        self._earlier: dict[Path, RunRecord] = {}
         self.refresh()
 
     def _file(self, name: str) -> Path:
@@ -173,9 +178,34 @@ class RunRecord:
         except (OSError, *_DAMAGED):
             self.plan = before
             return False
+        self._forget_plan()
+        self._earlier.clear()
+        return True
+
+    def of_step(self, step: int) -> RunRecord:
+        """Return this record with the plan that a step ran, if the schedule has changed since."""
+        if step > self.plan.get("adapted_after", 0):
+            return self
+        files = ((int(match[1]), path) for path in self.folder.iterdir() if (match := EARLIER.fullmatch(path.name)))
+        _, path = min((found for found in files if found[0] >= step), default=(0, None))
+        if path is None:
+            return self
+        if path not in self._earlier:
+            earlier = copy(self)
+            earlier._forget_plan()
+            try:
+                earlier.plan = printable(parse_json(read_text(path)))
+                earlier._read_plan()
+            except (OSError, *_DAMAGED):
+                return self
+            self._earlier[path] = earlier
+        self._earlier[path].metrics = self.metrics
+        return self._earlier[path]
+
+    def _forget_plan(self) -> None:
+        """Forget what was derived from the plan."""
         for name in ("schedules", "predictions"):
             self.__dict__.pop(name, None)
-        return True
 
     @property
     def step_range(self) -> tuple[int, int]:

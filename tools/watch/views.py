@@ -138,6 +138,7 @@ class Views:
     def _timeline(self, step: int | None, **_: Any) -> dict[str, Any]:
         record = self._record
         shown = record.step_with_spans(step)
+        record = record.of_step(shown)
         spans = record.spans(shown)
         origin = float(spans.start_s.min()) if len(spans) else 0.0
         end = float(spans[spans.section == "step"].end_s.max()) if len(spans) else 0.0
@@ -190,11 +191,13 @@ class Views:
         return found
 
     def _perfetto(self, step: int | None, **_: Any) -> dict[str, Any]:
-        return step_trace(self._record, self._record.step_with_spans(step))
+        shown = self._record.step_with_spans(step)
+        return step_trace(self._record.of_step(shown), shown)
 
     def _links(self, step: int | None, **_: Any) -> dict[str, Any]:
         shown = self._record.step_with_spans(step)
-        hops = links(self._record, self._record.spans(shown))
+        record = self._record.of_step(shown)
+        hops = links(record, record.spans(shown))
         return {"step": shown, "hops": hops, "connections": connections(self._record)}
 
     def _time(self, step: int | None, against: int | None, **_: Any) -> dict[str, Any]:
@@ -203,9 +206,10 @@ class Views:
         if self._other is not None or against is not None:
             record = self._other or self._record
             number = record.step_with_spans(against)
-            if seconds := mean_shares(measured_shares(record, record.spans(number))):
+            if seconds := mean_shares(measured_shares(record.of_step(number), record.spans(number))):
                 compared = {"name": record.name, "step": number, "seconds": seconds}
-        found = where_time_goes(self._record, self._record.spans(shown), compared and compared["seconds"])
+        own = self._record.of_step(shown)
+        found = where_time_goes(own, own.spans(shown), compared and compared["seconds"])
         return {"step": shown, "against": compared, **found}
 
     def _explain(self, **_: Any) -> list[dict[str, Any]]:

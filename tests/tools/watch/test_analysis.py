@@ -250,14 +250,20 @@ def test_an_adapted_run_is_compared_with_the_schedules_that_it_runs(tmp_path):
         "measured_costs": [slow, plan["costs"]],
         "adapted_after": 30,
     }
+    (record.folder / "plan-until-30.json").write_text((record.folder / "plan.json").read_text())
     (record.folder / "plan.json").write_text(json.dumps(plan))
     assert record.refresh() and not record.refresh()
+    assert record.of_step(31) is record and record.of_step(30) is record.of_step(1)
+    assert [timeline.step_s for timeline in record.of_step(30).predictions] == first_s
+    assert [schedule.num_microbatches for schedule in record.of_step(30).schedules] == [6, 6]
     assert [schedule.num_microbatches for schedule in record.schedules] == [4, 8]
     steps_s = [timeline.step_s for timeline in record.predictions]
     assert steps_s == pytest.approx([2 * by_count[4].step_s, by_count[8].step_s]) and steps_s != first_s
     for line, each in enumerate(by_count.values()):
         assert record.schedules[line].rows == each.schedule.rows
     assert record.equal_shares(np.array([0, 1, 2, 3]), 30, 2).tolist() == [[1.0] * 4, [1.5, 0.75, 1.5, 0.75]]
+    (record.folder / "plan-until-30.json").write_text("{")
+    assert RunRecord(record.folder).of_step(30).schedules[0].num_microbatches == 4, "it cannot be read"
     (record.folder / "plan.json").write_text("{")
     assert not record.refresh() and record.schedules[0].num_microbatches == 4
 
