@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from weft.engine.models.state_blocks import block_of, set_block
-from weft.engine.zero.bf16_adamw import update
+from weft.engine.zero.adamw import CompactAdamW, update
 from weft.pipeline.memory import INT8_BLOCK, has_int8_state
 
 
-class Int8AdamW(Optimizer):
+class Int8AdamW(CompactAdamW):
     """AdamW of bitsandbytes, of which shards hold whole blocks.
 
     So moments and scales have the same values however parameters are divided. Parameters with few elements have fp32
@@ -25,25 +24,10 @@ class Int8AdamW(Optimizer):
     state_blocks: ClassVar[Mapping[str, int]] = {"absmax1": INT8_BLOCK, "absmax2": INT8_BLOCK}
     """State with one element for each block, and the elements of a block."""
 
-    def __init__(
-        self,
-        groups: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
+    def __init__(self, *args: Any, **settings: Any) -> None:
         """Create the optimiser. Parameters need the blocks that `tag` sets."""
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(*args, **settings)
         self._codes: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None and weight.numel():
-                    self._step(weight, weight.grad, group)
 
     def _step(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, block = self.state[weight], block_of(weight)

@@ -83,23 +83,18 @@ class ShardedOptimizer(DeepSpeedOptimizer):
             optimizer: an optimiser of the model's parameters that has not made a step yet.
             loss_scaler: the loss scaler of fp16, or a constant one.
             clip: returns the norm to which larger gradients are clipped. 0 disables clipping.
-            check_overflow: skip steps whose gradients are not finite. The host waits for the norm in every step: after
-                its last launch if the optimiser can skip on the device (`skips_on_device`), otherwise before the
-                update. Without this, such gradients are an error, which is detected one step later. On a CPU that
-                clips, it is detected at once.
-            skips: rule for skipping further steps, for which the host waits, too. None skips no others.
+            check_overflow: skip steps whose gradients are not finite, see `conclude`. Otherwise such gradients are an
+                error, which is detected one step later, or on a CPU that clips at once.
+            skips: rule for skipping further steps. None skips no others.
             steps_done: returns the number of steps before this one, for messages.
             stops: returns whether this rank has received a request to stop, which is reduced with the norm.
             waiting: returns the context in which to wait for other ranks.
             replicas: group of this rank and its replicas. None means this rank alone.
             pipeline: group of this rank's pipeline. None means this rank alone.
         """
-        self.optimizer = optimizer
-        self.sharding = sharding
-        self.loss_scaler = loss_scaler
+        self.optimizer, self.sharding, self.loss_scaler = optimizer, sharding, loss_scaler
         self.overflow = False
-        self._clip = clip
-        self._check_overflow = check_overflow
+        self._clip, self._check_overflow = clip, check_overflow
         self.skips = skips or Skips()
         self._steps_done, self._stops = steps_done, stops
         self.must_stop = False
@@ -220,6 +215,7 @@ class ShardedOptimizer(DeepSpeedOptimizer):
         """Wait until the norm is known if the device has decided whether to skip this step, and adapt the loss scale.
 
         To be called after the last launch of a step. The norm arrives before the device has updated the weights.
+        Optimisers that cannot skip on the device (`skips_on_device`) have waited before the update.
 
         Raises:
             NonFiniteError: on every rank, if too many consecutive steps were skipped.

@@ -163,12 +163,14 @@ def write_weights(checkpoint: Checkpoint, model: ModelConfig, tokenizer_folder: 
     dtype = hf_config.dtype or torch.float32
     draft = target.with_name(f".{target.name}")
     shutil.rmtree(draft, ignore_errors=True)
-    (draft / LINKS).mkdir(mode=0o700, parents=True)
+    for folder in (draft, draft / LINKS):
+        folder.mkdir(mode=0o700)
     is_original = revert_weight_conversion(built, dict(weights)).keys() == weights.keys()
     linked = link(checkpoint, names, draft / LINKS) if is_original else {}
     write_list(draft, linked, dtype)
-    state = checkpoint.load(f"{WEIGHT}{name}" for name in names if name not in linked)
-    built.save_pretrained(draft, state_dict={name.removeprefix(WEIGHT): each.to(dtype) for name, each in state.items()})
+    rest = [name for name in names if name not in linked]
+    state = {name: checkpoint.load([f"{WEIGHT}{name}"])[f"{WEIGHT}{name}"].to(dtype) for name in rest}
+    built.save_pretrained(draft, state_dict=state)
     for file in tokenizer_folder.iterdir():
         shutil.copy(file, draft)
     draft.rename(target)
