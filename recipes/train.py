@@ -8,7 +8,6 @@ _COLLECTS = gc.isenabled()
 gc.disable()  # each search for garbage would look through all that is imported so far: a fifth of a rank's start
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -41,9 +40,10 @@ from weft.engine.observability.flight_recorder import RecorderServer
 from weft.engine.observability.link_gauge import LinkGauge
 from weft.engine.observability.watcher import ERROR_FILE, Phase, Watcher, watcher_of
 from weft.engine.planning.joining import join_job
-from weft.engine.planning.plan_file import ReplicaPlans, plan_to_json
+from weft.engine.planning.plan_file import plan_to_json
 from weft.engine.stop_signals import Stopped, StopSignals
 from weft.engine.zero import NonFiniteError, ReplicasDiffer
+from weft.recipes.adapting import clear_folder, write_changes
 from weft.recipes.finish import check_finish, finish, print_once
 from weft.recipes.history import Evaluations
 from weft.recipes.objectives import objective_of, open_scores
@@ -140,7 +140,7 @@ def train(
         ValueError: the input is invalid. The message is the same on every rank.
         Stopped: a signal has ended training early (``checkpoint.on_signal``). Raised on every rank.
     """
-    watcher, attempt = watcher or Watcher(), attempt or Attempt()
+    watcher, attempt, began_s = watcher or Watcher(), attempt or Attempt(), monotonic()
     watcher.enter(Phase.setup)
     config, device = join_job(config)
     attempt.set_up.done("join")
@@ -166,6 +166,7 @@ def train(
     start = run.resume()
     _record(settings, config, engine, folder)
     collector = _time_events(config, engine, watcher, folder)
+    write_changes(config, engine, folder, monotonic() - began_s)
     attempt.set_up.done("resume")
     if signals is not None:
         signals.defer()
@@ -257,23 +258,13 @@ def _record(settings: str, config: WeftConfig, engine: WeftEngine, folder: Path)
 
     def write() -> None:
         write_private(folder / "config.yaml", settings)
-        for earlier in folder.glob("plan-until-*.json"):  # of another attempt, whose steps may run again
-            earlier.unlink()
+        clear_folder(folder)
         write_private(folder / "plan.json", plan_to_json(engine.plan))
         if config.model.self_check:
             write_private(folder / SELF_CHECK, checked(config))
         print_once(f"plan: {folder / 'plan.json'} ({engine.plan.summary()})")
 
-    def rewrite(replicas: ReplicaPlans) -> None:
-        try:
-            shutil.copy(folder / "plan.json", folder / f"plan-until-{replicas.step}.json")
-            write_private(folder / "plan.json", plan_to_json(engine.plan, replicas))
-        except OSError as error:  # training goes on with the new plan
-            print(f"adapt: {folder / 'plan.json'} still has the previous plan: {error.strerror}", flush=True)
-
     together(lambda: write() if engine.global_rank == 0 else None)
-    if engine.adaptation is not None and engine.global_rank == 0:
-        engine.adaptation.on_change = rewrite
 
 
 def reports_error(error: ValueError) -> bool:

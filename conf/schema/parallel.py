@@ -100,7 +100,8 @@ class PipelineConfig:
     """Number of receives to post in advance, per neighbour and direction."""
     adapt: bool = False
     """Plan the schedule again while training, or move micro-batches from slow replicas to others, when the measured
-    costs of stages or of links between sites have left the plan for `adapt_steps` steps. It needs schedule=auto, and
+    costs of stages or of links between sites have left the plan for `adapt_steps` steps. A supervised run also moves
+    layers, or lets a spare replace a slow host, by a restart from its next checkpoint. It needs schedule=auto, and
     keeps the memory cap of the first schedule."""
     adapt_steps: Annotated[int, COUNT] = 30
     """Consecutive steps that must deviate before the schedule is planned again. Choose more than a disturbance

@@ -19,16 +19,31 @@ from weft.engine.distributed import from_rank_zero
 from weft.engine.observability.clock import Clock
 from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
 from weft.engine.planning.deviation import Deviation, clean, interval_of, with_measured
+from weft.engine.planning.estimates import stage_sizes
+from weft.engine.planning.memory import rank_states
+from weft.engine.planning.next_attempt import NextAttempt
 from weft.engine.planning.plan_file import ReplicaPlans
-from weft.engine.planning.replanning import Proposal, Replanning, Request, alike, schedule_for
+from weft.engine.planning.replanning import (
+    UNSUPERVISED,
+    Proposal,
+    Replanning,
+    Request,
+    Restart,
+    alike,
+    divided,
+    schedule_for,
+)
+from weft.engine.planning.schedules import open_placements
 from weft.engine.planning.spreads import LinkMeter, with_jitter
+from weft.engine.stages.cutting.split import StageSplit
 from weft.pipeline.action import COMPUTE, Op
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.jitter import jitter_of
-from weft.pipeline.memory import peak_bytes
+from weft.pipeline.memory import USABLE, peak_bytes
 
 if TYPE_CHECKING:
     from weft.engine.engine import WeftEngine
+    from weft.engine.planning.run_plan import RunPlan
     from weft.pipeline.schedule import Schedule
 
 _NOT_READY, _READY = 0.0, 1.0
@@ -71,11 +86,17 @@ class Adaptation:
         self._links = LinkMeter(engine, pipeline.adapt_steps)
         self._jitters: tuple[float, ...] = ()
         self._is_planning = False
+        self._slow: tuple[int, ...] = ()
         self._replanning: Replanning | None = None
         self.proposals: list[tuple[int, Proposal]] = []
         """The plans that were made, with the number of steps before each."""
         self.on_change: Callable[[ReplicaPlans], None] | None = None
         """Receives what replicas run from the next step on, on every rank."""
+        self.restart: Callable[[int], Restart] = lambda step: Restart(obstacle=UNSUPERVISED)
+        """Returns, on rank 0, the price of a restart from the next checkpoint after a step."""
+        self.on_restart: Callable[[NextAttempt, CostModel | None], None] | None = None
+        """Receives, on rank 0, after each plan what the next checkpoint changes, and costs with other numbers of
+        layers. Without slow ranks and arguments nothing changes."""
 
     def between_steps(self) -> None:
         """Exchange the costs of the last steps, if they are due, and change the schedule, if a plan is ready."""
@@ -158,16 +179,36 @@ class Adaptation:
         if not cap:  # `auto` has set its own, of activations that count until their weight gradients
             costs = replace(costs, stages=tuple(map(_until_weight, costs.stages)))
             cap = ceil(peak_bytes(self._original, costs))
-        return Request(
+        self._slow = tuple(
+            plan.layout.rank(stage=plan.placement.stage_ranks[stage], replica=replica)
+            for replica, stage in deviation.slower()
+        )
+        request = Request(
             config=replace(config.pipeline, memory_cap_bytes=cap),
             schedules=self._schedules,
             counts=self._counts,
             measured=self._measured(costs, deviation.measured),
             usual=self._measured(costs, deviation.reference),
             layers=plan.split.counts,
+            fixed=_fixed_shares(plan),
             zero_stage=config.zero.stage,
+            has_slow_rank=bool(self._slow),
             obstacle=self._obstacle(),
+            restart=self.restart(engine.global_steps),
         )
+        moved = divided(request, self._fits)
+        return replace(request, moved=moved if moved != request.layers else ())
+
+    def _fits(self, counts: Sequence[int]) -> bool:
+        """True if no rank with these numbers of layers needs more than its device has, or than any rank needs now."""
+        plan = self._engine.plan
+        states = rank_states(self._engine.weft, plan.facts, plan.placement, StageSplit(tuple(counts)))
+        limit = max(USABLE * plan.facts.device_bytes, max(memory.total for memory in plan.memory))
+        for held, now, state in zip(plan.placement.rank_stages, plan.memory, states, strict=True):
+            ratio = sum(counts[stage] for stage in held) / sum(plan.split.counts[stage] for stage in held)
+            if replace(now, zero=state, activations=now.activations * max(1.0, ratio)).total > limit:
+                return False
+        return True
 
     def _measured(self, costs: CostModel, vector: Sequence[float]) -> tuple[CostModel, ...]:
         """Return ``costs`` with each replica's durations of a vector, and with the jitter that was measured last."""
@@ -201,8 +242,22 @@ class Adaptation:
         self.proposals.append((step, proposal))
         if engine.global_rank == 0:
             print(f"adapt: after step {step}: {', '.join(named)}\n{proposal.text()}", flush=True)
+            if self.on_restart is not None:
+                self.on_restart(self._next_attempt(step, proposal, ", ".join(named)), proposal.moved_costs)
         if proposal.chosen != "none":
             self._run(proposal)
+
+    def _next_attempt(self, step: int, proposal: Proposal, reason: str) -> NextAttempt:
+        """Return what the next checkpoint changes."""
+        pipeline, placement = self._engine.weft.pipeline, self._engine.plan.placement
+        best, arguments = proposal.restarts[:1], tuple[str, ...]()
+        if "layers" in proposal.restarts:
+            layers = proposal.moved
+            names = (name for name, each in open_placements(pipeline, placement.sites).items() if each == placement)
+            arguments = f"pipeline.layers={[*layers]}", f"pipeline.placement={next(names)}"
+        return NextAttempt(
+            after_step=step, reason=reason, slow_ranks=self._slow if best == ("evict",) else (), arguments=arguments
+        )
 
     def _run(self, proposal: Proposal) -> None:
         """Make the proposed schedule and number of micro-batches those of all later steps on this rank."""
@@ -232,6 +287,15 @@ class Adaptation:
             return None
         finally:
             self._replanning = None
+
+
+def _fixed_shares(plan: RunPlan) -> tuple[float, ...]:
+    """Return the share of each stage's weights that an embedding or a head uses for each token."""
+    sizes, model = stage_sizes(plan.facts.model, plan.split), plan.facts.model
+    shares = [0.0] * len(sizes)
+    for stage, part in ((0, model.before), (-1, model.after)):
+        shares[stage] += part.active / max(1, sizes[stage].active)
+    return tuple(shares)
 
 
 def _until_weight(stage: StageCost) -> StageCost:

@@ -105,6 +105,12 @@ class Deviation:
         names += [f"link from site {pair // sites} to {pair % sites}" for pair in range(links)]
         return {name: ratio for name, ratio, out in zip(names, ratios, self._beyond(ratios), strict=True) if out}
 
+    def slower(self) -> list[tuple[int, int]]:
+        """Return replica and stage of each stage that takes longer than in the reference, beyond its tolerance."""
+        ratios = self._ratios(self.measured)
+        slower = [out and ratio > 1.0 for ratio, out in zip(ratios, self._beyond(ratios), strict=True)]
+        return [divmod(number, self.num_stages) for number in range(self.num_stages * self.replicas) if slower[number]]
+
     def _windows_of(self, steps: int) -> int:
         return ceil(steps / self.interval)
 

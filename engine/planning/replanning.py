@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -31,6 +31,8 @@ LEAST_GAIN = 0.03
 """Share of the step that another schedule must save, by the simulator."""
 MOST_S = 600.0
 """Seconds after which planning is given up."""
+UNSUPERVISED = "the run is not supervised (supervise.enabled=true)"
+"""Obstacle of levels that need a restart."""
 _MOST_LISTED = 8
 _NICENESS = 10  # with 19, beside programs that keep all cores busy, a plan took minutes
 _SECONDS = ("forward_s", "input_s", "weight_s", "step_s")
@@ -43,12 +45,27 @@ class Level:
     Attributes:
         name: none, schedule, microbatches, layers or evict.
         step_s: simulated seconds of a step.
-        remedy: what the user may set, or empty for a level that needs no user.
+        remark: what the level changes, and why it is not carried out.
     """
 
     name: str
     step_s: float
-    remedy: str = ""
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """A restart from the next checkpoint.
+
+    Attributes:
+        seconds: price of the restart.
+        steps_left: steps of the run after that checkpoint.
+        obstacle: why a restart is not possible, or empty if it is.
+    """
+
+    seconds: float = 0.0
+    steps_left: int = 0
+    obstacle: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +79,11 @@ class Request:
         measured: each replica's costs as measured.
         usual: each replica's costs before they changed.
         layers: number of layers of each virtual stage.
+        fixed: share of each stage's time that an embedding or a head takes.
+        moved: numbers of layers with which ranks take about equally long (`divided`), or empty if those are the same.
+        has_slow_rank: True if a rank has become slower, and not only links.
         obstacle: why micro-batches cannot be moved, or empty if they can.
+        restart: price of a restart, which other numbers of layers or other hosts need.
     """
 
     config: PipelineConfig
@@ -71,8 +92,12 @@ class Request:
     measured: tuple[CostModel, ...]
     usual: tuple[CostModel, ...]
     layers: tuple[int, ...]
+    fixed: tuple[float, ...]
     zero_stage: int
+    moved: tuple[int, ...] = ()
+    has_slow_rank: bool = False
     obstacle: str = ""
+    restart: Restart = Restart(obstacle=UNSUPERVISED)
 
     @property
     def placement(self) -> Placement:
@@ -87,20 +112,25 @@ class Proposal:
     Attributes:
         schedules: the schedules for the next steps, one for each number in ``counts``. They may be those that run.
         counts: micro-batches of each replica.
-        chosen: name of the level that is carried out: none, schedule or microbatches.
-        levels: all levels, those that Weft carries out first.
+        chosen: name of the level that is carried out at once: none, schedule or microbatches.
+        restarts: names of the levels that are worth a restart at the next checkpoint, the shortest step first.
+        levels: all levels, those without a restart first.
+        moved, moved_costs: other numbers of layers, and a replica's costs with them, if there are any.
     """
 
     schedules: tuple[Schedule, ...]
     counts: tuple[int, ...]
     chosen: str
     levels: tuple[Level, ...]
+    restarts: tuple[str, ...] = ()
+    moved: tuple[int, ...] = ()
+    moved_costs: CostModel | None = None
 
     def text(self) -> str:
         """Return one line per level, with the chosen one marked."""
         lines = []
         for level in self.levels:
-            remarks = "; ".join(filter(None, ("chosen" * (level.name == self.chosen), level.remedy)))
+            remarks = "; ".join(filter(None, ("chosen" * (level.name == self.chosen), level.remark)))
             lines.append(f"  {level.name:<12} {level.step_s:.4g} s  {remarks}".rstrip())
         return "\n".join(lines)
 
@@ -142,14 +172,38 @@ def propose(request: Request) -> Proposal:
         if option.is_possible and option.level.step_s <= (1.0 - LEAST_GAIN) * chosen.level.step_s:
             chosen = option
     usual_s = _step_s(counts, request.schedules, alike(request.usual, request.placement), samples)
-    evict = Level(name="evict", step_s=usual_s, remedy="weft evict the slow host, or repair the link")
-    advice = (level for level in (_layers(request), evict) if level is not None)
+    who = "a spare replaces the slow host" if request.has_slow_rank else "repair the link"
+    restarting, moved_costs = [Level(name="evict", step_s=usual_s, remark=who)], _moved_costs(request)
+    if moved_costs is not None:
+        with suppress(ValueError):  # a rank would exceed the cap
+            restarting.insert(0, _layers(request, moved_costs))
+    obstacles = [_obstacle(request, chosen.level, level) for level in restarting]
+    worth = [level for level, why in zip(restarting, obstacles, strict=True) if not why]
     return Proposal(
         schedules=chosen.schedules,
         counts=chosen.counts,
         chosen=chosen.level.name,
-        levels=(*(option.level for option in options), *advice),
+        levels=(*(option.level for option in options), *map(_with_obstacle, restarting, obstacles)),
+        restarts=tuple(level.name for level in sorted(worth, key=lambda level: level.step_s)),
+        moved=request.moved,
+        moved_costs=moved_costs,
     )
+
+
+def _obstacle(request: Request, chosen: Level, level: Level) -> str:
+    """Return why a level is not worth a restart, or an empty string if it is."""
+    restart, saved_s = request.restart, chosen.step_s - level.step_s
+    if level.name == "evict" and not request.has_slow_rank:
+        return "no rank is slow"
+    if saved_s < LEAST_GAIN * chosen.step_s:
+        return f"it saves less than {LEAST_GAIN:.0%}"
+    if restart.obstacle or saved_s * restart.steps_left > restart.seconds:
+        return restart.obstacle
+    return f"a restart takes {restart.seconds:.3g} s, and {restart.steps_left} steps are left"
+
+
+def _with_obstacle(level: Level, why: str) -> Level:
+    return replace(level, remark=f"{level.remark}; {f'not carried out: {why}' if why else 'at the next checkpoint'}")
 
 
 def schedule_for(schedules: Sequence[Schedule], count: int) -> Schedule:
@@ -210,10 +264,10 @@ def _moved(request: Request, costs: Sequence[CostModel]) -> Iterator[_Option]:
     moves = counts != request.counts
     schedules = _planned(request, counts, costs) if moves else request.schedules
     why = request.obstacle or ("" if _reduce_alike(schedules) else "replicas would reduce gradients in other orders")
-    remedy = f"replicas read {_text(counts)}" if moves else "none to move"
-    remedy += f"; not carried out: {why}" if moves and why else ""
+    remark = f"replicas read {_text(counts)}" if moves else "none to move"
+    remark += f"; not carried out: {why}" if moves and why else ""
     level = Level(
-        name="microbatches", step_s=_step_s(counts, schedules, costs, request.config.jitter_samples), remedy=remedy
+        name="microbatches", step_s=_step_s(counts, schedules, costs, request.config.jitter_samples), remark=remark
     )
     yield _Option(level, counts, schedules, moves and not why)
 
@@ -274,35 +328,54 @@ def _pace_s(placement: Placement, costs: CostModel) -> float:
     return max(sum(costs.stages[stage].compute_s for stage in held) for held in placement.rank_stages)
 
 
-def _layers(request: Request) -> Level | None:
-    """Price another division of the layers, which a checkpoint can be resumed with, or return None without one."""
-    counts, slowest = divided(request), _largest(request.measured)
-    if counts == request.layers:
-        return None
-    stages = tuple(
-        _scaled(stage, new / old) if old else stage
-        for stage, new, old in zip(slowest.stages, counts, request.layers, strict=True)
-    )
-    costs, count = replace(slowest, stages=stages), sum(request.counts) // len(request.counts)
-    try:
-        step_s = _simulated_s(_plan(request, count, costs, 0.0), costs, request.config.jitter_samples)
-    except ValueError:  # a rank would exceed the cap
-        return None
-    return Level(name="layers", step_s=step_s, remedy=f"pipeline.layers={[*counts]} at the next checkpoint")
+def _layers(request: Request, costs: CostModel) -> Level:
+    """Price other numbers of layers. Raise ValueError if a rank would exceed the cap."""
+    count = sum(request.counts) // len(request.counts)
+    step_s = _simulated_s(_plan(request, count, costs, 0.0), costs, request.config.jitter_samples)
+    return Level(name="layers", step_s=step_s, remark=f"pipeline.layers={[*request.moved]}")
 
 
-def divided(request: Request) -> tuple[int, ...]:
-    """Return numbers of layers of the stages with which ranks take about equally long."""
-    ranks, slowest = request.placement.stage_ranks, _largest(request.measured)
-    each = [s.compute_s / n if n else 0.0 for s, n in zip(slowest.stages, request.layers, strict=True)]
-    counts = [min(1, n) for n in request.layers]
-    for _ in range(sum(request.layers) - sum(counts)):
-        busy = [0.0] * request.placement.num_ranks
-        for stage, rank in enumerate(ranks):
-            busy[rank] += counts[stage] * each[stage]
-        stages = [stage for stage, layers in enumerate(request.layers) if layers]
-        counts[min(stages, key=lambda stage: (busy[ranks[stage]] + each[stage], counts[stage], stage))] += 1
-    return tuple(counts)
+def _moved_costs(request: Request) -> CostModel | None:
+    """Return the costs of the slowest replica with other numbers of layers, or None if there are none."""
+    if not request.moved:
+        return None
+    slowest = _largest(request.measured)
+    shares = zip(slowest.stages, request.fixed, request.moved, request.layers, strict=True)
+    stages = tuple(_scaled(stage, fixed + (1.0 - fixed) * new / old) for stage, fixed, new, old in shares)
+    return replace(slowest, stages=stages)
+
+
+def divided(request: Request, fits: Callable[[tuple[int, ...]], bool] = lambda counts: True) -> tuple[int, ...]:
+    """Return numbers of layers of the stages with which the busiest rank computes for less time.
+
+    Single layers move from the busiest rank to the one that then computes for the shortest time, while that helps.
+
+    Args:
+        fits: returns whether ranks have memory for these numbers.
+    """
+    placement, counts = request.placement, request.layers
+    shares = zip(_largest(request.measured).stages, request.fixed, request.layers, strict=True)
+    parts = [(stage.compute_s * fixed, stage.compute_s * (1.0 - fixed) / layers) for stage, fixed, layers in shares]
+    while True:
+        busy = [
+            sum(parts[stage][0] + counts[stage] * parts[stage][1] for stage in held) for held in placement.rank_stages
+        ]
+        busiest = busy.index(max(busy))
+        moves = sorted(
+            (busy[placement.stage_ranks[to]] + parts[to][1], counts[to], to, -counts[source], source)
+            for source in placement.rank_stages[busiest]
+            for to in range(placement.num_stages)
+            if counts[source] > 1 and placement.stage_ranks[to] != busiest
+        )
+        shorter = (_with_move(counts, source, to) for seconds, _, to, _, source in moves if seconds < busy[busiest])
+        found = next(filter(fits, shorter), None)
+        if found is None:
+            return counts
+        counts = found
+
+
+def _with_move(counts: Sequence[int], source: int, to: int) -> tuple[int, ...]:
+    return tuple(count - (stage == source) + (stage == to) for stage, count in enumerate(counts))
 
 
 def _scaled(stage: StageCost, ratio: float) -> StageCost:

@@ -30,6 +30,7 @@ from weft.conf.host.terminal import print_error, printable
 from weft.conf.hosts import is_loopback, read_hostfile
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.trees import to_yaml
+from weft.engine.planning.next_attempt import NextAttempt, read_next_attempt
 from weft.engine.supervision.agent.forkserver import EarlyAgent
 from weft.engine.supervision.agent.guard import LaunchGuard
 from weft.engine.supervision.agent.output import stderr_on_thread
@@ -125,6 +126,7 @@ class Driver:
         self._denied = TimedRead(self._deny_list.path, self._read_denied)
         self._newest = TimedRead(run_folder, self._read_newest)
         self._plan_written = TimedRead(run_folder, partial(written_ns, run_folder / "plan.json"))
+        self._next_attempt = TimedRead(run_folder, partial(read_next_attempt, run_folder))
         if attach and self.job.stage is Stage.ended:
             raise ValueError(f"{run_folder}: the run has ended; `weft launch` starts it again")
 
@@ -284,6 +286,10 @@ class Driver:
         """Return when ranks have last written the plan, or 0 if the run does not adapt."""
         return self._plan_written() if self._config.pipeline.adapt else 0
 
+    def next_attempt(self) -> NextAttempt | None:
+        """Return what ranks want to change at their next checkpoint, or None if the run does not adapt."""
+        return self._next_attempt() if self._config.pipeline.adapt else None
+
     def differing_calls(self, stalled_s: float) -> str:
         """Return the collective call at which ranks differ, by torch's Flight Recorder, or empty if none is known."""
         with suppress(Exception):  # a diagnosis depends neither on what ranks have stored nor on an optional feature
@@ -312,11 +318,12 @@ class Driver:
             self.say(f"{host} is left out of this run alone: {error}")
 
     def newest_checkpoint(self) -> str:
-        """Return the name of the checkpoint with the highest step, or empty if there is none."""
+        """Return the name of the complete checkpoint with the highest step, or empty if there is none."""
         return self._newest()
 
     def _read_newest(self) -> str:
-        return max((path.name for path in (self._folder / "checkpoints").glob("step-*")), default="")
+        complete = (path.name for path in (self._folder / "checkpoints").glob("step-*") if not path.suffix)
+        return max(complete, default="")
 
     # Attempts
 

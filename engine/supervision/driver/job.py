@@ -116,6 +116,7 @@ class Job(JobState):
             self._waiting, self._resume_at = text, now + HOSTS_S
             return
         self._waiting = ""
+        adapted = self.adapted if before in (None, layout.slots) else ()
         self._record(
             "attempt",
             now,
@@ -124,7 +125,7 @@ class Job(JobState):
             ranks={str(rank): host for host, ranks in layout.ranks.items() for rank in ranks},
             slots=dict(layout.slots),
             master=list(layout.master),
-            arguments=list(layout.arguments),
+            arguments=[*layout.arguments, *adapted],
         )
         self._grows_after = None
         self._detect_anew(now)
@@ -323,12 +324,15 @@ class Job(JobState):
             step=fault.step,
             lines=self._detector.last_lines(fault.culprit),
         )
+        undone = self.undo()
         same = self._budget.saw_fault(fault.kind, fault.culprit, fault.step)
         if self._stop_request is not None and not self._stop_request.memory:
             self._end_stopped(f"after {fault.text}")
             return
         end = self._budget.end(fault, same)
-        if end is not None:
+        if undone:
+            self._effects.say(f"going on without {' '.join(undone)}")
+        elif end is not None:
             printed = any(fault.evidence in line for line in self._detector.last_lines(fault.culprit))
             self.end(*end, reported=printed and fault.kind == FaultKind.input_error.value)
             return
@@ -354,6 +358,8 @@ class Job(JobState):
         """Restart with returned hosts, as soon as there is a newer checkpoint in storage or in memory."""
         self._hosts_at = now
         self.fleet.follow(self._effects.denied(), now)
+        if self.stage is Stage.running:
+            self._adapt(now)
         if self.stage is not Stage.running or self._layout.num_ranks >= self._most_ranks:
             return
         newest = self._effects.newest_checkpoint(), self._detector.kept_step
@@ -367,6 +373,39 @@ class Job(JobState):
         elif newest != self._grows_after:
             self._effects.say("hosts have returned; going on with them from the newest checkpoint")
             self._stop("grow", [] if self._settings.in_process else None, now)
+
+    def _adapt(self, now: float) -> None:
+        """Restart with what ranks have planned to change, as soon as there is a newer checkpoint.
+
+        A spare takes the place of a slow host if one waits. Otherwise settings change.
+        """
+        following = self._effects.next_attempt()
+        if following is None:
+            return
+        newest = self._effects.newest_checkpoint().rpartition("-")[2]
+        if max(int(newest or 0), self._detector.kept_step) <= following.after_step:
+            return
+        slow = {host for host, ranks in self._layout.ranks.items() if {*ranks} & {*following.slow_ranks}}
+        if slow and self._has_spares_for(slow):
+            for host in slow:
+                self._effects.deny(host, f"slow: {following.reason}")
+                self.fleet.evict(host, f"slow: {following.reason}")
+            change = f"without {', '.join(sorted(slow))}"
+        elif following.arguments and not self.has_undone:
+            self._record("adapt", now, arguments=list(following.arguments))
+            change = f"with {' '.join(following.arguments)}"
+        else:
+            return
+        self._effects.say(f"adapt: {following.reason}; going on {change} from the newest checkpoint")
+        self._stop("adapt", [] if self._settings.in_process else None, now)
+
+    def _has_spares_for(self, hosts: Collection[str]) -> bool:
+        """True if the run keeps its number of ranks without these hosts."""
+        try:
+            layout = self._layouts(self.attempt + 1, set(self.fleet.away) | set(hosts), self._layout.slots)
+        except ValueError:
+            return False
+        return layout.num_ranks == self._layout.num_ranks
 
     def end(self, code: int, reason: str, *, reported: bool = False) -> None:
         """End the run. Every agent ends its ranks and itself.

@@ -9,6 +9,7 @@ from math import inf
 from typing import Any, Protocol
 
 from weft.conf.schema import SuperviseConfig
+from weft.engine.planning.next_attempt import NextAttempt
 from weft.engine.supervision.driver.culprit import JobRows
 from weft.engine.supervision.driver.fleet import Fleet
 from weft.engine.supervision.driver.hosts import Layout
@@ -46,11 +47,15 @@ class JobState:
 
     Attributes:
         code: exit code of the run, once it has ended.
+        adapted: settings that attempts on the same hosts have besides the run's own, by a change of costs.
+        has_undone: True if no step has succeeded with such settings, so that no others are tried.
     """
 
     def __init__(self, settings: SuperviseConfig, fleet: Fleet, site_timeout: SiteTimeout) -> None:
         self._settings, self.fleet, self._site_timeout = settings, fleet, site_timeout
         self.code: int | None = None
+        self.adapted: tuple[str, ...] = ()
+        self.has_undone = False
         self.stage = Stage.starting
         self.attempt = self._most_ranks = 0
         self._layout = Layout({}, ("", 0), ())
@@ -64,10 +69,13 @@ class JobState:
             case "launch":
                 self._budget = Budget(self._settings)
                 self._most_ranks, self._stop_request = 0, None
+                self.adapted, self.has_undone = (), False
                 self.stage = Stage.starting
                 self._layout = Layout({}, ("", 0), ())
             case "attempt":
                 self.attempt = event["attempt"]
+                if event["slots"] != dict(self._layout.slots):
+                    self.adapted = ()  # the costs of other hosts are not known
                 self.stage = Stage.starting
                 self._layout = Layout(event["slots"], tuple(event["master"]), tuple(event["arguments"]))
                 self._site_timeout.began(event.get("at"))
@@ -76,7 +84,10 @@ class JobState:
                     self._budget.saw_restart()
             case "fault":
                 self._budget.saw_fault(event["kind"], event["culprit"], event.get("step"))
+                self.undo()
                 self.stage = Stage.stopping
+            case "adapt":
+                self.adapted = tuple(event["arguments"])
             case "imported":
                 self._site_timeout.imported(event.get("at"))
             case "good_step":
@@ -87,6 +98,13 @@ class JobState:
                 self._stop_request = StopRequest(event["signal"], inf, event["memory"])
             case "end":
                 self.stage = Stage.ended
+
+    def undo(self) -> tuple[str, ...]:
+        """Drop and return the changed settings if no step has succeeded with them."""
+        undone = self.adapted if self.stage is Stage.starting else ()
+        if undone:
+            self.adapted, self.has_undone = (), True
+        return undone
 
     def kind_of_start(self, reason: str, layout: Layout) -> str:
         """Return ``reason``, or "shrink" or "grow" if a restart changes the number of ranks."""
@@ -119,6 +137,9 @@ class Effects(Protocol):
 
     def plan_time(self) -> int:
         """Return a number that changes when ranks write another plan, if the run adapts its schedule."""
+
+    def next_attempt(self) -> NextAttempt | None:
+        """Return what ranks want to change at their next checkpoint, if the run adapts."""
 
     def differing_calls(self, stalled_s: float) -> str:
         """Return the collective call at which ranks differ, if their calls were stored in a stall of so many seconds.

@@ -1,15 +1,16 @@
 """A schedule that is planned again while training: all ranks change at one step, and nothing else changes."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import inf
+from random import Random
 
 import pytest
 
 from tests.engine.planning.adapted import CHANGED_AFTER, die_while_planning, train_three
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import PipelineConfig, ScheduleKind
-from weft.engine.planning.replanning import LEAST_GAIN, Replanning, Request, divided, propose
+from weft.engine.planning.replanning import LEAST_GAIN, Replanning, Request, Restart, divided, propose
 from weft.engine.planning.schedules import plan_schedule
 from weft.engine.planning.spreads import with_jitter
 from weft.pipeline.costs import CostModel
@@ -96,6 +97,7 @@ def request_of(factors, cap=2.0, placement="straight", replicas=1, obstacle="", 
         measured=(replace(usual, stages=(slow, *usual.stages[1:])), *(usual,) * (replicas - 1)),
         usual=(usual,) * replicas,
         layers=(4,) * placed.num_stages,
+        fixed=(0.0,) * placed.num_stages,
         zero_stage=0,
         obstacle=obstacle,
     )
@@ -140,9 +142,60 @@ def test_a_plan_that_fails_is_reported_with_its_reason():
         Replanning(impossible).result()
 
 
-def test_advice_moves_layers_away_from_a_slow_rank():
+def test_layers_move_away_from_a_slow_rank():
     request = request_of((2.0, 2.0, 2.0), replicas=3)
     assert divided(request) == (3, 5)
-    steps = {level.name: level for level in propose(request).levels}
-    assert steps["layers"].remedy == "pipeline.layers=[3, 5] at the next checkpoint"
-    assert steps["layers"].step_s < steps["schedule"].step_s and steps["evict"].step_s < steps["none"].step_s
+    assert divided(replace(request, fixed=(0.9, 0.0))) == (1, 7)
+    assert divided(request, fits=lambda counts: max(counts) < 5) == (4, 4)
+    moved = replace(request, moved=(3, 5))
+    steps = {level.name: level.step_s for level in propose(moved).levels}
+    assert steps["layers"] < steps["schedule"] and steps["evict"] < steps["none"]
+    seconds = [stage.compute_s for stage in propose(moved).moved_costs.stages]
+    assert seconds == [pytest.approx(6.0 * 3 / 4), pytest.approx(3.0 * 5 / 4)]
+
+
+def test_numbers_of_layers_are_the_best_that_one_could_set():
+    random = Random(0)
+    for _ in range(50):
+        placement = random.choice(["straight", "fold"])
+        request = request_of([random.uniform(0.3, 3.0)] * 3, placement=placement)
+        layers = tuple(random.randint(1, 4) for _ in request.layers)
+        fixed = (random.choice([0.0, 0.3]),) * len(layers)
+        pairs = zip(request.measured[0].stages, request.placement.stage_ranks, layers, strict=True)
+        slow = request.measured[0].stages[0]
+        stages = tuple(scaled(stage if rank else slow, count) for stage, rank, count in pairs)
+        measured = (replace(request.measured[0], stages=stages),)
+        request = replace(request, measured=measured, layers=layers, fixed=fixed)
+        choices = (each for each in product(range(1, sum(layers)), repeat=len(layers)) if sum(each) == sum(layers))
+        assert busiest_s(request, divided(request)) == pytest.approx(min(busiest_s(request, each) for each in choices))
+
+
+def scaled(stage, count):
+    """Return the costs of a stage of ``count`` layers of one stage each."""
+    names = ("forward_s", "input_s", "weight_s")
+    return replace(stage, **{name: count * getattr(stage, name) for name in names})
+
+
+def busiest_s(request, counts):
+    """Return the seconds that a micro-batch takes on the busiest rank with other numbers of layers."""
+    stages = zip(request.measured[0].stages, request.fixed, request.layers, counts, strict=True)
+    seconds = [stage.compute_s * (fixed + (1.0 - fixed) * new / old) for stage, fixed, old, new in stages]
+    return max(sum(seconds[stage] for stage in held) for held in request.placement.rank_stages)
+
+
+@pytest.mark.parametrize(
+    ("restart", "restarts", "why"),
+    [
+        (Restart(seconds=10.0, steps_left=1000), ("evict", "layers"), ""),
+        (Restart(seconds=1e3, steps_left=9), (), "a restart takes 1e+03 s, and 9 steps are left"),
+        (Restart(obstacle="checkpoint.every=0"), (), "checkpoint.every=0"),
+    ],
+)
+def test_a_restart_must_be_possible_and_worth_its_price(restart, restarts, why):
+    request = replace(request_of((2.0,) * 3, ranks=2), moved=(3, 5), has_slow_rank=True, restart=restart)
+    found = propose(request)
+    assert found.restarts == restarts
+    (remark,) = (level.remark for level in found.levels if level.name == "layers")
+    assert remark == f"pipeline.layers=[3, 5]; {f'not carried out: {why}' if why else 'at the next checkpoint'}"
+    without = propose(replace(request, has_slow_rank=False))
+    assert set(without.restarts) == {*restarts} - {"evict"}

@@ -40,15 +40,14 @@ def settings(tmp_path):
     ]
 
 
-def start(settings, name, faults="", **more):
+def start(settings, name, faults="", target="faulty_ranks", **more):
     """The driver of a run; returns it with its run's folder."""
     config = load([*settings, f"train.name={name}"])
     folder = config_folder(config)
     write_config(config, config_file(folder))
     environment = {"FAULTS": faults, "RUN": str(folder), **more}
-    Spec(
-        "tests.engine.supervision.faulty_ranks:run", [*PRELOAD, "tests.engine.supervision.faulty_ranks"], environment
-    ).write(folder)
+    module = f"tests.engine.supervision.{target}"
+    Spec(f"{module}:run", [*PRELOAD, module], environment).write(folder)
     return subprocess.Popen([sys.executable, "-m", driver.__name__, "launch", str(folder)]), folder
 
 

@@ -34,7 +34,7 @@ class World:
         self.needed = set()
         self.checkpoint = ""
         self.job_rows = None
-        self.calls, self.written = "", 0
+        self.calls, self.written, self.following = "", 0, None
         self.progress = {}
         self.job = Job(
             settings=SuperviseConfig(**settings),
@@ -69,6 +69,9 @@ class World:
 
     def plan_time(self):
         return self.written
+
+    def next_attempt(self):
+        return self.following
 
     def differing_calls(self, stalled_s):
         return self.calls
