@@ -76,6 +76,17 @@ def train_with_key(key: str, settings: list[str]) -> list[str]:
     return train(settings)
 
 
+def train_with_slow_rank(key: str, settings: list[str]) -> tuple[int, ...]:
+    """Train with replicas of which one becomes slow, and return the micro-batches that they read at the end."""
+    from tests.engine.planning.adapted import slow_down
+    from weft.conf import load
+    from weft.recipes.train import train as run
+
+    os.environ["WEFT_API_KEY"] = key
+    slow_down(1)
+    return run(load(settings)).deal.counts
+
+
 def losses(run: Path) -> list[float]:
     """Return the losses of a run's steps, the last of each step."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

@@ -4,7 +4,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.recipes.preferences import STEPS, losses, losses_of_trl, prepare, shares_ahead, train, train_with_key
+from tests.recipes.preferences import (
+    STEPS,
+    losses,
+    losses_of_trl,
+    prepare,
+    shares_ahead,
+    train,
+    train_with_key,
+    train_with_slow_rank,
+)
 from weft.conf import load
 from weft.conf.host.processes import free_port
 from weft.tools.ranks import run_ranks
@@ -41,6 +50,21 @@ def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_pat
         run_ranks(2, train_with_key, KEY, [*settings, ahead, f"inference.boards={tmp_path / 'boards'}"], timeout_s=300)
     assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
     assert lengths and (fault == "slow" or any(shares_ahead(tmp_path / "runs" / "dpo")) == (fault == ""))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_replicas_that_move_micro_batches_while_scores_are_outstanding_have_the_same_losses(tmp_path):
+    from tests.inference.scorers import KEY, worker  # with the feature prefill only
+
+    adapt = ["pipeline.schedule=auto", "pipeline.adapt=true", "pipeline.adapt_steps=2"]
+    settings = [*prepare(tmp_path), *TWO, *SCORES, *adapt, "pipeline.stages=1", "pipeline.microbatches=2"]
+    with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), "") as (url, _):
+        settings.append(f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]")
+        settings.append(f"inference.boards={tmp_path / 'boards'}")
+        assert run_ranks(2, train_with_slow_rank, KEY, settings, timeout_s=300) == [(3, 1)] * 2
+    assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
+    assert any(shares_ahead(tmp_path / "runs" / "dpo")[-5:])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from time import sleep
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tests.engine.data.test_loader import Blocks, share
 from tests.engine.tiny import VOCAB, begun
 from weft.conf.schema import WeftConfig
+from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
 from weft.engine.planning.adaptation import Adaptation
 from weft.engine.planning.plan_file import plan_to_json
@@ -23,6 +25,7 @@ from weft.pipeline.simulation import simulate
 FAST, SLOW = (0.01, 0.01, 0.01), (0.04, 0.002, 0.002)
 ALL_SLOW = (0.02, 0.02, 0.02)
 CHANGED_AFTER, STEPS = 7, 14
+LAYER_S, FACTOR, SLOW_AFTER = 0.01, 3.0, 4
 
 
 def report(adaptation: Adaptation, *slow_stages: int, changed: tuple[float, ...] = SLOW) -> None:
@@ -38,6 +41,28 @@ def report(adaptation: Adaptation, *slow_stages: int, changed: tuple[float, ...]
         ]
 
     adaptation._stage_seconds = seconds
+
+
+def slow_down(rank: int, *, is_slow: Callable[[], bool] = lambda: True) -> None:
+    """Let all engines of this process report equally long layers, and longer ones of a rank after some steps.
+
+    Steps wait until a plan has been made.
+    """
+    train_batch = WeftEngine.train_batch
+
+    def seconds(adaptation: Adaptation) -> list[float]:
+        engine, counts = adaptation._engine, adaptation._engine.plan.split.counts
+        slow = engine.global_rank == rank and engine.global_steps > SLOW_AFTER and is_slow()
+        each = [LAYER_S * (FACTOR if slow else 1.0) * (stage in engine.module.stages) for stage in range(len(counts))]
+        return [layer_s * count for layer_s, count in zip(each, counts, strict=True) for _ in range(3)]
+
+    def waiting(engine: WeftEngine, *args: object) -> object:
+        while engine.adaptation._replanning is not None and not engine.adaptation._replanning.has_ended:
+            sleep(0.01)
+        return train_batch(engine, *args)
+
+    Adaptation._stage_seconds = seconds
+    WeftEngine.train_batch = waiting
 
 
 def train(config: WeftConfig, slow_stage: int, changed: tuple[float, ...] = SLOW, kill_planner: bool = False) -> dict:

@@ -1,4 +1,4 @@
-"""A rank of the training recipe that reports durations: each layer takes equally long, until a host becomes slow."""
+"""A rank of the training recipe in a run whose rank 1 becomes slow, until its host is evicted."""
 
 from __future__ import annotations
 
@@ -9,38 +9,23 @@ from pathlib import Path
 
 from weft.engine.supervision.driver.files import JOURNAL, read_journal
 
-SLOW_AFTER, FACTOR = 4, 3.0
-LAYER_S = 0.01
 PAUSE_S = 0.5
 
 
 def run(arguments: Sequence[str]) -> int:
-    """As `weft.recipes.train.run`. Layers of rank 1 take `FACTOR` times as long, until its host is evicted."""
+    """As `weft.recipes.train.run`, with steps that wait for plans and, after one, for the driver to read it."""
+    from tests.engine.planning.adapted import slow_down
     from weft.engine.engine import WeftEngine
-    from weft.engine.planning.adaptation import Adaptation
     from weft.recipes.train import run as train
 
+    slow_down(1, is_slow=lambda: not _has_evicted())
     train_batch = WeftEngine.train_batch
 
-    def seconds(adaptation: Adaptation) -> list[float]:
-        engine, split = adaptation._engine, adaptation._engine.plan.split
-        is_slow = engine.global_rank == 1 and engine.global_steps > SLOW_AFTER and not _has_evicted()
-        layer_s = LAYER_S * (FACTOR if is_slow else 1.0)
-        return [
-            layer_s * count if stage in engine.module.stages else 0.0
-            for stage, count in enumerate(split.counts)
-            for _ in range(3)
-        ]
-
     def paced(engine: WeftEngine, *args: object) -> object:
-        adaptation = engine.adaptation
-        while adaptation._replanning is not None and not adaptation._replanning.has_ended:
-            time.sleep(0.01)
-        if adaptation.proposals:
-            time.sleep(PAUSE_S)  # until the driver has read the plan
+        if engine.adaptation.proposals:
+            time.sleep(PAUSE_S)
         return train_batch(engine, *args)
 
-    Adaptation._stage_seconds = seconds  # type: ignore[method-assign]
     WeftEngine.train_batch = paced  # type: ignore[method-assign]
     return train(arguments)
 
