@@ -44,6 +44,13 @@ def _prefill(config: WeftConfig) -> Iterator[str]:
 def _controller(config: WeftConfig) -> Iterator[str]:
     for worker in config.inference.controller.workers:
         yield from _url("inference.controller.workers.url", worker.url, "http://127.0.0.1:8001")
+        if worker.decode_url:
+            yield from _url("inference.controller.workers.decode_url", worker.decode_url, "http://10.0.0.2:8400")
+            if not config.inference.decode.enabled:
+                yield (
+                    f"inference.controller.workers.decode_url={worker.decode_url}: prompts without a worker have no "
+                    "decode server; set inference.decode.enabled=true"
+                )
         if worker.cost and not worker.boards:
             yield (
                 f"inference.controller.workers.cost={worker.cost}: a worker without boards on this host reports its "

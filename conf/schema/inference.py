@@ -30,6 +30,9 @@ class PrefillWorkerConfig:
     its own ranks idle."""
     cost: str = ""
     """File with the worker's cost model; empty predicts with a cautious prior. Those of later stages lie next to it."""
+    decode_url: str = ""
+    """URL of the decode server near the worker, such as one at its site. It answers the prompts that the worker
+    computes; empty leaves them to `inference.decode`."""
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -110,8 +111,17 @@ class AnsweringServer:
 class Answers:
     """Answers requests of `/v1/completions` and `/v1/chat/completions` as the decode server would."""
 
-    def __init__(self, server: AnsweringServer, dispatch: Dispatch, metrics: Metrics) -> None:
-        self._server, self._dispatch, self._metrics = server, dispatch, metrics
+    def __init__(
+        self, server: AnsweringServer, dispatch: Dispatch, metrics: Metrics, *, near: Sequence[AnsweringServer]
+    ) -> None:
+        """Create the answers of a decode server.
+
+        Args:
+            near: the decode server near each worker, which answers the prompts that the worker computes. If it fails,
+                ``server`` does.
+        """
+        self._server, self._dispatch, self._metrics, self._near = server, dispatch, metrics, near
+        self._avoided_until_s: dict[str, float] = {}
 
     async def answer(
         self,
@@ -142,6 +152,13 @@ class Answers:
         def begun() -> None:
             self._metrics.begun(prefilled, time.monotonic() - begun_s)
 
+        near = self._near[int(added["X-Weft-Worker"])] if transfer else self._server
+        if near is not self._server and self._avoided_until_s.get(near.url, 0.0) <= begun_s:
+            with suppress(Refusal):
+                response = await near.answer(path, body, headers, added=added, begun=begun)
+                if response.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                    return response
+            self._avoided_until_s[near.url] = time.monotonic() + RETRY_S
         return await self._server.answer(path, body, headers, added=added, begun=begun)
 
     async def _prefill(

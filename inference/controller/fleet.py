@@ -47,6 +47,11 @@ class Fleet:
         self.refresh()
 
     @property
+    def decoders(self) -> list[str]:
+        """URL of the decode server near each worker, empty without one."""
+        return [worker.decode_url for worker in self.workers]
+
+    @property
     def max_tokens(self) -> int:
         """Maximum length of prompt and first token that a worker's model accepts."""
         return self._prefill.max_tokens

@@ -92,11 +92,12 @@ class Service:
         self.client = httpx.AsyncClient(transport=transport, headers=headers, trust_env=False, limits=limits)
         self.outer_client = httpx.AsyncClient(transport=transport, trust_env=False, limits=limits)
         self.dispatch = Dispatch(fleet, settings, self._metrics, self.client, server_key=server_key)
-        self._answers = (
-            Answers(AnsweringServer(decode_url, self.client, connect_s=connect_s), self.dispatch, self._metrics)
-            if decode_url
-            else None
-        )
+        self._answers = None
+        if decode_url:
+            urls = [url or decode_url for url in fleet.decoders]
+            servers = {url: AnsweringServer(url, self.client, connect_s=connect_s) for url in (decode_url, *urls)}
+            near = [servers[url] for url in urls]
+            self._answers = Answers(servers[decode_url], self.dispatch, self._metrics, near=near)
         self._others: dict[str, AnsweringServer] = {}
         for model in settings.models:
             key = (model_keys or {}).get(model.name, "")

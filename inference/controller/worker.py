@@ -67,7 +67,7 @@ class Worker:
 
     def __init__(self, index: int, address: PrefillWorkerConfig, boards: Sequence[Bubbles]) -> None:
         self.index = index
-        self.url = address.url.rstrip("/")
+        self.url, self.decode_url = address.url.rstrip("/"), address.decode_url.rstrip("/")
         self.is_remote = not address.boards
         """True if it is on another host, and reports its bubbles and costs."""
         self.key = ",".join(map(os.path.abspath, address.boards)) or self.url

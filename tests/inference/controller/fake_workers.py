@@ -92,7 +92,7 @@ class FakeWorkers(httpx.AsyncBaseTransport):
                 return httpx.Response(500)
             self.decoded.append((request, json.loads(body)))
             return httpx.Response(200, json={"model": "other"})
-        if name == "decode":
+        if name.startswith("decode"):
             return await self._decode(request, json.loads(body), fault)
         self.seen.append((name, request, json.loads(body)))
         if fault == "dying":
@@ -160,10 +160,14 @@ class _Events(httpx.AsyncByteStream):
         self.servers.cancelled.append("stream")
 
 
-def fleet_of(workers, boards=None, prefill=None, cost="", **settings):
+def fleet_of(workers, boards=None, prefill=None, cost="", decoders=None, **settings):
     controller = ControllerConfig(**settings)
     boards = boards or [FakeBoard() for _ in workers.names]
-    addresses = [PrefillWorkerConfig(url=f"http://{name}", boards=["x"], cost=cost) for name in workers.names]
+    decoders = decoders or [""] * len(workers.names)
+    addresses = [
+        PrefillWorkerConfig(url=f"http://{name}", boards=["x"], cost=cost, decode_url=decoder)
+        for name, decoder in zip(workers.names, decoders, strict=True)
+    ]
     fleet = Fleet(
         [(address, [board]) for address, board in zip(addresses, boards, strict=True)],
         controller,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,31 @@ async def test_a_worker_computes_the_prompt_and_the_decode_server_the_answer(pat
         metrics = (await client.get("/metrics")).text
         assert counted(metrics, "bubble")
         assert 'weft_answer_begin_seconds_count{prefill="bubble"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("fault", ["", "dead", "full", "leaving"])
+async def test_the_decode_server_near_the_worker_answers_unless_it_fails(fault):
+    workers = FakeWorkers(2)
+    workers.fault = {"decode1": fault}
+    async with controller(workers, decode_url=DECODE, decoders=["", f"{DECODE}1"], deadline_s=2.0) as client:
+        for _ in range(2):
+            answers = await asyncio.gather(*(client.post(PATH, json=WHOLE) for _ in range(8)))
+            assert {answer.status_code for answer in answers} == {200}
+            assert {answer.json()["choices"][0]["text"] for answer in answers} == {"hi"}
+        asked = [request.url.host for request, _ in workers.decoded]
+        by_worker = Counter(name for name, _, _ in workers.seen)
+        assert {*by_worker} == {"w0", "w1"}, "both workers compute prompts"
+        if fault:
+            assert asked.count("decode") == 16 and asked.count("decode1") <= by_worker["w1"] // 2
+        else:
+            assert asked.count("decode") == by_worker["w0"] and asked.count("decode1") == by_worker["w1"]
+
+
+async def test_a_prompt_that_no_worker_computes_is_answered_by_the_server_of_all():
+    workers = FakeWorkers(1)
+    async with controller(workers, decode_url=DECODE, decoders=[f"{DECODE}1"]) as client:
+        assert (await client.post(PATH, json=WHOLE | {"n": 2})).status_code == 200
+        assert [request.url.host for request, _ in workers.decoded] == ["decode"]
 
 
 @pytest.mark.parametrize(
