@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,12 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
         export(engine, target, **_export_options(config, tokenizer))
         print_once(f"export: {target} (a Hugging Face folder)")
         if config.train.sample and engine.global_rank == 0:
-            print_once(
-                f"sample: {sample(target, config.train.sample, config.train.sample_tokens, config.train.seed)!r}"
-            )
+            train = config.train
+            _print_result("sample", lambda: repr(sample(target, train.sample, train.sample_tokens, train.seed)))
     timelines = engine.correct_measurements()
     if config.train.timeline and engine.global_rank == 0:
         if timelines:
-            draw_timeline(engine, timelines, folder)
+            _print_result("timeline", lambda: draw_timeline(engine, timelines, folder))
         else:
             print_once("timeline: none, because this resume ran no step")
     dist.barrier()
@@ -67,6 +67,15 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
+def _print_result(name: str, action: Callable[[], str]) -> None:
+    """Print the result of an action on a finished run. The run succeeds if the action fails."""
+    try:
+        print_once(f"{name}: {action()}")
+    except Exception as error:  # any: a prompt may be longer than a model reads, and a disk full
+        reason = " ".join(str(error).split())
+        print_once(f"{name}: none ({type(error).__name__}: {reason})")
+
+
 def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
     """Sample a continuation of ``prompt`` with plain transformers, from the model in an exported folder."""
     logging.disable_progress_bar()
@@ -78,10 +87,10 @@ def sample(folder: Path, prompt: str, tokens: int, seed: int) -> str:
     return tokenizer.decode(output[0], skip_special_tokens=True)
 
 
-def draw_timeline(engine: WeftEngine, timelines: list[Timeline], folder: Path) -> None:
+def draw_timeline(engine: WeftEngine, timelines: list[Timeline], folder: Path) -> str:
     """Plot the median one of the last steps, and the simulator's prediction from the costs of all of them.
 
-    Also write the measured costs, for `weft simulate --costs` and ``pipeline.costs_file``.
+    Also write the measured costs, for `weft simulate --costs` and ``pipeline.costs_file``. Return what was drawn.
     """
     costs = fit_costs(timelines, engine.plan.costs)
     write_atomic(folder / "costs.yaml", costs_to_yaml(costs))
@@ -93,8 +102,8 @@ def draw_timeline(engine: WeftEngine, timelines: list[Timeline], folder: Path) -
         drawn = str(folder / "timeline.png")
     except ValueError as error:  # a large job's is too large for a picture
         drawn = f"no picture ({error})"
-    print_once(
-        f"timeline: {drawn} (measured {measured.step_s:.3f} s, predicted {predicted.step_s:.3f} s), "
+    return (
+        f"{drawn} (measured {measured.step_s:.3f} s, predicted {predicted.step_s:.3f} s), "
         f"{folder / 'timeline.json'} for Perfetto"
     )
 

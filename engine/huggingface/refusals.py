@@ -121,6 +121,16 @@ _REFUSED: tuple[tuple[str, Callable[[Trainer], Any], str], ...] = (
     ),
     ("fp16_full_eval", lambda t: t.args.fp16_full_eval, "evaluation uses the training's precision; " + LEAVE_OUT),
     ("bf16_full_eval", lambda t: t.args.bf16_full_eval, "evaluation uses the training's precision; " + LEAVE_OUT),
+    (
+        "save_only_model",
+        lambda t: t.args.save_only_model and t.args.load_best_model_at_end,
+        "load_best_model_at_end loads the best weights from the engine's state, which would not be saved; " + LEAVE_OUT,
+    ),
+    (
+        "torch_empty_cache_steps",
+        lambda t: t.args.torch_empty_cache_steps,
+        "a schedule runs the whole step, after which the next one needs the same memory; " + LEAVE_OUT,
+    ),
     ("batch_eval_metrics", lambda t: t.args.batch_eval_metrics, NO_LOGITS),
     (
         "average_tokens_across_devices=False",

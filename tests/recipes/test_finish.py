@@ -3,6 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+from weft.conf.schema import WeftConfig
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
@@ -11,7 +12,7 @@ from weft.pipeline.simulation import simulate
 from weft.recipes import finish
 
 
-def test_the_costs_of_a_run_can_be_planned_with(tmp_path, monkeypatch):
+def test_the_costs_of_a_run_can_be_planned_with(tmp_path):
     schedule = generate("1f1b", Placement.straight(2), 4)
     unit = CostModel.unit(2)
     costs = replace(unit, stages=tuple(replace(stage, send_s=0.25) for stage in unit.stages))
@@ -19,9 +20,25 @@ def test_the_costs_of_a_run_can_be_planned_with(tmp_path, monkeypatch):
     engine = SimpleNamespace(
         plan=SimpleNamespace(costs=unit, predicted=lambda costs: simulate(schedule, costs)),
     )
-    said = []
-    monkeypatch.setattr(finish, "print_once", said.append)
-    finish.draw_timeline(engine, [measured] * 3, tmp_path)
+    drawn = finish.draw_timeline(engine, [measured] * 3, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"costs.yaml", "timeline.json", "timeline.png"}
     assert load_costs(tmp_path / "costs.yaml", 2) == fit_costs([measured], unit) == costs
-    assert "measured 15.750 s, predicted 15.750 s" in said[0]
+    assert "measured 15.750 s, predicted 15.750 s" in drawn
+
+
+def test_a_run_succeeds_if_its_sample_and_its_timeline_fail(tmp_path, monkeypatch, capsys):
+    """A prompt with the tokens to sample may be longer than a model reads, and the disk may be full."""
+
+    def fail(*_, **__):
+        raise IndexError("index out of range in self")
+
+    for name in ("sample", "draw_timeline"):
+        monkeypatch.setattr(finish, name, fail)
+    monkeypatch.setattr(finish, "export", lambda *_, **__: None)
+    monkeypatch.setattr(finish, "dist", SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0))
+    config = WeftConfig()
+    config.train.export, config.train.sample, config.train.timeline = True, "a prompt", True
+    finish.finish(config, SimpleNamespace(global_rank=0, correct_measurements=lambda: [None]), None, tmp_path)
+    printed = capsys.readouterr().out
+    for name in ("sample", "timeline"):
+        assert f"{name}: none (IndexError: index out of range in self)" in printed

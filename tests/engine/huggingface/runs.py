@@ -337,6 +337,9 @@ def refusals(folder: str) -> dict[str, str]:
     attempt("neftune_noise_alpha", neftune_noise_alpha=0.1)
     attempt("debug=underflow_overflow", debug="underflow_overflow")
     attempt("bf16_full_eval", bf16_full_eval=True)
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    attempt("save_only_model", save_only_model=True, **best)
+    attempt("torch_empty_cache_steps", torch_empty_cache_steps=1)
     attempt("average_tokens_across_devices=False", average_tokens_across_devices=False)
     attempt("train_sampling_strategy", train_sampling_strategy="group_by_length")
     attempt("split_batches", accelerator_config={"split_batches": True})

@@ -202,6 +202,8 @@ REFUSED = [
     "neftune_noise_alpha",
     "debug=underflow_overflow",
     "bf16_full_eval",
+    "save_only_model",
+    "torch_empty_cache_steps",
     "average_tokens_across_devices=False",
     "train_sampling_strategy",
     "split_batches",
