@@ -25,7 +25,7 @@ from weft.conf.schema import ChunkedLoss, CommConfig, ContextExchange, Kernels, 
 from weft.conf.trees import shown_tree
 from weft.engine import distributed
 from weft.engine.attempt import Attempt, known_to_any
-from weft.engine.checkpoint.origin import Origin, flat
+from weft.engine.checkpoint.origin import Origin, flat, model_settings
 from weft.engine.deepspeed.construction import learning_rate, parameter_groups
 from weft.engine.deepspeed.keys import split_deepspeed_config, weft_section
 from weft.engine.deepspeed.module import WeftModule
@@ -242,6 +242,7 @@ def build_engine(
     settings = {**deepspeed_sections(config, num_replicas(config, dist.get_world_size())), **sections}
     together(lambda: _check_state(config, given.get("optimizer")))
     hf_config = together(lambda: load_hf_config(config.model) if model is None else hf_model(model).config)
+    model_config = model_settings(hf_config, getattr(model, "peft_config", {}))
     if model is not None:
         together(lambda: require_adapters_in_layers(model))
     if config.zero.stage:
@@ -281,7 +282,8 @@ def build_engine(
         together(lambda: teacher.load(device) if engine.holds_loss else None)
         engine.teacher = teacher
     path = hf_config.name_or_path or ""
-    engine.origin = Origin(base, path, flat(shown_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path})
+    shown = flat(shown_tree(config)) | flat(sections, "deepspeed.") | {"model.path": path}
+    engine.origin = Origin(base, path, model_config | shown)
     engine.groups = [group for group in process_groups() if group not in earlier]
     return engine
 

@@ -12,6 +12,10 @@ from weft.engine.checkpoint.durable import OtherBaseError
 
 OF_THE_LAUNCH = ("cluster.master_addr", "cluster.master_port", "dry_run", "checkpoint.resume")
 """Settings that may differ between starts."""
+OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version")
+"""Fields of a model's configuration that tell how its folder was written."""
+OF_PEFT = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
+"""Fields of adapters' configurations that do not change what is trained."""
 SHOWN = 20
 """Most differences that a message lists."""
 
@@ -71,6 +75,14 @@ class Origin:
         found = self.differences(saved)
         more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
         return ", ".join([*found[:SHOWN], *more])
+
+
+def model_settings(config: Any, adapters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Hugging Face model's configuration, and those of its peft adapters by name, as `flat` settings."""
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in OF_FILES}
+    peft = {name: {k: v for k, v in each.to_dict().items() if k not in OF_PEFT} for name, each in adapters.items()}
+    ordered = {name: sorted(v) if isinstance(v, set) else v for name, v in flat(peft, "model.adapters.").items()}
+    return flat(fields, "model.config.") | ordered
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

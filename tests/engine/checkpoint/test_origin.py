@@ -6,13 +6,13 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.engine.stages.tiny import tiny, whole
 from weft.conf.schema import ModelConfig, WeftConfig
 from weft.conf.trees import to_tree
 from weft.engine.checkpoint.durable import OtherBaseError
-from weft.engine.checkpoint.origin import Origin, flat
+from weft.engine.checkpoint.origin import Origin, flat, model_settings
 from weft.engine.stages.files.fingerprint import files_fingerprint, folder_fingerprint, model_fingerprint
 
 WHERE = Path("/runs/sft/checkpoints/step-00000004")
@@ -115,3 +115,29 @@ def test_new_model_in_memory_has_a_base_only_where_it_is_frozen():
     assert model_fingerprint(whole(tiny("llama"))) == ""
     frozen = peft.get_peft_model(whole(tiny("llama")), peft.LoraConfig(target_modules=["q_proj"]))
     assert model_fingerprint(frozen)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("lora_alpha", 32, "32 (was 8)"),
+        ("lora_dropout", 0.5, "0.5 (was 0.0)"),
+        ("target_modules", ["v_proj", "k_proj"], "['k_proj', 'v_proj'] (was ['q_proj', 'v_proj'])"),
+        ("use_rslora", True, "True (was False)"),
+    ],
+)
+def test_changed_adapter_of_a_model_in_memory_is_listed(field, value, shown):
+    def adapted(**more):
+        adapter = peft.LoraConfig(**{"r": 4, "target_modules": ["v_proj", "q_proj"]} | more)
+        return Origin(settings=model_settings(LlamaConfig(), {"default": adapter}))
+
+    saved = adapted(lora_alpha=8).to_tree()
+    assert adapted(lora_alpha=8).report(saved) == ""
+    assert adapted(**{"lora_alpha": 8, field: value}).report(saved) == f"model.adapters.default.{field}={shown}"
+
+
+def test_changed_configuration_of_a_model_is_listed():
+    config, other = LlamaConfig(), LlamaConfig()
+    other.attention_dropout, other.dtype = 0.5, "bfloat16"
+    saved = Origin(settings=model_settings(config, {})).to_tree()
+    assert Origin(settings=model_settings(other, {})).report(saved) == "model.config.attention_dropout=0.5 (was 0.0)"
