@@ -42,6 +42,9 @@ def prepare_batch(
             "(-100 = ignored), as Hugging Face models take"
         )
     given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    for name in ("input_ids", "labels", "position_ids", "attention_mask"):
+        if name not in given and batch.get(name) is not None:
+            raise ValueError(f"micro-batch: {name} is a {type(batch[name]).__name__}; give a tensor [B, S]")
     mask, is_given = given.get("attention_mask"), "position_ids" in given
     if mask is not None and mask.shape != given["input_ids"].shape:
         raise ValueError(

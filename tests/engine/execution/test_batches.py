@@ -68,6 +68,14 @@ def test_mask_of_another_shape_is_refused():
         prepare_batch(batch, CPU)
 
 
+def test_masks_by_kind_of_layer_are_refused():
+    """transformers takes them as a dict, which would be left out as no tensor."""
+    batch = _batch(padded=True)
+    batch["attention_mask"] = {"full_attention": batch["attention_mask"]}
+    with pytest.raises(ValueError, match=r"attention_mask is a dict; give a tensor \[B, S\]"):
+        prepare_batch(batch, CPU)
+
+
 def test_labels_are_counted_where_they_are():
     batch = _batch(padded=True)
     assert count_label_tokens(batch) == int(label_tokens(batch)) == 8
