@@ -16,6 +16,7 @@ from tests.quickstart import TINY_QUICKSTART, train
 from tests.tools.watch.fail_slows import trial
 from weft.engine.engine import WeftEngine
 from weft.engine.execution.compute import Compute
+from weft.engine.observability import clock, event_timer
 from weft.engine.zero.sharding import Sharding
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
@@ -89,13 +90,21 @@ def diagnosis(record: RunRecord) -> tuple[list[Limit], list[tuple[str, int | Non
     return limits(record), [*steady, *((each.section, None) for each in pauses(record))]
 
 
-def train_with(cause: str, folder: Path, steps: int, slow: Collection[int] = HOST, slower: float = SLOWER) -> None:
+def train_with(
+    cause: str,
+    folder: Path,
+    steps: int,
+    slow: Collection[int] = HOST,
+    slower: float = SLOWER,
+    is_exact: bool = False,
+) -> None:
     """Train on this rank with emulated compute. The second half of the steps has the cause.
 
     Args:
         slow, slower: ranks of the slow host, and the factor of their computations.
+        is_exact: the event timer's clock omits what a loaded host adds to a computation.
     """
-    rank, first, step = int(os.environ["RANK"]), steps // 2, 0
+    rank, first, step, added_s = int(os.environ["RANK"]), steps // 2, 0, 0.0
     garbage: list[Any] = []
 
     def late(number: int, every: int) -> bool:
@@ -103,11 +112,14 @@ def train_with(cause: str, folder: Path, steps: int, slow: Collection[int] = HOS
 
     def lasting(compute: Callable[..., None]) -> Callable[..., None]:
         def work(*arguments: Any) -> None:
+            nonlocal added_s
             start = perf_counter()
             compute(*arguments)
             lasted_s = perf_counter() - start  # longer than WORK_S on a loaded host
             factor = slower if cause == "host" and rank in slow and step >= first else 1.0
-            sleep(max(WORK_S, lasted_s) * factor - lasted_s)
+            work_s = factor * (WORK_S if is_exact else max(WORK_S, lasted_s))
+            sleep(max(0.0, work_s - lasted_s))
+            added_s += perf_counter() - start - work_s
             if cause == "garbage" and garbage and late(rank, RANKS):
                 garbage.clear()
                 gc.collect()
@@ -128,6 +140,9 @@ def train_with(cause: str, folder: Path, steps: int, slow: Collection[int] = HOS
             garbage.extend(_cycles(GARBAGE))
         return batch(engine, *arguments)
 
+    if is_exact:
+        for module in (clock, event_timer):
+            module.perf_counter = lambda: perf_counter() - added_s  # type: ignore[attr-defined]
     gc.disable()
     Compute.forward, Compute.backward = lasting(Compute.forward), lasting(Compute.backward)  # type: ignore[method-assign]
     Sharding.reduce, WeftEngine.train_batch = launch, counted  # type: ignore[method-assign,assignment]
