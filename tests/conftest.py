@@ -11,6 +11,8 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +23,7 @@ import pytest
 
 gc.disable()  # until all tests are collected: each search for garbage would look through what is there so far
 COROUTINE_LIMIT_S = 120.0
+THREAD_LIMIT_S = 10.0
 NUM_GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 # What runs of this user have measured (~/.cache/weft) decides no test; compiled code and models may be shared.
@@ -143,6 +146,18 @@ def _no_rank_left() -> Iterator[None]:
         group.destroy_process_group()
         left.append("a process group")
     assert not left
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_left() -> Iterator[None]:
+    """Fail a module that leaves a thread of Weft running, which would use what tests of other modules replace."""
+    before = set(threading.enumerate())
+    yield
+    limit = time.monotonic() + THREAD_LIMIT_S
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("weft-"):
+            thread.join(max(0.0, limit - time.monotonic()))
+            assert not thread.is_alive(), f"{thread.name} is left"
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -156,7 +155,8 @@ class Ahead:
                 self._check(scores)
             except Exception as error:  # any: it is somebody else's code and answer
                 self._failed(document, error)
-                time.sleep(pause_s)
+                with self._change:
+                    self._change.wait_for(lambda: self._is_closed, pause_s)
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
                 continue
             pause_s = PAUSE_S

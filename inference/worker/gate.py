@@ -190,6 +190,7 @@ class Waker:
         self.period_s = period_s
         self._status = status or WorkerStatus(None)
         self._armed = threading.Event()
+        self._is_closed = False
         self._announced: Opening | None = None
         self._last_wake_s = 0.0
         self._start()
@@ -204,17 +205,23 @@ class Waker:
             logger.error("the thread that waits for bubbles has died; restarting it")
             self._start()
 
+    def close(self) -> None:
+        """End the thread. The boards may be closed afterwards."""
+        self._is_closed = True
+        self._armed.set()
+        self._thread.join()
+
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="weft-waker", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         set_timer_slack(USUAL_S)
-        while True:
+        while not self._is_closed:
             is_armed = self._armed.wait(BEAT_S)
             self._status.checked()
             try:
-                if is_armed:
+                if is_armed and not self._is_closed:
                     self._check()
             except Exception:
                 logger.exception("checking the boards failed; retrying in %g s", CHECK_S)

@@ -215,8 +215,10 @@ class BubbleScheduler(Scheduler):
         return super().finish_requests(request_ids, finished_status)
 
     def shutdown(self) -> None:
-        """Save the cost model, then shut down as vLLM does."""
+        """Save the cost model and end the waker, then shut down as vLLM does."""
         self._save()
+        if self._waker is not None:
+            self._waker.close()
         super().shutdown()
 
     def _wanted(self) -> tuple[int, int]:

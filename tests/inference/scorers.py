@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,6 +42,7 @@ def worker(model: nn.Module, fault: str = "") -> Iterator[tuple[str, list[int]]]
         fault: ``nan``, ``huge``, ``other key``, ``other prompt``, ``no proof``, ``slow``, ``killed`` or ``stopped``.
     """
     lengths: list[int] = []
+    ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -51,7 +51,7 @@ def worker(model: nn.Module, fault: str = "") -> Iterator[tuple[str, list[int]]]
             lengths.append(len(value["prompt"]))
             nonce = nonce_of(KEY.encode(), self.headers["authorization"].partition(" ")[2].encode())
             assert self.path == ROUTE and nonce is not None and KEY not in str(self.headers)
-            time.sleep({"stopped": 60.0, "slow": SLOW_S}.get(fault, 0.0))
+            ended.wait({"stopped": 60.0, "slow": SLOW_S}.get(fault, 0.0))
             if fault in ("killed", "stopped"):
                 self.connection.close()
                 return
@@ -75,5 +75,6 @@ def worker(model: nn.Module, fault: str = "") -> Iterator[tuple[str, list[int]]]
     server.block_on_close = False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", lengths
+    ended.set()
     server.shutdown()
     server.server_close()

@@ -1,5 +1,6 @@
 """Tests of the gate's requests to the cost model, its trials, and the waker: with the test's clocks and boards."""
 
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -133,38 +134,39 @@ def test_pauses_double_when_late_and_halve_when_in_time_between_their_bounds(gat
 
 def test_a_waker_announces_each_bubble_once_and_wakes_now_and_then(gate):
     woken = []
-    waker = Waker(gate, lambda: woken.append(gate.boards[0].now_s), period_s=10.0)
-    board = gate.boards[0]
+    with closing(Waker(gate, lambda: woken.append(gate.boards[0].now_s), period_s=10.0)) as waker:
+        board = gate.boards[0]
 
-    def check(now_s, bubble):
-        board.now_s, board.bubble = now_s, bubble
-        waker._check()
+        def check(now_s, bubble):
+            board.now_s, board.bubble = now_s, bubble
+            waker._check()
 
-    first, second = Bubble(1, 0, 90.0, 110.0), Bubble(1, 1, 111.0, 115.0)
-    check(100.0, first)
-    check(101.0, first)
-    check(109.9, Bubble(1, 0, 90.0, 200.0))
-    assert woken == [100.0], "that it closes elsewhere does not make it another"
-    check(110.0, first)
-    assert woken == [100.0, 110.0], "for chores"
-    check(111.0, second)
-    check(111.5, None)
-    check(111.6, second)
-    assert woken == [100.0, 110.0, 111.0]
-    check(121.0, None)
-    assert woken == [100.0, 110.0, 111.0, 121.0]
+        first, second = Bubble(1, 0, 90.0, 110.0), Bubble(1, 1, 111.0, 115.0)
+        check(100.0, first)
+        check(101.0, first)
+        check(109.9, Bubble(1, 0, 90.0, 200.0))
+        assert woken == [100.0], "that it closes elsewhere does not make it another"
+        check(110.0, first)
+        assert woken == [100.0, 110.0], "for chores"
+        check(111.0, second)
+        check(111.5, None)
+        check(111.6, second)
+        assert woken == [100.0, 110.0, 111.0]
+        check(121.0, None)
+        assert woken == [100.0, 110.0, 111.0, 121.0]
 
 
 @pytest.mark.parametrize(("boards", "period_s", "pause_s"), [(1, 10.0, CHECK_S), (2, 10.0, 0.005), (1, 0.125, 0.125)])
 def test_with_several_boards_a_waker_looks_every_few_milliseconds(gate, boards, period_s, pause_s):
     gate.boards = [Board() for _ in range(boards)]
-    Waker(gate, lambda: None, period_s=period_s)._check()
+    with closing(Waker(gate, lambda: None, period_s=period_s)) as waker:
+        waker._check()
     assert [board.waits for board in gate.boards] == [[pause_s]] + [[]] * (boards - 1)
 
 
 def test_a_waker_without_work_is_not_armed(gate):
     gate.boards[0].state = lambda: BoardState(0.0, False, "none", 0, 0.0, None, 0)
-    waker = Waker(gate, lambda: None, period_s=1e9)
-    for has_work in (False, True, False):
-        waker.arm(has_work)
-        assert waker._armed.is_set() == has_work
+    with closing(Waker(gate, lambda: None, period_s=1e9)) as waker:
+        for has_work in (False, True, False):
+            waker.arm(has_work)
+            assert waker._armed.is_set() == has_work

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -194,11 +195,11 @@ def test_a_gate_needs_a_board():
 
 def test_the_waker_wakes_for_a_bubble_and_only_while_armed(writer, gate):
     woken = threading.Event()
-    waker = Waker(gate, woken.set, period_s=1000.0)
-    writer.begin(8)
-    assert not woken.wait(0.05)
-    waker.arm(True)
-    assert woken.wait(30.0)
+    with closing(Waker(gate, woken.set, period_s=1000.0)) as waker:
+        writer.begin(8)
+        assert not woken.wait(0.05)
+        waker.arm(True)
+        assert woken.wait(30.0)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -207,38 +208,37 @@ def test_the_waker_outlives_what_it_meets(writer, gate, error, monkeypatch):
     """Errors do not end it; what does is noticed when there is work again."""
     monkeypatch.setattr("weft.inference.worker.gate.CHECK_S", 0.01)
     woken, failed = threading.Event(), threading.Event()
-    waker = Waker(gate, woken.set, period_s=1000.0)
-    waker._told_s = time.monotonic()
-    board = gate.boards[0]
+    with closing(Waker(gate, woken.set, period_s=1000.0)) as waker:
+        board = gate.boards[0]
 
-    def broken():
-        failed.set()
-        raise error
+        def broken():
+            failed.set()
+            raise error
 
-    board.state = broken
-    waker.arm(True)
-    assert failed.wait(30.0)
-    if isinstance(error, SystemExit):
-        waker._thread.join(30.0)
-    del board.state
-    writer.begin(8)
-    waker.arm(True)
-    assert woken.wait(30.0)
+        board.state = broken
+        waker.arm(True)
+        assert failed.wait(30.0)
+        if isinstance(error, SystemExit):
+            waker._thread.join(30.0)
+        del board.state
+        writer.begin(8)
+        waker.arm(True)
+        assert woken.wait(30.0)
 
 
 def test_the_waker_says_that_it_looks_and_when_it_wakes(writer, gate, tmp_path):
     status = WorkerStatus(tmp_path / "boards" / "worker0.status")
     status.serve()
     woken = threading.Event()
-    waker = Waker(gate, woken.set, period_s=1000.0, status=status)
-    waker.arm(True)
-    writer.begin(8)
-    assert woken.wait(30.0)
-    # The loop has not run since it was woken.
-    hours = time.monotonic_ns() + 7200 * 10**9
-    assert "has not responded" in problem_of(tmp_path / "boards" / "worker0.status", hours)
-    status.looped()
-    assert "has not run" in problem_of(tmp_path / "boards" / "worker0.status", hours)
+    with closing(Waker(gate, woken.set, period_s=1000.0, status=status)) as waker:
+        waker.arm(True)
+        writer.begin(8)
+        assert woken.wait(30.0)
+        # The loop has not run since it was woken.
+        hours = time.monotonic_ns() + 7200 * 10**9
+        assert "has not responded" in problem_of(tmp_path / "boards" / "worker0.status", hours)
+        status.looped()
+        assert "has not run" in problem_of(tmp_path / "boards" / "worker0.status", hours)
 
 
 def poisoned(gate, gap_s):
