@@ -70,7 +70,7 @@ def test_a_stage_records_nothing_before_its_engine_has_made_the_file(path, clock
     assert status._words.tolist()[-2:] == [BEGIN_NS, 0], "a stage that has not recorded yet loads its weights"
 
 
-def test_an_engine_is_healthy_when_it_has_warmed_up(path):
+def test_an_engine_is_healthy_when_it_has_warmed_up(path, clock):
     status = WorkerStatus(path)
     assert "computes its first prompts" in problem_of(path, BEGIN_NS)
     status.serve()
