@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -31,7 +32,8 @@ from weft.pipeline.costs import LinkCost
 from weft.tools.ranks import run_ranks
 from weft.tools.tables import table_of
 from weft.tools.watch import FOLDER
-from weft.tools.watch.collector import POLL_S, Collector, rounds
+from weft.tools.watch import collector as collecting
+from weft.tools.watch.collector import Collector, rounds
 from weft.tools.watch.record import RunRecord
 
 STAGES, CAPACITY, WAN_S, AHEAD_S = 8, 512, 0.004, 2.0
@@ -140,7 +142,10 @@ def _turns(folder: Path, settings: Sequence[str], count: int) -> dict[str, float
 
 
 def collector(folder: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Write steps to the rings of all ranks, and measure a second of the collector's rounds after each."""
+    """Write a step per second to the rings of all ranks, and measure the collector's rounds.
+
+    Its clock counts its processor time and its pauses, so that writing and other programs take no time.
+    """
     allow_files()
     (folder / FOLDER).mkdir(parents=True)
     context = get_context("spawn")  # each process may keep so many files open, and each mapped ring is one
@@ -148,19 +153,24 @@ def collector(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     writer = context.Process(target=_write_rings, args=(folder, args.ranks, theirs), daemon=True)
     writer.start()
     ours.recv()
-    collecting, used_s = Collector(folder, "host"), 0.0
-    each = rounds(collecting)
-    next(each)  # maps the rings
-    for step in range(1, args.steps + 1):
-        ours.send(step)
-        ours.recv()
-        begun_s = time.process_time()
-        for _ in range(round(1 / POLL_S)):
+    pauses: list[float] = []
+
+    def clock() -> float:
+        return time.process_time() + sum(pauses)
+
+    with mock.patch.multiple(collecting, monotonic=clock, sleep=pauses.append):
+        found = Collector(folder, "host")
+        each = rounds(found)
+        next(each)  # maps the rings
+        begun_s, used_s = clock(), time.process_time()
+        for step in range(1, args.steps + 1):
+            ours.send(step)
+            ours.recv()
             next(each)
-        used_s += time.process_time() - begun_s
-    begun_s = time.process_time()
-    collecting.close()
-    used_s += time.process_time() - begun_s
+            while clock() < begun_s + step:
+                next(each)
+        found.close()
+        used_s = time.process_time() - used_s
     ours.send(0)
     writer.join(60)
     table = pd.concat(map(pd.read_parquet, (folder / FOLDER).glob("steps-*.parquet")))

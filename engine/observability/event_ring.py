@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from struct import Struct
 from time import perf_counter, time
@@ -30,7 +31,8 @@ HEADER = 16
 RECORD = Struct("3Q2d")
 DTYPE = np.dtype([("first", "u8"), ("second", "u8"), ("step", "u8"), ("start", "f8"), ("end", "f8")])
 """A record, as numpy reads it."""
-NO_RECORDS = np.empty(0, DTYPE)
+RECORD_WORDS = RECORD.size // WORD_BYTES
+NO_WORDS = np.empty((0, RECORD_WORDS), "u8")
 CURRENT = Struct("3Qd")
 PREFILL = "prefill"
 LINKS = "links"
@@ -76,6 +78,7 @@ def decode(word: int) -> Event | None:
     return Event(KINDS[number - 1], (word >> 8 & 0xFFFFFF) - 1, (word >> 32) - 1) if 0 < number <= len(KINDS) else None
 
 
+@lru_cache(4096)
 def event_text(first: int, second: int) -> str:
     """Return two words as text: a slot such as ``2F7``, a section's name, or ``prefill 64``. Empty if unknown."""
     found = [event for word in (first, second) if (event := decode(word)) is not None]
@@ -176,30 +179,35 @@ class RingReader:
             OSError: it cannot be opened.
         """
         memory, found = map_words(path, "ring of events", magic=MAGIC, version=VERSION, least=HEADER)
-        self._words = np.frombuffer(memory, dtype="u8", count=HEADER)
-        words = [int(word) for word in self._words]
+        self._path, self._memory = path, memory
+        words = self._words = memoryview(memory).cast("Q")
         size = found.st_size - HEADER * WORD_BYTES
         if size != words[Header.CAPACITY] * RECORD.size:
             raise ValueError(f"{path}: {size} bytes do not hold {words[Header.CAPACITY]} records; remove it")
-        # As numbers: copying records compares their types each time.
-        self._records = np.frombuffer(memory, dtype="u8", offset=HEADER * WORD_BYTES).reshape(-1, len(DTYPE.descr))
+        self._records = np.frombuffer(memory, dtype="u8", offset=HEADER * WORD_BYTES).reshape(-1, RECORD_WORDS)
         self.rank, self.pid, self._started = words[Header.RANK], words[Header.PID], words[Header.STARTED]
         self.wall_s = words[Header.WALL] / 1e9
         """Seconds since the epoch when the host's `time.perf_counter` was 0, by its clock when the rank began."""
         self.inode = found.st_ino
-        self._seen = 0
+        self._seen, self._known = 0, words[Header.WRITTEN]
         self.lost = 0
 
     def read(self) -> np.ndarray:
         """Return the records since the last call, oldest first."""
-        written, capacity = int(self._words[Header.WRITTEN]), len(self._records)
+        return self.read_words().view(DTYPE)[:, 0]
+
+    def read_words(self) -> np.ndarray:
+        """Return what `read` does as words, a row per record: copying records would compare their types each time."""
+        written = self._words[Header.WRITTEN]
         if written == self._seen:
-            return NO_RECORDS
+            return NO_WORDS
+        records, capacity = self._records, len(self._records)
         first = max(self._seen, written - capacity)
         at, count = first % capacity, written - first
-        words = np.concatenate([self._records[at : at + count], self._records[: max(0, at + count - capacity)]])
-        found = words.view(DTYPE)[:, 0]
-        overwritten = int(self._words[Header.WRITTEN]) - capacity + 1  # the next record may be half written
+        found = records[at : at + count].copy()
+        if at + count > capacity:
+            found = np.concatenate([found, records[: at + count - capacity]])
+        overwritten = self._words[Header.WRITTEN] - capacity + 1  # the next record may be half written
         skip = min(max(0, overwritten - first), len(found)) if written > capacity else 0
         self.lost += first + skip - self._seen
         self._seen = written
@@ -207,23 +215,33 @@ class RingReader:
 
     @property
     def is_closed(self) -> bool:
-        """True if no record will follow, because the rank has closed the ring or has ended."""
-        return int(self._words[Header.CLOSED]) > 0 or start_ticks(self.pid) != self._started
+        """True if no record will follow, because the rank has closed the ring or has ended.
+
+        A rank that has written since the last call has not ended by then. So few processes are examined.
+        """
+        words, known = self._words, self._known
+        if words[Header.CLOSED]:
+            return True
+        self._known = words[Header.WRITTEN]
+        return self._known == known and start_ticks(self.pid) != self._started
 
     @property
     def is_finished(self) -> bool:
         """True if the rank has closed the ring at the end of the run, so that no other ring follows."""
-        return int(self._words[Header.CLOSED]) > 1
+        return self._words[Header.CLOSED] > 1
+
+    def remove(self) -> None:
+        """Remove the file. What it holds can still be read."""
+        self._path.unlink(missing_ok=True)
 
     def current(self) -> dict[str, object]:
         """Return what the rank does now: its slot and step, the slot's begin, and what an event costs (0: unknown)."""
-        first, second, step = (int(self._words[index]) for index in (Header.FIRST, Header.SECOND, Header.STEP))
-        since = float(self._words[Header.SINCE :][:1].view("f8")[0])
+        first, second, step, since = CURRENT.unpack_from(self._memory, Header.FIRST * WORD_BYTES)
         return {
             "rank": self.rank,
             "slot": event_text(first, second),
             "step": step,
             "since": since + self.wall_s,
             "alive": not self.is_closed,
-            "event_s": int(self._words[Header.COST]) / 1e9,
+            "event_s": self._words[Header.COST] / 1e9,
         }

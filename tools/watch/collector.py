@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from time import monotonic, process_time, sleep, time
 from typing import Any
@@ -48,6 +49,8 @@ REST = 10.0
 """Least time between two writes, as a multiple of the last one's processor time, which a busy host does not raise."""
 MOST_UNWRITTEN = 500_000
 """Events after which files are written without that rest, so that memory is limited."""
+TICK_S = 0.1
+"""Age from which the time of a folder's last change tells of every change, because file systems count in ticks."""
 START_S = 60.0
 """Seconds that the collector waits for the first ring."""
 END_S = 3.0
@@ -81,6 +84,7 @@ class Collector:
         self._rings_folder = rings_folder(run_folder)
         self._readers: dict[str, RingReader] = {}
         self._prefills = Prefills()
+        self._examined_s = nan
         self._stalls = Stalls(run_folder, self._rings_folder, host)
         self._epoch_s = epoch_s()  # one for all rings: processes of a host share its monotonic clock
         self._waiting: list[np.ndarray] = []
@@ -117,13 +121,20 @@ class Collector:
 
     def _opened(self) -> dict[str, RingReader]:
         """Map the rings that are new, by file name."""
-        found = {}
-        with suppress(FileNotFoundError), os.scandir(self._rings_folder) as entries:
-            for entry in entries:
-                known = self._readers.get(entry.name) or self._prefills.readers.get(entry.name)
-                if (known is None or known.inode != entry.inode()) and entry.name.startswith(("rank", PREFILL)):
-                    with suppress(OSError, ValueError):  # it is being replaced
-                        found[entry.name] = RingReader(Path(entry.path))
+        found: dict[str, RingReader] = {}
+        with suppress(FileNotFoundError):
+            changed_s = os.stat(self._rings_folder).st_mtime
+            if changed_s == self._examined_s:
+                return found
+            self._examined_s = changed_s if time() - changed_s > TICK_S else nan
+            with os.scandir(self._rings_folder) as entries:
+                for entry in entries:
+                    known = self._readers.get(entry.name) or self._prefills.readers.get(entry.name)
+                    if (known is None or known.inode != entry.inode()) and entry.name.startswith(("rank", PREFILL)):
+                        try:
+                            found[entry.name] = RingReader(Path(entry.path))
+                        except (OSError, ValueError):  # it is being replaced
+                            self._examined_s = nan
         return found
 
     @property
@@ -197,7 +208,7 @@ class Collector:
         ranks = [reader.current() for reader in self._readers.values()]
         now = {"at": time(), "host": self._host, "ranks": [each | links.get(each["rank"], {}) for each in ranks]}
         write_atomic(self._folder / f"now-{self._host}.json", json.dumps(now))
-        self._stalls.follow(self._readers.values())
+        self._stalls.follow(ranks)
 
     def _links(self) -> dict[object, dict[str, Any]]:
         """Return the counters of links to other sites by rank (`LinkGauge`)."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from weft.engine.observability.event_ring import DTYPE, RingReader
+from weft.engine.observability.event_ring import DTYPE, RECORD_WORDS, RingReader
 
 STORED = np.dtype([("rank", "i8"), *DTYPE.descr])
 NO_EVENTS = np.empty(0, STORED)
@@ -20,13 +20,13 @@ READS_KEPT = 16
 
 def stored(readers: Iterable[RingReader]) -> np.ndarray:
     """Return the records of rings since the last call, with their ranks."""
-    found = [(reader, records) for reader in readers if len(records := reader.read())]
+    found = [(reader.rank, words) for reader in readers if len(words := reader.read_words())]
     if not found:
         return NO_EVENTS
-    counts = [len(each) for _, each in found]
-    words = np.empty((sum(counts), len(STORED.descr)), "u8")  # concatenating records compares the types of each pair
-    words[:, 0] = np.repeat([reader.rank for reader, _ in found], counts)
-    np.concatenate([each.view("u8").reshape(-1, len(DTYPE.descr)) for _, each in found], out=words[:, 1:])
+    ranks, records = zip(*found, strict=True)
+    words = np.empty((sum(map(len, records)), 1 + RECORD_WORDS), "u8")
+    words[:, 0] = np.repeat(ranks, list(map(len, records)))
+    np.concatenate(records, out=words[:, 1:])
     return words.view(STORED)[:, 0]
 
 
@@ -43,9 +43,12 @@ class Prefills:
         self._ended: deque[np.ndarray] = deque(maxlen=READS_KEPT)
 
     def read(self, opened: Mapping[str, RingReader]) -> None:
-        """Read all rings, those in ``opened`` for the first time. They may replace rings of ended workers."""
-        found = stored((*self.readers.values(), *opened.values()))
+        """Read all rings, those in ``opened`` for the first time, and remove those of workers that had ended."""
         self.readers |= opened
+        ended = [name for name, reader in self.readers.items() if opened and reader.is_closed]
+        found = stored(self.readers.values())
+        for name in ended:
+            self.readers.pop(name).remove()
         if len(found):
             self._waiting = np.concatenate([self._waiting, found])
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import sleep, time
+from typing import Any
 
 from weft.conf.host.files import write_atomic
 from weft.conf.host.threads import Thread
-from weft.engine.observability.event_ring import RingReader
 from weft.tools.watch import FOLDER
 from weft.tools.watch.calls import read_ranks
 
@@ -28,10 +28,14 @@ class Stalls:
         self._due_s = STALL_S
         self._thread: Thread | None = None
 
-    def follow(self, readers: Collection[RingReader]) -> None:
-        """Store the calls of all ranks of this host, if one has run its slot for long. It takes place in a thread."""
-        current = {reader.rank: reader.current() for reader in readers if not reader.is_closed}
-        stalled_s = max((time() - float(str(now["since"])) for now in current.values() if now["slot"]), default=0.0)
+    def follow(self, ranks: Iterable[Mapping[str, Any]]) -> None:
+        """Store the calls of all ranks of this host, if one has run its slot for long. It takes place in a thread.
+
+        Args:
+            ranks: what each does. See `RingReader.current`.
+        """
+        current = {each["rank"]: each for each in ranks if each["alive"]}
+        stalled_s = max((time() - now["since"] for now in current.values() if now["slot"]), default=0.0)
         if stalled_s < STALL_S:
             self._due_s = STALL_S
         elif stalled_s > self._due_s and not (self._thread and self._thread.is_alive()):
@@ -39,7 +43,7 @@ class Stalls:
             self._thread = Thread(self._store, current, stalled_s, name="weft-stalls")
             self._thread.start()
 
-    def _store(self, current: Mapping[int, Mapping[str, object]], stalled_s: float) -> None:
+    def _store(self, current: Mapping[int, Mapping[str, Any]], stalled_s: float) -> None:
         begun_s = time()
         found = read_ranks(self._rings, sorted(current))  # slow, if ranks of a busy host answer
         ranks = {rank: {**dump, "now": current[rank]} for rank, dump in found.items() if isinstance(dump, dict)}

@@ -79,10 +79,10 @@ def test_the_collective_that_a_rank_skips_is_named_live_and_later(tmp_path, caps
 
         (tmp_path / FOLDER).mkdir()
         monkeypatch.setattr(stalls, "STALL_S", 0.5)
-        readers = [RingReader(rings / f"rank{rank}") for rank in range(2)]
+        doing = [RingReader(rings / f"rank{rank}").current() for rank in range(2)]
         followed = Stalls(tmp_path, rings, "host")
         followed._due_s = 0.5
-        followed.follow(readers)
+        followed.follow(doing)
         until((tmp_path / FOLDER / "calls-host.json").exists)
         stored = json.loads((tmp_path / FOLDER / "calls-host.json").read_text())
         assert set(stored["ranks"]) == {"0", "1"} and stored["still"] < stored["at"]
