@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -57,8 +58,14 @@ class ChunkRecorder:
         for rank in (rank for ranks in self._ranks for rank in ranks if rank not in self._rings):
             try:
                 if (folder / f"rank{rank}").exists():
-                    self._rings[rank] = RingWriter(folder, rank, CAPACITY, PREFILL)
+                    kind = next(each for each in _prefixes() if not (folder / f"{each}{rank}").exists())
+                    self._rings[rank] = RingWriter(folder, rank, CAPACITY, kind)
             except (OSError, ValueError) as error:  # prompts are computed all the same
                 if not self._has_warned:
                     logger.warning("prefills are missing in the timeline of rank %d: %s", rank, error)
                 self._has_warned = True
+
+
+def _prefixes() -> Iterator[str]:
+    """Yield prefixes of rings' names. A new worker leaves the ring of an earlier one to the collector."""
+    return (f"{PREFILL}-{number}-" if number else PREFILL for number in count())

@@ -1,6 +1,7 @@
 """Prefills of the workers that share a rank's device: each is recorded once, in its step and in its bubble."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.quickstart import TINY_QUICKSTART
 from tests.waiting import until
+from weft.engine.observability import event_ring
 from weft.engine.observability.event_ring import PREFILL, RingWriter, encode, rings_folder
 from weft.tools.watch import FOLDER
 from weft.tools.watch.collector import Collector
@@ -80,7 +82,6 @@ def test_every_chunk_is_recorded_once_in_the_step_in_which_it_began(tmp_path_fac
                     found.poll()
                     found.flush()
                 case "killed":  # the next worker has rings of its own
-                    found.poll()
                     worker = ChunkRecorder(str(folder), ranks, 1)
         found.close()
         rows = recorded(run)
@@ -126,6 +127,23 @@ def test_chunks_that_are_read_long_after_their_step_are_placed_rightly(run):
     found.close()
     rows = recorded(run)
     assert rows[rows.slot == "prefill 7"].step.tolist() == [3]
+
+
+def test_rings_of_workers_that_ended_before_the_collector_began_are_read_and_removed(run, monkeypatch):
+    folder = rings_folder(run)
+    ring, chunk = RingWriter(folder, 0, 64), [(101.5, 101.6, None)]
+    with monkeypatch.context() as ended:
+        ended.setattr(event_ring, "own_identity", lambda: (os.getpid(), 1))  # of a process that began earlier
+        for tokens in (1, 2):
+            ChunkRecorder(str(folder), [0], 1).add(tokens, chunk)
+    ChunkRecorder(str(folder), [0], 1).add(3, chunk)
+    found = Collector(run, "h")
+    steps_of(ring, [1, 2])
+    found.poll()
+    assert [path.name for path in folder.glob("prefill*")] == ["prefill-2-0"]
+    found.close()
+    rows = recorded(run)
+    assert sorted(rows[rows.section == PREFILL].slot) == ["prefill 1", "prefill 2", "prefill 3"]
 
 
 def test_granted_chunks_lie_in_the_bubbles_in_which_they_were_granted(run, tmp_path_factory, monkeypatch):
@@ -230,7 +248,6 @@ def test_chunks_of_killed_and_of_outliving_workers_are_in_the_files_of_a_run(tmp
             command = [sys.executable, Path(__file__).with_name("stand_in_worker.py"), tmp_path / "boards", rings, log]
             worker = subprocess.Popen(command)
             if log is logs[0]:
-                # A ring that is replaced before the collector has found it is lost.
                 until(lambda: has_prefills(folder) or job.poll() is not None, 240.0, pause_s=0.1)
                 assert job.poll() is None and worker.poll() is None
                 worker.kill()
