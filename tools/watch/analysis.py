@@ -15,7 +15,7 @@ from weft.pipeline.dependencies import establishes
 from weft.pipeline.schedule import Schedule
 from weft.pipeline.timeline import Timeline
 from weft.tools.watch.deviations import HIGH, LOW, least_share, lower_median
-from weft.tools.watch.outliers import LABELS, WARM_UP, WINDOW, classes, groups, outliers, pauses
+from weft.tools.watch.outliers import LABELS, WARM_UP, WINDOW, Window, outliers, pauses
 from weft.tools.watch.record import COMPUTE_SECTIONS, RunRecord, producer_of
 from weft.tools.watch.step_files import INSIDE
 from weft.tools.watch.transfers import measured_transfers
@@ -57,10 +57,11 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
     shown = np.flatnonzero((means > 0).any(axis=0))
     means, sections = means[:, shown], [recent.sections[number] for number in shown]
     reference, alone = np.broadcast_to(lower_median(means.T), means.shape).copy(), np.full(len(ranks), True)
-    for group in groups(record):
+    for group in record.classes:
         places = np.flatnonzero(np.isin(ranks, group))
         if len(group) > 1 and len(places):
             reference[places], alone[places] = lower_median(means[places].T), False
+    judged = Window(record, recent)
     deviation = np.where(reference > 1e-9, means / np.maximum(reference, 1e-9) - 1.0, 0.0)
     return {
         "first": first,
@@ -72,9 +73,9 @@ def heat(record: RunRecord, window: int = WINDOW) -> dict[str, Any]:
         "alone": alone.tolist(),
         "groups": _groups(record, ranks.tolist()),
         "outliers": [
-            {"rank": o.rank, "section": o.section, "text": o.text(record)} for o in outliers(record, recent=recent)
+            {"rank": o.rank, "section": o.section, "text": o.text(record)} for o in outliers(record, recent=judged)
         ],
-        "pauses": [each.text() for each in pauses(record, recent)],
+        "pauses": [each.text() for each in pauses(record, judged)],
     }
 
 
@@ -128,7 +129,7 @@ def _waits(record: RunRecord, spans: pd.DataFrame) -> dict[int, list[tuple[float
     All members of a group enter equally often. If they have not, the members are taken as arrived.
     """
     whole = spans[spans.section == "step"].groupby("rank")[["start_s", "end_s"]].max()
-    every, alike = [tuple(record.places)], sorted(set(classes(record).values()))
+    every, alike = [tuple(record.places)], sorted(record.classes)
     found = defaultdict(list)
     for section, members in (("sums", every), ("gradients", alike), ("weights", alike)):
         waits: dict[int, list[tuple[float, float]]] = defaultdict(list)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -76,19 +76,6 @@ MOST_RANKS = 0.9
 MOST_NAMED = 8
 
 
-def groups(record: RunRecord) -> list[tuple[int, ...]]:
-    """Return the classes: the ranks of each pipeline stage."""
-    by_stage = defaultdict(list)
-    for place in record.places.values():
-        by_stage[place.stage].append(place.rank)
-    return [tuple(ranks) for ranks in by_stage.values()]
-
-
-def classes(record: RunRecord) -> dict[int, tuple[int, ...]]:
-    """Return each rank's class: the ranks of the same pipeline stage."""
-    return {rank: ranks for ranks in groups(record) for rank in ranks}
-
-
 def _own_work(record: RunRecord, found: Seconds) -> Seconds:
     """Return the seconds of `PAUSED` and of the whole step, by step and rank.
 
@@ -124,7 +111,112 @@ class Deviation:
         return f"{where}: {what} takes {self.share:.0%} longer than {self.reference}, {self.lost_s * 1e3:.1f} ms a step"
 
 
-def outliers(record: RunRecord, last: int | None = None, recent: Seconds | None = None) -> list[Deviation]:
+class Window:
+    """Own work of all ranks over some steps, and how they compare with their classes in it."""
+
+    def __init__(self, record: RunRecord, seconds: Seconds) -> None:
+        self._record, self.own = record, _own_work(record, seconds)
+        self._ratios: dict[str, np.ndarray] = {}
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of steps with any event."""
+        return int(self.own.is_recorded.any(axis=1).sum())
+
+    @property
+    def step_s(self) -> float:
+        """The median of the ranks' whole steps in seconds."""
+        return float(np.nanmedian(self.own.of("step")))
+
+    def _classes(self, usual: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the indices of each class's ranks that have a value."""
+        for group in self._record.classes:
+            places = np.searchsorted(self.own.ranks, group)
+            yield places[~np.isnan(usual[places])]
+
+    def _against_peers(self, section: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the usual seconds of ranks, and `against_peers` by step and rank, NaN for ranks without peers."""
+        seconds = self.own.of(section)
+        usual = quantiles(seconds, (LOW,))[0]
+        if section not in self._ratios:
+            ratios = self._ratios[section] = np.full(seconds.shape, np.nan)
+            for places in self._classes(usual):
+                if len(places) > 1:
+                    ratios[:, places] = against_peers(seconds[:, places])
+        return usual, self._ratios[section]
+
+    @cached_property
+    def deviations(self) -> list[Deviation]:
+        """The ranks that are slower than their class in most steps."""
+        return [each for section in OWN for each in self._deviations(section)]
+
+    def _deviations(self, section: str) -> Iterator[Deviation]:
+        usual, ratios = self._against_peers(section)
+        ratios, expected = ratios.copy(), np.zeros(len(usual))
+        middle, names = np.full(len(usual), 0.5), dict[int, str]()
+        for places in self._classes(usual):
+            if len(places) > 1:
+                expected[places] = lower_median(usual[places])
+                names |= dict.fromkeys(places.tolist(), f"its class of {len(places)} ranks")
+            elif len(places):
+                place = int(places[0])
+                expected[place], names[place] = self._alone(usual, place, section)
+                ratios[:, place] = logs(self.own.of(section)[:, place]) - logs(expected[place])
+                middle[place] = LOW
+        share, error = deviation(ratios, middle)
+        is_slow = np.nan_to_num(share) > np.maximum(LEAST_DEVIATION, np.expm1(LEAST_SIGMAS * error))
+        is_slow &= np.nan_to_num(share) * expected > LEAST_SHARE * self.step_s
+        for at in np.flatnonzero(is_slow).tolist():
+            if is_steady(ratios[:, at], float(share[at]), float(error[at])):
+                lost_s = float(share[at] * expected[at])
+                yield Deviation(int(self.own.ranks[at]), section, float(share[at]), lost_s, names[at])
+
+    def _alone(self, usual: np.ndarray, place: int, section: str) -> tuple[float, str]:
+        """Return the expected seconds of a section of a rank without peers, or 0, and their origin in words."""
+        record, is_known = self._record, ~np.isnan(usual)
+        if section == "compute" and record.config["pipeline"].get("costs_file") and is_known.sum() > 2:
+            stands = [record.places[each] for each in self.own.ranks.tolist()]
+            planned = np.array([record.predictions[one.line].busy_s[one.stage] for one in stands])
+            pace = float(np.median(usual[is_known] / planned[is_known]))
+            return pace * float(planned[place]), "its costs, at the pace of the other ranks"
+        first = record.step_range[0] + WARM_UP
+        last = min(self.own.first, first + WINDOW) - 1
+        if last - first + 1 < WINDOW // 2:
+            return 0.0, ""
+        own = _own_work(record, record.steps.window(first, last, READ)).of(section)[:, place]
+        if np.isnan(own).all():
+            return 0.0, ""
+        return float(np.nanquantile(own, LOW)), f"in steps {first} to {last}"
+
+    def often_slower(self, section: str) -> np.ndarray:
+        """Return the seconds by which ranks are slower than their class in many steps, or infinity.
+
+        A single step has to exceed the usual by more than its own noise explains. The quantile HIGH of a window has
+        less.
+        """
+        usual, ratios = self._against_peers(section)
+        found = np.full(len(usual), np.inf)
+        share, spread, expected = (np.full(len(usual), np.nan) for _ in range(3))
+        for places in self._classes(usual):
+            if len(places) > 1:
+                below, often, above = quantiles(ratios[:, places], (HIGH - 0.15, HIGH, HIGH + 0.15))
+                share[places], spread[places] = np.expm1(often - lower_median(often)), above - below
+                expected[places] = lower_median(usual[places])
+        if np.isfinite(spread).any():
+            least = least_share(np.nanmedian(spread), (~np.isnan(self.own.of(section))).sum(axis=0))
+            is_often = np.nan_to_num(share) > least
+            found[is_often] = (share * expected)[is_often]
+        return found
+
+
+def window_until(record: RunRecord, last: int | None = None, steps: int = WINDOW) -> Window:
+    """Return the window of ``steps`` steps that ends with ``last``, or with the newest, after the warm-up."""
+    begun, newest = record.step_range
+    last = newest if last is None else last
+    return Window(record, record.steps.window(max(begun + WARM_UP, last - steps + 1), last, READ))
+
+
+def outliers(record: RunRecord, last: int | None = None, recent: Window | None = None) -> list[Deviation]:
     """Return the ranks that are slower than their class over a window of steps, the worst first.
 
     Ranks of a class are compared within each step, because other programs of a host slow all its ranks at once. A
@@ -133,102 +225,20 @@ def outliers(record: RunRecord, last: int | None = None, recent: Seconds | None 
 
     Args:
         last: last step of the window. None means the newest.
-        recent: seconds of the newest window, if they have been read.
+        recent: the newest window, if it has been read.
     """
     begun, newest = record.step_range
     last = newest if last is None else last
     found: dict[tuple[int, str], Deviation] = {}
-    for window in WINDOWS:
-        is_long = window > WINDOW
-        if is_long and (last - window < begun or window * len(record.places) > MOST_VALUES):
+    for steps in WINDOWS:
+        is_long = steps > WINDOW
+        if is_long and (last - steps < begun or steps * len(record.places) > MOST_VALUES):
             break
-        if recent is None or is_long:
-            seconds = record.steps.window(max(begun + WARM_UP, last - window + 1), last, READ)
-        else:
-            seconds = recent
-        own = _own_work(record, seconds)
-        if int(own.is_recorded.any(axis=1).sum()) >= window // 2:
-            for each in _deviations(record, own, (begun + WARM_UP, last - window)):
+        window = window_until(record, last, steps) if recent is None or is_long else recent
+        if window.num_recorded >= steps // 2:
+            for each in window.deviations:
                 found.setdefault((each.rank, each.section), each)
     return sorted(found.values(), key=lambda each: -each.lost_s)
-
-
-def _deviations(record: RunRecord, own: Seconds, before: tuple[int, int]) -> Iterator[Deviation]:
-    """Yield the deviations of a window, whose first steps before it are ``before``."""
-    step_s = float(np.nanmedian(own.of("step")))
-    for section in OWN:
-        seconds = own.of(section)
-        usual = quantiles(seconds, (LOW,))[0]
-        ratios, expected = np.full(seconds.shape, np.nan), np.zeros(len(usual))
-        middle, names = np.full(len(usual), 0.5), dict[int, str]()
-        for group in groups(record):
-            places = _present(own.ranks, group, usual)
-            if len(places) > 1:
-                ratios[:, places] = against_peers(seconds[:, places])
-                expected[places] = lower_median(usual[places])
-                names |= dict.fromkeys(places.tolist(), f"its class of {len(places)} ranks")
-            elif len(places):
-                place = int(places[0])
-                expected[place], names[place] = _alone(record, own.ranks, usual, place, section, before)
-                ratios[:, place] = logs(seconds[:, place]) - logs(expected[place])
-                middle[place] = LOW
-        share, error = deviation(ratios, middle)
-        is_slow = np.nan_to_num(share) > np.maximum(LEAST_DEVIATION, np.expm1(LEAST_SIGMAS * error))
-        is_slow &= np.nan_to_num(share) * expected > LEAST_SHARE * step_s
-        for at in np.flatnonzero(is_slow).tolist():
-            if is_steady(ratios[:, at], float(share[at]), float(error[at])):
-                lost_s = float(share[at] * expected[at])
-                yield Deviation(int(own.ranks[at]), section, float(share[at]), lost_s, names[at])
-
-
-def _often_slower(record: RunRecord, ranks: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the seconds by which ranks are slower than their class in many steps, or infinity.
-
-    A single step has to exceed the usual by more than its own noise explains. The quantile HIGH of a window has less.
-    """
-    usual, found = quantiles(seconds, (LOW,))[0], np.full(seconds.shape[1], np.inf)
-    share, spread, expected = (np.full(len(usual), np.nan) for _ in range(3))
-    for group in groups(record):
-        places = _present(ranks, group, usual)
-        if len(places) > 1:
-            below, often, above = quantiles(against_peers(seconds[:, places]), (HIGH - 0.15, HIGH, HIGH + 0.15))
-            share[places], spread[places] = np.expm1(often - lower_median(often)), above - below
-            expected[places] = lower_median(usual[places])
-    if np.isfinite(spread).any():
-        least = least_share(np.nanmedian(spread), (~np.isnan(seconds)).sum(axis=0))
-        is_often = np.nan_to_num(share) > least
-        found[is_often] = (share * expected)[is_often]
-    return found
-
-
-def _present(ranks: np.ndarray, group: Sequence[int], values: np.ndarray) -> np.ndarray:
-    """Return the indices of the ranks of a group that have a value."""
-    places = np.searchsorted(ranks, group)
-    return places[~np.isnan(values[places])]
-
-
-def _alone(
-    record: RunRecord, ranks: np.ndarray, usual: np.ndarray, place: int, section: str, before: tuple[int, int]
-) -> tuple[float, str]:
-    """Return the expected seconds of a section of a rank without peers, or 0, and their origin in words.
-
-    Args:
-        usual: measured seconds of all ranks.
-        before: steps before the window.
-    """
-    is_known = ~np.isnan(usual)
-    if section == "compute" and record.config["pipeline"].get("costs_file") and is_known.sum() > 2:
-        stands = [record.places[each] for each in ranks.tolist()]
-        planned = np.array([record.predictions[one.line].busy_s[one.stage] for one in stands])
-        pace = float(np.median(usual[is_known] / planned[is_known]))
-        return pace * float(planned[place]), "its costs, at the pace of the other ranks"
-    first, last = before[0], min(before[1], before[0] + WINDOW - 1)
-    if last - first + 1 < WINDOW // 2:
-        return 0.0, ""
-    own = _own_work(record, record.steps.window(first, last, READ)).of(section)[:, place]
-    if np.isnan(own).all():
-        return 0.0, ""
-    return float(np.nanquantile(own, LOW)), f"in steps {first} to {last}"
 
 
 @dataclass(frozen=True)
@@ -259,23 +269,20 @@ class Pauses:
         return f"{several}: {what} pauses in {self.count} of {self.steps} steps{when}, which costs {lost}"
 
 
-def pauses(record: RunRecord, recent: Seconds | None = None) -> list[Pauses]:
+def pauses(record: RunRecord, recent: Window | None = None) -> list[Pauses]:
     """Return the sections that pause in the newest `WINDOW` steps, the costliest first.
 
     A pause exceeds the rank's usual seconds by more than their spread explains. Ranks that are steadily slower are left
     to `outliers`. See MegaScale, section 6.3: garbage collection, and reductions that ranks start at different times.
 
     Args:
-        recent: seconds of the window, if they have been read.
+        recent: the window, if it has been read.
     """
-    begun, last = record.step_range
-    if recent is None:
-        recent = record.steps.window(max(begun + WARM_UP, last - WINDOW + 1), last, READ)
-    own, found = _own_work(record, recent), []
-    if int(own.is_recorded.any(axis=1).sum()) < WINDOW // 2:
+    window, found = recent or window_until(record), []
+    if window.num_recorded < WINDOW // 2:
         return []
-    steady = {(each.rank, each.section) for each in _deviations(record, own, (begun + WARM_UP, last - WINDOW))}
-    step_s = float(np.nanmedian(own.of("step")))
+    own, step_s = window.own, window.step_s
+    steady = {(each.rank, each.section) for each in window.deviations}
     for section in PAUSED:
         seconds = own.of(section)
         low, usual = quantiles(seconds, (LOW - 0.15, LOW))
@@ -283,7 +290,7 @@ def pauses(record: RunRecord, recent: Seconds | None = None) -> list[Pauses]:
         spread = np.nan_to_num(usual - low)
         spread = np.maximum(spread, np.quantile(spread, MOST_RANKS))  # that of one rank's few steps may be too small
         is_pause = excess > np.maximum(LEAST_PAUSE * step_s, LEAST_PAUSE_SIGMAS * SIGMA_BELOW * spread)
-        is_often = excess > np.maximum(LEAST_PAUSE * step_s, _often_slower(record, own.ranks, seconds) / 2)
+        is_often = excess > np.maximum(LEAST_PAUSE * step_s, window.often_slower(section) / 2)
         slower = np.cumsum(is_often, axis=0)
         agrees = np.arange(1, len(is_often) + 1)[:, None] - 2 * slower + slower[-1]  # with a beginning after each step
         has_begun = agrees.max(axis=0) > MOST_ALIKE * len(is_often)

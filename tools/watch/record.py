@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import copy
@@ -157,6 +158,14 @@ class RunRecord:
         """The predicted timeline of each line."""
         return self._by_kind(self.predicted)
 
+    @cached_property
+    def classes(self) -> list[tuple[int, ...]]:
+        """The classes: the ranks of each pipeline stage."""
+        by_stage = defaultdict(list)
+        for place in self.places.values():
+            by_stage[place.stage].append(place.rank)
+        return [tuple(ranks) for ranks in by_stage.values()]
+
     def refresh(self) -> bool:
         """Read what is new. Return True if anything is."""
         known, has_new_plan = len(self.metrics), self._refresh_plan()
@@ -204,7 +213,7 @@ class RunRecord:
 
     def _forget_plan(self) -> None:
         """Forget what was derived from the plan."""
-        for name in ("schedules", "predictions"):
+        for name in ("classes", "schedules", "predictions"):
             self.__dict__.pop(name, None)
 
     @property

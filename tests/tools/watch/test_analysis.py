@@ -11,7 +11,7 @@ from weft.pipeline.costs import LinkCost
 from weft.tools.watch import FOLDER
 from weft.tools.watch.analysis import CATEGORIES, heat, links, measured_shares, where_time_goes
 from weft.tools.watch.explain import Measured, limits
-from weft.tools.watch.outliers import LABELS, READ, outliers, pauses
+from weft.tools.watch.outliers import LABELS, outliers, pauses, window_until
 from weft.tools.watch.record import RunRecord, producer_of, waits_for
 
 
@@ -119,7 +119,7 @@ def test_no_pause_is_named_in_five_hundred_steps_without_one_nor_for_a_slow_rank
     record = recorded(
         tmp_path, (500, {"jitter": 0.02}), (60, {"jitter": 0.02, "slow": {1: 1.1}}), lines=2, stages=2, microbatches=2
     )
-    windows = [record.steps.window(last - 19, last, READ) for last in range(25, 561, 5)]
+    windows = [window_until(record, last) for last in range(25, 561, 5)]
     assert [each for window in windows for each in pauses(record, window)] == []
 
 
