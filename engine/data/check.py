@@ -59,11 +59,9 @@ class Seen:
             self.forms.setdefault((bool(row.tools), *map(_form, row)), (where, row))
 
     def add(self, talk: Conversation) -> None:
-        """Store a conversation under each of its keys, up to `SAMPLES` per key."""
-        more = [TOOLS] if talk.tools else []
-        for key in {key for message in talk.messages for key in message if key not in ("role", "content", WEIGHT)} | {
-            *more
-        }:
+        """Store a conversation under each of its keys that have a value, up to `SAMPLES` per key."""
+        given = {key for message in talk.messages for key, value in message.items() if value is not None}
+        for key in given - {"role", "content", WEIGHT} | ({TOOLS} if talk.tools else set()):
             samples = self.keys.setdefault(key, [])
             if len(samples) < SAMPLES:
                 samples.append(talk)

@@ -273,7 +273,7 @@ def test_whole_pairs_are_characters(tokenizer, tmp_path):
 
 def test_what_nothing_reads_is_named(tokenizer, write, tmp_path):
     rows = [{**row, "id": 1, "weight": 2} for row in TOOL_ROWS]
-    rows[0]["messages"] = talk([call("tide", {})], refusal="x", name="me")
+    rows[0]["messages"] = talk([call("tide", {})], refusal="x", name="me", audio=None)
     path = write("a.jsonl", rows)
     data = config(path, tmp_path, chat_template=TEMPLATE)
     assert unused_lines(data, tokenizer, check_source(data)) == [
