@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Exporter:
             ["event"],
             registry=self._registry,
         )
+        self._restarts = Gauge("weft_restarts", "restarts of the ranks by the supervisor", registry=self._registry)
         self._metrics = JsonRecords(run_folder / "metrics.jsonl")
         self._journal = JsonRecords(run_folder / "supervisor" / "journal.jsonl")
         start_http_server(port, addr="127.0.0.1", registry=self._registry)
@@ -60,5 +61,12 @@ class Exporter:
                     for name, value in link.items():
                         if name != "peer":
                             self._link.labels(sender, link["peer"], name).set(value)
-        for event, count in Counter(str(record.get("event")) for record in self._journal.read()).items():
+        journal = self._journal.read()
+        self._restarts.set(restarts(journal))
+        for event, count in Counter(str(record.get("event")) for record in journal).items():
             self._events.labels(event).set(count)
+
+
+def restarts(journal: Iterable[Mapping[str, Any]]) -> int:
+    """Return the number of restarts of a run: all attempts but the first."""
+    return max(0, sum(each.get("event") == "attempt" for each in journal) - 1)

@@ -19,6 +19,7 @@ from weft.pipeline.timeline import SEND_LANE
 from weft.tools.watch.analysis import heat, links, mean_shares, measured_shares, where_time_goes
 from weft.tools.watch.connections import connections
 from weft.tools.watch.explain import limits
+from weft.tools.watch.prometheus import restarts
 from weft.tools.watch.record import RunRecord, waits_for
 from weft.tools.watch.step_files import files_of
 from weft.tools.watch.trace import step_trace
@@ -228,7 +229,7 @@ def _supervision(journal: list[dict[str, Any]]) -> dict[str, Any]:
     told = [each for each in journal if each.get("event") in ("fault", "alert")]
     names = ("at", "event", "kind", "culprit", "evidence")
     return {
-        "restarts": max(0, sum(each.get("event") == "attempt" for each in journal) - 1),
+        "restarts": restarts(journal),
         "alerts": [{name: printable(str(each.get(name, ""))) for name in names} for each in told[-MOST_ALERTS:]],
     }
 

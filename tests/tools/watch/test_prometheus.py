@@ -40,6 +40,7 @@ def test_the_dashboard_shows_every_metric_and_no_other(tmp_path):
     (tmp_path / "supervisor" / "journal.jsonl").write_text(journal + '["damaged"]\n{')
     text = served(tmp_path)
     assert 'weft_events{event="attempt"} 2.0' in text and 'weft_events{event="alert"} 1.0' in text
+    assert "weft_restarts 1.0" in text
     assert 'weft_link{counter="retransmissions",peer="3",rank="0"} 7.0' in text
     dashboard = (Path(__file__).parents[3] / "docs" / "grafana" / "training.json").read_text()
     assert set(re.findall(r"weft_\w+", dashboard)) == set(re.findall(r"(?m)^weft_\w+", text))
