@@ -9,15 +9,23 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from weft.conf.host.processes import end_with_parent, set_timer_slack
 from weft.recipes.serving.checks import reason_of
 
 STARTING_S = 600.0
-"""Longest time in seconds from a server's start to its first answer."""
+"""Longest time in seconds from a server's start to its first answer, unless it waits for processors."""
+STARTING_CPU_S = 300.0
+"""Processor seconds that a start may take on a busy host, on which the longest time does not count."""
+LEAST_CPU_S = 1.0
+"""Processor seconds in the last `WATCHED` probes from which a start makes progress. Threads that poll take less."""
+WATCHED = 12
 PROBE_S = 5.0
 """Seconds between health probes of a server, and the timeout of a probe."""
 MISSED = 6
@@ -73,6 +81,7 @@ class ServerProcess:
         self._start_at_s = 0.0
         self._answered = False
         self._missed = self._starts = 0
+        self._computed_s: deque[float] = deque(maxlen=WATCHED)
         self._log, self._log_begin = Path(), 0
         self.ever_answered = False
         self.failure = ""
@@ -132,6 +141,7 @@ class ServerProcess:
         self._begun_s = self._probed_s = now_s
         self._starts += 1
         self._answered, self._missed = False, 0
+        self._computed_s.clear()
         where = f" on port {self._url.rpartition(':')[2]}" if self._url else ""
         print(f"{self.name}{self._note}: starting{where}, log {log.name}", flush=True)
 
@@ -142,13 +152,20 @@ class ServerProcess:
         except OSError:
             self._missed += 1
             limit = MISSED if self._answered else STARTING_S / PROBE_S
-            if self._missed > limit:
+            if self._missed > limit and (self._answered or not self._is_computing()):
                 self.restart("does not answer", now_s)
             return
         if not self._answered:
             print(f"{self.name}: ready after {now_s - self._begun_s:.0f} s", flush=True)
         self._answered, self._missed, self._pause_s = True, 0, FIRST_PAUSE_S
         self.ever_answered = True
+
+    def _is_computing(self) -> bool:
+        """True if a start has taken less processor time than it may, and makes progress."""
+        assert self._process is not None
+        self._computed_s.append(processor_seconds(self._process.pid))
+        first_s, last_s = self._computed_s[0], self._computed_s[-1]
+        return last_s < STARTING_CPU_S and (len(self._computed_s) < WATCHED or last_s - first_s >= LEAST_CPU_S)
 
     def restart(self, why: str, now_s: float) -> None:
         """End the process, and start it again after a pause, or never."""
@@ -165,6 +182,17 @@ class ServerProcess:
         print(f"{why}; again in {self._pause_s:.0f} s", file=sys.stderr, flush=True)
         self._start_at_s = now_s + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the processor time of a process and its descendants that live."""
+    total_s = 0.0
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total_s += sum(each.cpu_times()[:2])
+    return total_s
 
 
 def run_on_idle_cores() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,36 @@ def test_a_worker_that_never_answers_ends_with_the_reason(config, tmp_path, monk
         serve.main([f"{name}={value}" for name, value in given.items()])
     assert "it has not answered once in 3 starts, log " in str(caught.value)
     assert capsys.readouterr().err.count("again in") == 4, "two workers, two more starts each"
+
+
+@pytest.mark.parametrize(
+    ("per_probe_s", "is_ended_at"),
+    [(0.02, 31), (0.5, None), (20.0, 20)],
+    ids=["waits", "computes on a busy host", "computes without end"],
+)
+def test_a_start_may_last_as_long_as_it_makes_progress(per_probe_s, is_ended_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "STARTING_S", 19 * processes.PROBE_S)
+    words = [sys.executable, "-c", "import time; time.sleep(600)"]
+    launch = processes.Launch(words=words, env={}, folder=None, log=tmp_path / "log", become=lambda: None)
+    server = processes.ServerProcess("worker", "http://127.0.0.1:9", lambda: launch, max_starts=1)
+    probes = 0
+    monkeypatch.setattr(processes, "processor_seconds", lambda pid: probes * per_probe_s)
+    server.start(0.0)
+    while probes < 60 and not server.failure:
+        probes += 1
+        server._probe(probes * processes.PROBE_S)
+    assert (probes if server.failure else None) == is_ended_at
+    server.send_signal(signal.SIGKILL)
+
+
+def test_processor_time_includes_descendants():
+    program = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ntime.sleep(60)"
+    words = ["sh", "-c", f"{sys.executable} -c '{program}'; true"]
+    with subprocess.Popen(words, start_new_session=True) as process:
+        while processes.processor_seconds(process.pid) < 0.3:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert processes.processor_seconds(process.pid) == 0.0
 
 
 @pytest.mark.parametrize("failing", ["worker 0", "decode server", "controller"])
