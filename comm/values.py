@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
@@ -36,7 +37,7 @@ def decode(data: bytes, kinds: tuple[type, ...] = ()) -> Any:
         ValueError: invalid data, or a type that is not allowed.
     """
     try:
-        return _made(json.loads(data), {kind.__name__: kind for kind in _closure(kinds)})
+        return _made(json.loads(data), _allowed(kinds))
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError) as error:
         raise ValueError(f"cannot decode a value: {type(error).__name__}: {str(error)[:200]}") from error
 
@@ -83,8 +84,9 @@ def _names(kind: type) -> Sequence[str]:
     return [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields  # type: ignore[attr-defined]
 
 
-def _closure(kinds: tuple[type, ...]) -> set[type]:
-    """Return ``kinds`` and, transitively, the types of their fields."""
+@cache  # reading annotations takes longer than all else of a small value
+def _allowed(kinds: tuple[type, ...]) -> Mapping[str, type]:
+    """Return ``kinds`` and, transitively, the types of their fields, by name."""
     found: set[type] = set()
     waiting = list(kinds)
     while waiting:
@@ -93,7 +95,7 @@ def _closure(kinds: tuple[type, ...]) -> set[type]:
             found.add(kind)
             hints = get_type_hints(kind) if _is_record(kind) else {}
             waiting += [part for hint in hints.values() for part in _parts(hint)]
-    return found
+    return MappingProxyType({kind.__name__: kind for kind in found})
 
 
 def _parts(hint: Any) -> Iterator[type]:

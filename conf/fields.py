@@ -132,6 +132,7 @@ def field_types(kind: type = WeftConfig, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+@cache
 def groups() -> dict[str, type]:
     """Return the schema class of each YAML group, by the group's name."""
     return {

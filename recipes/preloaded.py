@@ -4,4 +4,4 @@ import weft.engine.preloaded
 import weft.recipes.train  # noqa: F401
 from weft.conf import load
 
-load()  # Hydra looks for its plug-ins when it is first used
+load(["train.name=a b", "train.steps=1", "optimizer.lr=1e-3"])  # finds Hydra's plug-ins, and fills its parser's tables

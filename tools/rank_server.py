@@ -14,7 +14,7 @@ import weft.engine.preloaded  # noqa: F401
 from weft.conf import load
 from weft.conf.host.processes import freeze_imports
 
-load()  # Hydra looks for its plug-ins when it is first used
+load(["train.name=a b", "train.steps=1", "optimizer.lr=1e-3"])  # finds Hydra's plug-ins, and fills its parser's tables
 torch.set_num_threads(1)
 freeze_imports()
 gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -59,6 +60,7 @@ def prepare(folder: Path) -> list[str]:
         "train.export=false",
         "optimizer.warmup_steps=3",
         "logging.progress=false",
+        "logging.events=false",
         f"train.output_dir={folder / 'runs'}",
     ]
 
@@ -241,6 +243,7 @@ def run(settings: Sequence[str], **faults: Any) -> dict[str, Any]:
             return {"error": str(error), "ranks": error.ranks}
         except ValueError as error:
             return {"error": str(error), "kind": type(error).__name__}
+    engine.destroy()
     return {
         "steps": engine.global_steps,
         "warnings": warnings,
@@ -254,8 +257,19 @@ def _with_original(function: Callable, original: Callable) -> Callable:
 
 
 def run_all(attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`run` with each of these arguments, one after the other."""
-    return [run(**attempt) for attempt in attempts]
+    """`run` with each of these arguments, one after the other, each without the process groups of those before."""
+    import torch.distributed as dist
+
+    from weft.engine.distributed import close_groups, process_groups
+
+    ends = []
+    for attempt in attempts:
+        ends.append(run(**attempt))
+        if dist.is_initialized():
+            dist.barrier()  # a peer may not have read all
+            close_groups(process_groups()[1:])
+        gc.collect()  # gloo's threads poll until the last reference to their group is gone
+    return ends
 
 
 def records(folder: Path, kind: str) -> dict[int, dict[str, Any]]:
