@@ -1,18 +1,18 @@
 // The page's frame: which view is shown, links to it, and news of the run.
 
-import { element, time } from "./tools.js";
+import { note, time } from "./tools.js";
 import { views } from "./views.js";
 
 const main = document.getElementById("main");
 const REST_MS = 1500;
 let shown = null, drawing = 0, last = 0, due = null;
 
-export function place() {
+function place() {
   const [view, query = ""] = location.hash.slice(1).split("?");
   return { view: views[view] ? view : "overview", query: new URLSearchParams(query) };
 }
 
-export function go(changes, view = place().view) {
+function go(changes, view = place().view) {
   const { query } = place();
   for (const [name, value] of Object.entries(changes)) value === null ? query.delete(name) : query.set(name, value);
   const text = query.toString();
@@ -52,7 +52,7 @@ async function draw() {
     shown = made;
     document.body.dataset.view = view;
   } catch (error) {
-    if (turn === drawing) main.replaceChildren(element("p", { className: "quiet", textContent: `Not available: ${error.message}` }));
+    if (turn === drawing) main.replaceChildren(note(`Not available: ${error.message}`));
   }
   last = performance.now();
 }

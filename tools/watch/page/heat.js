@@ -1,6 +1,6 @@
 // The heat map: ranks by section, coloured by the deviation from the rank's class.
 
-import { brush, canvas, colour, element, panel, share, time } from "./tools.js";
+import { brush, canvas, colour, element, key, note, panel, share, time } from "./tools.js";
 
 // The rest are waits, which other ranks cause. They are drawn pale.
 const OWN = new Set(["F", "B", "I", "W", "SEND_F", "SEND_B", "data"]);
@@ -28,7 +28,7 @@ export async function heat({ fetched, query, go }) {
   let top = Math.max(0, Math.min(ranks - rows, row - Math.floor(rows / 2)));
   const slider = element("input", { type: "range", id: "top", min: 0, max: ranks - rows, value: top, hidden: rows === ranks,
     attributes: { "aria-label": "First shown rank" }, oninput: (event) => scroll(Number(event.target.value)) });
-  const tell = () => {
+  const describe = () => {
     if (!ranks) return;
     const deviation = found.deviation[row][column], against = found.alone[row] ? "the lower median of all ranks" : "its class";
     status.textContent = `rank ${found.ranks[row]}${names ? ` of ${names[row]}` : ""}, ${found.sections[column].label}: ${time(found.mean_s[row][column])} a step, ${deviation < 0 ? "−" : "+"}${share(Math.abs(deviation), 1)} against ${against}`;
@@ -46,10 +46,9 @@ export async function heat({ fetched, query, go }) {
       context.fillText(section.label, 0, 0);
       context.restore();
     });
-    const every = Math.ceil(13 / size);
-    const quiet = colour("quiet");
+    const every = Math.ceil(13 / size), pale = colour("quiet");
     found.ranks.slice(top, top + rows).forEach((rank, r) => {
-      context.fillStyle = quiet;
+      context.fillStyle = pale;
       if (names && r && names[top + r] !== names[top + r - 1]) context.fillRect(0, HEAD + r * size - 1, width, 1);
       if (r % every === 0) context.fillText(`rank ${rank}`, 0, HEAD + r * size + Math.min(size - 2, size / 2 + 4));
       found.deviation[top + r].forEach((deviation, n) => {
@@ -67,7 +66,7 @@ export async function heat({ fetched, query, go }) {
     column = Math.max(0, Math.min(found.sections.length - 1, c));
     top = Math.max(row - rows + 1, Math.min(row, top));
     slider.value = top;
-    tell();
+    describe();
     drawn();
   };
   const scroll = (first) => {
@@ -88,11 +87,11 @@ export async function heat({ fetched, query, go }) {
   on.onmousemove = (event) => { const [r, c] = under(event); if (r >= top && r < top + rows && c >= 0) move(r, c); };
   if (rows < ranks) on.onwheel = (event) => { event.preventDefault(); scroll(top + Math.sign(event.deltaY) * Math.ceil(rows / 8)); };
   on.onclick = keep;
-  tell();
+  describe();
   const texts = [...found.outliers.map((outlier) => outlier.text), ...found.pauses];
   const named = texts.length
     ? element("ul", { id: "outliers" }, ...texts.map((text) => element("li", { textContent: text })))
-    : element("p", { className: "quiet", id: "outliers", textContent: "No rank deviates from its class, and none pauses." });
+    : note("No rank deviates from its class, and none pauses.", { id: "outliers" });
   const warning = panel("Outliers", named);
   warning.classList.toggle("warn", texts.length > 0);
   const choice = element("select", { id: "window", onchange: (event) => go({ window: event.target.value }) },
@@ -102,8 +101,7 @@ export async function heat({ fetched, query, go }) {
   return {
     children: [warning, panel("", element("div", { className: "bar" }, element("label", {}, "Mean of the ", choice), element("label", {}, "by ", grouping),
       element("span", { className: "quiet", textContent: `steps ${found.first} to ${found.last}` }),
-      element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--hot))" } }), "slower"),
-      element("span", { className: "key" }, element("i", { style: { background: "rgb(var(--cold))" } }), "faster than its class"),
+      key("rgb(var(--hot))", "slower"), key("rgb(var(--cold))", "faster than its class"),
       element("span", { className: "quiet", textContent: "waits, which others cause, are pale" })),
     slider, on, status)],
     drawn,

@@ -2,7 +2,7 @@
 // transfers, of prefills in bubbles, and of uplinks between sites.
 
 import { AXIS, inWords, LANE, layout, ROW } from "./lanes.js";
-import { brush, canvas, colour, element, panel, share, time } from "./tools.js";
+import { brush, canvas, colour, element, key, note, panel, share, time } from "./tools.js";
 
 const LABEL = 64;
 const WAITS = { RECV_F: 1, RECV_B: 1, gradients: 2, weights: 2, sums: 2 };
@@ -34,7 +34,7 @@ export async function timeline({ fetched, query, go }) {
   const tall = (span) => (span.lane === "slots" ? ROW : LANE);
   const scale = () => ((on.clientWidth - LABEL) / both) * zoom;
   const at = (seconds) => LABEL + (seconds - left) * scale();
-  const tell = () => {
+  const describe = () => {
     if (!chosen) { status.textContent = "Choose an action to see what it depends on."; return; }
     const needs = chosen.peer === undefined ? needsOf(chosen).map((need) => `${need.slot} on rank ${need.rank} (ended ${time(Math.max(0, chosen.start - need.end))} before)`) : [];
     status.textContent = `${inWords(chosen)}${needs.length ? `. Needs ${needs.join("; ")}.` : "."}`;
@@ -83,7 +83,7 @@ export async function timeline({ fetched, query, go }) {
     }
     context.restore();
   };
-  const choose = (span) => { chosen = span; tell(); drawn(); };
+  const choose = (span) => { chosen = span; describe(); drawn(); };
   const pan = (to) => { left = Math.max(0, Math.min(to, both - both / zoom)); drawn(); };
   const magnify = (by, around = left + both / zoom / 2) => {
     const before = both / zoom, portion = (around - left) / before;
@@ -116,20 +116,20 @@ export async function timeline({ fetched, query, go }) {
     }[event.key];
     if (done && own) { event.preventDefault(); done(); }
   };
-  tell();
+  describe();
   const { hosts, bound_s: bound, unknown } = found.clocks;
-  const clocks = hosts > 1 ? element("p", { className: "quiet", id: "clocks", textContent: [
+  const clocks = hosts > 1 ? note([
     hosts > unknown.length + 1 ? `Clocks of ${hosts - unknown.length} hosts are lined up by their transfers, to within ${time(bound)} of the first one's.` : "",
     unknown.length ? `Nothing passes between the first host and ${unknown.slice(0, 8).join(", ")}${unknown.length > 8 ? " and others" : ""}, whose clocks are as they were.` : "",
-  ].join(" ") }) : null;
-  const timer = found.timer_share === null ? null : element("p", { className: "quiet", id: "timer", textContent: `Timing took a rank at most ${share(found.timer_share, 3)} of this step.` });
+  ].join(" "), { id: "clocks" }) : null;
+  const timer = found.timer_share === null ? null : note(`Timing took a rank at most ${share(found.timer_share, 3)} of this step.`, { id: "timer" });
   const input = element("input", { type: "number", id: "step", min: 1, value: found.step, onchange: (event) => go({ step: event.target.value, rank: null, slot: null }) });
   const bar = element("div", { className: "bar" }, element("label", {}, "Step ", input),
     element("button", { textContent: "newest", onclick: () => go({ step: null, rank: null, slot: null }) }),
     element("button", { textContent: "−", attributes: { "aria-label": "zoom out" }, onclick: () => magnify(1 / 1.5) }),
     element("button", { textContent: "+", attributes: { "aria-label": "zoom in" }, onclick: () => magnify(1.5) }),
     element("a", { href: `/api/perfetto?step=${found.step}`, textContent: "for Perfetto", attributes: { download: `step${found.step}.json` } }),
-    ...Object.entries(KEYS).filter(([name]) => name !== "prefill" || found.prefills.length).map(([name, text]) => element("span", { className: "key" }, element("i", { style: { background: `var(--${name})` } }), text)));
+    ...Object.entries(KEYS).filter(([name]) => name !== "prefill" || found.prefills.length).map(([name, text]) => key(`var(--${name})`, text)));
   return {
     children: [panel(`Step ${found.step}: ${time(whole)} measured (above), ${time(found.predicted_step_s)} predicted (below)`, bar,
       element("div", { className: "scroll", dataset: { scroll: "" } }, on), status, clocks, timer)],

@@ -13,6 +13,13 @@ export function element(tag, properties = {}, ...children) {
 export const panel = (title, ...children) =>
   element("section", { className: "panel" }, title ? element("h2", { textContent: title }) : null, ...children);
 
+export const note = (textContent, properties = {}) => element("p", { className: "quiet", textContent, ...properties });
+
+export const key = (background, text) => element("span", { className: "key" }, element("i", { style: { background } }), text);
+
+export const facts = (named) => element("dl", {}, ...Object.entries(named).flatMap(([name, value]) =>
+  [element("dt", { textContent: name }), element("dd", { textContent: String(value) })]));
+
 export function table(heads, rows, className = "") {
   const numeric = heads.map((head) => head.startsWith(">"));
   const line = (cells, tag) => element("tr", {}, ...cells.map((cell, n) => {

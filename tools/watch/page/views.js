@@ -2,9 +2,9 @@
 
 import { heat } from "./heat.js";
 import { timeline } from "./timeline.js";
-import { canvas, count, curve, element, panel, share, table, time } from "./tools.js";
+import { canvas, count, curve, element, facts, key, note, panel, share, table, time } from "./tools.js";
 
-export const PALETTE = {
+const PALETTE = {
   compute: "F", optimiser: "STEP", "exposed transfers": "send", "exposed collectives": "collective", bubbles: "wait",
   data: "data", other: "quiet",
 };
@@ -27,16 +27,14 @@ async function overview({ fetched, run }) {
       element("span", { className: "figure", id: `now-${name}`, textContent: now })), on);
     return { box, drawn: () => curve(on, metrics.step, metrics[name], how) };
   });
-  const facts = {
+  const about = facts({
     Model: `${run.model}, ${run.precision}, ZeRO ${run.zero}`,
     Schedule: `${run.schedule}, ${run.microbatches} micro-batches`,
     Layout: `${run.ranks} ranks: ${run.stages} stages, ${run.pipelines} pipelines`,
     Sites: run.sites.join(", "), Hosts: run.hosts.join(", ") || "–",
     Restarts: run.restarts,
     Predicted: `${time(predicted.step_s)} a step, bubbles ${share(predicted.bubble_share)}`,
-  };
-  const list = element("dl", {}, ...Object.entries(facts).flatMap(([name, value]) =>
-    [element("dt", { textContent: name }), element("dd", { textContent: String(value) })]));
+  });
   const explained = element("ol", { id: "limits" });
   explained.append(...known);
   const explain = async () => {
@@ -54,14 +52,14 @@ async function overview({ fetched, run }) {
   return {
     children: [
       element("div", { className: "grid" }, ...charts.map((chart) => chart.box)),
-      element("div", { className: "two" }, panel("What limits this run", explained), panel("This run", list)),
+      element("div", { className: "two" }, panel("What limits this run", explained), panel("This run", about)),
       ...[alerts, log].filter(Boolean),
     ],
     drawn: () => charts.forEach((chart) => chart.drawn()),
   };
 }
 
-export function chain(ranks, from) {
+function chain(ranks, from) {
   const by = new Map(ranks.map((rank) => [rank.rank, rank])), found = [from];
   let at = by.get(from);
   while (at && at.waits_for !== null && !found.includes(at.waits_for)) { found.push(at.waits_for); at = by.get(at.waits_for); }
@@ -91,16 +89,16 @@ async function parallel({ fetched, query, run, go }) {
     className: "ranks", style: { gridTemplateColumns: `repeat(${stages}, minmax(104px, 1fr))` },
   }, ...heads, ...cells);
   const peers = (axis) => ranks.filter((rank) => rank !== picked && rank[axis] === picked[axis]).map((rank) => rank.rank).join(", ") || "–";
-  const details = picked && panel(`Rank ${picked.rank}`, element("dl", {}, ...Object.entries({
+  const details = picked && panel(`Rank ${picked.rank}`, facts({
     Stage: `${picked.stage} (virtual ${picked.stages.join(", ")})`, Pipeline: picked.pipeline, Site: picked.site,
     Host: picked.host || "–", Step: picked.step, Slot: picked.slot || "–",
     "In this slot for": picked.since && run.live ? time(Math.max(0, Date.now() / 1000 - picked.since)) : "–",
     "Same pipeline": peers("pipeline"), "Same stage": peers("stage"),
     "Waits for": path.length > 1 ? path.slice(1).map((rank) => `rank ${rank}`).join(", which waits for ") : "no other rank",
-  }).flatMap(([name, value]) => [element("dt", { textContent: name }), element("dd", { textContent: String(value) })])));
+  }));
   return { children: [
     panel("Pipelines by stage, and what each rank does", element("div", { className: "scroll", dataset: { scroll: "" } }, grid)),
-    ...(details ? [details] : [element("p", { className: "quiet", textContent: "Choose a rank to see its peers, and which rank it waits for." })]),
+    ...(details ? [details] : [note("Choose a rank to see its peers, and which rank it waits for.")]),
   ] };
 }
 
@@ -122,9 +120,9 @@ async function links({ fetched, query, go }) {
   return { children: [
     panel(`Transfers of step ${shown}`, hops.length
       ? table(["hop", "carries", "where", ">transfers", ">size", ">fastest", ">median", ">planned", ">Mbit/s at least"], rows)
-      : element("p", { className: "quiet", textContent: "There is one stage, so nothing is sent." }),
+      : note("There is one stage, so nothing is sent."),
     picked ? element("p", { id: "hop", textContent: `Rank ${picked.from} to rank ${picked.to}: the fastest of ${picked.transfers} transfers took ${time(picked.fastest_s)}; the plan expects ${time(picked.planned_s)}.` }) : null,
-    element("p", { className: "quiet", textContent: "From the start of a send until the receiver has the tensor. A receiver that computes looks late, so the fastest transfer is the best estimate of a link." })),
+    note("From the start of a send until the receiver has the tensor. A receiver that computes looks late, so the fastest transfer is the best estimate of a link.")),
     connections.length ? panel("Links between sites, since they were opened", table(
       ["from → to", "sites", ">connections", ">sent", ">Mbit/s while busy", ">probed", ">round trip", ">queue", ">TCP retransmissions", ">resent chunks", ">cuts"],
       connections.map((link) => [
@@ -145,11 +143,11 @@ function bars(seconds, whole) {
 async function where({ fetched, query, go }) {
   const asked = new URLSearchParams([...query].filter(([name]) => name === "step" || name === "against"));
   const found = await fetched(`/api/time?${asked}`);
-  if (!found.measured.step) return { children: [element("p", { className: "quiet", textContent: "No step is recorded yet." })] };
+  if (!found.measured.step) return { children: [note("No step is recorded yet.")] };
   const { measured, predicted, against } = found, other = against?.seconds ?? predicted;
   const whole = Math.max(measured.step, predicted.step, other.step);
   const rows = found.order.map((name) => [
-    element("span", { className: "key" }, element("i", { style: { background: `var(--${PALETTE[name]})` } }), name),
+    key(`var(--${PALETTE[name]})`, name),
     element("span", { id: `time-${name.replace(" ", "-")}`, textContent: time(measured[name]) }), share(measured[name] / measured.step),
     time(predicted[name]), share(predicted[name] / predicted.step), ...(against ? [time(other[name])] : []),
     time(Math.abs(measured[name] - other[name])),
@@ -161,9 +159,9 @@ async function where({ fetched, query, go }) {
   const ranks = Object.entries(found.ranks).slice(0, 64).map(([rank, seconds]) => [`rank ${rank}`, bars(seconds, measured.step), time(seconds.compute)]);
   return { children: [
     panel(`Step ${found.step}: ${time(measured.step)}, predicted ${time(predicted.step)}`,
-      element("p", { className: "quiet", textContent: "measured, mean of all ranks" }), bars(measured, whole),
-      element("p", { className: "quiet", textContent: "predicted by the simulator" }), bars(predicted, whole),
-      ...(against ? [element("p", { className: "quiet", id: "other", textContent: `${against.name}, step ${against.step}: ${time(other.step)}` }), bars(other, whole)] : []),
+      note("measured, mean of all ranks"), bars(measured, whole),
+      note("predicted by the simulator"), bars(predicted, whole),
+      ...(against ? [note(`${against.name}, step ${against.step}: ${time(other.step)}`, { id: "other" }), bars(other, whole)] : []),
       element("label", { className: "quiet" }, "compare with step ", number)),
     panel("The largest difference first", table(
       ["", ">measured", ">share", ">predicted", ">share", ...(against ? [`>${against.name}, step ${against.step}`] : []), ">difference"], rows)),
