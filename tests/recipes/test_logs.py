@@ -218,3 +218,4 @@ def test_an_error_of_a_log_ends_the_step(tmp_path):
     writer = LogWriter([JsonLines(tmp_path / "gone" / "metrics.jsonl")], nullcontext)
     with pytest.raises(FileNotFoundError):
         writer.write("train", 1, {"loss": 1.0})
+    writer.close()
