@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from weft.conf.host.private import make_run_folder, write_private
 from weft.conf.schema import WeftConfig
@@ -26,6 +26,8 @@ STEP = "train/global_step"
 """Name of the step axis at Weights & Biases, as in transformers' Trainer."""
 WAITED_FOR = {*OUT_OF_SPACE, errno.EROFS}
 """Error numbers of the operating system after which lines of metrics wait."""
+_Record: TypeAlias = tuple[str, int, Mapping[str, float]]
+"""Kind, step and metrics of a record."""
 SLOW_WRITE_S = 1.0
 """Seconds after which a write counts as waiting for storage instead of as part of a step."""
 
@@ -103,11 +105,45 @@ class LogWriter:
         writing.result()
 
 
-class JsonLines:
-    """A log with one JSON object per line, flushed after every line. Numbers that are not finite become null.
+class _FileLog:
+    """A log in files. On a full or read-only disk, records are queued."""
 
-    On a full or read-only disk, lines are queued.
-    """
+    def __init__(self, path: Path) -> None:
+        self._path, self._waiting, self._is_refused = path, list[_Record](), False
+
+    def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Record metrics, after the queued records. If the disk is full or read-only, queue them."""
+        self._waiting.append((kind, step, metrics))
+        self._write_waiting()
+
+    def go_back(self, step: int) -> None:
+        """Remove the queued records after step ``step``."""
+        self._waiting = [record for record in self._waiting if record[1] <= step]
+
+    def close(self) -> None:
+        """Write the queued records, if there is space now."""
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        try:
+            self._put(self._waiting)
+        except OSError as error:
+            if error.errno not in WAITED_FOR:
+                self._waiting = []
+                raise
+            if not self._is_refused:
+                log.warning("%s: %s; its next lines wait", self._path, error.strerror)
+            self._is_refused = True
+        else:
+            self._waiting, self._is_refused = [], False
+
+    def _put(self, records: Sequence[_Record]) -> None:
+        """Write records, of which none is written if this raises OSError."""
+        raise NotImplementedError
+
+
+class JsonLines(_FileLog):
+    """A log with one JSON object per line, flushed after every line. Numbers that are not finite become null."""
 
     def __init__(self, path: Path, start: int | None = None) -> None:
         """Append to ``path``.
@@ -116,33 +152,21 @@ class JsonLines:
             start: number of steps that the run had done when it was resumed. Lines of later steps are removed, because
                 these steps are repeated. None keeps all lines.
         """
-        self._path, self._waiting, self._is_refused = path, b"", False
+        super().__init__(path)
         if start is not None:
             self.go_back(start)
 
-    def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, after the queued lines. If the disk is full or read-only, queue it."""
-        values = {name: value if isfinite(value) else None for name, value in metrics.items()}
-        self._waiting += json.dumps({"step": step, "kind": kind, **values}).encode() + b"\n"
-        try:
-            self._append()
-        except OSError as error:
-            if error.errno not in WAITED_FOR:
-                raise
-            if not self._is_refused:
-                log.warning("%s: %s; its next lines wait", self._path, error.strerror)
-            self._is_refused = True
-        else:
-            self._waiting, self._is_refused = b"", False
-
-    def _append(self) -> None:
+    def _put(self, records: Sequence[_Record]) -> None:
+        if not records:
+            return
+        lines = b"".join(map(_line, records))
         mode = self._path.parent.stat().st_mode & 0o666  # as open as the run's folder
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
         size = os.fstat(file).st_size
         try:
             written = 0
-            while written < len(self._waiting):
-                written += os.write(file, self._waiting[written:])
+            while written < len(lines):
+                written += os.write(file, lines[written:])
         except OSError:
             os.ftruncate(file, size)  # a line is there as a whole, or waits
             raise
@@ -151,13 +175,15 @@ class JsonLines:
 
     def go_back(self, step: int) -> None:
         """Truncate the file where later steps begin, which needs no space on a full disk."""
-        self._waiting = _until(step, self._waiting)
-        if not self._path.exists():
-            return
-        os.truncate(self._path, len(_until(step, self._path.read_bytes())))
+        super().go_back(step)
+        if self._path.exists():
+            os.truncate(self._path, len(_until(step, self._path.read_bytes())))
 
-    def close(self) -> None:
-        """Do nothing, because every line is flushed, or is queued for want of space."""
+
+def _line(record: _Record) -> bytes:
+    kind, step, metrics = record
+    values = {name: value if isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps({"step": step, "kind": kind, **values}).encode() + b"\n"
 
 
 def _until(step: int, lines: bytes) -> bytes:
@@ -174,30 +200,45 @@ def _step_of(line: bytes) -> float:
         return inf
 
 
-class TensorBoard:
+class TensorBoard(_FileLog):
     """TensorBoard event files in the run's folder."""
 
     def __init__(self, folder: Path, start: int) -> None:
         """Open a writer that hides events after step ``start`` from an earlier attempt."""
+        super().__init__(folder)
+        self._last: list[_Record] = []
+        self._open(start)
+
+    def _open(self, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self._folder = folder
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=start + 1)
+        self._writer = SummaryWriter(log_dir=str(self._path), purge_step=start + 1)
 
-    def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(f"{kind}/{name}", value, step)
+    def _put(self, records: Sequence[_Record]) -> None:
+        if self._is_refused:  # the writer's thread has ended, perhaps amid the record before
+            records = [*self._last, *records]
+            self._open(min(step for _, step, _ in records) - 1)
+        for kind, step, metrics in records:
+            for name, value in metrics.items():
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
         self._writer.flush()
+        self._last = [*records[-1:]]
 
     def go_back(self, step: int) -> None:
         """Hide events after step ``step``."""
+        super().go_back(step)
         self.close()
-        self._writer = type(self._writer)(log_dir=str(self._folder), purge_step=step + 1)
+        self._last = []
+        try:
+            self._open(step)
+        except OSError:
+            self._is_refused = True  # the next record opens it
 
     def close(self) -> None:
-        """Close the file."""
-        self._writer.close()
+        """Write the queued records, if there is space now, and close the file."""
+        super().close()
+        if not self._is_refused:
+            self._writer.close()
 
 
 class WeightsAndBiases:

@@ -176,11 +176,11 @@ def train(
         progress.end()
         if engine.must_stop:
             run.stop()
-    attempt.where = None
+        attempt.where = None
+        watcher.enter(Phase.finishing)
+        loader.close()
+        run.end()  # with logs open, whose lines may wait for space as the checkpoint does
 
-    watcher.enter(Phase.finishing)
-    loader.close()
-    run.end()
     if signals is not None:
         signals.close()  # what follows can be repeated from the checkpoint
     if config.checkpoint.load_best_model_at_end:

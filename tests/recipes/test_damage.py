@@ -128,6 +128,7 @@ def test_the_last_checkpoint_waits_for_room(tmp_path, small_disk):
     ((end,),) = run_ranks(1, run_all, [{"settings": settings, "disk": Disk(filled_at=(STEPS, 0), freed_after_s=3.0)}])
     assert end["steps"] == STEPS
     assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+    assert len(records(small_disk / "run", "train")) == STEPS
 
 
 @pytest.mark.slow

@@ -153,10 +153,15 @@ def test_lines_wait_for_room_and_none_is_torn(tmp_path, monkeypatch, caplog):
     log.go_back(2)
     room[0] = 10_000
     log.write("train", 3, {"loss": 0.25})
+    room[0] = 0
+    log.write("train", 4, {"loss": 0.125})
+    room[0] = 10_000
+    log.close()
     assert [(line["step"], line["loss"]) for line in map(json.loads, path.read_text().splitlines())] == [
         (1, 0.5),
         (2, 0.5),
         (3, 0.25),
+        (4, 0.125),
     ]
     monkeypatch.setattr(logs.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     with pytest.raises(OSError, match="broken"):
@@ -219,3 +224,38 @@ def test_an_error_of_a_log_ends_the_step(tmp_path):
     with pytest.raises(FileNotFoundError):
         writer.write("train", 1, {"loss": 1.0})
     writer.close()
+
+
+def test_tensorboard_waits_for_room(tmp_path, monkeypatch, caplog):
+    """The thread that writes a file of events ends at its first error, and the record before may be lost with it."""
+    free, files = [True], []
+
+    class Writer:
+        def __init__(self, log_dir, purge_step):
+            self.broken, self.purge_step, self.steps = False, purge_step, []
+            files.append(self)
+            self.flush()
+
+        def add_scalar(self, name, value, step):
+            self.flush()
+            self.steps.append(step)
+
+        def flush(self):
+            self.broken |= not free[0]
+            if self.broken:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        close = flush
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
+    log = logs.TensorBoard(tmp_path, 0)
+    for step in range(1, 6):
+        free[0] = step not in (3, 4)
+        log.write("train", step, {"loss": 0.5})
+    assert files[0].steps == [1, 2] and caplog.text.count("its next lines wait") == 1
+    assert (files[-1].purge_step, files[-1].steps) == (2, [2, 3, 4, 5])
+    free[0] = False
+    log.write("train", 6, {"loss": 0.5})
+    free[0] = True
+    log.close()
+    assert files[-1].steps == [5, 6]
