@@ -150,12 +150,12 @@ def _no_rank_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_thread_left() -> Iterator[None]:
-    """Fail a module that leaves a thread of Weft running, which would use what tests of other modules replace."""
+    """Fail a module that leaves a waker or scorer running, which would use what tests of other modules replace."""
     before = set(threading.enumerate())
     yield
     limit = time.monotonic() + THREAD_LIMIT_S
     for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("weft-"):
+        if thread.name.startswith(("weft-waker", "weft-scorer")):
             thread.join(max(0.0, limit - time.monotonic()))
             assert not thread.is_alive(), f"{thread.name} is left"
 
