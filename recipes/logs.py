@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import takewhile
 from math import inf, isfinite
 from pathlib import Path
@@ -216,6 +216,7 @@ class TensorBoard(_FileLog):
 
     def _put(self, records: Sequence[_Record]) -> None:
         if self._is_refused:  # the writer's thread has ended, perhaps amid the record before
+            self._require_space()
             records = [*self._last, *records]
             self._open(min(step for _, step, _ in records) - 1)
         for kind, step, metrics in records:
@@ -223,6 +224,15 @@ class TensorBoard(_FileLog):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)
         self._writer.flush()
         self._last = [*records[-1:]]
+
+    def _require_space(self) -> None:
+        """Raise OSError if the folder takes no file. A writer's thread would print a traceback."""
+        probe = self._path / ".events"
+        try:
+            probe.write_bytes(bytes(1 << 16))
+        finally:
+            with suppress(OSError):
+                probe.unlink()
 
     def go_back(self, step: int) -> None:
         """Hide events after step ``step``."""

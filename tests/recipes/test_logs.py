@@ -230,6 +230,9 @@ def test_tensorboard_waits_for_room(tmp_path, monkeypatch, caplog):
     """The thread that writes a file of events ends at its first error, and the record before may be lost with it."""
     free, files = [True], []
 
+    def no_space():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     class Writer:
         def __init__(self, log_dir, purge_step):
             self.broken, self.purge_step, self.steps = False, purge_step, []
@@ -243,16 +246,18 @@ def test_tensorboard_waits_for_room(tmp_path, monkeypatch, caplog):
         def flush(self):
             self.broken |= not free[0]
             if self.broken:
-                raise OSError(errno.ENOSPC, "No space left on device")
+                no_space()
 
         close = flush
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
     log = logs.TensorBoard(tmp_path, 0)
+    monkeypatch.setattr(log, "_require_space", lambda: None if free[0] else no_space())
     for step in range(1, 6):
         free[0] = step not in (3, 4)
         log.write("train", step, {"loss": 0.5})
     assert files[0].steps == [1, 2] and caplog.text.count("its next lines wait") == 1
+    assert len(files) == 2, "no thread is started while there is no space"
     assert (files[-1].purge_step, files[-1].steps) == (2, [2, 3, 4, 5])
     free[0] = False
     log.write("train", 6, {"loss": 0.5})
