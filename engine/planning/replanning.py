@@ -172,7 +172,7 @@ def propose(request: Request) -> Proposal:
         if option.is_possible and option.level.step_s <= (1.0 - LEAST_GAIN) * chosen.level.step_s:
             chosen = option
     usual_s = _step_s(counts, request.schedules, alike(request.usual, request.placement), samples)
-    who = "a spare replaces the slow host" if request.has_slow_rank else "repair the link"
+    who = "a spare, if one waits, replaces the slow host" if request.has_slow_rank else "repair the link"
     restarting, moved_costs = [Level(name="evict", step_s=usual_s, remark=who)], _moved_costs(request)
     if moved_costs is not None:
         with suppress(ValueError):  # a rank would exceed the cap

@@ -227,8 +227,10 @@ def test_a_ring_that_no_worker_of_this_user_made_does_no_harm(run, damage):
     assert recorded(run).section.tolist() == ["step", "step"] and not folder.exists()
 
 
-def has_prefills(folder):
-    return bool(list((folder / FOLDER).glob("spans-*.parquet"))) and PREFILL in set(recorded(folder).section)
+def has_prefills(folder, logs):
+    """True if prefills are in the run's files, and each worker has logged some."""
+    has_files = bool(list((folder / FOLDER).glob("spans-*.parquet"))) and PREFILL in set(recorded(folder).section)
+    return has_files and all(log.exists() and log.read_text() for log in logs)
 
 
 def launch(folder, *settings):
@@ -242,37 +244,39 @@ def test_chunks_of_killed_and_of_outliving_workers_are_in_the_files_of_a_run(tmp
     folder, logs = tmp_path / "quickstart", [tmp_path / f"log{number}" for number in range(2)]
     rings = rings_folder(folder)
     job = subprocess.Popen(launch(tmp_path, "train.steps=150"), start_new_session=True)
-    worker = None
+    workers = []
     try:
         for log in logs:
             command = [sys.executable, Path(__file__).with_name("stand_in_worker.py"), tmp_path / "boards", rings, log]
-            worker = subprocess.Popen(command)
-            if log is logs[0]:
-                until(lambda: has_prefills(folder) or job.poll() is not None, 240.0, pause_s=0.1)
-                assert job.poll() is None and worker.poll() is None
-                worker.kill()
-                worker.wait()
+            workers.append(subprocess.Popen(command))
+        until(lambda: has_prefills(folder, logs) or job.poll() is not None, 240.0, pause_s=0.1)
+        assert job.poll() is None and all(worker.poll() is None for worker in workers)
+        workers[0].kill()
+        workers[0].wait()
         assert job.wait(280) == 0
         while rings.exists():
             time.sleep(0.2)
-        assert worker.poll() is None, "a worker outlives the run"
+        assert workers[1].poll() is None, "a worker outlives the run"
     finally:
-        for process in (job, worker):
-            if process is not None and process.poll() is None:
+        for process in (job, *workers):
+            if process.poll() is None:
                 process.kill()
                 process.wait()
     assert (folder / FOLDER / "collector.log").read_text() == "" and not rings.exists()
     rows = recorded(folder)
     prefills = rows[(rows.section == PREFILL) & (rows["rank"] == 1)].sort_values("start_s")
     steps = rows[(rows.section == "step") & (rows["rank"] == 1)].sort_values("start_s")
-    logged = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    lines = [line for log in logs for line in log.read_text().splitlines()]
+    logged = sorted(map(json.loads, lines), key=lambda entry: entry[1])
     assert len(logged) > 10 and all(log.read_text() for log in logs)
     offset_s = prefills.start_s.iloc[0] - logged[0][1]
     # A worker that is killed may have recorded one that it has not logged; later ones have no step.
     ended = [tokens for tokens, _, end_s in logged if end_s + offset_s < steps.end_s.iloc[-1]]
     got = [(row.slot, row.start_s - offset_s) for row in prefills.itertuples()]
-    for tokens, start_s, _ in logged[: len(ended)]:
-        assert sum(slot == f"prefill {tokens}" and abs(at_s - start_s) < 1e-4 for slot, at_s in got) == 1
+    computed = [(f"prefill {tokens}", start_s) for tokens, start_s, _ in logged]
+    for slot, start_s in computed[: len(ended)]:  # the workers may begin at the same time
+        alike = [[name == slot and abs(at_s - start_s) < 1e-4 for name, at_s in each] for each in (got, computed)]
+        assert sum(alike[0]) >= sum(alike[1])
     assert len(got) <= len(logged) + 1
     begun = steps.start_s.to_numpy().searchsorted(prefills.start_s, side="right") - 1
     assert prefills.step.tolist() == [int(steps.step.iloc[place]) if place >= 0 else 0 for place in begun]
