@@ -230,14 +230,17 @@ def _start_host_loader(attempt: Attempt) -> HostLoader:
 def _with_steps(config: WeftConfig, loader: MicrobatchLoader) -> WeftConfig:
     """Return the configuration with ``train.epochs`` converted to ``train.steps``, if epochs are set.
 
-    Collective call.
+    Otherwise print how many epochs the steps are, if they are more than one. Collective call.
     """
-    if not config.train.epochs:
+    per_step = config.train.microbatch_size * config.pipeline.microbatches * num_replicas(config, dist.get_world_size())
+    if not (config.train.epochs or loader.is_countable):
         return config
-    sequences = together(lambda: loader.sequences(config.train.epochs))
-    replicas = num_replicas(config, dist.get_world_size())
-    sequences *= config.data.kind.sequences
-    steps = ceil(sequences / (config.train.microbatch_size * config.pipeline.microbatches * replicas))
+    sequences = together(lambda: loader.sequences(config.train.epochs or 1)) * config.data.kind.sequences
+    if not config.train.epochs:
+        if (read := config.train.steps * per_step) > sequences:
+            print_once(f"train.steps={config.train.steps}: {read / sequences:.3g} epochs of {sequences} sequences")
+        return config
+    steps = ceil(sequences / per_step)
     print_once(f"{config.train.epochs:g} epochs of {loader.description}: {sequences} sequences, {steps} steps")
     config = replace(config, train=replace(config.train, steps=steps))
     check(config)

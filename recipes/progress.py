@@ -62,6 +62,7 @@ class Progress:
         self._since = perf_counter()
         self._interval = _Interval()
         self._start = start
+        self._is_first_pass = not loader.is_countable and loader.epoch < 1
         self._rate = engine.get_lr()[0]
         logs = together(lambda: open_logs(config, folder, start) if self._is_writer else [])
         self._logs = LogWriter(logs, lambda: engine.watcher.within(Phase.checkpoint))
@@ -93,6 +94,9 @@ class Progress:
         text = self._record() if is_recorded else None
         self._rate = self._engine.get_lr()[0]
         self._shown.step(step, text)
+        if self._is_first_pass and self._loader.epoch >= 1:
+            self._is_first_pass = False
+            self.note(f"step {step}: all data has been read, and is read again from the beginning")
         for of, metrics in self._evaluated.take() if self._evaluated is not None else ():
             self.note(f"step {of}: checkpoint's loss {metrics['loss']:.4f}, perplexity {metrics['perplexity']:.3f}")
             self._logs.write(KIND, of, metrics)

@@ -162,11 +162,19 @@ class MicrobatchLoader(Iterator[Batch]):
         For streams and mixtures, only completed passes count.
         """
         epoch = self._cursor.epoch
-        if isinstance(self._share.order.source, StreamedSource | MixedSource):
+        if not self.is_countable:
             return float(epoch)
+        return epoch + self._cursor.sequence / max(1, self._length(epoch))
+
+    @property
+    def is_countable(self) -> bool:
+        """True if the sequences of a pass can be counted without reading the data. Streams and mixtures cannot."""
+        return not isinstance(self._share.order.source, StreamedSource | MixedSource)
+
+    def _length(self, epoch: int) -> int:
         if epoch not in self._lengths:
             self._lengths = {epoch: self._share.order.num_sequences(epoch)}
-        return epoch + self._cursor.sequence / max(1, self._lengths[epoch])
+        return self._lengths[epoch]
 
     def sequences(self, epochs: float) -> int:
         """Return the number of sequences in the first ``epochs`` passes over the data. ``epochs`` may be a fraction.
@@ -177,7 +185,7 @@ class MicrobatchLoader(Iterator[Batch]):
             ValueError: a pass has no document.
         """
         whole = int(epochs)
-        counts = [self._share.order.num_sequences(epoch) for epoch in range(ceil(epochs))]
+        counts = [self._length(epoch) for epoch in range(ceil(epochs))]
         if not all(counts):
             raise ValueError(f"data.path: {self.description}: not one document with text; give it some")
         return sum(counts[:whole]) + ceil(sum(counts[whole:]) * (epochs - whole))

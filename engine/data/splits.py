@@ -19,27 +19,29 @@ def splits_of(folder: Path, name: str) -> dict[str, tuple[Path, ...]]:
     Args:
         name: a configuration in the folder's README. An empty string means its default.
     """
-    folder = folder.resolve()
-    with _without_patterns(folder) as plain:
-
-        def own(file: Path) -> Path:
-            return folder / file.relative_to(plain) if file.is_relative_to(plain) else file
-
+    with _plain(folder.resolve()) as (plain, originals):
         listed = load_dataset_builder(str(plain), name=name or None).config.data_files
-        return {str(split): tuple(own(Path(file)) for file in files) for split, files in listed.items()}
+        return {str(split): tuple(originals.get(file, Path(file)) for file in files) for split, files in listed.items()}
 
 
 @contextmanager
-def _without_patterns(folder: Path) -> Iterator[Path]:
-    """Yield a folder with links to the same files whose path has no pattern, because `datasets` would expand it."""
-    if not _PATTERN.search(str(folder)):
-        yield folder
+def _plain(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
+    """Yield a folder with the same files whose names `datasets` takes literally, and the files by their paths there.
+
+    It would expand patterns in the folder's path, and leave out files whose suffix is in upper case. If there are any,
+    the folder that is yielded has links to the files.
+    """
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    if not _PATTERN.search(str(folder)) and all(file.suffix == file.suffix.lower() for file in files):
+        yield folder, {}
         return
     with TemporaryDirectory(prefix="weft-") as temporary:
-        links = Path(temporary).resolve()
-        for file in folder.rglob("*"):
-            if file.is_file():
-                link = links / file.relative_to(folder)
-                link.parent.mkdir(parents=True, exist_ok=True)
+        links, originals = Path(temporary).resolve(), dict[str, Path]()
+        for file in files:
+            link = links / file.relative_to(folder)
+            link = link.with_suffix(link.suffix.lower())
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
                 link.symlink_to(file)
-        yield links
+                originals[str(link)] = file
+        yield links, originals

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from weft.conf.schema import WeftConfig
+from weft.recipes import preparation
 from weft.recipes import progress as module
 from weft.recipes.progress import Progress
 
@@ -33,7 +34,7 @@ def clock(monkeypatch):
     return now
 
 
-def opened(monkeypatch, *, every, start=0, replicas=1):
+def opened(monkeypatch, *, every, start=0, replicas=1, is_countable=True):
     log = Log()
     config = WeftConfig()
     config.logging.every, config.logging.progress = every, False
@@ -56,7 +57,7 @@ def opened(monkeypatch, *, every, start=0, replicas=1):
     monkeypatch.setattr(module, "peak_flops", lambda *_: 1000.0)
     monkeypatch.setattr(module, "_layout", lambda _: "")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2 * replicas))
-    loader = SimpleNamespace(tokens=0, epoch=0.0, description="")
+    loader = SimpleNamespace(tokens=0, epoch=0.0, is_countable=is_countable, description="")
     return Progress(config, engine, None, loader, start), loader, log
 
 
@@ -138,3 +139,25 @@ def test_steps_that_are_taken_back_do_not_count(monkeypatch, clock):
         clock.s += 50
         train(progress, loader, clock, range(1, 5))
     assert [metrics["tokens_per_second"] for _, _, metrics in log.lines] == [TOKENS / STEP_S]
+
+
+@pytest.mark.parametrize(("steps", "printed"), [(5, ""), (25, "train.steps=25: 5 epochs of 40 sequences\n")])
+def test_number_of_epochs_is_printed_if_the_data_is_read_more_than_once(monkeypatch, capsys, steps, printed):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(preparation, "together", lambda action: action())
+    config = WeftConfig()
+    config.train.steps, config.train.microbatch_size, config.pipeline.microbatches = steps, 2, 4
+    loader = SimpleNamespace(is_countable=True, sequences=lambda epochs: 40 * epochs)
+    assert preparation._with_steps(config, loader).train.steps == steps
+    assert capsys.readouterr().out == printed
+
+
+def test_second_pass_over_a_stream_is_announced_once(monkeypatch, clock, capsys):
+    progress, loader, _ = opened(monkeypatch, every=1, is_countable=False)
+    with progress:
+        for step in range(1, 7):
+            loader.epoch = step // 3
+            train(progress, loader, clock, [step])
+    printed = capsys.readouterr().out.splitlines()[1:]
+    assert printed == ["step 3: all data has been read, and is read again from the beginning"]

@@ -8,7 +8,7 @@ import pytest
 
 from weft.conf import load
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import build_loader, check_source, encode_first
+from weft.engine.data import build_loader, check_source, encode_first, open_source
 from weft.engine.data.storage import open_file, suffix_of
 
 NAMES = ["a[1]", "a*b", "what?", "[ab]", "x::y", "a (1)", "it's", "a&b", "100%", "a=b"]
@@ -48,6 +48,16 @@ def test_splits_of_such_a_folder_are_found_by_their_names(tokenizer, tmp_path):
         (folder / "data" / f"{split}-00.jsonl").write_text(json.dumps({"text": split}) + "\n")
     assert texts(data(tmp_path, folder), tokenizer) == ["train"] * 2
     assert tokenizer.decode(encode_first(data(tmp_path, folder, split="test"), tokenizer).ids[1:-1]) == "test"
+
+
+def test_files_of_a_folder_are_read_whatever_the_case_of_their_suffix(tokenizer, tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("a.JSONL", "b.jsonl", "c.Jsonl"):
+        (folder / name).write_text(json.dumps({"text": name}) + "\n")
+    check_source(data(tmp_path, folder))
+    source = open_source(data(tmp_path, folder), tokenizer, evaluation=False)
+    assert "3 documents" in source.description
 
 
 @pytest.mark.parametrize("url", ["memory://literal{}", "file://{}"])
