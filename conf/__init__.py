@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from weft.conf.schema import WeftConfig
 
 
+def preload() -> None:
+    """Find Hydra's plug-ins and fill its parser's tables, for processes that are forked from this one."""
+    load(["train.name=a b", "train.steps=1", "optimizer.lr=1e-3"])
+
+
 def load(overrides: Sequence[str] = (), *, recipe_file: str | None = None) -> WeftConfig:
     """Compose, convert and check the configuration of a run.
 

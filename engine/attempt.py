@@ -34,6 +34,11 @@ class SetUpTimes:
         self.parts[part] = passed + now[0] - self._at[0], computed + now[1] - self._at[1]
         self._at = now
 
+    @property
+    def seconds(self) -> float:
+        """Wall time of all parts so far."""
+        return sum(passed_s for passed_s, _ in self.parts.values())
+
     def write(self, path: Path, **more: object) -> None:
         """Append the durations as a line of JSON to a file that several ranks write. ``more`` are further fields."""
         parts = {part: [round(each, 4) for each in seconds] for part, seconds in self.parts.items()}

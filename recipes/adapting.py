@@ -28,7 +28,7 @@ def write_changes(config: WeftConfig, engine: WeftEngine, folder: Path, set_up_s
     """Let rank 0 of a run that adapts write its changes to the run's folder.
 
     Args:
-        set_up_s: seconds from the start of an attempt to its first step.
+        set_up_s: seconds of the attempt's set-up, which the next one has too.
     """
     adaptation = engine.adaptation
     if adaptation is None or engine.global_rank:

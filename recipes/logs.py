@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
@@ -105,7 +106,7 @@ class LogWriter:
         writing.result()
 
 
-class _FileLog:
+class _FileLog(ABC):
     """A log in files. On a full or read-only disk, records are queued."""
 
     def __init__(self, path: Path) -> None:
@@ -137,9 +138,9 @@ class _FileLog:
         else:
             self._waiting, self._is_refused = [], False
 
+    @abstractmethod
     def _put(self, records: Sequence[_Record]) -> None:
         """Write records, of which none is written if this raises OSError."""
-        raise NotImplementedError
 
 
 class JsonLines(_FileLog):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -140,7 +140,7 @@ def train(
         ValueError: the input is invalid. The message is the same on every rank.
         Stopped: a signal has ended training early (``checkpoint.on_signal``). Raised on every rank.
     """
-    watcher, attempt, began_s = watcher or Watcher(), attempt or Attempt(), monotonic()
+    watcher, attempt = watcher or Watcher(), attempt or Attempt()
     watcher.enter(Phase.setup)
     config, device = join_job(config)
     attempt.set_up.done("join")
@@ -166,8 +166,8 @@ def train(
     start = run.resume()
     _record(settings, config, engine, folder)
     collector = _time_events(config, engine, watcher, folder)
-    write_changes(config, engine, folder, monotonic() - began_s)
     attempt.set_up.done("resume")
+    write_changes(config, engine, folder, attempt.set_up.seconds)
     if signals is not None:
         signals.defer()
     attempt.where = run.where

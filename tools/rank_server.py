@@ -11,10 +11,10 @@ import torch
 
 import weft.engine.data
 import weft.engine.preloaded  # noqa: F401
-from weft.conf import load
+from weft.conf import preload
 from weft.conf.host.processes import freeze_imports
 
-load(["train.name=a b", "train.steps=1", "optimizer.lr=1e-3"])  # finds Hydra's plug-ins, and fills its parser's tables
+preload()
 torch.set_num_threads(1)
 freeze_imports()
 gc.enable()

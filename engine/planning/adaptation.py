@@ -20,6 +20,7 @@ from weft.engine.observability.clock import Clock
 from weft.engine.observability.measurement import RECORDS_KEPT, StepRecord
 from weft.engine.planning.deviation import Deviation, clean, interval_of, with_measured
 from weft.engine.planning.estimates import stage_sizes
+from weft.engine.planning.layer_moves import balanced_layers, largest
 from weft.engine.planning.memory import rank_states
 from weft.engine.planning.next_attempt import NextAttempt
 from weft.engine.planning.plan_file import ReplicaPlans
@@ -30,7 +31,6 @@ from weft.engine.planning.replanning import (
     Request,
     Restart,
     alike,
-    divided,
     schedule_for,
 )
 from weft.engine.planning.schedules import open_placements
@@ -196,7 +196,9 @@ class Adaptation:
             obstacle=self._obstacle(),
             restart=self.restart(engine.global_steps),
         )
-        moved = divided(request, self._fits)
+        moved = balanced_layers(
+            largest(request.measured), request.layers, request.fixed, request.placement, fits=self._fits
+        )
         return replace(request, moved=moved if moved != request.layers else ())
 
     def _fits(self, counts: Sequence[int]) -> bool:

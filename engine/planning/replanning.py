@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -18,8 +18,9 @@ from weft.comm.values import decode, encode
 from weft.conf.host.processes import end_with_parent
 from weft.conf.schema import PipelineConfig
 from weft.engine.planning.deviation import TOLERANCE
+from weft.engine.planning.layer_moves import largest, with_layers
 from weft.engine.planning.schedules import plan_schedule
-from weft.pipeline.costs import CostModel, StageCost
+from weft.pipeline.costs import CostModel
 from weft.pipeline.jitter import has_jitter
 from weft.pipeline.lowering import reduce_in_order, reduction_order
 from weft.pipeline.placement import Placement
@@ -35,7 +36,6 @@ UNSUPERVISED = "the run is not supervised (supervise.enabled=true)"
 """Obstacle of levels that need a restart."""
 _MOST_LISTED = 8
 _NICENESS = 10  # with 19, beside programs that keep all cores busy, a plan took minutes
-_SECONDS = ("forward_s", "input_s", "weight_s", "step_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Request:
         usual: each replica's costs before they changed.
         layers: number of layers of each virtual stage.
         fixed: share of each stage's time that an embedding or a head takes.
-        moved: numbers of layers with which ranks take about equally long (`divided`), or empty if those are the same.
+        moved: numbers of layers by `balanced_layers`, or empty if those are the same.
         has_slow_rank: True if a rank has become slower, and not only links.
         obstacle: why micro-batches cannot be moved, or empty if they can.
         restart: price of a restart, which other numbers of layers or other hosts need.
@@ -173,8 +173,9 @@ def propose(request: Request) -> Proposal:
             chosen = option
     usual_s = _step_s(counts, request.schedules, alike(request.usual, request.placement), samples)
     who = "a spare, if one waits, replaces the slow host" if request.has_slow_rank else "repair the link"
-    restarting, moved_costs = [Level(name="evict", step_s=usual_s, remark=who)], _moved_costs(request)
-    if moved_costs is not None:
+    restarting, moved_costs = [Level(name="evict", step_s=usual_s, remark=who)], None
+    if request.moved:
+        moved_costs = with_layers(largest(request.measured), request.layers, request.fixed, moved=request.moved)
         with suppress(ValueError):  # a rank would exceed the cap
             restarting.insert(0, _layers(request, moved_costs))
     obstacles = [_obstacle(request, chosen.level, level) for level in restarting]
@@ -219,17 +220,8 @@ def alike(costs: Sequence[CostModel], placement: Placement) -> tuple[CostModel, 
         if not groups or paces[replica] > (1.0 + TOLERANCE) * paces[groups[-1][0]]:
             groups.append([])
         groups[-1].append(replica)
-    largest = {replica: each for group in groups for each in [_largest([costs[r] for r in group])] for replica in group}
-    return tuple(largest[replica] for replica in range(len(costs)))
-
-
-def _largest(costs: Sequence[CostModel]) -> CostModel:
-    """Return costs with the longest seconds of each stage."""
-    stages = [
-        replace(each[0], **{name: max(getattr(stage, name) for stage in each) for name in (*_SECONDS, "jitter")})
-        for each in zip(*(one.stages for one in costs), strict=True)
-    ]
-    return replace(costs[0], stages=tuple(stages))
+    slowest = {replica: each for group in groups for each in [largest([costs[r] for r in group])] for replica in group}
+    return tuple(slowest[replica] for replica in range(len(costs)))
 
 
 def shares(count: int, paces: Sequence[tuple[float, float]]) -> tuple[int, ...]:
@@ -301,12 +293,12 @@ def _planned(request: Request, counts: Sequence[int], costs: Sequence[CostModel]
     """
     schedules: list[Schedule] = []
     for count in sorted(set(counts)):
-        largest = _largest([cost for cost, own in zip(costs, counts, strict=True) if own == count])
-        schedule = _plan(request, count, largest, request.config.search_seconds)
+        slowest = largest([cost for cost, own in zip(costs, counts, strict=True) if own == count])
+        schedule = _plan(request, count, slowest, request.config.search_seconds)
         if schedules:
             ordered = reduce_in_order(schedule, reduction_order(schedules[0]))
             with suppress(ScheduleError):
-                validate(ordered, costs=largest, memory_cap_bytes=float(request.config.memory_cap_bytes) or None)
+                validate(ordered, costs=slowest, memory_cap_bytes=float(request.config.memory_cap_bytes) or None)
                 schedule = ordered
         schedules.append(schedule)
     return tuple(schedules)
@@ -333,54 +325,6 @@ def _layers(request: Request, costs: CostModel) -> Level:
     count = sum(request.counts) // len(request.counts)
     step_s = _simulated_s(_plan(request, count, costs, 0.0), costs, request.config.jitter_samples)
     return Level(name="layers", step_s=step_s, remark=f"pipeline.layers={[*request.moved]}")
-
-
-def _moved_costs(request: Request) -> CostModel | None:
-    """Return the costs of the slowest replica with other numbers of layers, or None if there are none."""
-    if not request.moved:
-        return None
-    slowest = _largest(request.measured)
-    shares = zip(slowest.stages, request.fixed, request.moved, request.layers, strict=True)
-    stages = tuple(_scaled(stage, fixed + (1.0 - fixed) * new / old) for stage, fixed, new, old in shares)
-    return replace(slowest, stages=stages)
-
-
-def divided(request: Request, fits: Callable[[tuple[int, ...]], bool] = lambda counts: True) -> tuple[int, ...]:
-    """Return numbers of layers of the stages with which the busiest rank computes for less time.
-
-    Single layers move from the busiest rank to the one that then computes for the shortest time, while that helps.
-
-    Args:
-        fits: returns whether ranks have memory for these numbers.
-    """
-    placement, counts = request.placement, request.layers
-    shares = zip(_largest(request.measured).stages, request.fixed, request.layers, strict=True)
-    parts = [(stage.compute_s * fixed, stage.compute_s * (1.0 - fixed) / layers) for stage, fixed, layers in shares]
-    while True:
-        busy = [
-            sum(parts[stage][0] + counts[stage] * parts[stage][1] for stage in held) for held in placement.rank_stages
-        ]
-        busiest = busy.index(max(busy))
-        moves = sorted(
-            (busy[placement.stage_ranks[to]] + parts[to][1], counts[to], to, -counts[source], source)
-            for source in placement.rank_stages[busiest]
-            for to in range(placement.num_stages)
-            if counts[source] > 1 and placement.stage_ranks[to] != busiest
-        )
-        shorter = (_with_move(counts, source, to) for seconds, _, to, _, source in moves if seconds < busy[busiest])
-        found = next(filter(fits, shorter), None)
-        if found is None:
-            return counts
-        counts = found
-
-
-def _with_move(counts: Sequence[int], source: int, to: int) -> tuple[int, ...]:
-    return tuple(count - (stage == source) + (stage == to) for stage, count in enumerate(counts))
-
-
-def _scaled(stage: StageCost, ratio: float) -> StageCost:
-    names = (*_SECONDS, "activation_bytes", "weight_saved_bytes")
-    return replace(stage, **{name: getattr(stage, name) * ratio for name in names})
 
 
 class Replanning:

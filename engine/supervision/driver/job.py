@@ -266,12 +266,20 @@ class Job(JobState):
             self.fleet.evict(host, reason_to_evict(failed))
         self._wait_to_restart(now)
 
-    def _goes_on_without(self, hosts: Collection[str]) -> bool:
+    def _next_layout(self, without: Collection[str] = ()) -> Layout | None:
+        """Return the next attempt's layout without some hosts, or None if it is not possible, or storage hangs."""
         try:
-            self._layouts(self.attempt + 1, set(self.fleet.away) | set(hosts), self._layout.slots)
+            return self._layouts(self.attempt + 1, set(self.fleet.away) | set(without), self._layout.slots)
         except ValueError:
-            return False
-        return True
+            return None
+
+    def _goes_on_without(self, hosts: Collection[str]) -> bool:
+        return self._next_layout(hosts) is not None
+
+    def _has_spares_for(self, hosts: Collection[str]) -> bool:
+        """True if the run keeps its number of ranks without these hosts."""
+        layout = self._next_layout(hosts)
+        return layout is not None and layout.num_ranks == self._layout.num_ranks
 
     # Ending early
 
@@ -364,11 +372,8 @@ class Job(JobState):
             return
         newest = self._effects.newest_checkpoint(), self._detector.kept_step
         if self._grows_after is None:
-            try:
-                layout = self._layouts(self.attempt + 1, set(self.fleet.away), self._layout.slots)
-            except ValueError:  # hosts of this attempt are excluded from the next, or storage hangs
-                return
-            if layout.num_ranks > self._layout.num_ranks:
+            layout = self._next_layout()
+            if layout is not None and layout.num_ranks > self._layout.num_ranks:
                 self._grows_after = newest
         elif newest != self._grows_after:
             self._effects.say("hosts have returned; going on with them from the newest checkpoint")
@@ -398,14 +403,6 @@ class Job(JobState):
             return
         self._effects.say(f"adapt: {following.reason}; going on {change} from the newest checkpoint")
         self._stop("adapt", [] if self._settings.in_process else None, now)
-
-    def _has_spares_for(self, hosts: Collection[str]) -> bool:
-        """True if the run keeps its number of ranks without these hosts."""
-        try:
-            layout = self._layouts(self.attempt + 1, set(self.fleet.away) | set(hosts), self._layout.slots)
-        except ValueError:
-            return False
-        return layout.num_ranks == self._layout.num_ranks
 
     def end(self, code: int, reason: str, *, reported: bool = False) -> None:
         """End the run. Every agent ends its ranks and itself.

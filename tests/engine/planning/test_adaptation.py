@@ -10,7 +10,8 @@ import pytest
 from tests.engine.planning.adapted import CHANGED_AFTER, die_while_planning, train_three
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import PipelineConfig, ScheduleKind
-from weft.engine.planning.replanning import LEAST_GAIN, Replanning, Request, Restart, divided, propose
+from weft.engine.planning.layer_moves import balanced_layers, largest
+from weft.engine.planning.replanning import LEAST_GAIN, Replanning, Request, Restart, propose
 from weft.engine.planning.schedules import plan_schedule
 from weft.engine.planning.spreads import with_jitter
 from weft.pipeline.costs import CostModel
@@ -140,6 +141,10 @@ def test_a_plan_that_fails_is_reported_with_its_reason():
     impossible = replace(impossible, config=replace(impossible.config, memory_cap_bytes=0.5))
     with pytest.raises(ValueError, match=r"pipeline\.memory_cap_bytes=0\.5: one micro-batch alone"):
         Replanning(impossible).result()
+
+
+def divided(request, **keywords):
+    return balanced_layers(largest(request.measured), request.layers, request.fixed, request.placement, **keywords)
 
 
 def test_layers_move_away_from_a_slow_rank():

@@ -13,7 +13,7 @@ PAUSE_S = 0.5
 
 
 def run(arguments: Sequence[str]) -> int:
-    """As `weft.recipes.train.run`, with steps that wait for plans and, after one, for the driver to read it."""
+    """Run `weft.recipes.train.run`. Steps wait while a plan is made, and are slow once the driver may read it."""
     from tests.engine.planning.adapted import slow_down
     from weft.engine.engine import WeftEngine
     from weft.recipes.train import run as train
