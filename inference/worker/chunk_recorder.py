@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
+from secrets import token_hex
 from time import monotonic
 
 from weft.engine.observability.event_ring import PREFILL, RingWriter, encode
@@ -58,14 +58,9 @@ class ChunkRecorder:
         for rank in (rank for ranks in self._ranks for rank in ranks if rank not in self._rings):
             try:
                 if (folder / f"rank{rank}").exists():
-                    kind = next(each for each in _prefixes() if not (folder / f"{each}{rank}").exists())
-                    self._rings[rank] = RingWriter(folder, rank, CAPACITY, kind)
+                    # Another worker of the rank may start now, or has left a ring that the collector has to read.
+                    self._rings[rank] = RingWriter(folder, rank, CAPACITY, f"{PREFILL}-{token_hex(8)}-")
             except (OSError, ValueError) as error:  # prompts are computed all the same
                 if not self._has_warned:
                     logger.warning("prefills are missing in the timeline of rank %d: %s", rank, error)
                 self._has_warned = True
-
-
-def _prefixes() -> Iterator[str]:
-    """Yield prefixes of rings' names. A new worker leaves the ring of an earlier one to the collector."""
-    return (f"{PREFILL}-{number}-" if number else PREFILL for number in count())

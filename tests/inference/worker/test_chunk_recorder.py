@@ -12,6 +12,12 @@ from weft.inference.worker.chunk_recorder import ChunkRecorder
 SPAN = [(1.0, 2.0, None)]
 
 
+def events_of(folder, rank):
+    """The events in all rings of workers at a rank."""
+    paths = folder.glob(f"{PREFILL}*-{rank}")
+    return sorted((event for path in paths for event in RingReader(path).read()), key=lambda event: event["first"])
+
+
 @pytest.fixture
 def folder(tmp_path):
     yield rings_folder(tmp_path)
@@ -28,7 +34,7 @@ def test_a_worker_records_nothing_without_a_run_and_makes_other_rings_for_the_ne
         RingWriter(folder, 0, 16)
         now[0] += 10.0
         worker.add(tokens, SPAN)
-        (event,) = RingReader(folder / "prefill0").read()
+        (event,) = events_of(folder, 0)
         assert event["first"] == encode(PREFILL, -1, tokens)
         shutil.rmtree(folder)  # as the collector does at the end of a run
         worker.add(9, SPAN)
@@ -60,8 +66,22 @@ def test_stages_of_a_worker_are_recorded_at_their_ranks(folder, stages, starts):
     for rank in range(4):
         RingWriter(folder, rank, 16)
     ChunkRecorder(str(folder), [0, 1, 2, 3], stages).add(5, [(1.0, 2.0, None), (3.0, 4.0, 0.5)][:stages])
-    found = [RingReader(folder / f"prefill{rank}").read() for rank in range(4)]
-    assert [event["start"].tolist() for event in found] == [[start] for start in starts]
+    assert [[event["start"] for event in events_of(folder, rank)] for rank in range(4)] == [[start] for start in starts]
+
+
+def test_a_worker_that_starts_while_another_makes_its_ring_has_one_of_its_own(folder, monkeypatch):
+    RingWriter(folder, 0, 16)
+    first, second = (ChunkRecorder(str(folder), [0], 1) for _ in range(2))
+
+    def begin(*arguments):
+        monkeypatch.setattr(chunk_recorder, "RingWriter", RingWriter)
+        second.add(6, SPAN)
+        return RingWriter(*arguments)
+
+    monkeypatch.setattr(chunk_recorder, "RingWriter", begin)
+    first.add(5, SPAN)
+    second.add(7, SPAN)
+    assert [event["first"] for event in events_of(folder, 0)] == [encode(PREFILL, -1, tokens) for tokens in (5, 6, 7)]
 
 
 @pytest.mark.parametrize(("folder", "ranks"), [("", [0]), ("/nonexistent", []), ("", [])])
