@@ -94,7 +94,7 @@ class ControllerConfig:
     """Seconds past the expected end of a prompt after which the controller starts to check the worker's
     health; the worker keeps its prompts as long as it answers."""
     silence_s: Annotated[float, POSITIVE] = 30.0
-    """Seconds without any answer after which a worker counts as hung. A dead worker refuses
+    """Seconds without any answer after which a worker or decode server counts as hung. A dead one refuses
     connections, which is noticed at once."""
     answer_timeout_s: Annotated[float, POSITIVE] = 600.0
     """Seconds after which a prompt is abandoned even if its worker is alive."""

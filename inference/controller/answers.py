@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 
+from weft.conf.schema import ControllerConfig
 from weft.inference.controller.dispatch import Dispatch, PrefillRequest
 from weft.inference.controller.metrics import Metrics
 from weft.inference.requests import Completion, Refusal, depends_on_server, prompt_part, rendered_part
@@ -27,20 +28,20 @@ _OF_CONNECTION = {"connection", "keep-alive", "transfer-encoding", "content-leng
 """Headers of the decode server's response that this server sends itself."""
 _EVENT_END = b"\n\n"
 _COMPLETIONS = "/v1/completions"
+_T = TypeVar("_T")
 
 
 class AnsweringServer:
     """A server of OpenAI's API that answers whole requests."""
 
-    def __init__(self, url: str, client: httpx.AsyncClient, *, connect_s: float, key: str = "") -> None:
+    def __init__(self, url: str, client: httpx.AsyncClient, settings: ControllerConfig, *, key: str = "") -> None:
         """Create the client of a server.
 
         Args:
             client: without credentials for other servers.
-            connect_s: longest time in which it has to accept a connection.
         """
-        self.url, self._client = url.rstrip("/"), client
-        self._timeout = httpx.Timeout(None, connect=connect_s)
+        self.url, self._client, self._silence_s = url.rstrip("/"), client, settings.silence_s
+        self._timeout = httpx.Timeout(None, connect=settings.answer_slack_s)
         self._headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
 
     async def answer(
@@ -69,13 +70,13 @@ class AnsweringServer:
             "POST", f"{self.url}{path}", content=body, headers=sent, timeout=self._timeout
         )
         try:
-            response = await self._client.send(request, stream=True)
+            response = await self.unless_lost(self._client.send(request, stream=True))
             kept = {name: text for name, text in response.headers.items() if name not in _OF_CONNECTION} | added
             if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # its queue is full
                 kept.setdefault("retry-after", str(RETRY_S))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                return _Stream(response, begun, kept)
-            content = await response.aread()
+                return _Stream(self, response, begun, kept)
+            content = await self.unless_lost(response.aread())
             await response.aclose()
         except httpx.TransportError as error:
             raise _gone() from error
@@ -84,6 +85,22 @@ class AnsweringServer:
                 raise _gone()
             begun()
         return Response(content, status_code=response.status_code, headers=kept)
+
+    async def unless_lost(self, answer: Awaitable[_T]) -> _T:
+        """Return what the server answers.
+
+        Raises:
+            httpx.TransportError: it breaks off, or is silent for `silence_s` and then says nothing of its health.
+        """
+        task = asyncio.ensure_future(answer)
+        try:
+            while not (await asyncio.wait((task,), timeout=self._silence_s))[0]:
+                await self._client.get(f"{self.url}/health", headers=self._headers, timeout=self._silence_s)
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     async def render(self, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
         """Return the tokens of a request's prompt as vLLM renders it. There are none if the server refuses it."""
@@ -232,8 +249,10 @@ class _Stream(StreamingResponse):
         first: called at the first event.
     """
 
-    def __init__(self, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]) -> None:
-        super().__init__(_events(response, first), status_code=response.status_code, headers=headers)
+    def __init__(
+        self, server: AnsweringServer, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(_events(server, response, first), status_code=response.status_code, headers=headers)
         self._response = response
 
     async def __call__(self, *asgi: Any) -> None:
@@ -243,11 +262,11 @@ class _Stream(StreamingResponse):
             await self._response.aclose()
 
 
-async def _events(response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
+async def _events(server: AnsweringServer, response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
     """Yield a stream's events as they arrive. If the stream breaks off, the last event is an error."""
-    completion, rest, is_first = Completion(), b"", True
+    completion, rest, is_first, parts = Completion(), b"", True, response.aiter_bytes()
     try:
-        async for part in response.aiter_bytes():
+        while part := await server.unless_lost(anext(parts, b"")):
             events, end, rest = (rest + part).rpartition(_EVENT_END)
             if not end:
                 continue

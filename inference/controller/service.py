@@ -83,7 +83,6 @@ class Service:
         self._count, self._allow_decode, self._estimated = count, allow_decode, estimated
         self._clients = clients
         self._metrics = Metrics(fleet)
-        connect_s = settings.answer_slack_s
         headers = {"Authorization": f"Bearer {server_key}"} if server_key else {}
         # Without idle connections. httpx (0.28) may close one as expired under a request that was just given it, and a
         # prompt's cache can be fetched once only.
@@ -95,13 +94,13 @@ class Service:
         self._answers = None
         if decode_url:
             urls = [url or decode_url for url in fleet.decoders]
-            servers = {url: AnsweringServer(url, self.client, connect_s=connect_s) for url in (decode_url, *urls)}
+            servers = {url: AnsweringServer(url, self.client, settings) for url in (decode_url, *urls)}
             near = [servers[url] for url in urls]
             self._answers = Answers(servers[decode_url], self.dispatch, self._metrics, near=near)
         self._others: dict[str, AnsweringServer] = {}
         for model in settings.models:
             key = (model_keys or {}).get(model.name, "")
-            self._others[model.name] = AnsweringServer(model.url, self.outer_client, connect_s=connect_s, key=key)
+            self._others[model.name] = AnsweringServer(model.url, self.outer_client, settings, key=key)
 
     def app(self) -> FastAPI:
         """Create the ASGI application."""

@@ -46,7 +46,7 @@ async def test_a_worker_computes_the_prompt_and_the_decode_server_the_answer(pat
         assert 'weft_answer_begin_seconds_count{prefill="bubble"} 1.0' in metrics
 
 
-@pytest.mark.parametrize("fault", ["", "dead", "full", "leaving"])
+@pytest.mark.parametrize("fault", ["", "dead", "hung", "full", "leaving"])
 async def test_the_decode_server_near_the_worker_answers_unless_it_fails(fault):
     workers = FakeWorkers(2)
     workers.fault = {"decode1": fault}
@@ -229,7 +229,7 @@ async def test_a_decode_server_with_a_full_queue_names_the_seconds_until_a_retry
         assert answer.json()["error"]["message"] == "busy"
 
 
-@pytest.mark.parametrize("fault", ["dead", "leaving"])
+@pytest.mark.parametrize("fault", ["dead", "hung", "leaving"])
 async def test_without_a_decode_server_one_is_asked_to_come_again(fault):
     workers = FakeWorkers(1)
     workers.fault = {"decode": fault}
@@ -238,9 +238,30 @@ async def test_without_a_decode_server_one_is_asked_to_come_again(fault):
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "the decode server" in answer.json()["error"]["message"]
         ready = await client.get("/ready")
-        assert ready.status_code == (503 if fault == "dead" else 200)
-        assert ready.json() == {"workers": 1, "up": 1, "serving": 1, "decode": int(fault != "dead")}
+        assert ready.status_code == (200 if fault == "leaving" else 503)
+        assert ready.json() == {"workers": 1, "up": 1, "serving": 1, "decode": int(fault == "leaving")}
         assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_decode_server_may_be_slow_unless_its_health_does_not_answer_either(stream, is_stopped):
+    workers = FakeWorkers(1)
+    workers.gate.clear()
+    async with controller(workers, decode_url=DECODE, silence_s=0.1) as client:
+        pending = asyncio.create_task(client.post(PATH, json=WHOLE | {"stream": stream}))
+        while not workers.decoded:
+            await asyncio.sleep(0.001)
+        if is_stopped:
+            workers.fault = {"decode": "hung"}
+        else:
+            await asyncio.sleep(0.5)
+            workers.gate.set()
+        answer = await pending
+        assert answer.status_code == (503 if is_stopped and not stream else 200)
+        assert ("the decode server" in answer.text) == is_stopped
+        if stream:
+            assert answer.text.endswith("data: [DONE]\n\n") and ('"a"' in answer.text) != is_stopped
 
 
 async def test_no_request_gets_a_connection_that_another_has_used():
