@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -31,8 +32,9 @@ OWNERS = {command: name for name, feature in FEATURES.items() for command in fea
 """The feature of each command that the core does not have."""
 LIGHT_HELP = ("train", "check", "profile", "emulate")
 """Commands whose modules take seconds to import; `weft.tools.parsers` has their options."""
-OWN_SIGNALS = ("launch", "serve", "controller", "train")
+OWN_SIGNALS = ("serve", "controller", "train")
 """Commands that handle signals themselves; the others unwind, so that no temporary folder or process stays."""
+TERMINATION = (signal.SIGTERM, signal.SIGHUP)
 BAD_INPUT = 2
 
 
@@ -67,17 +69,28 @@ def _run(command: str, rest: Sequence[str]) -> int:
     return status
 
 
+class Terminated(SystemExit):
+    """The end of a command by a signal. The exit code is 128 plus the signal's number."""
+
+
 def unwind_on_termination() -> None:
-    """Raise `SystemExit` in this process upon SIGTERM, or SIGHUP without `nohup`, so that context managers clean up."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    """Raise `Terminated` in this process upon SIGTERM, or SIGHUP without `nohup`, so that context managers clean up."""
+    for number in TERMINATION:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, partial(_unwind, os.getpid()))
+
+
+def end_at_once_on_termination() -> None:
+    """Undo `unwind_on_termination`."""
+    for number in TERMINATION:
+        if isinstance(signal.getsignal(number), partial):
+            signal.signal(number, signal.SIG_DFL)
 
 
 def report_bad_input(name: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
-    A ValueError is printed after the command's name, and the code is 2. Ctrl-C ends the command in one line, too.
+    A ValueError is printed after the command's name, and the code is 2. Signals end the command in one line, too.
     """
     try:
         _require_home()
@@ -90,6 +103,11 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Terminated as end:
+        assert isinstance(end.code, int)
+        with suppress(OSError):  # the terminal may have gone
+            print(f"{name}: ended by {signal.Signals(end.code - 128).name}", file=sys.stderr, flush=True)
+        return end.code
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -97,7 +115,7 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
 
 def _unwind(process: int, number: int, _frame: FrameType | None) -> None:
     if os.getpid() == process:
-        raise SystemExit(128 + number)
+        raise Terminated(128 + number)
     signal.signal(number, signal.SIG_DFL)  # a fork, which has nothing to clear up
     os.kill(os.getpid(), number)
 

@@ -21,6 +21,7 @@ from weft.conf.hosts import asks_for_nodes, is_loopback, run_folder, working_hos
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.sources import pass_credentials
 from weft.conf.trees import to_yaml
+from weft.tools.cli import end_at_once_on_termination
 from weft.tools.launch_arguments import (
     Arguments,
     EarlyProcess,
@@ -171,6 +172,7 @@ def run_here(config: WeftConfig, folder: Path, early: EarlyProcess, *, supervise
     if code:
         return code
     print(f"weft launch: starting {world_size(config.cluster)} ranks on this host", file=sys.stderr, flush=True)
+    end_at_once_on_termination()  # the driver handles signals
     supervision = entry("supervision")
     supervision.prepare(config, folder, own_environment() | for_other_hosts(os.environ), supervised=supervised)
     code = supervision.drive(folder, early=early)
