@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weft.conf.schema import WeftConfig
+from weft.conf.trees import shown_tree
 from weft.engine.checkpoint.durable import OtherBaseError
 
 OF_THE_LAUNCH = ("cluster.master_addr", "cluster.master_port", "dry_run", "checkpoint.resume")
 """Settings that may differ between starts."""
 OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version")
 """Fields of a model's configuration that tell how its folder was written."""
+OF_MODEL = ("model.config.", "model.adapters.")
+"""Beginnings of the names of `model_settings`."""
 OF_PEFT = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
 """Fields of adapters' configurations that do not change what is trained."""
 SHOWN = 20
@@ -38,7 +42,8 @@ class Origin:
 
     def to_tree(self) -> dict[str, Any]:
         """Return the origin as JSON values."""
-        return json.loads(json.dumps(asdict(self), default=str))
+        tree: dict[str, Any] = _plain(asdict(self))
+        return tree
 
     def require_base(self, saved: Mapping[str, Any], checkpoint: Path) -> None:
         """Check that the run that wrote a checkpoint has the same base model as this run.
@@ -65,9 +70,10 @@ class Origin:
         if not saved:
             return []
         own = self.to_tree()
+        inputs = own["inputs"].keys() & saved["inputs"].keys()
         return [
             *_differences(own["settings"], saved["settings"]),
-            *(f"other content of {name}" for name in _changed(own["inputs"], saved["inputs"])),
+            *(f"other content of {name}" for name in sorted(inputs) if own["inputs"][name] != saved["inputs"][name]),
         ]
 
     def report(self, saved: Mapping[str, Any]) -> str:
@@ -95,13 +101,18 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _differences(own: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
-    for name in _changed(own, saved):
-        if name not in OF_THE_LAUNCH:
+    """Yield the settings that differ. Settings that an earlier version did not record are unknown, and left out."""
+    defaults = _plain(flat(shown_tree(WeftConfig())))
+    described = any(name.startswith(OF_MODEL) for name in saved)
+    for name in sorted(own.keys() | saved.keys()):
+        is_new = name not in saved and name in defaults and own[name] == defaults[name]
+        is_unknown = is_new or (name.startswith(OF_MODEL) and not described)
+        if own.get(name) != saved.get(name) and not is_unknown and name not in OF_THE_LAUNCH:
             yield f"{name}={own.get(name)} (was {saved.get(name)})"
 
 
-def _changed(own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted(own.keys() | saved.keys()) if own.get(name) != saved.get(name)]
+def _plain(tree: Any) -> Any:
+    return json.loads(json.dumps(tree, default=str))
 
 
 def _shown(base: str, path: str) -> str:

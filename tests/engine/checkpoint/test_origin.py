@@ -141,3 +141,15 @@ def test_changed_configuration_of_a_model_is_listed():
     other.attention_dropout, other.dtype = 0.5, "bfloat16"
     saved = Origin(settings=model_settings(config, {})).to_tree()
     assert Origin(settings=model_settings(other, {})).report(saved) == "model.config.attention_dropout=0.5 (was 0.0)"
+
+
+def test_what_an_earlier_version_did_not_record_is_no_difference():
+    settings = flat(to_tree(WeftConfig()))
+    earlier = {name: value for name, value in settings.items() if name != "checkpoint.on_signal"} | {"train.seed": 9}
+    saved = Origin(settings=earlier, inputs={"data.path": "2"}).to_tree()
+    adapters = {"default": peft.LoraConfig(target_modules=["q_proj"])}
+    settings |= model_settings(LlamaConfig(), adapters)
+    own = Origin(settings=settings, inputs=OWN.inputs)
+    assert own.differences(saved) == ["train.seed=1234 (was 9)"]
+    settings["checkpoint.on_signal"] = not settings["checkpoint.on_signal"]
+    assert own.differences(saved)[0].startswith("checkpoint.on_signal=")

@@ -60,6 +60,24 @@ def test_files_of_a_folder_are_read_whatever_the_case_of_their_suffix(tokenizer,
     assert "3 documents" in source.description
 
 
+@pytest.mark.parametrize("pattern", ["data/train.JSONL", "data/*.JSONL", "data/train.*"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_readme_names_files_whatever_the_case_of_their_suffix(tokenizer, tmp_path, pattern, streaming):
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    front = {"configs": [{"config_name": "main", "data_files": [{"split": "train", "path": pattern}]}]}
+    (folder / "README.md").write_text(f"---\n{json.dumps(front)}\n---\n# A set\n")
+    for name in ("train.JSONL", "other.jsonl"):
+        (folder / "data" / name).write_text(json.dumps({"text": name}) + "\n")
+    assert texts(data(tmp_path, folder, streaming=streaming), tokenizer) == ["train.JSONL"] * 2
+
+
+def test_files_that_differ_in_the_case_of_their_suffix_are_both_read(tokenizer, tmp_path):
+    for name in ("a.JSONL", "a.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    assert sorted(texts(data(tmp_path, tmp_path), tokenizer)) == ["a.JSONL", "a.jsonl"]
+
+
 @pytest.mark.parametrize("url", ["memory://literal{}", "file://{}"])
 def test_a_url_is_a_pattern_only_if_it_names_nothing(tokenizer, tmp_path, url):
     root = url.format(tmp_path)
