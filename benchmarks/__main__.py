@@ -10,7 +10,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from weft.tools.cli import report_bad_input, unwind_on_termination
+from weft.conf.host.processes import unwind_on_termination
+from weft.tools.cli import report_bad_input
 
 
 @cache

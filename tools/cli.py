@@ -10,12 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 
 from weft.conf.features import FEATURES, require
+from weft.conf.host.processes import Terminated, unwind_on_termination
 from weft.conf.host.terminal import print_error
 
 COMMANDS = {
@@ -34,7 +33,6 @@ LIGHT_HELP = ("train", "check", "profile", "emulate")
 """Commands whose modules take seconds to import; `weft.tools.parsers` has their options."""
 OWN_SIGNALS = ("serve", "controller", "train")
 """Commands that handle signals themselves; the others unwind, so that no temporary folder or process stays."""
-TERMINATION = (signal.SIGTERM, signal.SIGHUP)
 BAD_INPUT = 2
 
 
@@ -69,24 +67,6 @@ def _run(command: str, rest: Sequence[str]) -> int:
     return status
 
 
-class Terminated(SystemExit):
-    """The end of a command by a signal. The exit code is 128 plus the signal's number."""
-
-
-def unwind_on_termination() -> None:
-    """Raise `Terminated` in this process upon SIGTERM, or SIGHUP without `nohup`, so that context managers clean up."""
-    for number in TERMINATION:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, partial(_unwind, os.getpid()))
-
-
-def end_at_once_on_termination() -> None:
-    """Undo `unwind_on_termination`."""
-    for number in TERMINATION:
-        if isinstance(signal.getsignal(number), partial):
-            signal.signal(number, signal.SIG_DFL)
-
-
 def report_bad_input(name: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit code.
 
@@ -111,13 +91,6 @@ def report_bad_input(name: str, command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-
-
-def _unwind(process: int, number: int, _frame: FrameType | None) -> None:
-    if os.getpid() == process:
-        raise Terminated(128 + number)
-    signal.signal(number, signal.SIG_DFL)  # a fork, which has nothing to clear up
-    os.kill(os.getpid(), number)
 
 
 def _require_home() -> None:

@@ -15,13 +15,12 @@ from weft.conf import load
 from weft.conf.batch import fit_batch
 from weft.conf.features import entry, is_installed, require
 from weft.conf.host.private import SECRETS, split_secrets, without_credentials, write_private
-from weft.conf.host.processes import COLUMNS, columns_of, free_port
+from weft.conf.host.processes import COLUMNS, columns_of, end_at_once_on_termination, free_port
 from weft.conf.host.run_lock import RunLock
 from weft.conf.hosts import asks_for_nodes, is_loopback, run_folder, working_hosts, world_size
 from weft.conf.schema import ClusterManager, WeftConfig
 from weft.conf.sources import pass_credentials
 from weft.conf.trees import to_yaml
-from weft.tools.cli import end_at_once_on_termination
 from weft.tools.launch_arguments import (
     Arguments,
     EarlyProcess,

@@ -15,7 +15,9 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple, NoReturn, TextIO
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -236,3 +238,31 @@ class LongLived:
         """Let collections examine all objects again."""
         if self._frozen:
             gc.unfreeze()
+
+
+TERMINATION = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Terminated(SystemExit):
+    """The end of a command by a signal. The exit code is 128 plus the signal's number."""
+
+
+def unwind_on_termination() -> None:
+    """Raise `Terminated` in this process upon SIGTERM, or SIGHUP without `nohup`, so that context managers clean up."""
+    for number in TERMINATION:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, partial(_unwind, os.getpid()))
+
+
+def end_at_once_on_termination() -> None:
+    """Undo `unwind_on_termination`."""
+    for number in TERMINATION:
+        if isinstance(signal.getsignal(number), partial):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _unwind(process: int, number: int, _frame: FrameType | None) -> None:
+    if os.getpid() == process:
+        raise Terminated(128 + number)
+    signal.signal(number, signal.SIG_DFL)  # a fork, which has nothing to clear up
+    os.kill(os.getpid(), number)

@@ -46,12 +46,14 @@ class Seen:
         keys: for each key of messages that only a chat template can read, some conversations that have it.
         forms: the first row with each sequence of roles and keys, and where it is.
         files: files of a folder that are in none of the splits to read.
+        equal: number of pairs whose answers are equal, by where the first one of a source is.
     """
 
     unread: dict[str, None] = field(default_factory=dict)
     keys: dict[str, list[Conversation]] = field(default_factory=dict)
     forms: dict[object, tuple[str, Conversation | Pair]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    equal: dict[str, int] = field(default_factory=dict)
 
     def add_form(self, row: Conversation | Pair, where: str) -> None:
         """Store a row if it is the first of its form, among the first `MOST_RENDERED` forms."""
@@ -110,6 +112,7 @@ def _merged(parts: list[Seen]) -> Seen:
         for key, talks in part.keys.items():
             merged.keys.setdefault(key, []).extend(talks)
         merged.forms |= part.forms
+        merged.equal |= part.equal
     return merged
 
 
@@ -190,6 +193,9 @@ class _Check:
             if fault := pair_fault(pair := Pair.of(row)):
                 raise RowFault(where, fault)
             self.seen.add_form(pair, self._place(where))
+            if pair.chosen == pair.rejected:
+                first = next(iter(self.seen.equal), self._place(where))
+                self.seen.equal[first] = self.seen.equal.get(first, 0) + 1
         elif self.is_chat:
             talk = Conversation.of(row, fields)
             if fault := conversation_fault(talk):
@@ -320,6 +326,9 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
         parts.append(f"roles of messages whose content the chat template does not show: {', '.join(roles)}")
     if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):
         parts.append("arguments of tool_calls that are text, which the chat template quotes again: write objects")
+    for where, count in seen.equal.items():
+        first = where.removeprefix("data.path=")
+        parts.append(f"{count} pairs teach nothing, because chosen and rejected are equal, first {first}")
     paths = ", ".join(each.path for each in sources_of(data))
     return [printable(f"{paths}: {'; '.join(parts)}")] if parts else []
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 from weft.conf.schema import DataConfig, DataKind
-from weft.engine.data import build_loader, check_source
+from weft.engine.data import build_loader, check_source, unused_lines
 from weft.engine.data.pairs import Pair, PairEncoder, rows_of
 from weft.engine.data.tokenizer import train_bpe
 
@@ -122,6 +122,20 @@ def test_row_that_is_no_pair_is_refused_with_its_line(row, problem, tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(ROWS["ordinary"]) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=f"line 2.*{problem}"):
         check_source(DataConfig(kind=DataKind.preference, path=str(tmp_path / "pairs.jsonl"), packing=False))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "saved"])
+def test_pairs_of_equal_answers_are_named_before_the_run(form, tmp_path):
+    equal = [{**ROWS["ordinary"], "rejected": ROWS["ordinary"]["chosen"]}, {"chosen": "it is", "rejected": "it is"}]
+    rows, path = [ROWS["ordinary"], *equal], tmp_path / "pairs.jsonl"
+    if form == "saved":
+        Dataset.from_list(rows[:2] * 2).save_to_disk(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(kind=DataKind.preference, path=str(path), packing=False, cache_dir=str(tmp_path / "cache"))
+    where = "row 2" if form == "saved" else "line 2"
+    named = f"{path}: 2 pairs teach nothing, because chosen and rejected are equal, first {path}: {where}"
+    assert unused_lines(data, tokenizer(), check_source(data)) == [named]
 
 
 def test_chosen_answers_are_the_first_half_of_a_microbatch_and_reading_ahead_changes_nothing(tmp_path):
