@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,15 @@ from weft.recipes.serving.checks import reason_of
 
 STARTING_S = 600.0
 """Longest time in seconds from a server's start to its first answer, unless it waits for processors."""
-STARTING_CPU_S = 300.0
-"""Processor seconds that a start may take on a busy host, on which the longest time does not count."""
-LEAST_CPU_S = 1.0
-"""Processor seconds in the last `WATCHED` probes from which a start makes progress. Threads that poll take less."""
-WATCHED = 12
 PROBE_S = 5.0
 """Seconds between health probes of a server, and the timeout of a probe."""
 MISSED = 6
-"""Number of consecutive failed probes after which a server that had answered is restarted."""
+"""Number of consecutive failed probes after which a server that had answered is restarted, unless it waits likewise."""
+COMPUTING_CPU_S = 300.0
+"""Processor seconds that a server may take on a busy host until it answers."""
+LEAST_CPU_S = 1.0
+"""Processor seconds in the last `WATCHED` probes from which a server makes progress. Threads that poll take less."""
+WATCHED = 12
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds before an ended server is restarted. They double while it keeps ending."""
 MAX_STARTS = 3
@@ -80,8 +79,9 @@ class ServerProcess:
         self._pause_s = FIRST_PAUSE_S
         self._start_at_s = 0.0
         self._answered = False
-        self._missed = self._starts = 0
-        self._computed_s: deque[float] = deque(maxlen=WATCHED)
+        self._starts = 0
+        self._computed_s: list[float] = []
+        """Processor seconds at each of the consecutive failed probes."""
         self._log, self._log_begin = Path(), 0
         self.ever_answered = False
         self.failure = ""
@@ -140,7 +140,7 @@ class ServerProcess:
             )
         self._begun_s = self._probed_s = now_s
         self._starts += 1
-        self._answered, self._missed = False, 0
+        self._answered = False
         self._computed_s.clear()
         where = f" on port {self._url.rpartition(':')[2]}" if self._url else ""
         print(f"{self.name}{self._note}: starting{where}, log {log.name}", flush=True)
@@ -150,22 +150,22 @@ class ServerProcess:
             with urllib.request.urlopen(f"{self._url}/health", timeout=PROBE_S):
                 pass
         except OSError:
-            self._missed += 1
+            assert self._process is not None
+            self._computed_s.append(processor_seconds(self._process.pid))
             limit = MISSED if self._answered else STARTING_S / PROBE_S
-            if self._missed > limit and (self._answered or not self._is_computing()):
+            if len(self._computed_s) > limit and not self._is_computing():
                 self.restart("does not answer", now_s)
             return
         if not self._answered:
             print(f"{self.name}: ready after {now_s - self._begun_s:.0f} s", flush=True)
-        self._answered, self._missed, self._pause_s = True, 0, FIRST_PAUSE_S
-        self.ever_answered = True
+        self._answered = self.ever_answered = True
+        self._pause_s = FIRST_PAUSE_S
+        self._computed_s.clear()
 
     def _is_computing(self) -> bool:
-        """True if a start has taken less processor time than it may, and makes progress."""
-        assert self._process is not None
-        self._computed_s.append(processor_seconds(self._process.pid))
-        first_s, last_s = self._computed_s[0], self._computed_s[-1]
-        return last_s < STARTING_CPU_S and (len(self._computed_s) < WATCHED or last_s - first_s >= LEAST_CPU_S)
+        """True if it makes progress, and has taken less processor time than it may since it last answered."""
+        first_s, *_, last_s = self._computed_s
+        return last_s - first_s < COMPUTING_CPU_S and last_s - self._computed_s[-WATCHED:][0] >= LEAST_CPU_S
 
     def restart(self, why: str, now_s: float) -> None:
         """End the process, and start it again after a pause, or never."""
