@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -140,28 +141,18 @@ class Answers:
         self._server, self._dispatch, self._metrics, self._near = server, dispatch, metrics, near
         self._avoided_until_s: dict[str, float] = {}
 
-    async def answer(
-        self,
-        path: str,
-        body: bytes,
-        value: Mapping[str, Any],
-        headers: Mapping[bytes, bytes],
-        *,
-        tokens: int,
-        deadline_s: float,
-    ) -> Response:
+    async def answer(self, request: PrefillRequest, value: Mapping[str, Any]) -> Response:
         """Return the decode server's response, which is streamed as it is produced.
 
         Args:
-            value: the parsed body.
-            tokens: number of prompt tokens, or 0 if no worker can compute the prompt.
-            deadline_s: seconds in which a worker has to compute the prompt.
+            request: the client's request, with 0 tokens if no worker can compute the prompt.
+            value: its parsed body.
 
         Raises:
             Refusal: the decode server does not answer.
         """
-        begun_s = time.monotonic()
-        transfer, added = await self._prefill(path, body, value, headers, tokens=tokens, deadline_s=deadline_s)
+        begun_s, path, body, headers = time.monotonic(), request.path, request.body, request.headers
+        transfer, added = await self._prefill(request, value)
         prefilled = "bubble" if transfer else "decode"
         if transfer:
             body = json.dumps({**value, "kv_transfer_params": transfer}).encode()
@@ -179,35 +170,28 @@ class Answers:
         return await self._server.answer(path, body, headers, added=added, begun=begun)
 
     async def _prefill(
-        self,
-        path: str,
-        body: bytes,
-        value: Mapping[str, Any],
-        headers: Mapping[bytes, bytes],
-        *,
-        tokens: int,
-        deadline_s: float,
+        self, request: PrefillRequest, value: Mapping[str, Any]
     ) -> tuple[dict[str, Any] | None, dict[str, str]]:
         """Return the parameters by which the decode server fetches the prompt's cache, and headers for the client.
 
         There are none if the decode server has to compute the prompt.
         """
-        part = prompt_part(value) if tokens else None
+        part = prompt_part(value) if request.tokens else None
         if part is None:
             return None, self._fallback("request")
-        until_s, rendered = time.monotonic() + deadline_s, list[int]()
+        until_s, rendered = time.monotonic() + request.deadline_s, list[int]()
+        path, tokens = request.path, request.tokens
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(request.deadline_s):
                 if depends_on_server(value):
-                    rendered = await self._server.render(path, body, headers)
+                    rendered = await self._server.render(path, request.body, request.headers)
                     if not 0 < len(rendered) < self._dispatch.max_tokens:
                         return None, self._fallback("request")
                     path, part, tokens = _COMPLETIONS, rendered_part(part, rendered), len(rendered)
                 left_s = max(0.0, until_s - time.monotonic())
-                request = PrefillRequest(
-                    path=path, body=json.dumps(part).encode(), headers=headers, tokens=tokens, deadline_s=left_s
-                )
-                response, ticket = await self._dispatch.prefill(request)
+                body = json.dumps(part).encode()
+                prefill = replace(request, path=path, body=body, tokens=tokens, deadline_s=left_s)
+                response, ticket = await self._dispatch.prefill(prefill)
         except TimeoutError:
             return None, self._fallback("late")
         except Refusal as refusal:

@@ -158,8 +158,8 @@ class Service:
             # Worker and decode server log the same name.
             headers.setdefault(_REQUEST_ID, uuid.uuid4().hex.encode())
             tokens = tokens if fits else 0
-            answer = self._answers.answer(path, body, value, headers, tokens=tokens, deadline_s=deadline_s)
-            response = await _unless_disconnected(request, answer)
+            whole = PrefillRequest(path=path, body=body, headers=headers, tokens=tokens, deadline_s=deadline_s)
+            response = await _unless_disconnected(request, self._answers.answer(whole, value))
             response.headers.setdefault("X-Request-Id", headers[_REQUEST_ID].decode("latin-1"))
             return response
         body, tokens = await asyncio.to_thread(self._validate, body, value)
