@@ -42,12 +42,6 @@ class Group:
         if len(self.nodes) != len(self.ranks):
             raise ValueError(f"nodes={self.nodes}: give one for each of the {len(self.ranks)} ranks")
 
-    @classmethod
-    def regular(cls, num_nodes: int, ranks_per_node: int) -> Group:
-        """Create a group of ranks 0, 1, ... on nodes of equal size, node by node."""
-        ranks = tuple(range(num_nodes * ranks_per_node))
-        return cls(ranks, tuple(rank // ranks_per_node for rank in ranks))
-
     @property
     def size(self) -> int:
         """Number of ranks."""

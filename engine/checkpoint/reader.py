@@ -145,13 +145,6 @@ class Checkpoint:
             yield piece, tensor.dtype
             start = piece.stop
 
-    def verify(self) -> None:
-        """Read and check all pieces in this folder. Raise CheckpointError if a checksum differs."""
-        for tensor in self.manifest.tensors.values():
-            for piece in tensor.pieces:
-                if self.has(piece.file):
-                    self._reader(piece.file).read(piece, tensor.dtype)
-
     def _nearest(self, tensor: StoredTensor, element: int) -> StoredPiece:
         """Return a piece with an element, preferably in a file of this folder."""
         holding = [piece for piece in tensor.pieces if piece.start <= element < piece.stop]

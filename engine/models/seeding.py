@@ -23,13 +23,10 @@ MAX_CONSTRUCTED = 200_000_000
 
 
 @contextlib.contextmanager
-def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Context in which random numbers depend only on ``seed`` and ``name``, on the CPU and a GPU ``device``.
-
-    The generators' states are restored afterwards.
-    """
-    with restored_generators(device):
-        seed_generators(seed, name, device)
+def seeded(seed: int, name: str) -> Iterator[None]:
+    """Context in which the CPU's random numbers depend only on ``seed`` and ``name``, and which restores its state."""
+    with restored_generators(None):
+        seed_generators(seed, name, None)
         yield
 
 

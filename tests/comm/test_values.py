@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.comm.collectives import Group, LinkClass
+from tests.comm.collectives.balanced import regular
+from weft.comm.collectives import LinkClass
 from weft.comm.collectives.collective import Collective, Primitive
 from weft.comm.collectives.space import Choice
 from weft.comm.values import decode, encode
@@ -64,7 +65,7 @@ def test_records_are_made_of_the_kinds_that_the_reader_names_and_of_what_those_h
 def test_schedules_and_rewrites_of_collectives_survive():
     schedule = generate("w", Placement.fold(4), 8)
     assert decode(encode({1: schedule}), (Schedule,)) == {1: schedule}
-    collective = Collective(Primitive.all_gather, Group.regular(2, 2), (4,), 4)
+    collective = Collective(Primitive.all_gather, regular(2, 2), (4,), 4)
     choice = Choice.plainly(collective)
     again = decode(encode(choice), (Choice,))
     assert again.rewrite == choice.rewrite and math.isnan(again.cost_s)

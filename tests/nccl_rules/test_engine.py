@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from tests.comm.collectives.balanced import regular
 from tests.engine.parallel.axis_training import pair_config
 from tests.engine.stages.tiny import tiny
 from tests.engine.tiny import reference_losses, tiny_config
@@ -17,7 +18,7 @@ from tests.nccl_rules.engines import (
     without_eager_connection,
 )
 from tests.quickstart import TINY_QUICKSTART
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.host.measurements import Measurements
 from weft.conf.schema import Partition
@@ -196,7 +197,7 @@ def test_collectives_that_the_planner_divides(tmp_path):
     links = {LinkClass.intra: AlphaBeta(1e-6, 1e-8), LinkClass.inter: AlphaBeta(1e-6, 1e-7)}
     slow = {(LinkClass.mixed, primitive): AlphaBeta(1e-6, 2e-7) for primitive in (SCATTER, GATHER)}
     costs = CollectiveCosts({**CollectiveCosts.of_links(links).table, **slow})
-    CostCache.in_folder(str(tmp_path)).write(topology_key(Group.regular(2, 2), "cpu"), costs)
+    CostCache.in_folder(str(tmp_path)).write(topology_key(regular(2, 2), "cpu"), costs)
     computes = {f"cpu, threads={threads}, {os.uname().nodename}": 1e11 for threads in range(1, 1 + os.cpu_count())}
     Measurements(tmp_path / "devices.json").store(computes)
     configs = [tiny_config(stages=2, microbatches=6, **keywords) for _, keywords, _ in DIVIDED.values()]

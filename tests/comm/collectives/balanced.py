@@ -1,6 +1,12 @@
-"""Meshes without sub-groups of slow and fast links, in which the slow ones would hold back the fast ones."""
+"""Groups on nodes of equal size, and meshes without sub-groups of slow and fast links."""
 
 from weft.comm.collectives.group import Group, LinkClass, Mesh
+
+
+def regular(num_nodes, ranks_per_node):
+    """A group of ranks 0, 1, ... node by node."""
+    ranks = tuple(range(num_nodes * ranks_per_node))
+    return Group(ranks, tuple(rank // ranks_per_node for rank in ranks))
 
 
 def is_balanced(mesh):

@@ -11,13 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.comm.collectives.balanced import regular
 from weft.comm.collectives import Collective, Group, Mesh, Primitive, Rewrite
 from weft.comm.collectives.communicator import Communicator
 from weft.comm.collectives.space import space
 from weft.engine.distributed import init_distributed
 
 GROUPS = {
-    Group.regular(2, 4): [(8,), (2, 4), (4, 2), (2, 2, 2)],
+    regular(2, 4): [(8,), (2, 4), (4, 2), (2, 2, 2)],
     Group((0, 1, 2, 4, 5, 7), (0, 0, 0, 1, 1, 1)): [(6,), (2, 3), (3, 2)],
     Group((1, 6), (0, 1)): [(2,)],
 }

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.comm.collectives.balanced import regular
 from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
 
@@ -30,6 +31,6 @@ def test_the_key_names_the_topology_and_not_the_ranks():
     one, other = Group((0, 1, 2, 3), (0, 0, 1, 1)), Group((4, 5, 8, 9), (2, 2, 7, 7))
     assert topology_key(one, "cpu") == topology_key(other, "cpu")
     assert topology_key(one, "cpu") != topology_key(one, "cuda")
-    assert topology_key(one, "cpu") != topology_key(Group.regular(4, 1), "cpu")
+    assert topology_key(one, "cpu") != topology_key(regular(4, 1), "cpu")
     assert topology_key(one, "cpu") != topology_key(Group(one.ranks, one.nodes, at_sites=True), "cpu")
     assert "2+2 ranks" in topology_key(one, "cpu") and "at sites" not in topology_key(one, "cpu")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.comm.collectives.balanced import regular
 from tests.engine.zero.replicas import Meeting, in_threads
 from weft.comm.channel import ChannelError
 from weft.comm.collectives import Collective, Group, Mesh, Primitive, Rewrite, Step, communicator, plain
@@ -83,7 +84,7 @@ def expected(primitive, elements, position, ranks):
 @pytest.mark.parametrize("primitive", WHOLE)
 @pytest.mark.parametrize("named", [False, True])
 def test_every_rewrite_is_the_plain_collective(ranks, primitive, named):
-    group = Group.regular(2, 2)
+    group = regular(2, 2)
     elements = 13 if primitive is Primitive.all_reduce else 20
     wish = Collective.flat(primitive, group, num_elements=elements, itemsize=8)
     shapes = [(4,), (2, 2)]
@@ -144,7 +145,7 @@ def test_what_does_not_fit_is_refused(ranks):
 
 
 def test_meshes_and_groups_that_were_not_opened_are_refused(ranks):
-    group, other = Group.regular(2, 2), Group((0, 1, 2, 3), (0, 0, 0, 1))
+    group, other = regular(2, 2), Group((0, 1, 2, 3), (0, 0, 0, 1))
 
     def run(rank):
         opened = Communicator.open([group], device=CPU, timeout_s=1.0, meshes={group: [group.flat]})
@@ -192,7 +193,7 @@ def test_what_is_closed_takes_no_more_and_waits_for_nothing(ranks):
 
 def test_a_chunk_that_is_done_keeps_the_target_alone(ranks):
     """The output of its last step is released before anything waits."""
-    wish = Collective.flat(Primitive.all_gather, Group.regular(2, 1), num_elements=8, itemsize=4)
+    wish = Collective.flat(Primitive.all_gather, regular(2, 1), num_elements=8, itemsize=4)
 
     def run(rank):
         opened = Communicator.open([wish.group], device=CPU, timeout_s=1.0)
@@ -205,7 +206,7 @@ def test_a_chunk_that_is_done_keeps_the_target_alone(ranks):
 
 @pytest.mark.parametrize("asked", [None, [Primitive.broadcasts]])
 def test_each_axis_of_a_ranks_own_group_is_connected_for_what_it_is_used_for(ranks, monkeypatch, asked):
-    groups, connected = [Group.regular(2, 2), Group((4, 5), (2, 3))], {}
+    groups, connected = [regular(2, 2), Group((4, 5), (2, 3))], {}
 
     def connect(axes, device):
         assert device == CPU

@@ -2,12 +2,13 @@
 
 import pytest
 
-from weft.comm.collectives import AlphaBeta, Collective, CollectiveCosts, Group, LinkClass, Primitive, plain
+from tests.comm.collectives.balanced import regular
+from weft.comm.collectives import AlphaBeta, Collective, CollectiveCosts, LinkClass, Primitive, plain
 from weft.comm.collectives.space import Planner
 from weft.conf.schema import Partition
 
 COSTS = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(0.0, 1e-9), LinkClass.inter: AlphaBeta(1e-6, 2e-9)})
-WISH = Collective.flat(Primitive.all_gather, Group.regular(2, 2), num_elements=2**20, itemsize=4)
+WISH = Collective.flat(Primitive.all_gather, regular(2, 2), num_elements=2**20, itemsize=4)
 
 
 @pytest.mark.parametrize(

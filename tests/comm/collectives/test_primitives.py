@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.collectives.balanced import balanced_meshes
+from tests.comm.collectives.balanced import balanced_meshes, regular
 from tests.thread_ranks import run_in_threads
 from weft.comm.collectives import Collective, Group, LinkClass, Primitive, Rewrite, Step, plain, primitives, probe
 from weft.comm.collectives.cache import CostCache
@@ -72,7 +72,7 @@ def summed_in_chunks(group):
 
 
 def test_a_sum_of_received_parts_is_not_rounded_to_their_format():
-    for shard in run_in_threads(3, summed_in_chunks, Group.regular(3, 1)):
+    for shard in run_in_threads(3, summed_in_chunks, regular(3, 1)):
         assert shard.tolist() == [2 + 2.0**-12] * 8
 
 
@@ -136,7 +136,7 @@ def test_groups_that_are_alike_share_what_they_measure(tmp_path, monkeypatch):
 
 
 def sampled(axes):
-    group = Group.regular(*axes)
+    group = regular(*axes)
     communicator = Communicator.open(
         [group], device=CPU, timeout_s=20, meshes={group: (group.flat, *balanced_meshes(group))}
     )

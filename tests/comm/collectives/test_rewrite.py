@@ -5,10 +5,11 @@ from itertools import product
 
 import pytest
 
-from weft.comm.collectives import Collective, Group, Mesh, Primitive, Rewrite, Step
+from tests.comm.collectives.balanced import regular
+from weft.comm.collectives import Collective, Mesh, Primitive, Rewrite, Step
 from weft.comm.collectives.rewrite import plain
 
-GROUP = Group.regular(2, 2)
+GROUP = regular(2, 2)
 MESH = Mesh(GROUP, (2, 2))
 WHOLE = (Primitive.all_reduce, Primitive.reduce_scatter, Primitive.all_gather)
 STEPS = [Step(primitive, axis) for primitive in WHOLE for axis in (0, 1)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.comm.collectives.balanced import balanced_meshes, is_balanced
+from tests.comm.collectives.balanced import balanced_meshes, is_balanced, regular
 from weft.comm.collectives import (
     AlphaBeta,
     Collective,
@@ -25,7 +25,7 @@ from weft.comm.collectives.collective import EXECUTED
 from weft.comm.collectives.costs import fit
 from weft.comm.collectives.space import space
 
-TWO_BY_TWO = Group.regular(2, 2)
+TWO_BY_TWO = regular(2, 2)
 SLOW_BETWEEN = CollectiveCosts.of_links(
     {LinkClass.intra: AlphaBeta(1e-5, 1e-10), LinkClass.inter: AlphaBeta(1e-3, 1e-8)}
 )
@@ -70,12 +70,12 @@ def test_a_balanced_mesh_has_links_of_one_class_in_each_sub_group(mesh):
 def test_meshes_follow_the_topology():
     assert [mesh.shape for mesh in TWO_BY_TWO.meshes()] == [(4,), (2, 2)]
     assert Mesh(TWO_BY_TWO, (2, 2)).links == (LinkClass.inter, LinkClass.intra)
-    eight = Group.regular(2, 4)
+    eight = regular(2, 4)
     assert [mesh.shape for mesh in eight.meshes()] == [(8,), (2, 4)]
     assert {mesh.shape for mesh in balanced_meshes(eight)} == {(2, 4), (2, 2, 2)}
     assert not is_balanced(Mesh(eight, (4, 2)))
     assert [mesh.shape for mesh in Group((0, 1, 2, 3), (0, 0, 0, 1)).meshes()] == [(4,)]
-    assert [mesh.shape for mesh in Group.regular(1, 4).meshes()] == [(4,)]
+    assert [mesh.shape for mesh in regular(1, 4).meshes()] == [(4,)]
 
 
 def test_a_group_that_is_none_is_refused():
@@ -151,7 +151,7 @@ def test_the_choice_is_the_cheapest(primitive):
     assert isclose(choice.cost_s, min(costs), abs_tol=1e-9)
     assert choice.plain_s == SLOW_BETWEEN.rewrite_s(plain(wish(primitive)))
     assert f"({choice.plain_s / choice.cost_s:.2f}x); best of {len(costs)} rewrites" in choice.reason
-    alone = Collective.flat(primitive, Group.regular(1, 2), num_elements=2, itemsize=4)
+    alone = Collective.flat(primitive, regular(1, 2), num_elements=2, itemsize=4)
     kept = choose(alone, SLOW_BETWEEN)
     assert kept.rewrite == plain(alone) and kept.cost_s == kept.plain_s
     assert f"no other of {len(list(space(alone)))} rewrites is faster" in kept.reason
@@ -247,7 +247,7 @@ def test_meshes_are_the_balanced_ones_with_axes_of_different_links(num_nodes, ra
 
 
 def test_meshes_of_a_large_group_are_those_of_its_nodes():
-    group = Group.regular(128, 8)
+    group = regular(128, 8)
     assert [mesh.shape for mesh in group.meshes()] == [(1024,), (128, 8)]
     assert group.layout == (8,) * 128
 
@@ -278,7 +278,7 @@ def test_empty_tensors_and_groups_of_one_take_no_time(primitive):
 
 
 def test_a_mesh_of_another_group_and_a_fit_of_one_measurement_are_refused():
-    other = Group.regular(1, 4)
+    other = regular(1, 4)
     with pytest.raises(ValueError, match="the mesh belongs to another group"):
         Rewrite(wish(Primitive.all_reduce), other.flat, (Step(Primitive.all_reduce, 0),))
     with pytest.raises(ValueError, match="at least two measurements"):

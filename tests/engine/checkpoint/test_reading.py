@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tests.engine.checkpoint.ranks_in_threads import save_step, tensors
+from tests.engine.checkpoint.ranks_in_threads import save_step, tensors, verify
 from weft.engine.checkpoint import Checkpoint, CheckpointError, Piece, newest, open_checkpoint, save
 from weft.engine.checkpoint.manifest import Manifest
 from weft.engine.checkpoint.pieces import StoredPiece, StoredTensor, checksum, share
@@ -36,9 +36,9 @@ def test_every_flipped_bit_is_found(two):
             if file.name == "manifest.json" and _same_values(original, flipped):
                 continue  # whitespace for other whitespace
             with pytest.raises(CheckpointError, match=file.name):
-                open_checkpoint(path).verify()
+                verify(open_checkpoint(path))
         file.write_bytes(original)
-    open_checkpoint(path).verify()
+    verify(open_checkpoint(path))
 
 
 def _same_values(original: bytes, flipped: bytes) -> bool:
@@ -54,7 +54,7 @@ def test_a_header_that_says_something_else_and_can_be_read_is_found(two):
     assert b'"F32"' in content
     path.write_bytes(content.replace(b'"F32"', b'"I32"', 1))
     with pytest.raises(CheckpointError, match="its header does not match its checksum"):
-        open_checkpoint(path.parent).verify()
+        verify(open_checkpoint(path.parent))
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "missing", "empty", "no manifest", "foreign manifest"])
@@ -115,7 +115,7 @@ def test_safetensors_reads_it(tmp_path):
         assert set(file.keys()) == held.keys()
         for name, tensor in held.items():
             assert torch.equal(file.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8))
-    open_checkpoint(tmp_path / "step-00000001").verify()
+    verify(open_checkpoint(tmp_path / "step-00000001"))
 
 
 def test_parts(two):

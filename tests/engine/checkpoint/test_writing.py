@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.checkpoint.ranks_in_threads import NUM_RANKS, Crash, check, failing, save_step
+from tests.engine.checkpoint.ranks_in_threads import NUM_RANKS, Crash, check, failing, save_step, verify
 from weft.engine.checkpoint import (
     BackgroundWriter,
     CheckpointError,
@@ -184,7 +184,7 @@ def test_crash_at_every_operation_of_several_sites(tmp_path):
         assert common, held
         for site in "abc":
             for name in common:
-                open_checkpoint(folder / site / name).verify()
+                verify(open_checkpoint(folder / site / name))
 
 
 def test_values_that_are_no_json(tmp_path):

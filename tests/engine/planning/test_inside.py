@@ -6,8 +6,9 @@ from math import inf
 import pytest
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig
 
+from tests.comm.collectives.balanced import regular
 from tests.engine.planning.given import MODEL
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass, Primitive
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.conf.schema import (
     ClusterConfig,
@@ -104,7 +105,7 @@ def test_experts_are_held_in_parts_and_sharded_over_who_holds_the_same(tmp_path)
 def test_measured_collectives_of_an_axis_are_in_the_step(tmp_path):
     alpha = 1.0
     links = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(alpha, 0.0)})
-    CostCache.in_folder(str(tmp_path)).write(topology_key(Group.regular(1, 2), "cpu"), links)
+    CostCache.in_folder(str(tmp_path)).write(topology_key(regular(1, 2), "cpu"), links)
     layers = MODEL.num_hidden_layers // 2
     for stage in plan_of(tmp_path, tensor=2).costs.stages:  # two blocks a layer, each of which gathers and sums
         assert 4 * layers * alpha < stage.forward_s < 5 * layers * alpha
@@ -118,7 +119,7 @@ def test_measured_collectives_of_an_axis_are_in_the_step(tmp_path):
 def test_what_costs_less_is_exchanged(tmp_path, monkeypatch, line, attention_s, chosen):
     """Twice as many collectives, or half of the bytes; or shifts that attention hides, as long as it takes here."""
     monkeypatch.setattr(axis_facts, "_attention_s", lambda *_: attention_s)
-    key = topology_key(Group.regular(1, 4), "cpu")
+    key = topology_key(regular(1, 4), "cpu")
     CostCache.in_folder(str(tmp_path)).write(key, CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(*line)}))
     config = WeftConfig(parallel=ParallelConfig(context=4))
     config.cluster.ranks = 4
@@ -137,7 +138,7 @@ def test_an_exchange_is_chosen_by_what_it_was_measured_to_take(tmp_path, monkeyp
     config = WeftConfig(parallel=ParallelConfig(context=4))
     config.cluster.ranks = 4
     config.data.cache_dir = str(tmp_path)
-    key, cache = topology_key(Group.regular(1, 4), "cpu"), CostCache.in_folder(str(tmp_path))
+    key, cache = topology_key(regular(1, 4), "cpu"), CostCache.in_folder(str(tmp_path))
     table = dict(CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(1e-3, 0.0)}).table)
     cache.write(key, CollectiveCosts(table | {(LinkClass.intra, Primitive.all_to_all): AlphaBeta(*line)}))
     assert facts_before_start(config, LLAMA).exchange is ContextExchange[chosen]

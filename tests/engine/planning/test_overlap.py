@@ -2,7 +2,8 @@
 
 import pytest
 
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
+from tests.comm.collectives.balanced import regular
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass, Primitive
 from weft.engine.planning.overlap import ZeroWork, plan_overlap, with_collectives
 from weft.pipeline.costs import CostModel, StageCost
 from weft.pipeline.generators import generate
@@ -11,7 +12,7 @@ from weft.pipeline.placement import Placement
 from weft.pipeline.simulation import simulate
 
 STAGE = StageCost(forward_s=0.01, input_s=0.01, weight_s=0.01, activation_bytes=100.0)
-GROUP = Group.regular(2, 2)
+GROUP = regular(2, 2)
 PLACEMENT = Placement.interleaved(1, 4)
 COSTS = CostModel(stages=(STAGE,) * 4)
 

@@ -7,10 +7,11 @@ from math import isfinite
 
 import pytest
 
+from tests.comm.collectives.balanced import regular
 from tests.engine.planning.given import given_facts
 from tests.engine.planning.planned import plans_of_ranks
 from tests.engine.tiny import tiny_config
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.comm.links import LinkProfile
 from weft.comm.values import decode, encode
@@ -71,7 +72,7 @@ def costs_are_known(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as ranks have it
     links = CollectiveCosts.of_links({LinkClass.intra: AlphaBeta(1e-3, 1e-6)})
     for replicas in (2, 4):
-        key = topology_key(Group.regular(1, replicas), "cpu")
+        key = topology_key(regular(1, replicas), "cpu")
         CostCache.in_folder(str(tmp_path / "measured")).write(key, links)
     return tmp_path
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.comm.collectives import Group, Primitive, Rewrite, Step, plain
+from tests.comm.collectives.balanced import regular
+from weft.comm.collectives import Primitive, Rewrite, Step, plain
 from weft.engine.parallel.cut import Cut
 from weft.engine.zero import Bucket
 from weft.engine.zero.collectives import Collectives
@@ -14,7 +15,7 @@ class Twins:
     """A communicator of two replicas that hold the same; what it is asked for happens when it is waited for."""
 
     def __init__(self):
-        self.group = Group.regular(1, 2)
+        self.group = regular(1, 2)
         self.started, self.waited, self.closed = [], 0, False
 
     def start(self, rewrite, source, target):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from benchmarks.peers.emulated_stage import EmulatedStage, EmulatedWork
+from tests.comm.collectives.balanced import regular
 from tests.engine.zero.replicas import SmallStage
 from weft.comm.channel import Completed
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass, Primitive
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass, Primitive
 from weft.conf.schema import PipelineConfig, ScheduleKind, WeftConfig, ZeroConfig
 from weft.engine.planning.memory import activation_memory
 from weft.engine.planning.overlap import OverlapPlan, ZeroWork, plan_overlap
@@ -26,7 +27,7 @@ from weft.pipeline.tiers import LayerCosts, layer_tier
 LAYERS, ELEMENTS = 8, 1024
 WORK = EmulatedWork(forward_s=0, input_s=0, weight_s=0, hidden_bytes=64, weight_elements=ELEMENTS)
 TIMED = EmulatedWork(forward_s=1e-3, input_s=1e-3, weight_s=1e-3, hidden_bytes=64, weight_elements=ELEMENTS)
-GROUPS = {"one node": Group.regular(1, 4), "two nodes": Group.regular(2, 2)}
+GROUPS = {"one node": regular(1, 4), "two nodes": regular(2, 2)}
 
 
 class Recorded(Collectives):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from weft.comm.collectives import AlphaBeta, CollectiveCosts, Group, LinkClass
+from tests.comm.collectives.balanced import regular
+from weft.comm.collectives import AlphaBeta, CollectiveCosts, LinkClass
 from weft.comm.collectives.cache import CostCache, topology_key
 from weft.tools import cli
 
@@ -37,7 +38,7 @@ def test_measured_costs_are_taken_from_the_cache(capsys, tmp_path):
     folder = f"data.cache_dir={tmp_path}"
     assert "not measured; `python -m benchmarks collectives` does it" in run(capsys, "plan", folder)[1]
     links = {LinkClass.intra: AlphaBeta(1e-5, 1e-10)}
-    key = topology_key(Group.regular(1, 4), "cpu")
+    key = topology_key(regular(1, 4), "cpu")
     CostCache.in_folder(str(tmp_path)).write(key, CollectiveCosts.of_links(links))
     code, text = run(capsys, "plan", folder)
     assert code == 0, text
