@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -17,17 +18,22 @@ from weft.engine.checkpoint import check_export, export
 from weft.engine.data import with_template
 from weft.engine.engine import WeftEngine
 from weft.engine.precision import EXPORTED
+from weft.engine.stages.files.exporting import ExportStorageError
 from weft.pipeline.perfetto import write_perfetto
 from weft.pipeline.plot import plot_timelines
 from weft.pipeline.profile import costs_to_yaml, fit_costs
 from weft.pipeline.timeline import Timeline
+
+RETRY_S = 10.0
+"""Seconds between attempts to write the last steps or the export while storage is full or read-only."""
 
 
 def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the outputs that ``config.train`` enables. Collective call."""
     if config.train.export:
         target = folder / "export"
-        export(engine, target, **_export_options(config, tokenizer))
+        options = _export_options(config, tokenizer)
+        wait_for_storage(lambda: export(engine, target, **options), ExportStorageError, "the export", config, engine)
         print_once(f"export: {target} (a Hugging Face folder)")
         if config.train.sample and engine.global_rank == 0:
             train = config.train
@@ -42,6 +48,39 @@ def finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenize
     if config.train.hub_model_id and engine.global_rank == 0:  # the others need not wait for it
         address = push(folder / "export", config.train.hub_model_id, private=config.train.hub_private_repo)
         print_once(f"pushed: {address}")
+
+
+def wait_for_storage(
+    write: Callable[[], None], full: type[ValueError], what: str, config: WeftConfig, engine: WeftEngine
+) -> None:
+    """Write. While storage is full or read-only, try again. Collective call.
+
+    Args:
+        full: the error of such storage, which ``write`` raises on every rank.
+        what: name of what is written, for messages.
+
+    Raises:
+        ValueError: writing has failed for ``checkpoint.storage_wait_s``. Raised on every rank.
+    """
+    begun, limit_s = perf_counter(), config.checkpoint.storage_wait_s
+    while True:
+        try:
+            return write()
+        except full as error:
+            waited_s = perf_counter() - begun
+            if has_rank_0(waited_s >= limit_s, engine.device):
+                raise
+            if waited_s < RETRY_S:
+                again = f"{what} is tried again every {RETRY_S:g} s"
+                print_once(f"{error}; {again} until checkpoint.storage_wait_s={limit_s:g} is over")
+        sleep(RETRY_S)
+
+
+def has_rank_0(is_over: bool, device: torch.device) -> bool:
+    """Return rank 0's value on every rank, because clocks differ, but all ranks must stop together. Collective call."""
+    word = torch.tensor(int(is_over), device=device)
+    dist.broadcast(word, src=0)
+    return bool(word)
 
 
 def check_finish(config: WeftConfig, engine: WeftEngine, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

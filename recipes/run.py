@@ -8,7 +8,7 @@ from itertools import islice
 from math import nan
 from pathlib import Path
 from signal import SIGTERM
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -24,14 +24,12 @@ from weft.engine.observability.watcher import Phase
 from weft.engine.stop_signals import Stopped
 from weft.engine.zero import NonFiniteError, ReplicasDiffer, SkippedTooOften
 from weft.engine.zero.finite import explanation, first_appeared
-from weft.recipes.finish import print_once
+from weft.recipes.finish import has_rank_0, print_once, wait_for_storage
 from weft.recipes.history import BadData, Evaluations
 from weft.recipes.progress import Progress
 
 BEST = "best"
 """Tag of the checkpoint with the lowest evaluation loss."""
-RETRY_S = 10.0
-"""Seconds between attempts to save the last steps while storage is full or read-only."""
 
 
 @dataclass
@@ -95,7 +93,7 @@ class TrainingRun:
             if every and step % every == 0 and step < train.steps:
                 with watcher.within(Phase.checkpoint):
                     self._save_if_there_is_room(step, progress)
-            if train.max_seconds and _from_rank_0(perf_counter() - began > train.max_seconds, self.engine.device):
+            if train.max_seconds and has_rank_0(perf_counter() - began > train.max_seconds, self.engine.device):
                 progress.note(f"train.max_seconds={train.max_seconds:g} reached after step {step}")
                 return
 
@@ -119,20 +117,13 @@ class TrainingRun:
         Raises:
             StorageError: writing has failed for ``checkpoint.storage_wait_s``. Raised on every rank.
         """
-        begun, limit_s = perf_counter(), self.config.checkpoint.storage_wait_s
-        while True:
-            try:
-                self.engine.finish_checkpoints()
-                self.save()
-                return self.engine.finish_checkpoints()
-            except StorageError as error:
-                waited_s = perf_counter() - begun
-                if _from_rank_0(waited_s >= limit_s, self.engine.device):
-                    raise
-                if waited_s < RETRY_S:
-                    again = f"step {self.engine.global_steps} is tried again every {RETRY_S:g} s"
-                    print_once(f"{error}; {again} until checkpoint.storage_wait_s={limit_s:g} is over")
-            sleep(RETRY_S)
+
+        def save() -> None:
+            self.engine.finish_checkpoints()
+            self.save()
+            self.engine.finish_checkpoints()
+
+        wait_for_storage(save, StorageError, f"step {self.engine.global_steps}", self.config, self.engine)
 
     def stop(self) -> NoReturn:
         """Save after a stop signal, and print where a resume begins. Collective call.
@@ -336,13 +327,6 @@ class TrainingRun:
     @property
     def _checkpoints(self) -> Path:
         return self.folder / "checkpoints"
-
-
-def _from_rank_0(stop: bool, device: torch.device) -> bool:
-    """Return rank 0's value on every rank. Clocks differ, but all ranks must stop at the same step."""
-    word = torch.tensor(int(stop), device=device)
-    dist.broadcast(word, src=0)
-    return bool(word)
 
 
 def evaluate(engine: WeftEngine, loader: MicrobatchLoader, batches: int) -> float:

@@ -218,7 +218,7 @@ class CheckpointConfig:
     final: bool = True
     """Save a checkpoint at the end."""
     storage_wait_s: Annotated[float, NATURAL] = 3600.0
-    """Seconds that the last checkpoint of a run waits for storage that is full or read-only, and tries again."""
+    """Seconds that the last checkpoint and the export wait for storage that is full or read-only, and try again."""
     on_signal: bool = True
     """Take the first SIGTERM or SIGINT as a request: training ends after the running step with a checkpoint, exit
     code 143 or 130. A second signal ends it at once."""

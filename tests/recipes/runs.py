@@ -231,7 +231,7 @@ def run(settings: Sequence[str], **faults: Any) -> dict[str, Any]:
         patch.setattr(handler, "emit", lambda record: warnings.append(record.getMessage()))
         patch.setattr(logging.getLogger("weft"), "handlers", [handler])
         if given.disk.freed_after_s:
-            patch.setattr(recipe, "RETRY_S", 0.1)
+            patch.setattr("weft.recipes.finish.RETRY_S", 0.1)
         try:
             with closing(StopSignals(60.0).open()) if given.signalled_at else nullcontext() as signals:
                 engine = train(load(settings), signals=signals)

@@ -1,9 +1,13 @@
 """Tests of the files of a finished run."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from weft.conf.schema import WeftConfig
+from weft.engine.stages.files.exporting import ExportStorageError
 from weft.pipeline.costs import CostModel
 from weft.pipeline.generators import generate
 from weft.pipeline.placement import Placement
@@ -42,3 +46,29 @@ def test_a_run_succeeds_if_its_sample_and_its_timeline_fail(tmp_path, monkeypatc
     printed = capsys.readouterr().out
     for name in ("sample", "timeline"):
         assert f"{name}: none (IndexError: index out of range in self)" in printed
+
+
+@pytest.mark.parametrize("limit_s", [3600.0, 0.0])
+def test_an_export_waits_for_a_full_disk_as_the_last_checkpoint_does(tmp_path, monkeypatch, capsys, limit_s):
+    attempts = list[int]()
+
+    def export(*_, **__):
+        attempts.append(1)
+        if len(attempts) < 4:
+            raise ExportStorageError("export: No space left on device")
+
+    monkeypatch.setattr(finish, "export", export)
+    monkeypatch.setattr(finish, "RETRY_S", 0.01)
+    monkeypatch.setattr(finish, "has_rank_0", lambda is_over, device: is_over)
+    monkeypatch.setattr(finish, "dist", SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0))
+    config = WeftConfig()
+    config.train.export, config.train.timeline, config.train.sample = True, False, ""
+    config.checkpoint.storage_wait_s = limit_s
+    engine = SimpleNamespace(global_rank=0, device="cpu", correct_measurements=list)
+    refused = pytest.raises(ExportStorageError) if not limit_s else nullcontext()
+    with refused:
+        finish.finish(config, engine, None, tmp_path)
+    assert len(attempts) == (4 if limit_s else 1)
+    if limit_s:
+        line = "No space left on device; the export is tried again every 0.01 s until checkpoint.storage_wait_s=3600 is"
+        assert line in capsys.readouterr().out

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,13 @@ from weft.comm.agreement import Gather, attempt
 from weft.engine.stages.cutting.stage import Stage
 from weft.engine.stages.files import adapter
 from weft.engine.stages.files.shards import Shard, exported_bytes, exported_dtype, write_shards
+
+STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Error numbers of the operating system for a disk that is full or read-only, which may pass."""
+
+
+class ExportStorageError(ValueError):
+    """An export that the disk does not take now, because it is full or read-only."""
 
 
 def export_stages(
@@ -43,6 +52,7 @@ def export_stages(
         dtype: type of the exported weights. None uses each weight's original type.
 
     Raises:
+        ExportStorageError: the disk is full or read-only. Raised on every writer, and nothing has changed.
         ValueError: a writer could not write, or the disk is not shared. Raised on every writer.
     """
     folder = Path(folder).expanduser().absolute()
@@ -118,7 +128,8 @@ class _Together:
         outcome = attempt(step, self.gather, share=True)
         if (failure := outcome.failure) is not None:
             shutil.rmtree(self.partial, ignore_errors=True)
-            raise ValueError(
+            of_storage = any(os.strerror(number) in failure.text for number in STORAGE)  # safetensors has its own error
+            raise (ExportStorageError if of_storage else ValueError)(
                 f"export: rank {failure.rank} could not write {self.folder} ({failure.kind}: "
                 f"{' '.join(failure.text.split())}); nothing is left there but what was there before; {self.remedy}"
             ) from failure.cause

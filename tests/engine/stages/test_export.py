@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.checkpoint.ranks_in_threads import in_threads
 from tests.engine.stages.tiny import ARCHITECTURES, batch, stages_of, tiny, whole
-from weft.engine.stages.files.exporting import export_stages
+from weft.engine.stages.files.exporting import ExportStorageError, export_stages
 from weft.engine.stages.files.shards import write_shards
 
 
@@ -82,7 +82,7 @@ def test_a_failing_writer_stops_all_and_leaves_the_old_export(tmp_path, monkeypa
 
     monkeypatch.setattr("weft.engine.stages.files.exporting.write_shards", full)
     results = written_together([[stage] for stage in stages], tmp_path / "out")
-    assert all(isinstance(r, ValueError) and "rank 1" in str(r) and "No space left" in str(r) for r in results)
+    assert all(isinstance(r, ExportStorageError) and "rank 1" in str(r) and "No space" in str(r) for r in results)
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["old"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
