@@ -40,7 +40,6 @@ def perfetto_trace(
 def _events(
     timelines: Sequence[Timeline], number: int, ranks: Sequence[Sequence[str]], first_process: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of one timeline."""
     timeline = timelines[number]
     process = {rank: first_process + rank * len(timelines) + number for rank in range(timeline.num_ranks)}
     for rank, pid in process.items():

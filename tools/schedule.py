@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.conf.host.files import write_atomic
+from weft.conf.schema.parallel import MOST_JITTER_SAMPLES
 from weft.pipeline.cell import add_relays, side_by_side
 from weft.pipeline.choice import Choice, choose, placements
 from weft.pipeline.costs import CostModel
@@ -29,7 +30,6 @@ from weft.pipeline.timeline import Timeline
 from weft.pipeline.validation import validate
 
 MOST_CELL = 64
-MOST_SAMPLES = 1024
 
 
 def main(argv: list[str]) -> int:
@@ -101,7 +101,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         count(args.chunks, "--chunks", most=MOST_LEGS)
     count(args.together, "--together", least=0)
     number(args.search_seconds, "--search-seconds")
-    count(args.jitter_samples, "--jitter-samples", least=0, most=MOST_SAMPLES)
+    count(args.jitter_samples, "--jitter-samples", least=0, most=MOST_JITTER_SAMPLES)
     if args.jitter_samples and args.kind != "auto":
         raise ValueError(f"--jitter-samples={args.jitter_samples}: {args.kind} depends on no costs; choose auto, or 0")
     if args.memory_cap is not None:

@@ -10,6 +10,8 @@ from weft.conf.schedule_kinds import PlacementKind, ScheduleKind
 from weft.conf.schema.ranges import COUNT, NATURAL, Range
 from weft.conf.schema.training import Precision
 
+MOST_JITTER_SAMPLES = 1024
+
 
 class SplitKind(Enum):
     """The division of layers among virtual stages."""
@@ -89,7 +91,7 @@ class PipelineConfig:
     as slow as this."""
     search_seconds: Annotated[float, NATURAL] = 2.0
     """Nominal time for schedule=auto to improve its first schedule."""
-    jitter_samples: Annotated[int, Range(0, 1024)] = 0
+    jitter_samples: Annotated[int, Range(0, MOST_JITTER_SAMPLES)] = 0
     """Steps with sampled durations whose mean schedule=auto minimizes, by the jitter in `costs_file`; 16 is enough for
     most. 0 plans with the median durations. Placements are compared by that mean, too."""
     pairs: PairChoice = PairChoice.auto

@@ -183,7 +183,6 @@ class Fleet:
         self._publish(worker)
 
     def _publish(self, *workers: Worker) -> None:
-        """Publish the work of these workers."""
         if self._peers is not None:
             now_s = self._clock()
             self._published.update({worker.key: PlacedWork(worker.left_s(now_s), worker.done_s) for worker in workers})

@@ -95,7 +95,6 @@ def _by_medians(
     memory_cap_bytes: float | None,
     search_seconds: float,
 ) -> Schedule:
-    """See `generate_auto`."""
     problem = _problem(placement, num_microbatches, costs, until_weight=not memory_cap_bytes)
     cap_bytes = memory_cap_bytes or own_cap_bytes(placement, num_microbatches, costs)
     _check_cap(problem, cap_bytes)

@@ -271,7 +271,6 @@ class Problem:
         self.net_bytes += [net_bytes] * count
 
     def _sample(self, sample: int) -> Durations:
-        """Return the durations in a sample."""
         actions = [*map(self.action, range(self.num_nodes))]
         ranks, sites = self.placement.stage_ranks, self.placement.rank_sites
         factors = [1.0] * self.num_nodes

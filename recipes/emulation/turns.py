@@ -197,7 +197,6 @@ def _check(size: int, real: Sequence[int]) -> None:
 
 
 def _run(ranks: Sequence[RealRank], steps: int, costs: CostModel, what_if: WhatIf, at_once: int) -> list[Turn]:
-    """Run one turn of every real rank."""
     with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda rank: rank.ask("run", steps, costs, what_if), ranks))
 

@@ -212,7 +212,6 @@ class RunRecord:
         return self._earlier[path]
 
     def _forget_plan(self) -> None:
-        """Forget what was derived from the plan."""
         for name in ("classes", "schedules", "predictions"):
             self.__dict__.pop(name, None)
 

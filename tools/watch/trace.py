@@ -58,7 +58,6 @@ def _sent(record: RunRecord, transfers: Iterable[Transfer]) -> Iterator[tuple[in
 
 
 def _uplinks(record: RunRecord, transfers: Iterable[Transfer]) -> dict[str, list[Transfer]]:
-    """Return the transfers between sites by uplink."""
     found: dict[str, list[Transfer]] = defaultdict(list)
     for each in transfers:
         if name := uplink(record, each):
