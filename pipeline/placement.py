@@ -120,7 +120,11 @@ class Placement:
     @property
     def single(self) -> Placement:
         """The placement of one pipeline."""
-        return replace(self, pipelines=1)
+        return self.of_pipelines(1)
+
+    def of_pipelines(self, pipelines: int) -> Placement:
+        """Return the placement with this number of pipelines."""
+        return self if pipelines == self.pipelines else replace(self, pipelines=pipelines)
 
     def is_first(self, stage: int) -> bool:
         """True if ``stage`` is the first of its pipeline."""

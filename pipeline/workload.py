@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -156,7 +156,8 @@ class LayerWork:
         return forward_s + head_s, input_s - head_s, weight_s + self.trained_head_flops / flops_per_s
 
     def __add__(self, other: LayerWork) -> LayerWork:
-        return LayerWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        mine, others = vars(self), vars(other)
+        return LayerWork(**{name: value + others[name] for name, value in mine.items()})
 
 
 NOTHING = LayerWork(parameters=0)

@@ -288,10 +288,7 @@ class Cuts:
     def _fullest(self, shape: Shape, memory_bytes: float) -> int:
         layers, last = len(self._work.layers), shape.num_stages - 1
         ends = {(rank == 0, rank == last): many for rank, many in ((1, last - 1), (0, 1), (last, 1)) if many > 0}
-        kinds = self._different
-        if len(kinds) > 1 and not all(
-            any(self._fits(shape, memory_bytes, end, 1, one) for end in ends) for one in kinds
-        ):
+        if len(self._different) > 1 and not self._fits_each_layer(shape, memory_bytes, ends):
             return 0
         held = []
         for end, many in ends.items():  # ranks in the middle come first: no other rank holds more
@@ -302,6 +299,15 @@ class Cuts:
         return next(
             (n for n in range(even, layers + 1) if sum(min(n, count) * many for count, many in held) >= layers), 0
         )
+
+    def _fits_each_layer(self, shape: Shape, memory_bytes: float, ends: Iterable[tuple[bool, bool]]) -> bool:
+        """True if each layer fits one of the ranks, given as (is first, is last)."""
+        key = ("each", *self._memory_key(shape), memory_bytes, shape.legs, min(3, shape.num_stages))
+        if key not in self._known:
+            self._known[key] = all(
+                any(self._fits(shape, memory_bytes, end, 1, one) for end in ends) for one in self._different
+            )
+        return self._known[key]
 
     def _most(self, shape: Shape, memory_bytes: float, end: tuple[bool, bool]) -> int:
         """Return the maximum number of layers on a rank, given as (is first, is last)."""

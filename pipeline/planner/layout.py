@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 
 from weft.pipeline.memory import RankMemory
@@ -51,7 +52,7 @@ class Shape:
 
     def placed(self, stages: tuple[int, ...]) -> Placement:
         """Return the placement of one pipeline with ``stages`` ranks at each site."""
-        return Placement.named(self.arrangement, self.num_stages, stages)
+        return _placed(self.arrangement, self.num_stages, stages)
 
     @property
     def virtual_stages(self) -> int:
@@ -98,6 +99,12 @@ class Shape:
         return self.replicas * self.microbatches * self.microbatch_size
 
 
+@lru_cache(maxsize=4096)
+def _placed(arrangement: str, num_ranks: int, stages: tuple[int, ...]) -> Placement:
+    """Return `Placement.named`; layouts of equal stages share one placement, and what it has computed."""
+    return Placement.named(arrangement, num_ranks, stages)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout(Shape):
     """A complete way to train: a shape with its sites, layers and DP-cells.
@@ -142,13 +149,14 @@ class Layout(Shape):
     def placement(self) -> Placement:
         """The placement of a whole DP-cell, on the route with the most sites."""
         way = max(self.ways, key=lambda way: len(way.sites))
-        return replace(self.placed(way.stages), pipelines=self.cell)
+        return self.placed(way.stages).of_pipelines(self.cell)
 
     @property
     def cells(self) -> list[Placement]:
         """The placements of its DP-cells; the last one holds the remaining replicas."""
         sizes = {self.cell, self.replicas % self.cell or self.cell}
-        return [replace(self.placement, pipelines=size) for size in sorted(sizes, reverse=True)]
+        placement = self.placement
+        return [placement.of_pipelines(size) for size in sorted(sizes, reverse=True)]
 
     def layer_ranges(self) -> list[range]:
         """Return the layers of each virtual stage."""

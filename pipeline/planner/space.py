@@ -30,7 +30,7 @@ class Family(NamedTuple):
         bound: lower bound of their scores.
         shape: one shape of the family.
         counts: numbers of stages that have not been expanded.
-        bounds: lower bounds of the scores with at most each of these numbers of stages.
+        bounds: lower bounds of the scores with at most each of these numbers of stages; empty if there is one number.
     """
 
     bound: float
@@ -114,6 +114,8 @@ class Space:
         if not least:
             return None
         counts = counts[counts >= least]
+        if len(counts) == 1:
+            return Family(bound, shape, tuple(counts.tolist()), ())
         by_count = self.evaluation.families.of(
             part.family, replicas, microbatches, routes, counts, crosses=part.crosses
         )

@@ -216,8 +216,7 @@ class BruteForce:
         self.layouts += len(cuts)
         if shape.microbatches * max(self._busiest_s(shape, *route) for route in routes_of_some) >= limit_s:
             return
-        table, rooms = self._table(shape), self._room_table(shape)
-        bound_s, fits = np.zeros(len(cuts)), np.ones(len(cuts), dtype=bool)
+        table, bound_s, fits, behind = self._table(shape), np.zeros(len(cuts)), np.ones(len(cuts), dtype=bool), []
         for way, held in routes_of_some:
             placement, at = self._placed(shape.arrangement, way, held)
             forward_s, input_s, weight_s, saved = (values[at] for values in vars(table).values())
@@ -231,8 +230,13 @@ class BruteForce:
                 weights_s = weight_s[:, held_stages].sum(axis=1) * shape.microbatches
                 tail_s = np.maximum(weights_s, ahead_i[:, first] + weight_s[:, 0])
                 bound_s = np.maximum(bound_s, ahead_f[:, first] + through_s + tail_s)
-            ahead_s = np.cumsum(forward_s + input_s + 2 * hops_s, axis=1)
-            behind_s = ahead_s[:, -1:] - ahead_s + forward_s + input_s + 2 * hops_s  # from a forward until it is back
+            behind.append((placement, at, saved, ahead_f, forward_s + input_s + 2 * hops_s))
+        if not (bound_s < limit_s).any():  # memory only makes bounds longer
+            return
+        rooms = self._room_table(shape)
+        for placement, at, saved, ahead_f, through_s in behind:
+            ahead_s = np.cumsum(through_s, axis=1)
+            behind_s = ahead_s[:, -1:] - ahead_s + through_s  # from a forward until it is back
             for held_stages in map(list, placement.rank_stages):
                 room = rooms[at][:, held_stages].min(axis=1)
                 fits &= saved[:, held_stages].sum(axis=1) <= room
