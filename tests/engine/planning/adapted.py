@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
 
@@ -18,14 +20,17 @@ from weft.conf.schema import WeftConfig
 from weft.engine.engine import WeftEngine
 from weft.engine.initialize import initialize
 from weft.engine.planning.adaptation import Adaptation
+from weft.engine.planning.next_attempt import NextAttempt, read_next_attempt
 from weft.engine.planning.plan_file import plan_to_json
+from weft.engine.planning.replanning import Restart
 from weft.pipeline.memory import peak_bytes
 from weft.pipeline.simulation import simulate
+from weft.recipes.adapting import _write_next
 
 FAST, SLOW = (0.01, 0.01, 0.01), (0.04, 0.002, 0.002)
 ALL_SLOW = (0.02, 0.02, 0.02)
 CHANGED_AFTER, STEPS = 7, 14
-LAYER_S, FACTOR, SLOW_AFTER = 0.01, 3.0, 4
+LAYER_S, FACTOR, SLOW_AFTER, RECOVERED_AFTER = 0.01, 3.0, 4, 9
 
 
 def report(adaptation: Adaptation, *slow_stages: int, changed: tuple[float, ...] = SLOW) -> None:
@@ -125,6 +130,23 @@ def train_three(config: WeftConfig) -> list[dict]:
     runs = [train(config, 0), train(config, 0, kill_planner=True)]
     config.pipeline.adapt = False
     return [*runs, train(config, 0)]
+
+
+def train_recovering(config: WeftConfig, folder: str) -> list[NextAttempt | None]:
+    """Changes of the next checkpoint after each step of a run, whose rank 1 is slow for some steps."""
+    engine = begun(config)
+    slow_down(1, is_slow=lambda: engine.global_steps <= RECOVERED_AFTER)
+    adaptation, found = engine.adaptation, []
+    assert adaptation is not None
+    adaptation.restart = lambda step: Restart(steps_left=1000)
+    if not engine.global_rank:
+        adaptation.on_restart = partial(_write_next, config, Path(folder))
+    for _ in range(2 * RECOVERED_AFTER):
+        engine.train_batch()
+        wait_for_plan(engine)
+        found.append(read_next_attempt(Path(folder)))
+    engine.destroy()
+    return found
 
 
 def train_moved(config: WeftConfig, folder: str) -> list[dict]:

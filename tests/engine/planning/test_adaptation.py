@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.engine.planning.adapted import CHANGED_AFTER, die_while_planning, train_three
+from tests.engine.planning.adapted import CHANGED_AFTER, die_while_planning, train_recovering, train_three
 from tests.engine.tiny import tiny_config
 from weft.conf.schema import PipelineConfig, ScheduleKind
 from weft.engine.planning.layer_moves import balanced_layers, largest
@@ -75,6 +75,14 @@ def test_a_killed_planner_leaves_the_schedule(ranks):
 def test_a_rank_that_dies_during_planning_ends_the_run_and_the_planner():
     error, left = run_ranks(2, die_while_planning, adaptive(), timeout_s=60)
     assert left == "left" and error
+
+
+@pytest.mark.slow
+def test_a_rank_that_recovers_before_the_checkpoint_keeps_its_layers(tmp_path):
+    found, _ = run_ranks(2, train_recovering, adaptive(), str(tmp_path), timeout_s=240)
+    planned = next(place for place, each in enumerate(found) if each is not None)
+    assert any(name.startswith("pipeline.layers=") for name in found[planned].arguments)
+    assert found[:planned] == [None] * planned and found[-1] is None
 
 
 def request_of(factors, cap=2.0, placement="straight", replicas=1, obstacle="", ranks=2, **settings):
