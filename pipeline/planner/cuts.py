@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
@@ -13,7 +14,7 @@ from weft.pipeline.planner.cluster import Site
 from weft.pipeline.planner.crossings import local_s
 from weft.pipeline.planner.cut_ranks import ROUNDED_UP, Rank, Way, largest, levels_of, smallest
 from weft.pipeline.planner.cut_table import CutTable
-from weft.pipeline.planner.estimates import FIELDS, Estimates
+from weft.pipeline.planner.estimates import FIELDS, Estimates, most_hops
 from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.speeds import timing_key
@@ -281,9 +282,11 @@ class Cuts:
         """
         memory_bytes = max(self._sites[number].gpu.memory_bytes for number in numbers)
         layers, middle = len(self._work.layers), (False, False)
-        if not self._fits(shape, memory_bytes, middle, -(-layers // shape.num_stages)):
-            return 0
-        return -(-layers // self._most(shape, memory_bytes, middle))
+        for count in sorted({1, 2, shape.num_stages}):  # with fewer hops ranks have fewer messages
+            fewer = replace(shape, num_stages=min(count, shape.num_stages))
+            if self._fits(fewer, memory_bytes, middle, -(-layers // fewer.num_stages)):
+                return -(-layers // self._most(fewer, memory_bytes, middle))
+        return 0
 
     def _fullest(self, shape: Shape, memory_bytes: float) -> int:
         layers, last = len(self._work.layers), shape.num_stages - 1
@@ -351,5 +354,6 @@ class Cuts:
 
     @staticmethod
     def _memory_key(shape: Shape) -> tuple[Any, ...]:
-        """Return the fields of a shape on which the time and memory of layers depend."""
-        return *timing_key(shape), shape.replicas, shape.routes, shape.zero_stage, shape.microbatches == 1
+        """Return what the time and memory of layers depend on."""
+        zero = shape.replicas, shape.routes, shape.zero_stage, shape.microbatches == 1
+        return *timing_key(shape), *zero, most_hops(shape)

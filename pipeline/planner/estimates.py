@@ -294,8 +294,7 @@ class Estimates:
 
     def _messages(self, shape: Shape) -> float:
         """Return the bytes of a GPU's messages, one in each direction of each hop, where a rank has most hops."""
-        hops = len(shape.legs) * min(2, shape.num_stages - 1)
-        return 2 * hops * self.work.message_bytes * shape.microbatch_size / (shape.tensor * shape.context)
+        return 2 * most_hops(shape) * self.work.message_bytes * shape.microbatch_size / (shape.tensor * shape.context)
 
     def _largest(self, shape: Shape) -> tuple[int, float]:
         """Return the weights of the largest layer on each GPU, and the trained weights of the layer with most."""
@@ -361,6 +360,11 @@ def _division(shape: Shape) -> Division:
 def _larger(one: Any, other: Any) -> Any:
     """Return the larger of two numbers, or the elementwise maximum of two arrays."""
     return one.clip(other) if hasattr(one, "clip") else max(one, other)
+
+
+def most_hops(shape: Shape) -> int:
+    """Return the number of hops of the rank that has most."""
+    return len(shape.legs) * min(2, shape.num_stages - 1)
 
 
 def reduced_bytes(shape: Shape) -> float:

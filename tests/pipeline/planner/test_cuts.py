@@ -23,7 +23,7 @@ UNEVEN = [500, 300, 300, 500, 300, 400, 300, 500, 300, 400]
 """Millions of weights, of layers that differ."""
 
 
-def scarce(memory_share, *, gpus=("A100", "A100"), is_even=True):
+def scarce(memory_share, *, gpus=("A100", "A100"), is_even=True, messages=0.0):
     """An evaluation on two sites of two GPUs, whose memory is filled by so much."""
     sites = (site(f"s{number}", hosts=1, gpus_per_host=2, gpu=gpu) for number, gpu in enumerate(gpus))
     work = model(layers=LAYERS, parameters=400_000_000, tokens=16384, width=8192)
@@ -35,6 +35,7 @@ def scarce(memory_share, *, gpus=("A100", "A100"), is_even=True):
                 replace(layer, parameters=number * 10**6, trained_parameters=None) for layer, number in layers
             ),
         )
+    work = replace(work, message_bytes=messages or work.message_bytes)
     return Evaluation(cluster(*sites, bandwidth_bps=1e11), work, Request(sequences=16, max_memory=memory_share))
 
 
@@ -69,11 +70,23 @@ def test_a_placement_that_fits_nowhere_has_no_cuts(arrangement):
     assert not list(evaluation.candidates(shape, Route((0, 1), (2, 2))))
 
 
+@pytest.mark.parametrize("stages", [(1, 4), (4, 1), (2, 4), (4, 2)])
+def test_the_bound_of_a_shape_does_not_depend_on_those_that_were_examined_before(stages):
+    """Ranks of two stages have half of the messages of four, and ranks of a fold twice those of one leg."""
+    shapes = [replace(SHAPE, num_stages=count, arrangement=each) for count in stages for each in LEGS]
+    for memory_share in np.linspace(0.1, 0.6, 15):
+        shared = scarce(memory_share, messages=2e9)
+        for shape in shapes:
+            assert shared.shape_bound(shape) == scarce(memory_share, messages=2e9).shape_bound(shape)
+
+
 @pytest.mark.parametrize("memory_share", [0.02, 0.25, 0.5])
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_families_have_exactly_the_shapes_that_may_fit_memory(memory_share, zero_stage):
+@pytest.mark.parametrize(("parameters", "messages"), [(800_000_000, 0.0), (80_000_000, 1e10)])
+def test_families_have_exactly_the_shapes_that_may_fit_memory(memory_share, zero_stage, parameters, messages):
     sites = (site(f"s{number}", hosts=4, gpus_per_host=4) for number in range(2))
-    work = model(layers=LAYERS, parameters=800_000_000, tokens=16384, width=8192)
+    work = model(layers=LAYERS, parameters=parameters, tokens=16384, width=8192)
+    work = replace(work, message_bytes=messages or work.message_bytes)
     request = Request(sequences=16, max_memory=memory_share, pins={"zero_stage": zero_stage})
     space = Space(cluster(*sites), work, request)
     kept, fitting = set(), set()
