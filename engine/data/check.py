@@ -20,7 +20,16 @@ from weft.conf.schema import DataConfig, DataKind
 from weft.conf.sources import for_each_source, sources_of
 from weft.engine.data.chat import ChatEncoder
 from weft.engine.data.documents import Part
-from weft.engine.data.messages import FORMS, TOOLS, WEIGHT, Conversation, chat_columns, conversation_fault, kind_of
+from weft.engine.data.messages import (
+    FORMS,
+    TOOLS,
+    WEIGHT,
+    Conversation,
+    chat_columns,
+    conversation_fault,
+    is_silent,
+    kind_of,
+)
 from weft.engine.data.open import columns_of, encoder_of, locate, open_rows, unread_files
 from weft.engine.data.pairs import PAIR_COLUMNS, Pair, pair_columns, pair_fault
 from weft.engine.data.rows import RowFault, parquet_features, read_rows
@@ -46,14 +55,19 @@ class Seen:
         keys: for each key of messages that only a chat template can read, some conversations that have it.
         forms: the first row with each sequence of roles and keys, and where it is.
         files: files of a folder that are in none of the splits to read.
-        equal: number of pairs whose answers are equal, by where the first one of a source is.
+        idle: number of rows that teach nothing, by the reason and where the first one of a source is.
     """
 
     unread: dict[str, None] = field(default_factory=dict)
     keys: dict[str, list[Conversation]] = field(default_factory=dict)
     forms: dict[object, tuple[str, Conversation | Pair]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
-    equal: dict[str, int] = field(default_factory=dict)
+    idle: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add_idle(self, why: str, where: str) -> None:
+        """Count a row that teaches nothing."""
+        key = next((each for each in self.idle if each[0] == why), (why, where))
+        self.idle[key] = self.idle.get(key, 0) + 1
 
     def add_form(self, row: Conversation | Pair, where: str) -> None:
         """Store a row if it is the first of its form, among the first `MOST_RENDERED` forms."""
@@ -112,7 +126,7 @@ def _merged(parts: list[Seen]) -> Seen:
         for key, talks in part.keys.items():
             merged.keys.setdefault(key, []).extend(talks)
         merged.forms |= part.forms
-        merged.equal |= part.equal
+        merged.idle |= part.idle
     return merged
 
 
@@ -194,14 +208,15 @@ class _Check:
                 raise RowFault(where, fault)
             self.seen.add_form(pair, self._place(where))
             if pair.chosen == pair.rejected:
-                first = next(iter(self.seen.equal), self._place(where))
-                self.seen.equal[first] = self.seen.equal.get(first, 0) + 1
+                self.seen.add_idle("pairs teach nothing, because chosen and rejected are equal", self._place(where))
         elif self.is_chat:
             talk = Conversation.of(row, fields)
             if fault := conversation_fault(talk):
                 raise RowFault(where, fault)
             self.seen.add(talk)
             self.seen.add_form(talk, self._place(where))
+            if all(is_silent(talk.messages[number]) for number in talk.learnt):
+                self.seen.add_idle("conversations teach only to say nothing: all answers are empty", self._place(where))
         elif not isinstance(row[self.field], str):
             kind = kind_of(row[self.field])
             raise RowFault(where, f"field {self.field} is {kind}, not text; remove the row or set data.text_field")
@@ -326,9 +341,8 @@ def unused_lines(data: DataConfig, tokenizer: PreTrainedTokenizerBase, seen: See
         parts.append(f"roles of messages whose content the chat template does not show: {', '.join(roles)}")
     if encoder is not None and any(_is_quoted(encoder, talk) for talk in seen.keys.get("tool_calls", ())):
         parts.append("arguments of tool_calls that are text, which the chat template quotes again: write objects")
-    for where, count in seen.equal.items():
-        first = where.removeprefix("data.path=")
-        parts.append(f"{count} pairs teach nothing, because chosen and rejected are equal, first {first}")
+    for (why, where), count in seen.idle.items():
+        parts.append(f"{count} {why}, first {where.removeprefix('data.path=')}")
     paths = ", ".join(each.path for each in sources_of(data))
     return [printable(f"{paths}: {'; '.join(parts)}")] if parts else []
 

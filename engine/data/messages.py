@@ -236,6 +236,14 @@ def is_parts(content: Any) -> bool:
     )
 
 
+def is_silent(message: Mapping[str, Any]) -> bool:
+    """True for a message without content, calls or any other value that a chat template may show."""
+    content: Any = message.get("content")
+    texts = [part["text"] for part in content] if is_parts(content) else [content]
+    shown = [value for key, value in message.items() if key not in (*_NEEDED, WEIGHT)]
+    return not any(text.strip() if isinstance(text, str) else text for text in (*texts, *shown))
+
+
 def is_call(message: Mapping[str, Any]) -> bool:
     """True for an assistant's message with tool calls."""
     return message.get("role") == "assistant" and any(message.get(name) for name in CALLS)

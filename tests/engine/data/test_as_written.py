@@ -43,6 +43,7 @@ def talk(calls, **more):
     ]
 
 
+TEXT_PART = {"type": "text"}
 TOOL_ROWS = [
     {"messages": talk([call("tide", {"port": "Bergen"})]), "tools": [tool("tide", port={"type": "string"})]},
     {
@@ -285,6 +286,25 @@ def test_what_nothing_reads_is_named(tokenizer, write, tmp_path):
     assert line.endswith("does not show: name, refusal, tool_calls, tools")
     plain = config(write("b.jsonl", [{"text": "a"}]), tmp_path, kind=DataKind.text)
     assert unused_lines(plain, tokenizer, check_source(plain)) == []
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "go", "output": " "},
+        {"prompt": "go", "completion": ""},
+        {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": ""}]},
+        {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": [TEXT_PART | {"text": ""}]}]},
+        {"conversations": [{"from": "human", "value": "go"}, {"from": "gpt", "value": "\n"}]},
+    ],
+)
+def test_rows_whose_answers_are_all_empty_are_named(tokenizer, write, tmp_path, row, is_empty):
+    filled = json.loads(json.dumps(row).replace('" "', '"up"').replace('""', '"up"').replace('"\\n"', '"up"'))
+    path = write("a.jsonl", [filled, row, row] if is_empty else [filled] * 3)
+    data = config(path, tmp_path)
+    named = f"{path}: 2 conversations teach only to say nothing: all answers are empty, first {path}: line 2"
+    assert unused_lines(data, tokenizer, check_source(data)) == ([named] if is_empty else [])
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet"])

@@ -103,12 +103,17 @@ async def exercise(processes, ports, worker):
     async def most_at_once():
         return (await everyone.http.get(f"{worker}/metrics")).json()["running"]
 
-    accepted = []
-    for numbers in (range(30), [0] * 30, range(30)):  # to measure the worker's speed, to one, to both
+    async def accepted(numbers):
         await asyncio.gather(*map(everyone.send, numbers))
-        accepted.append(await most_at_once())
-    assert set(everyone.refused) == {503} and accepted[1] >= 3
-    assert accepted[2] <= 1.5 * accepted[1], "both together accept what one would by the deadline"
+        return await most_at_once()
+
+    one, both = [0] * 30, range(30)
+    await accepted(both)  # to measure the worker's speed, which changes with the host's load
+    by_one, by_both, by_one_later, by_both_later, by_one_last = [
+        await accepted(each) for each in (one, both) * 2 + (one,)
+    ]
+    assert set(everyone.refused) == {503} and by_one >= 3
+    assert max(by_both, by_both_later) <= 1.5 * max(by_one, by_one_later, by_one_last), "as by the deadline of one"
     await most_at_once()
     await asyncio.gather(*(alice.send(number) for number in range(8 * AT_ONCE)))
     assert await most_at_once() <= AT_ONCE and set(alice.refused) == {429}, "limits hold for both together"
