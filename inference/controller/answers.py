@@ -76,7 +76,7 @@ class AnsweringServer:
             if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # its queue is full
                 kept.setdefault("retry-after", str(RETRY_S))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
-                return _Stream(self, response, begun, kept)
+                return _Stream(response, begun, kept)
             content = await self.unless_lost(response.aread())
             await response.aclose()
         except httpx.TransportError as error:
@@ -233,10 +233,8 @@ class _Stream(StreamingResponse):
         first: called at the first event.
     """
 
-    def __init__(
-        self, server: AnsweringServer, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]
-    ) -> None:
-        super().__init__(_events(server, response, first), status_code=response.status_code, headers=headers)
+    def __init__(self, response: httpx.Response, first: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(_events(response, first), status_code=response.status_code, headers=headers)
         self._response = response
 
     async def __call__(self, *asgi: Any) -> None:
@@ -246,11 +244,11 @@ class _Stream(StreamingResponse):
             await self._response.aclose()
 
 
-async def _events(server: AnsweringServer, response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
+async def _events(response: httpx.Response, first: Callable[[], None]) -> AsyncIterator[bytes]:
     """Yield a stream's events as they arrive. If the stream breaks off, the last event is an error."""
-    completion, rest, is_first, parts = Completion(), b"", True, response.aiter_bytes()
+    completion, rest, is_first = Completion(), b"", True
     try:
-        while part := await server.unless_lost(anext(parts, b"")):
+        async for part in response.aiter_bytes():
             events, end, rest = (rest + part).rpartition(_EVENT_END)
             if not end:
                 continue
