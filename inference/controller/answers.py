@@ -71,13 +71,13 @@ class AnsweringServer:
             "POST", f"{self.url}{path}", content=body, headers=sent, timeout=self._timeout
         )
         try:
-            response = await self.unless_lost(self._client.send(request, stream=True))
+            response = await self._unless_lost(self._client.send(request, stream=True))
             kept = {name: text for name, text in response.headers.items() if name not in _OF_CONNECTION} | added
             if response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # its queue is full
                 kept.setdefault("retry-after", str(RETRY_S))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
                 return _Stream(response, begun, kept)
-            content = await self.unless_lost(response.aread())
+            content = await self._unless_lost(response.aread())
             await response.aclose()
         except httpx.TransportError as error:
             raise _gone() from error
@@ -87,7 +87,7 @@ class AnsweringServer:
             begun()
         return Response(content, status_code=response.status_code, headers=kept)
 
-    async def unless_lost(self, answer: Awaitable[_T]) -> _T:
+    async def _unless_lost(self, answer: Awaitable[_T]) -> _T:
         """Return what the server answers.
 
         Raises:

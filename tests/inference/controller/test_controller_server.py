@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.inference.controller.fake_workers import DECODE, FakeWorkers, fleet_of
+from tests.inference.controller.fake_workers import DECODE, EVENTS, FakeWorkers, fleet_of
 from weft.conf.schema import ControllerConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.controller.clients import Clients
 from weft.inference.controller.prompts import counter
@@ -27,10 +27,11 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 
 
 @contextlib.asynccontextmanager
-async def server(workers, decode_url="", **settings):
-    """The port of a controller that listens, and its fleet."""
+async def server(workers, decode_url="", *, over_tcp=False, **settings):
+    """The port of a controller that listens, and its fleet. Over TCP it reaches the decode server, but no worker."""
     fleet, config = fleet_of(workers, **{"probe_s": 60.0, "receive_timeout_s": 0.3, **settings})
-    app = Service(fleet, config, count=len, clients=Clients(""), decode_url=decode_url, transport=workers).app()
+    transport = None if over_tcp else workers
+    app = Service(fleet, config, count=len, clients=Clients(""), decode_url=decode_url, transport=transport).app()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         running = uvicorn.Server(server_config(app, config))
@@ -255,6 +256,29 @@ async def test_a_caller_that_leaves_ends_its_work_on_worker_and_decode_server(wh
                 await asyncio.sleep(0.01)
         assert workers.cancelled[0] == {"worker": "w0"}.get(where, where)
         assert bool(workers.decoded) == (where != "worker")
+
+
+async def test_a_caller_that_leaves_a_stream_that_flows_ends_it_at_the_decode_server():
+    has_ended = asyncio.Event()
+
+    async def stream(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(EVENTS[:36])
+                await writer.drain()
+                await asyncio.sleep(0.001)
+        has_ended.set()
+
+    async with await asyncio.start_server(stream, "127.0.0.1", 0) as decoder, asyncio.timeout(20):
+        url = f"http://127.0.0.1:{decoder.sockets[0].getsockname()[1]}"
+        async with server(FakeWorkers(1), url, over_tcp=True, receive_timeout_s=10.0) as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(STREAM_HEAD + STREAMED)
+            await reader.readuntil(b"data: ")
+            writer.close()
+            await has_ended.wait()
 
 
 @contextlib.asynccontextmanager
