@@ -9,12 +9,12 @@ from typing import Any
 
 from weft.pipeline.memory import USABLE
 from weft.pipeline.planner.crossings import Crossings, local_s
-from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.estimates import Estimates, timing_key
 from weft.pipeline.planner.layout import Shape
 from weft.pipeline.planner.routes import Route
 from weft.pipeline.planner.shapes import site_capacity
 from weft.pipeline.planner.sharing import shared_s, spans_of, whole_layers_s
-from weft.pipeline.planner.speeds import Speed, Speeds, timing_key
+from weft.pipeline.planner.speeds import Speed, Speeds
 from weft.pipeline.workload import LayerWork
 
 ANYWHERE = Route((), ())

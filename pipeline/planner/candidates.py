@@ -8,7 +8,7 @@ from math import inf
 
 from weft.pipeline.costs import CostModel
 from weft.pipeline.memory import RankMemory
-from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.estimates import Estimates, memory_key
 from weft.pipeline.planner.latency import first_microbatches, latency_bound_s
 from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.refusals import Refusals
@@ -94,6 +94,7 @@ class Candidates:
         for way in ways:
             parts = estimates.of_ranks(
                 way,
+                ("rank", *memory_key(base)),
                 lambda work, held, site: (
                     estimates.memory(work, held, base),
                     estimates.collective_s(work, base, site),
@@ -109,7 +110,7 @@ class Candidates:
             optimizer_s = max(optimizer_s, *(one for _, _, one in parts))
         if base.routes > 1:
             together = zip(*(way.site_of() for way in ways), strict=True)
-            works = estimates.of_ranks(ways[0], lambda work, held, site: work)
+            works = estimates.works(ways[0])
             across_s = [estimates.across_s(work, base, at) for work, at in zip(works, together, strict=True)]
             collective_s = [inside + across for inside, across in zip(collective_s, across_s, strict=True)]
         saved = [sum(costs[0].stages[stage].activation_bytes for stage in held) for held in held_by(base)]

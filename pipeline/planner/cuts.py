@@ -10,14 +10,14 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from weft.pipeline.memory import RankMemory
 from weft.pipeline.planner.cluster import Site
 from weft.pipeline.planner.crossings import local_s
 from weft.pipeline.planner.cut_ranks import ROUNDED_UP, Rank, Way, largest, levels_of, smallest
 from weft.pipeline.planner.cut_table import CutTable
-from weft.pipeline.planner.estimates import FIELDS, Estimates, most_hops
+from weft.pipeline.planner.estimates import FIELDS, Estimates, memory_key
 from weft.pipeline.planner.layout import Layout, Shape
 from weft.pipeline.planner.routes import Route
-from weft.pipeline.planner.speeds import timing_key
 from weft.pipeline.workload import LayerWork
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+MOST_ARRAYS = 40
+"""Arrays by layer ranges of each rank that the tables of a route have, about."""
 TIGHT = 1.001
 """Levels are left out where they would make a bound longer by less."""
 
@@ -46,21 +48,21 @@ class Cuts:
         held: Callable[[Shape, Route], float],
     ) -> None:
         self._estimates, self._max_memory, self._hop_s, self._held = estimates, max_memory, hop_s, held
-        self._sites, self._work = estimates.cluster.sites, estimates.work
-        self._known: dict[Hashable, Any] = {}
+        self._sites, self._work, self._memo = estimates.cluster.sites, estimates.work, estimates.memo
 
     def of(self, layout: Layout) -> list[CutTable]:
         """Return tables that together have all cuts of a layout, sorted by lower bound; empty if no cut fits."""
         ways = layout.ways
         kinds = tuple(
-            tuple((self._kind(self._sites[site]), held) for site, held in zip(way.sites, way.stages, strict=True))
+            tuple((self._estimates.kinds[site], held) for site, held in zip(way.sites, way.stages, strict=True))
             for way in ways
         )
         hops = tuple(tuple(self._hop_s(layout, *pair) for pair in pairwise(way.sites)) for way in ways)
-        key = ("table", kinds, hops, layout.arrangement, layout.microbatches, *self._memory_key(layout))
-        if key not in self._known:
-            self._known[key] = self._tables(layout, ways)
-        return self._known[key]
+        of_route = self._max_memory, kinds, hops, layout.arrangement, layout.microbatches
+        size = len(self._work.layers) - layout.num_stages + 1
+        cells = MOST_ARRAYS * layout.num_stages * size * size
+        key = ("table", *of_route, *memory_key(layout))
+        return self._memo.of(key, lambda: self._tables(layout, ways), cells)
 
     def _tables(self, layout: Layout, ways: list[Layout]) -> list[CutTable]:
         """Return one table of all cuts if memory hardly tightens its bound, else several by the memory for activations.
@@ -148,7 +150,7 @@ class Cuts:
         last, on = placement.num_stages - 1, way.site_of()
         size = len(self._work.layers) - way.num_stages + 1
         ranks = [
-            self._rank(way, self._sites[site], first=held[0] == 0, last=held[-1] == last).window(rank, size)
+            self._rank(way, site, first=held[0] == 0, last=held[-1] == last).window(rank, size)
             for rank, (site, held) in enumerate(zip(on, placement.rank_stages, strict=True))
         ]
         sent_s, inside_s = local_s(self._estimates, way, min(self._sites[site].bps_of_gpu for site in way.sites))
@@ -207,29 +209,39 @@ class Cuts:
             found.append(behind_s)
         return found[::-1]
 
-    def _rank(self, shape: Shape, site: Site, *, first: bool, last: bool) -> Rank:
-        key = ("rank", self._kind(site), first, last, *self._memory_key(shape), shape.routes, shape.legs)
-        if key not in self._known:
+    def _rank(self, shape: Shape, site: int, *, first: bool, last: bool) -> Rank:
+        kind = self._estimates.kinds[site]
+        key = ("matrices", self._max_memory, kind, first, last, *memory_key(shape), shape.legs)
+        cells = len(Rank.__annotations__) * (len(self._work.layers) + 1) ** 2
+        return self._memo.of(key, lambda: self._matrices(shape, self._sites[site], first=first, last=last), cells)
+
+    def _matrices(self, shape: Shape, site: Site, *, first: bool, last: bool) -> Rank:
+        import numpy as np
+
+        estimates = self._estimates
+        work, number, layers = self._of_ranges(shape.legs == "d", first, last)
+        found = [*estimates.stage_seconds(work, number, shape, site)]
+        found.append(estimates.collective_s(work, shape, site) + estimates.optimizer_s(work, shape, site))
+        room_bytes, saved_bytes = (each[layers] for each in self._rooms(shape, site, first=first, last=last))
+        fits = (room_bytes * ROUNDED_UP >= saved_bytes) & (layers >= len(shape.legs))
+        forward_s, input_s, weight_s, ends_s = (
+            np.where(fits, each[layers] if np.ndim(each) == 1 else each, inf)
+            for each in (np.asarray(one, dtype=float) * np.ones(number.shape) for one in found)
+        )
+        return Rank(forward_s, input_s, weight_s, ends_s, room_bytes, saved_bytes)
+
+    def _of_ranges(self, is_exact: bool, first: bool, last: bool) -> tuple[LayerWork, Array, Array]:
+        """Return the work of layer ranges, see `_works`, their numbers of layers alike, and these as a matrix."""
+
+        def compute() -> tuple[LayerWork, Array, Array]:
             import numpy as np
 
-            estimates, size = self._estimates, len(self._work.layers) + 1
-            held = self._works[shape.legs == "d"]
-            of: dict[str, Any] = {name: value.copy() for name, value in held.items()}
-            work = self._part(LayerWork(**of), first, last)
-            counts = np.arange(size)
-            number = counts if np.ndim(work.parameters) == 1 else np.maximum(counts[None, :] - counts[:, None], 0)
-            found = [*estimates.stage_seconds(work, number, shape, site)]
-            found.append(estimates.collective_s(work, shape, site) + estimates.optimizer_s(work, shape, site))
+            of: dict[str, Any] = {name: value.copy() for name, value in self._works[is_exact].items()}
+            work, counts = self._part(LayerWork(**of), first, last), np.arange(len(self._work.layers) + 1)
             layers = np.maximum(counts[None, :] - counts[:, None], 0)
-            room_bytes, saved_bytes = (each[layers] for each in self._rooms(shape, site, first=first, last=last))
-            fits = (room_bytes * ROUNDED_UP >= saved_bytes) & (layers >= len(shape.legs))
-            matrices = [
-                np.where(fits, each[layers] if np.ndim(each) == 1 else each, inf)
-                for each in (np.asarray(one, dtype=float) * np.ones(number.shape) for one in found)
-            ]
-            forward_s, input_s, weight_s, ends_s = matrices
-            self._known[key] = Rank(forward_s, input_s, weight_s, ends_s, room_bytes, saved_bytes)
-        return self._known[key]
+            return work, counts if np.ndim(work.parameters) == 1 else layers, layers
+
+        return self._memo.of(("ranges", is_exact, first, last), compute)
 
     @cached_property
     def _works(self) -> dict[bool, dict[str, Array]]:
@@ -249,19 +261,17 @@ class Cuts:
 
     def _rooms(self, shape: Shape, site: Site, *, first: bool, last: bool) -> tuple[Array, Array]:
         """Return, by number of layers, the bytes for activations on a rank, and the bytes that a micro-batch saves."""
-        key = ("rooms", *self._memory_key(shape), site.gpu.name, first, last)
-        if key not in self._known:
-            import numpy as np
+        import numpy as np
 
-            most = self._max_memory * site.gpu.memory_bytes
-            rooms, saved = np.zeros(len(self._work.layers) + 1), np.ones(len(self._work.layers) + 1)
-            for count in range(1, len(rooms)):
-                rooms[count], saved[count] = self._room(shape, self._least(count, first, last), count, most)
-                if rooms[count] * ROUNDED_UP < saved[count]:
-                    rooms[count:] = 0.0
-                    break
-            self._known[key] = rooms, saved
-        return self._known[key]
+        key, most_bytes = memory_key(shape), self._max_memory * site.gpu.memory_bytes
+        rooms, saved = np.zeros(len(self._work.layers) + 1), np.ones(len(self._work.layers) + 1)
+        for count in range(1, len(rooms)):
+            memory, saved[count] = self._memory(shape, key, (first, last), count)
+            rooms[count] = memory.headroom(most_bytes)
+            if rooms[count] * ROUNDED_UP < saved[count]:
+                rooms[count:] = 0.0
+                break
+        return rooms, saved
 
     def fullest(self, shape: Shape, numbers: Iterable[int]) -> int:
         """Return the least number of layers that the fullest rank must hold at these sites, or 0 if no cut fits memory.
@@ -269,33 +279,39 @@ class Cuts:
         It is a lower bound: each rank takes as many of the layers with the smallest memory as fit. Each layer must fit
         some rank.
         """
-        memory_bytes = max(self._sites[number].gpu.memory_bytes for number in numbers)
-        key = ("fullest", *self._memory_key(shape), memory_bytes, shape.num_stages)
-        if key not in self._known:
-            self._known[key] = self._fullest(shape, memory_bytes)
-        return self._known[key]
+        most_bytes = self._most_bytes(numbers)
+        key = ("fullest", *memory_key(shape), most_bytes, shape.num_stages)
+        return self._memo.of(key, lambda: self._fullest(shape, most_bytes))
 
     def least_stages(self, shape: Shape, numbers: Iterable[int]) -> int:
         """Return a lower bound of the stages with which a cut may fit, at most those of a shape; 0 if no cut fits.
 
         All ranks count as ranks in the middle, which hold most.
         """
-        memory_bytes = max(self._sites[number].gpu.memory_bytes for number in numbers)
+        most_bytes = self._most_bytes(numbers)
+        key = ("least stages", *memory_key(shape), most_bytes, shape.num_stages)
+        return self._memo.of(key, lambda: self._least_stages(shape, most_bytes))
+
+    def _most_bytes(self, numbers: Iterable[int]) -> float:
+        """Return the bytes that may be filled of a GPU at any of these sites, at most."""
+        return self._max_memory * max(self._sites[number].gpu.memory_bytes for number in numbers)
+
+    def _least_stages(self, shape: Shape, most_bytes: float) -> int:
         layers, middle = len(self._work.layers), (False, False)
         for count in sorted({1, 2, shape.num_stages}):  # with fewer hops ranks have fewer messages
             fewer = replace(shape, num_stages=min(count, shape.num_stages))
-            if self._fits(fewer, memory_bytes, middle, -(-layers // fewer.num_stages)):
-                return -(-layers // self._most(fewer, memory_bytes, middle))
+            if self._fits(fewer, memory_key(fewer), most_bytes, middle, -(-layers // fewer.num_stages)):
+                return -(-layers // self._most(fewer, most_bytes, middle))
         return 0
 
-    def _fullest(self, shape: Shape, memory_bytes: float) -> int:
+    def _fullest(self, shape: Shape, most_bytes: float) -> int:
         layers, last = len(self._work.layers), shape.num_stages - 1
         ends = {(rank == 0, rank == last): many for rank, many in ((1, last - 1), (0, 1), (last, 1)) if many > 0}
-        if len(self._different) > 1 and not self._fits_each_layer(shape, memory_bytes, ends):
+        if len(self._different) > 1 and not self._fits_each_layer(shape, most_bytes, ends):
             return 0
         held = []
         for end, many in ends.items():  # ranks in the middle come first: no other rank holds more
-            held.append((self._most(shape, memory_bytes, end), many))
+            held.append((self._most(shape, most_bytes, end), many))
             if not held[-1][0] or (len(ends) > 2 and held[0][0] * shape.num_stages < layers):
                 return 0
         even = -(-layers // shape.num_stages)
@@ -303,57 +319,71 @@ class Cuts:
             (n for n in range(even, layers + 1) if sum(min(n, count) * many for count, many in held) >= layers), 0
         )
 
-    def _fits_each_layer(self, shape: Shape, memory_bytes: float, ends: Iterable[tuple[bool, bool]]) -> bool:
+    def _fits_each_layer(self, shape: Shape, most_bytes: float, ends: Iterable[tuple[bool, bool]]) -> bool:
         """True if each layer fits one of the ranks, given as (is first, is last)."""
-        key = ("each", *self._memory_key(shape), memory_bytes, shape.legs, min(3, shape.num_stages))
-        if key not in self._known:
-            self._known[key] = all(
-                any(self._fits(shape, memory_bytes, end, 1, one) for end in ends) for one in self._different
-            )
-        return self._known[key]
+        key = memory_key(shape)
 
-    def _most(self, shape: Shape, memory_bytes: float, end: tuple[bool, bool]) -> int:
+        def compute() -> bool:
+            numbers = range(len(self._different))
+            return all(any(self._fits(shape, key, most_bytes, end, 1, one) for end in ends) for one in numbers)
+
+        return self._memo.of(("each", *key, most_bytes, shape.legs, min(3, shape.num_stages)), compute)
+
+    def _most(self, shape: Shape, most_bytes: float, end: tuple[bool, bool]) -> int:
         """Return the maximum number of layers on a rank, given as (is first, is last)."""
-        key = ("most", *self._memory_key(shape), memory_bytes, end)
-        if key not in self._known:
-            counts = range(1, len(self._work.layers) + 1)
-            self._known[key] = bisect_left(counts, True, key=lambda n: not self._fits(shape, memory_bytes, end, n))
-        return self._known[key]
+        key, counts = memory_key(shape), range(1, len(self._work.layers) + 1)
+        return self._memo.of(
+            ("most", *key, most_bytes, end),
+            lambda: bisect_left(counts, True, key=lambda n: not self._fits(shape, key, most_bytes, end, n)),
+        )
 
     def _fits(
-        self, shape: Shape, memory_bytes: float, end: tuple[bool, bool], count: int, layer: LayerWork | None = None
+        self,
+        shape: Shape,
+        key: tuple[Hashable, ...],
+        most_bytes: float,
+        end: tuple[bool, bool],
+        count: int,
+        layer: int | None = None,
     ) -> bool:
-        work = self._least(count, *end) if layer is None else self._part(layer, *end)
-        room_bytes, saved_bytes = self._room(shape, work, count, self._max_memory * memory_bytes)
-        return room_bytes * ROUNDED_UP >= saved_bytes
+        memory, saved_bytes = self._memory(shape, key, end, count, layer)
+        return memory.headroom(most_bytes) * ROUNDED_UP >= saved_bytes
+
+    def _memory(
+        self,
+        shape: Shape,
+        key: tuple[Hashable, ...],
+        end: tuple[bool, bool],
+        count: int,
+        layer: int | None = None,
+    ) -> tuple[RankMemory, float]:
+        """Return the least memory of a rank with ``count`` layers, and the bytes that a micro-batch saves.
+
+        Args:
+            key: `memory_key` of the shape.
+            layer: number among the different layers; None takes the least of any layers.
+        """
+        name = ("held", key, end, count, layer)
+        if (found := self._memo.get(name)) is None:
+            work = self._least(count, *end) if layer is None else self._part(self._different[layer], *end)
+            saved_bytes = max(self._estimates.activation_bytes(work, count, shape), 1.0)
+            found = self._estimates.memory(work, count, shape), saved_bytes
+            self._memo.add(name, found)
+        return found
 
     @cached_property
-    def _different(self) -> set[LayerWork]:
-        return set(self._work.layers)
+    def _different(self) -> list[LayerWork]:
+        return list(dict.fromkeys(self._work.layers))
 
     def _least(self, count: int, first: bool, last: bool) -> LayerWork:
         """Return the least work of a rank with ``count`` layers: the minimum of each field over any layers."""
-        key = ("least", count, first, last)
-        if key not in self._known:
+
+        def compute() -> LayerWork:
             least: dict[str, Any] = {name: values[count] for name, values in self._works[False].items()}
-            layers = LayerWork(**{**least, "parameters": int(least["parameters"])})
-            self._known[key] = self._part(layers, first, last)
-        return self._known[key]
+            return self._part(LayerWork(**{**least, "parameters": int(least["parameters"])}), first, last)
+
+        return self._memo.of(("least", count, first, last), compute)
 
     def _part(self, layers: LayerWork, first: bool, last: bool) -> LayerWork:
         layers = layers + self._work.before if first else layers
         return layers + self._work.after if last else layers
-
-    def _room(self, shape: Shape, work: LayerWork, count: int, most: float) -> tuple[float, float]:
-        saved = self._estimates.activation_bytes(work, count, shape)
-        return self._estimates.memory(work, count, shape).headroom(most), max(saved, 1.0)
-
-    @staticmethod
-    def _kind(site: Site) -> Hashable:
-        return site.gpu.name, site.gpus_per_host, site.network_bps
-
-    @staticmethod
-    def _memory_key(shape: Shape) -> tuple[Any, ...]:
-        """Return what the time and memory of layers depend on."""
-        zero = shape.replicas, shape.routes, shape.zero_stage, shape.microbatches == 1
-        return *timing_key(shape), *zero, most_hops(shape)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from weft.pipeline.costs import CostModel, LinkCost, StageCost
 from weft.pipeline.memory import WEIGHT_BYTES, RankMemory, TrainedWeights, stepping_bytes, zero_memory
 from weft.pipeline.planner.cluster import Cluster, Site
 from weft.pipeline.planner.layout import Layout, Shape
+from weft.pipeline.planner.memo import Memo, memo_of
 from weft.pipeline.workload import Division, LayerWork, ModelWork
 
 Found = TypeVar("Found")
@@ -37,6 +38,22 @@ class Estimates:
     work: ModelWork
 
     @cached_property
+    def memo(self) -> Memo:
+        """The values of the model that all its estimates share."""
+        return memo_of(self.work)
+
+    @cached_property
+    def kinds(self) -> list[Hashable]:
+        """By site, all that costs of a rank there depend on."""
+        found = []
+        for site in self.cluster.sites:
+            gpu = site.gpu
+            speeds = gpu.flops_per_s, gpu.bytes_per_s, gpu.scale_up_bytes_per_s, gpu.scale_up_latency_s
+            kind = (self.cluster.efficiency, gpu.name, gpu.memory_bytes, *speeds, site.gpus_per_host, site.network_bps)
+            found.append(self.memo.of(("kind", kind), object))
+        return found
+
+    @cached_property
     def _sums(self) -> dict[str, list[float]]:
         """By field, the sum over all layers before each layer."""
         return {
@@ -58,31 +75,54 @@ class Estimates:
     def _layers_are_alike(self) -> bool:
         return all(layer == self.work.layers[0] for layer in self.work.layers)
 
-    def of_ranks(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
-        """Return a function's value for each pipeline rank; its arguments are work, number of layers and site."""
-        return self._of(layout, layout.placement.single.rank_stages, what)
+    def works(self, layout: Layout) -> list[LayerWork]:
+        """Return the work of each pipeline rank."""
+        return self.of_ranks(layout, ("alone",), lambda work, held, site: work)
 
-    def _of_stages(self, layout: Layout, what: Callable[[LayerWork, int, Site], Found]) -> list[Found]:
-        return self._of(layout, [(stage,) for stage in range(layout.virtual_stages)], what)
+    def of_ranks(
+        self, layout: Layout, key: tuple[Hashable, ...], what: Callable[[LayerWork, int, Site], Found]
+    ) -> list[Found]:
+        """Return a function's value for each pipeline rank; its arguments are work, number of layers and site.
+
+        Args:
+            key: name of the function, and all else that its value depends on.
+        """
+        return self._of(layout, layout.placement.single.rank_stages, key, what)
 
     def _of(
-        self, layout: Layout, parts: Sequence[tuple[int, ...]], what: Callable[[LayerWork, int, Site], Found]
+        self,
+        layout: Layout,
+        parts: Sequence[tuple[int, ...]],
+        key: tuple[Hashable, ...],
+        what: Callable[[LayerWork, int, Site], Found],
     ) -> list[Found]:
         """Return a function's value for parts of the model; each part is some virtual stages of one rank.
 
         Parts with equal layers at one site, neither first nor last, are computed once.
         """
-        end, known, found = layout.virtual_stages - 1, {}, []
-        ranges, ranks, sites = layout.layer_ranges(), layout.placement.stage_ranks, layout.site_of()
-        for number, stages in enumerate(parts):
-            held, site = sum(len(ranges[stage]) for stage in stages), sites[ranks[stages[0]]]
-            inside = stages[0] > 0 and stages[-1] < end and self._layers_are_alike
-            key = (held, site) if inside else (number, -1)
-            if key not in known:
-                works = [self.rank_work(ranges[stage], first=stage == 0, last=stage == end) for stage in stages]
-                known[key] = what(sum(works[1:], works[0]), held, self.cluster.sites[site])
-            found.append(known[key])
+        end, ends, found = layout.virtual_stages - 1, [0, *accumulate(layout.layers)], []
+        first: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+        ranks, sites = layout.placement.stage_ranks, layout.site_of()
+        for stages in parts:
+            spans, site = tuple((ends[stage], ends[stage + 1]) for stage in stages), sites[ranks[stages[0]]]
+            if self._layers_are_alike and stages[0] > 0 and stages[-1] < end:
+                spans = first.setdefault((sum(stop - start for start, stop in spans), site), spans)
+            name = (*key, self.kinds[site], spans)
+            if (value := self.memo.get(name)) is None:
+                value = what(self._work_of(spans), sum(stop - start for start, stop in spans), self.cluster.sites[site])
+                self.memo.add(name, value)
+            found.append(value)
         return found
+
+    def _work_of(self, spans: tuple[tuple[int, int], ...]) -> LayerWork:
+        """Return the work of some ranges of layers, each given as its first layer and the first after it."""
+
+        def compute() -> LayerWork:
+            end = len(self.work.layers)
+            works = [self.rank_work(range(*span), first=span[0] == 0, last=span[1] == end) for span in spans]
+            return sum(works[1:], works[0])
+
+        return self.memo.of(("work", spans), compute)
 
     def stage_cost(self, work: LayerWork, num_layers: int, shape: Shape, site: Site) -> StageCost:
         """Return the seconds and bytes of one micro-batch on a pipeline rank."""
@@ -311,14 +351,27 @@ class Estimates:
 
     def costs(self, layout: Layout) -> CostModel:
         """Return the seconds and bytes of one pipeline of a layout."""
-        sites = self.cluster.sites
-        stages = tuple(self._of_stages(layout, lambda work, held, site: self.stage_cost(work, held, layout, site)))
-        pairs = {}
-        for place, (here, there) in enumerate(zip(layout.sites, layout.sites[1:], strict=False)):
-            cost = self.link_cost(here, there, layout)
-            pairs[place, place + 1] = pairs[place + 1, place] = cost
-        local = self.local_link(min(sites[site].bps_of_gpu for site in layout.sites), layout)
-        return CostModel(stages=stages, local=local, wan_links=tuple(pairs.items()))
+        parts = [(stage,) for stage in range(layout.virtual_stages)]
+        key = ("stage", *timing_key(layout), layout.routes)
+        stages = self._of(layout, parts, key, lambda work, held, site: self.stage_cost(work, held, layout, site))
+        local, wan = self._links(layout)
+        return CostModel(stages=tuple(stages), local=local, wan_links=wan)
+
+    def _links(self, layout: Layout) -> tuple[LinkCost, tuple[tuple[tuple[int, int], LinkCost], ...]]:
+        """Return the links of one pipeline: inside of sites, and by two of its sites."""
+        key = layout.sites, layout.gpus_per_rank
+        if key not in self._known_links:
+            pairs = {}
+            for place, (here, there) in enumerate(pairwise(layout.sites)):
+                cost = self.link_cost(here, there, layout)
+                pairs[place, place + 1] = pairs[place + 1, place] = cost
+            local = self.local_link(min(self.cluster.sites[site].bps_of_gpu for site in layout.sites), layout)
+            self._known_links[key] = local, tuple(pairs.items())
+        return self._known_links[key]
+
+    @cached_property
+    def _known_links(self) -> dict[Hashable, Any]:
+        return {}
 
     def local_link(self, bps_of_gpu: float, shape: Shape) -> LinkCost:
         """Return one pipeline's share of the network inside of a site."""
@@ -349,12 +402,27 @@ class Estimates:
 
 
 def _division(shape: Shape) -> Division:
-    return Division(
-        microbatch_size=shape.microbatch_size,
-        tensor=shape.tensor,
-        context=shape.context,
-        recomputes=shape.checkpointing,
-    )
+    return _divided(shape.microbatch_size, shape.tensor, shape.context, shape.checkpointing)
+
+
+@lru_cache(maxsize=4096)
+def _divided(size: int, tensor: int, context: int, recomputes: bool) -> Division:
+    return Division(microbatch_size=size, tensor=tensor, context=context, recomputes=recomputes)
+
+
+def timing_key(shape: Shape) -> tuple[Hashable, ...]:
+    """Return the fields of a shape on which the time of a layer depends, as a cache key.
+
+    Replicas count only at ZeRO stage 3, where they gather each layer's weights.
+    """
+    gathered_over = shape.replicas if shape.zero_stage == 3 else 0
+    return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over
+
+
+def memory_key(shape: Shape) -> tuple[Hashable, ...]:
+    """Return the fields of a shape on which the time and memory of layers depend, as a cache key."""
+    zero = shape.replicas, shape.routes, shape.zero_stage, shape.microbatches == 1
+    return *timing_key(shape), *zero, most_hops(shape)
 
 
 def _larger(one: Any, other: Any) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.pipeline.planner.cluster import Site
-from weft.pipeline.planner.estimates import Estimates
+from weft.pipeline.planner.estimates import Estimates, timing_key
 from weft.pipeline.planner.layout import Shape
 
 
@@ -113,12 +113,3 @@ class Speeds:
             after[0] + after[1],
             2 * estimates.weights_s(self._whole, shape, site) if shape.expert == 1 else 0.0,
         )
-
-
-def timing_key(shape: Shape) -> tuple[Hashable, ...]:
-    """Return the fields of a shape on which the time of a layer depends, as a cache key.
-
-    Replicas count only at ZeRO stage 3, where they gather each layer's weights.
-    """
-    gathered_over = shape.replicas if shape.zero_stage == 3 else 0
-    return shape.tensor, shape.context, shape.expert, shape.microbatch_size, shape.checkpointing, gathered_over

@@ -112,7 +112,7 @@ class Traffic:
         if layout.routes == 1:
             return []
         ways = layout.ways
-        works = self._estimates.of_ranks(ways[0], lambda work, held, site: work)
+        works = self._estimates.works(ways[0])
         together = zip(*(way.site_of() for way in ways), strict=True)
         return [(work, self._prices(at)) for work, at in zip(works, together, strict=True)]
 

@@ -7,7 +7,7 @@ from math import inf, lcm
 
 import numpy as np
 
-from tests.pipeline.planner.own_costs import saved_bytes, stage_seconds
+from tests.pipeline.planner.own_costs import messages, rank_memory, saved_bytes, stage_seconds
 from tests.pipeline.planner.own_model import Own, without_stages
 from weft.pipeline.placement import Placement
 from weft.pipeline.planner.layout import LEGS, Layout, Shape
@@ -125,7 +125,8 @@ class BruteForce:
 
     def __init__(self, cluster, work, request):
         self.own = Own(cluster, work, request)
-        self._tables, self._rooms, self.layouts, self.simulated = {}, {}, 0, 0
+        self._tables, self._memories, self._rooms, self._bounds, self._ends = {}, {}, {}, {}, {}
+        self.layouts = self.simulated = 0
         self._placed = cache(self._ranks_and_cuts)
         self._routes = cache(lambda *degrees: list(routes(self.own, *degrees)))
 
@@ -183,15 +184,34 @@ class BruteForce:
 
     def _room_table(self, shape):
         """Return the bytes for saved activations of a rank with one virtual stage, which are no less than with two."""
-        most = {"num_stages": min(3, shape.num_stages), "microbatches": min(2, shape.microbatches)}
-        key = replace(without_stages(shape), **most)
+        key = self._memory_key(shape), min(3, shape.num_stages)
         if key not in self._rooms:
             own, layers = self.own, len(self.own.work.layers)
             values = np.full((len(own.cluster.sites), layers + 1, layers + 1), -inf)
-            for (start, stop), number in product(combinations(range(layers + 1), 2), range(len(own.cluster.sites))):
-                values[number, start, stop] = own.room(((start, stop),), number, key)
+            message_bytes = messages(replace(without_stages(shape), num_stages=key[1]), own.work)
+            for (start, stop), memory in self._memory(shape).items():
+                sent = replace(memory, concurrent_buffers=memory.concurrent_buffers + message_bytes)
+                for number, site in enumerate(own.cluster.sites):
+                    values[number, start, stop] = sent.headroom(own.request.max_memory * site.gpu.memory_bytes)
             self._rooms[key] = values
         return self._rooms[key]
+
+    @staticmethod
+    def _memory_key(shape):
+        """Return what a rank's memory depends on, besides its messages; gradients of one micro-batch may be sharded."""
+        is_one = shape.zero_stage >= 2 and shape.microbatches == 1
+        return *BruteForce._table_key(shape), shape.replicas, shape.zero_stage, is_one
+
+    def _memory(self, shape):
+        """By range of layers, the memory of a rank with one virtual stage that sends nothing."""
+        if (key := self._memory_key(shape)) not in self._memories:
+            own, alone = self.own, without_stages(shape)
+            spans = combinations(range(len(own.work.layers) + 1), 2)
+            self._memories[key] = {
+                (start, stop): rank_memory(own.part((start, stop)), stop - start, alone, own.work)
+                for start, stop in spans
+            }
+        return self._memories[key]
 
     def _shared_s(self, shape):
         """Seconds of the pipeline if all ranks share all work, and each layer is where it takes least."""
@@ -216,8 +236,29 @@ class BruteForce:
         self.layouts += len(cuts)
         if shape.microbatches * max(self._busiest_s(shape, *route) for route in routes_of_some) >= limit_s:
             return
-        table, bound_s, fits, behind = self._table(shape), np.zeros(len(cuts)), np.ones(len(cuts), dtype=bool), []
-        for way, held in routes_of_some:
+        (bound_s, behind), ends_s = self._bounds_s(shape, sites, stages), self._ends_s(shape, sites, stages)
+        if not (bound_s + ends_s < limit_s).any():  # memory only makes bounds longer
+            return
+        rooms, fits = self._room_table(shape), np.ones(len(cuts), dtype=bool)
+        for placement, at, saved, ahead_f, through_s in behind:
+            ahead_s = np.cumsum(through_s, axis=1)
+            behind_s = ahead_s[:, -1:] - ahead_s + through_s  # from a forward until it is back
+            for held_stages in map(list, placement.rank_stages):
+                room = rooms[at][:, held_stages].min(axis=1)
+                fits &= saved[:, held_stages].sum(axis=1) <= room
+                full = (saved * behind_s)[:, held_stages].sum(axis=1) * shape.microbatches
+                bound_s = np.maximum(bound_s, ahead_f[:, held_stages[0]] + full / np.maximum(room, 1.0))
+        for number in np.flatnonzero(fits & (bound_s + ends_s < limit_s)):
+            yield tuple(np.diff(cuts[number]).tolist()), float(bound_s[number])
+
+    def _bounds_s(self, shape, sites, stages):
+        """By cut, a bound of a pipeline's seconds without memory; by route, what a bound with memory needs."""
+        cell = min(MOST_CELL, shape.replicas) if shape.may_pool else 1
+        key = *self._table_key(shape), shape.microbatches, shape.num_stages, shape.arrangement, cell, sites, stages
+        if key in self._bounds:
+            return self._bounds[key]
+        table, bound_s, behind = self._table(shape), 0.0, []
+        for way, held in self.own.routes(Layout(**vars(shape), sites=sites, stages=stages, layers=())):
             placement, at = self._placed(shape.arrangement, way, held)
             forward_s, input_s, weight_s, saved = (values[at] for values in vars(table).values())
             hops_s = self._hops_s(shape, way, placement)
@@ -231,19 +272,26 @@ class BruteForce:
                 tail_s = np.maximum(weights_s, ahead_i[:, first] + weight_s[:, 0])
                 bound_s = np.maximum(bound_s, ahead_f[:, first] + through_s + tail_s)
             behind.append((placement, at, saved, ahead_f, forward_s + input_s + 2 * hops_s))
-        if not (bound_s < limit_s).any():  # memory only makes bounds longer
-            return
-        rooms = self._room_table(shape)
-        for placement, at, saved, ahead_f, through_s in behind:
-            ahead_s = np.cumsum(through_s, axis=1)
-            behind_s = ahead_s[:, -1:] - ahead_s + through_s  # from a forward until it is back
-            for held_stages in map(list, placement.rank_stages):
-                room = rooms[at][:, held_stages].min(axis=1)
-                fits &= saved[:, held_stages].sum(axis=1) <= room
-                full = (saved * behind_s)[:, held_stages].sum(axis=1) * shape.microbatches
-                bound_s = np.maximum(bound_s, ahead_f[:, held_stages[0]] + full / np.maximum(room, 1.0))
-        for number in np.flatnonzero(fits & (bound_s < limit_s)):
-            yield tuple(np.diff(cuts[number]).tolist()), float(bound_s[number])
+        self._bounds[key] = bound_s, behind
+        return self._bounds[key]
+
+    def _ends_s(self, shape, sites, stages):
+        """By cut, the seconds after the pipeline, at least: each rank has one of its virtual stages."""
+        degrees = shape.tensor, shape.context, shape.expert, shape.replicas, shape.zero_stage, shape.routes
+        key = *degrees, shape.num_stages, shape.arrangement, sites, stages
+        if key not in self._ends:
+            if ("ends", *degrees) not in self._tables:
+                own, layers, alone = self.own, len(self.own.work.layers), without_stages(shape)
+                table = np.zeros((2, len(own.cluster.sites), layers + 1, layers + 1))
+                for (start, stop), site in product(combinations(range(layers + 1), 2), range(len(own.cluster.sites))):
+                    table[:, site, start, stop] = own.rank_ends_s(((start, stop),), site, alone)
+                self._tables["ends", *degrees] = table
+            reduced_s, stepped_s = self._tables["ends", *degrees]
+            routes_of_some = self.own.routes(Layout(**vars(shape), sites=sites, stages=stages, layers=()))
+            ats = [self._placed(shape.arrangement, *route)[1] for route in routes_of_some]
+            each = [[table[at].max(axis=1) for at in ats] for table in (reduced_s, stepped_s)]
+            self._ends[key] = np.max(each[0], axis=0) + np.max(each[1], axis=0)
+        return self._ends[key]
 
     def _busiest_s(self, shape, way, held):
         """Seconds of a micro-batch on the rank that works longest, at the cut that makes these least."""

@@ -112,7 +112,12 @@ def rank_memory(part, layers, shape, work):
         backward = max(backward, again)
     backward *= shape.microbatch_size / (shape.tensor * shape.context)
     stepping = stepping_bytes(OptimizerConfig(), stepped, largest, together=True)
+    buffers = zero.buffers if shape.zero_stage == 3 else 0.0
+    return RankMemory(zero, 0.0, backward, messages(shape, work) + buffers, stepping)
+
+
+def messages(shape, work):
+    """Return the bytes of a rank's messages: activations one way, gradients the other."""
     sent = work.message_bytes * shape.microbatch_size / shape.tensor / shape.context
     neighbours = {1: 0, 2: 1}.get(shape.num_stages, 2)
-    messages = 2 * neighbours * len(shape.legs) * sent  # activations one way, gradients the other
-    return RankMemory(zero, 0.0, backward, messages + (zero.buffers if shape.zero_stage == 3 else 0.0), stepping)
+    return 2 * neighbours * len(shape.legs) * sent
