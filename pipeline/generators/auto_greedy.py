@@ -204,6 +204,10 @@ class ListScheduler:
             return False
         if len(sizes) == 1:
             return True
+        if len(sizes) == 2:  # the rule below, without its lists
+            first, second = self._forwards[rank]
+            ahead = first.started - second.started + (-1 if position else 1)
+            return ahead <= 0 or sizes[0] * ahead + sizes[1] <= cap_bytes
         done = [queue.started for queue in self._forwards[rank]]
         done[position] += 1
         for j in range(1, len(done)):
