@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from weft.pipeline.costs import CostModel
@@ -73,7 +73,7 @@ class Candidates:
             return  # virtual stages have to lie on the same ranks of all replicas
         egress, fits = self._traffic.egress(shape, route), False
         for layers in cuts:
-            if (costed := self._costed(replace(empty, layers=layers))) is None:
+            if (costed := self._costed(empty.changed(layers=layers))) is None:
                 continue
             fits = True
             if costed.collective_s == inf:
@@ -133,9 +133,9 @@ class Candidates:
             ]
         for cell in self._cells(base, costed.costs[0]):
             links = [link.streams for costs in costed.costs for _, link in costs.wan_links[::2]]
-            layout = replace(base, cell=cell, connections=tuple(links))
+            layout = base.changed(cell=cell, connections=tuple(links))
             for schedule, in_flight in schedules.items():
-                layout = replace(layout, schedule=schedule)
+                layout = layout.changed(schedule=schedule)
                 if schedule != "auto" and (cell > 1 or not self._is_1f1b_held(base, in_flight)):
                     continue
                 pipeline_s = max(
@@ -145,7 +145,7 @@ class Candidates:
                 )
                 bound_s = pipeline_s + costed.collective_s + costed.optimizer_s
                 yield Candidate(
-                    **vars(replace(costed, layout=layout)),
+                    **{**vars(costed), "layout": layout},
                     bound_s=bound_s,
                     score_bound=request.score_of(
                         bound_s, layout, price, egress, base.sequences * self._estimates.work.sequence_length

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
@@ -299,7 +298,7 @@ class Cuts:
     def _least_stages(self, shape: Shape, most_bytes: float) -> int:
         layers, middle = len(self._work.layers), (False, False)
         for count in sorted({1, 2, shape.num_stages}):  # with fewer hops ranks have fewer messages
-            fewer = replace(shape, num_stages=min(count, shape.num_stages))
+            fewer = shape.changed(num_stages=min(count, shape.num_stages))
             if self._fits(fewer, memory_key(fewer), most_bytes, middle, -(-layers // fewer.num_stages)):
                 return -(-layers // self._most(fewer, most_bytes, middle))
         return 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,36 +53,50 @@ class FamilyBounds:
         )
 
     def of(
-        self, family: Shape, replicas: Array, microbatches: Array, routes: Array, stages: Array, *, crosses: bool
+        self,
+        groups: Sequence[Shape],
+        group: Array,
+        replicas: Array,
+        microbatches: Array,
+        routes: Array,
+        stages: Array,
+        *,
+        crosses: bool,
     ) -> Array:
         """Return lower bounds of the scores of all layouts with at most this number of stages.
 
         The arrays have the same size, or one value.
 
         Args:
-            family: a shape with the degrees, micro-batch size and checkpointing that all families have.
+            groups: for each group of families, a shape with its micro-batch size and checkpointing; all groups have
+                the same degrees.
+            group: by family, the number of its group.
             crosses: True if there are more ranks than any site has GPUs for, so that a pipeline crosses at least one
                 link. The bounds are then for exactly this number of stages.
         """
         import numpy as np
 
-        units, least, slowest_s = self._speeds(family)
-        site = np.searchsorted(-units, -(replicas // routes), side="right") - 1  # the smallest that has space
-        whole_s, through_s, paid = least[:, site]
-        slowest_s = np.maximum(slowest_s[site, stages], whole_s / stages)
+        family, sizes = groups[0], np.array([one.microbatch_size for one in groups])
+        units, least, slowest_s = map(np.array, zip(*map(self._speeds, groups), strict=True))
+        site = np.searchsorted(-units[0], -(replicas // routes), side="right") - 1  # the smallest that has space
+        whole_s, through_s, paid = least[group, :, site].T
+        slowest_s = np.maximum(slowest_s[group, site, stages], whole_s / stages)
         step_s = np.maximum(microbatches * slowest_s, through_s)
-        sent_s, way_s, cell = self._hops(family, replicas, routes)
+        sent_s, ways_s, cells = map(np.array, zip(*map(self._hops, groups), strict=True))
+        most = np.where(routes == 1, np.minimum(replicas, MOST_CELL), 1)
+        sent_s, way_s, cell = sent_s[group], ways_s[group, most], cells[group, most]
         if not crosses:  # one rank sends nothing
-            inside_s, arrived_s = local_s(self._estimates, family, self._best.network_bps)
+            local = np.array([local_s(self._estimates, one, self._best.network_bps) for one in groups])
+            inside_s, arrived_s = local[group].T
             several_s = through_s + 2 * arrived_s + (microbatches - 1) * inside_s
-            if sent_s < inf:  # a link to another site may be faster than a network
+            if sent_s[0] < inf:  # a link to another site may be faster than a network
                 several_s = np.minimum(several_s, through_s + 2 * way_s + (microbatches - 1 / cell) * sent_s)
             step_s = np.minimum(np.maximum(step_s, np.where(stages > 1, several_s, 0.0)), microbatches * whole_s)
         else:
             sending_s = (microbatches - 1 / cell) * sent_s
             step_s = np.maximum(np.maximum(step_s, microbatches * sent_s), through_s + 2 * way_s + sending_s)
         step_s = step_s + self._ends_s(family, replicas, routes, stages)
-        sequences = replicas * microbatches * family.microbatch_size
+        sequences = replicas * microbatches * sizes[group]
         tokens = sequences * self._estimates.work.sequence_length
         lines = replicas * family.gpus_per_rank
         prices = self._best.price
@@ -107,7 +120,7 @@ class FamilyBounds:
             units = np.array([site.units(family.gpus_per_rank) for site in sites])
             order = np.argsort(-units, kind="stable")
             # What ZeRO 3 gathers for a micro-batch, other stages do not.
-            speeds = self._bounds.speeds.of(replace(family, zero_stage=1))
+            speeds = self._bounds.speeds.of(family.changed(zero_stage=1))
             rows = [
                 (speed.whole_s, speed.through_s, sites[at].price * speed.whole_s, speed.layer_s, speed.after_s)
                 for at, speed in ((at, speeds[at]) for at in order)
@@ -117,19 +130,17 @@ class FamilyBounds:
             self._known[key] = units[order], np.array([whole_s, through_s, paid]), np.array(slowest_s)
         return self._known[key]
 
-    def _hops(self, family: Shape, replicas: Array, routes: Array) -> tuple[float, Array, Array]:
-        """Return the seconds of sending over the quickest hop, and by family the whole hop and the largest DP-cell."""
+    def _hops(self, family: Shape) -> tuple[float, Array, Array]:
+        """Return the seconds of sending over the quickest hop; by replicas that pool, the hop and the DP-cell."""
         import numpy as np
 
         key = ("hops", family.tensor, family.context, family.expert, family.microbatch_size)
         if key not in self._known:
-            by_cell = [self._bounds.hops(replace(family, replicas=cell)) for cell in range(1, MOST_CELL + 1)]
+            by_cell = [self._bounds.hops(family.changed(replicas=cell)) for cell in range(1, MOST_CELL + 1)]
             ways_s = np.array([0.0, *(hops.least_way_s.get(None, inf) for hops in by_cell)])
             cells = np.array([1, *(hops.cell for hops in by_cell)])
             self._known[key] = by_cell[0].least_sent_s.get(None, inf), ways_s, cells
-        sent_s, ways_s, cells = self._known[key]
-        most = np.where(routes == 1, np.minimum(replicas, MOST_CELL), 1)
-        return sent_s, ways_s[most], cells[most]
+        return self._known[key]
 
     def _ends_s(self, family: Shape, replicas: Array, routes: Array, stages: Array) -> Array:
         """Return the least seconds of reducing, gathering and the optimiser, for a rank with an average share.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import isqrt, lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,7 +121,7 @@ def families(cluster: Cluster, work: ModelWork, request: Request, degrees: Degre
     for group in groups(cluster, work, request, degrees):
         fields = (array.tolist() for array in (group.replicas, group.microbatches, group.routes))
         for replicas, microbatches, routes in zip(*fields, strict=True):
-            yield replace(group.family, replicas=replicas, microbatches=microbatches, routes=routes)
+            yield group.family.changed(replicas=replicas, microbatches=microbatches, routes=routes)
 
 
 def stage_counts(cluster: Cluster, work: ModelWork, request: Request, family: Shape) -> list[int]:
@@ -140,7 +139,7 @@ def members(request: Request, family: Shape, stages: int) -> Iterator[Shape]:
     for zero in request.choices("zero_stage", _zero_stages(family)):
         if zero < 3 or family.routes == 1:  # ZeRO 3 gathers weights for every micro-batch: not over the WAN
             (arrangement,) = request.choices("arrangement", ["straight"])
-            yield replace(family, num_stages=stages, zero_stage=zero, arrangement=arrangement)
+            yield family.changed(num_stages=stages, zero_stage=zero, arrangement=arrangement)
 
 
 def arranged(work: ModelWork, request: Request, shape: Shape) -> Iterator[Shape]:
@@ -148,7 +147,7 @@ def arranged(work: ModelWork, request: Request, shape: Shape) -> Iterator[Shape]
     for arrangement in request.choices("arrangement", list(LEGS)):
         is_other = shape.num_stages > 1 or arrangement == "straight" or "arrangement" in request.pins
         if len(LEGS[arrangement]) * shape.num_stages <= len(work.layers) and is_other:
-            yield replace(shape, arrangement=arrangement)
+            yield shape.changed(arrangement=arrangement)
 
 
 def site_capacity(cluster: Cluster, gpus_per_rank: int, replicas: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weft.pipeline.planner.cluster import Cluster
@@ -105,20 +104,19 @@ class Space:
 
     def _opened(self, part: _Part, at: int, counts: Array, bound: float) -> Family | None:
         """Return a family with the numbers of stages with which it may fit memory, or None if there are none."""
+        import numpy as np
+
         one = slice(at, at + 1)
         replicas, microbatches, routes = part.replicas[one], part.microbatches[one], part.routes[one]
-        shape = replace(
-            part.family, replicas=int(replicas[0]), microbatches=int(microbatches[0]), routes=int(routes[0])
-        )
+        shape = part.family.changed(replicas=int(replicas[0]), microbatches=int(microbatches[0]), routes=int(routes[0]))
         least = self.evaluation.least_stages(list(members(self.request, shape, int(counts[-1]))))
         if not least:
             return None
         counts = counts[counts >= least]
         if len(counts) == 1:
             return Family(bound, shape, tuple(counts.tolist()), ())
-        by_count = self.evaluation.families.of(
-            part.family, replicas, microbatches, routes, counts, crosses=part.crosses
-        )
+        fields = np.zeros(1, dtype=int), replicas, microbatches, routes, counts
+        by_count = self.evaluation.families.of([part.family], *fields, crosses=part.crosses)
         return Family(bound, shape, tuple(counts.tolist()), tuple(by_count.tolist()))
 
     def _parts_of(self, degrees: Degrees, *, alone: bool) -> Iterator[_Part]:
@@ -132,12 +130,25 @@ class Space:
             self.shapes += sum(map(self._count, self._groups[degrees]))
         for crosses in (False,) if alone else (False, True):
             if (degrees, crosses) not in self._parts:
-                parts = (self._part(group, crosses=crosses) for group in self._groups[degrees])
-                self._parts[degrees, crosses] = [part for part in parts if len(part.bounds)]
+                parts = [self._part(group, crosses=crosses) for group in self._groups[degrees]]
+                self._parts[degrees, crosses] = self._bounded([part for part in parts if len(part.low)])
             yield from self._parts[degrees, crosses]
 
+    def _bounded(self, parts: list[_Part]) -> list[_Part]:
+        """Return parts of the same degrees with their bounds, which are computed together."""
+        import numpy as np
+
+        if not parts:
+            return []
+        sizes = [len(part.low) for part in parts]
+        columns = [[getattr(part, name) for part in parts] for name in ("replicas", "microbatches", "routes", "high")]
+        fields = np.repeat(np.arange(len(parts)), sizes), *map(np.concatenate, columns)
+        bounds = self.evaluation.families.of([part.family for part in parts], *fields, crosses=parts[0].crosses)
+        ends = np.split(bounds, np.cumsum(sizes)[:-1])
+        return [part._replace(bounds=each) for part, each in zip(parts, ends, strict=True)]
+
     def _part(self, group: Group, *, crosses: bool) -> _Part:
-        """Return the families of a group within one site, or across sites, with their bounds."""
+        """Return the families of a group within one site, or across sites, without their bounds."""
         import numpy as np
 
         low, high = (group.most_alone + 1, group.most) if crosses else (np.ones_like(group.most), group.most_alone)
@@ -146,8 +157,7 @@ class Space:
             low, high = np.where(is_pinned, pinned, 1), np.where(is_pinned, pinned, 0)
         at = np.nonzero(low <= high)[0]
         fields = group.replicas[at], group.microbatches[at], group.routes[at]
-        bounds = self.evaluation.families.of(group.family, *fields, high[at], crosses=crosses) if len(at) else high[at]
-        return _Part(group.family, crosses, *fields, low[at], high[at], bounds)
+        return _Part(group.family, crosses, *fields, low[at], high[at], np.zeros(0))
 
     def _count(self, group: Group) -> int:
         """Return the number of shapes of a group; folds within sites and over them count as one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import NamedTuple
 
 from weft.pipeline.planner.cluster import Site
@@ -71,7 +70,7 @@ class Speeds:
         computes other parts. So the amount of work is measured in seconds at one kind, and a site's pace is that of the
         part at which it is relatively best.
         """
-        work, alone = self._work, replace(shape, zero_stage=1)
+        work, alone = self._work, shape.changed(zero_stage=1)
         found = [(1, 0, work.before), *((many, 1, layer) for layer, many in self._layers.items())]
         found.append((1, 0, work.after))
         times = {  # by kind: how many there are of each part, and what one costs
@@ -98,7 +97,7 @@ class Speeds:
     def _speed(self, shape: Shape, site: Site) -> Speed:
         estimates = self._estimates
         whole = estimates.stage_seconds(self._whole, len(self._work.layers), shape, site)
-        alone = replace(shape, zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
+        alone = shape.changed(zero_stage=1)  # a layer's share of the weights that ZeRO 3 gathers is not its own
         each = [estimates.stage_seconds(layer, 1, alone, site) for layer in self._layers]
         after = estimates.stage_seconds(self._work.after, 0, alone, site)
         through_s, whole_s = whole[0] + whole[1], sum(whole)

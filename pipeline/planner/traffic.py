@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, combinations
 from math import comb
@@ -72,7 +71,7 @@ class Traffic:
         Args:
             crosses: True if every pipeline crosses at least one link.
         """
-        of_two = replace(family, replicas=2 * family.expert, routes=2, zero_stage=1)
+        of_two = family.changed(replicas=2 * family.expert, routes=2, zero_stage=1)
         reduced = self._reduced(self._work.whole, of_two) * (routes - 1)
         sent = self._work.message_bytes * sequences if crosses else 0.0
         return 2 * self._least_price * (sent + reduced) / 1e9

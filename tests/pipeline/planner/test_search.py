@@ -101,9 +101,8 @@ def family_bound(some, evaluation, shape):
     """Return the least score of a shape's family with as many stages."""
     each = [np.array([one]) for one in (shape.replicas, shape.microbatches, shape.routes, shape.num_stages)]
     crosses = shape.num_stages > max(site_capacity(some, shape.gpus_per_rank, shape.replicas_of_route))
-    (bound,) = evaluation.families.of(
-        replace(shape, zero_stage=3), *map(np.array, zip(each, strict=True)), crosses=crosses
-    )
+    group = np.zeros(1, dtype=int)
+    (bound,) = evaluation.families.of([replace(shape, zero_stage=3)], group, *each, crosses=crosses)
     return bound
 
 
