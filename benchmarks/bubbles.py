@@ -28,9 +28,9 @@ from benchmarks.serving.servers import stock_server, until_ready, weft_server
 from benchmarks.serving.training import Training, settings, train
 from benchmarks.serving.watch import Watch, Windows
 from weft.inference.board.layout import boards_folder
+from weft.inference.model_sizes import model_bytes
 from weft.inference.worker.command import workers_of
 from weft.inference.worker.vllm_weights import FOLDER_VARIABLE
-from weft.recipes.serving.checks import model_bytes
 from weft.recipes.serving.scoring import Scorer, likelihoods_of, with_weights
 from weft.tools.netbed import NetBed, Topology
 from weft.tools.ranks import run_ranks

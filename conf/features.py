@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from weft.conf.schema import ClusterManager, PairChoice, WeftConfig
+from weft.conf.schema import ClusterManager, KvConnector, PairChoice, WeftConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ FEATURES = {
         entry="weft.comm.wan",
         commands={"netbed": ("weft.tools.netbed.command", "emulate a WAN on this machine, with real TCP and faults")},
         checks={"net": "weft.tools.netbed.probing"},
-        settings={"cluster.sites": ()},
+        settings={"cluster.sites": (), "inference.prefill.connector": (KvConnector.none, KvConnector.nixl)},
     ),
     "planner": Feature(
         entry="weft.pipeline.planner",

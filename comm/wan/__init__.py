@@ -1,5 +1,6 @@
 """The WAN channel: many authenticated TCP connections per link, in a native thread."""
 
+from weft.comm.wan.endpoint import WanEndpoint as WanEndpoint
 from weft.comm.wan.network import WanNetwork
 from weft.comm.wan.sites.job import default_group
 

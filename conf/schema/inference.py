@@ -14,6 +14,7 @@ class KvConnector(Enum):
 
     none = "none"
     nixl = "nixl"
+    wan = "wan"
 
 
 @dataclass(kw_only=True)
@@ -140,7 +141,12 @@ class PrefillConfig:
     quantile: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.98
     """Fraction of prefill steps that should end within their prediction; the others run into the guard."""
     connector: KvConnector = KvConnector.none
-    """How to send KV caches: none, or nixl (vLLM's NIXL connector, with a quiet progress thread)."""
+    """How to send KV caches: none, nixl (vLLM's NIXL connector, with a quiet progress thread), or for links between
+    sites wan: from host memory over many TCP connections, authenticated by WEFT_KEY and encrypted. All servers have
+    the same."""
+    cache_mbps: Annotated[float, NATURAL] = 0.0
+    """Megabits per second at which a worker sends caches over the WAN at most, so that the rest is training's; 0 for no
+    limit. Prompts whose caches would arrive late by it are not placed on workers at other sites."""
     yield_cores: bool = True
     """On a CPU, run only on otherwise idle cores (SCHED_IDLE). False lets a worker compete for cores
     inside bubbles; otherwise it would never run on a host that other jobs keep busy."""

@@ -10,7 +10,7 @@ from weft.conf.schema import ControllerConfig, PrefillConfig, PrefillWorkerConfi
 from weft.inference.controller.peers import NONE, Peers, PlacedWork
 from weft.inference.controller.worker import Bubbles, Ticket, Worker
 from weft.inference.placement.prefill_cost import TRUSTED
-from weft.inference.placement.prefill_placement import PrefillPlacement
+from weft.inference.placement.prefill_placement import PrefillPlacement, Slot
 from weft.inference.placement.prompt_work import PromptWork
 from weft.inference.requests import Refusal
 
@@ -32,18 +32,24 @@ class Fleet:
         prefill: PrefillConfig,
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
+        *,
+        cache_token_s: float = 0.0,
     ) -> None:
         """Create the fleet with all workers down.
 
         Args:
             workers: each with the bubbles of its stages.
             peers: other controllers that place prompts on these workers.
+            cache_token_s: seconds that a token's cache takes to the decode server from a worker at another site.
         """
         self.workers = [Worker(index, address, boards) for index, (address, boards) in enumerate(workers)]
         self._settings, self._prefill, self._clock, self._peers = settings, prefill, clock, peers
         self._others: dict[str, PlacedWork] = {}
         self._published: dict[str, PlacedWork] = {}
         self._horizon_s = settings.deadline_s
+        self._cache_token_s = cache_token_s
+        far = [worker for worker in self.workers if worker.is_remote and not worker.decode_url and cache_token_s]
+        self._far = {worker.index for worker in far}
         self.refresh()
 
     @property
@@ -107,38 +113,53 @@ class Fleet:
 
     def _place(self, tokens: int, deadline_s: float, without: Collection[int]) -> tuple[Ticket, bool]:
         """Return a published ticket, and whether its end is predicted."""
-        now_s, work_s = self._clock(), self._work.work_s(tokens)
-        for index in without:
-            self._placement.remove(index)
-        slot = self._placement.find(now_s, work_s)
-        for index in without:
-            self._update(self.workers[index])
+        now_s, work_s, cache_s = self._clock(), self._work.work_s(tokens), tokens * self._cache_token_s
+        latest_s = now_s + deadline_s
+        late = (index for index in self._far if self.workers[index].arrival_s(now_s, cache_s) > latest_s)
+        without = {*without, *late}
+        slot = self._find(now_s, work_s, without)
+        if slot is not None and slot.worker in self._far:
+            near = self._find(now_s, work_s, without | self._far)
+            if near is not None and near.end_s <= self.workers[slot.worker].arrival_s(slot.end_s, cache_s):
+                slot = near
         trial = self._trial(deadline_s, without, is_predicted=slot is not None)
         if slot is None:
             if trial is None:
                 why = self._why_none(without)
                 raise Refusal(503, f"no worker can take a prompt: {why}", retry_after_s=NO_BUBBLES_S)
-            return self._take(trial, now_s, work_s, now_s + deadline_s), False
+            return self._take(trial, now_s, work_s, latest_s, cache_s), False
         worker = self.workers[slot.worker]
         if trial is not None and worker.waits():
-            return self._take(trial, now_s, work_s, now_s + deadline_s), False
+            return self._take(trial, now_s, work_s, latest_s, cache_s), False
         expected_s = worker.end_s(now_s, max(now_s, worker.free_s(now_s)), work_s)
-        latest_s = worker.latest_s(now_s, work_s)
-        late_s = latest_s - now_s - deadline_s
+        end_s = worker.latest_s(now_s, work_s)
+        if worker.index in self._far:
+            end_s = worker.arrival_s(end_s, cache_s)
+        late_s = end_s - latest_s
         if late_s <= 0.0:
-            return self._take(worker, now_s, work_s, expected_s), True
-        if not worker.waits() and worker.slowdown.is_old(now_s) and expected_s <= now_s + deadline_s:
-            return self._take(worker, now_s, work_s, expected_s), False  # measure if it is still as slow
+            return self._take(worker, now_s, work_s, expected_s, cache_s), True
+        if not worker.waits() and worker.slowdown.is_old(now_s) and expected_s <= latest_s:
+            return self._take(worker, now_s, work_s, expected_s, cache_s), False  # measure if it is still as slow
         if trial is not None:
-            return self._take(trial, now_s, work_s, now_s + deadline_s), False
+            return self._take(trial, now_s, work_s, latest_s, cache_s), False
         raise Refusal(
             503,
-            f"the first token may come after {latest_s - now_s:.1f} s, the deadline is {deadline_s:g} s; "
+            f"the first token may come after {end_s - now_s:.1f} s, the deadline is {deadline_s:g} s; "
             f"retry in {ceil(late_s)} s, or elsewhere",
             retry_after_s=ceil(late_s),
         )
 
-    def _take(self, worker: Worker, now_s: float, work_s: float, expected_s: float) -> Ticket:
+    def _find(self, now_s: float, work_s: float, without: Collection[int]) -> Slot | None:
+        for index in without:
+            self._placement.remove(index)
+        slot = self._placement.find(now_s, work_s)
+        for index in without:
+            self._update(self.workers[index])
+        return slot
+
+    def _take(self, worker: Worker, now_s: float, work_s: float, expected_s: float, cache_s: float) -> Ticket:
+        if worker.index in self._far:
+            worker.sent_s = worker.arrival_s(expected_s, cache_s)
         ticket = worker.take(now_s, work_s, expected_s)
         self._changed(worker)
         return ticket

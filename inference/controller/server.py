@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from weft.conf.host.processes import allow_files
 from weft.conf.hosts import is_loopback
-from weft.conf.schema import ControllerConfig, PrefillWorkerConfig, WeftConfig
+from weft.conf.schema import ControllerConfig, KvConnector, PrefillConfig, PrefillWorkerConfig, WeftConfig
 from weft.inference.board.common_bubbles import stage_bubbles
 from weft.inference.board.layout import boards_folder
 from weft.inference.controller.clients import Clients
@@ -30,6 +30,7 @@ from weft.inference.controller.prompts import counter
 from weft.inference.controller.reports import ReportedBubbles
 from weft.inference.controller.service import Service
 from weft.inference.controller.worker import Bubbles
+from weft.inference.model_sizes import cache_bytes
 from weft.inference.requests import Refusal
 from weft.inference.worker.command import addresses, api_key, decode_url, server_key
 
@@ -65,7 +66,8 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
     bubbles = [_bubbles_of(address) for address in named]
     folders = [Path(board).parent for address in named for board in address.boards]
     peers = Peers(folders[0] if folders else boards_folder(config, os.getuid()))
-    fleet = Fleet(list(zip(named, bubbles, strict=True)), settings, prefill, peers=peers)
+    served = list(zip(named, bubbles, strict=True))
+    fleet = Fleet(served, settings, prefill, peers=peers, cache_token_s=_cache_token_s(prefill))
     return Service(
         fleet,
         settings,
@@ -77,6 +79,13 @@ def app_of(config: WeftConfig, environment: Mapping[str, str]) -> FastAPI:
         estimated=not tokenizer,
         decode_url=decode_url(config.inference.decode),
     ).app()
+
+
+def _cache_token_s(prefill: PrefillConfig) -> float:
+    """Return the seconds that a token's cache takes from one site to another, or 0 if there is no limit."""
+    if prefill.connector is not KvConnector.wan or not prefill.cache_mbps:
+        return 0.0
+    return cache_bytes(Path(prefill.model).expanduser(), 1) * 8e-6 / prefill.cache_mbps
 
 
 def _bubbles_of(address: PrefillWorkerConfig) -> list[Bubbles]:

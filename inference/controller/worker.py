@@ -91,6 +91,8 @@ class Worker:
         """Work of all prompts that it has answered here."""
         self.others = NONE
         """Work that other controllers have placed on it."""
+        self.sent_s = -inf
+        """When the caches of its prompts are expected to have arrived at a decode server at another site."""
         self._past_s = 0.0
         self._free_passed_s = self._others_done_s = 0.0
         """`passed_s` and the others' work done at the end of the last ticket."""
@@ -190,6 +192,14 @@ class Worker:
         """Return a time that its current work and ``work_s`` more rarely exceed."""
         left_s = self.left_s(now_s) + self.others.left_s + work_s
         return self.pattern.end(now_s, left_s * self.slowdown.bound(now_s)) if left_s else now_s
+
+    def arrival_s(self, end_s: float, cache_s: float) -> float:
+        """Return when a prompt's cache arrives at another site, after those before it; its prefill ends at ``end_s``.
+
+        Args:
+            cache_s: seconds that it takes alone.
+        """
+        return max(end_s, self.sent_s) + cache_s
 
     def waits(self) -> bool:
         """True if a prompt would wait behind others."""

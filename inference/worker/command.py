@@ -41,6 +41,9 @@ LEASE_S = 120
 """Seconds that a prompt's KV cache is kept until a decode instance has fetched it; vLLM's default of 30 is too
 short on a busy host."""
 
+WAN_MBPS = "weft_wan_mbps"
+"""Key of the connector's settings with `inference.prefill.cache_mbps`; without it NIXL sends caches."""
+
 STAGE_TIMEOUT_S = 86400
 """Longest wait for a step, in seconds: a step in a pipeline waits as long as training keeps a rank busy."""
 
@@ -261,7 +264,7 @@ def command(config: WeftConfig, worker: Worker, *, python: str, num_gpus: int, t
             "--distributed-executor-backend": "mp",
             "--worker-cls": "weft.inference.worker.vllm_stage.StageWorker",
         }
-    if prefill.connector is KvConnector.nixl:
+    if prefill.connector is not KvConnector.none:
         options["--kv-transfer-config"] = json.dumps(kv_transfer(prefill, on_cpu=not num_gpus))
     # Compiling and capturing graphs would take device time from training for minutes at each restart.
     flags = ["--no-async-scheduling", "--enforce-eager"]
@@ -300,15 +303,16 @@ def kv_transfer(prefill: PrefillConfig, *, on_cpu: bool, enforce: bool = False) 
     Args:
         enforce: True fetches no cache from an instance of another model path, number format or version of vLLM.
     """
+    wan = {WAN_MBPS: prefill.cache_mbps} if prefill.connector is KvConnector.wan else {}
     config: dict[str, object] = {
         "kv_connector": "QuietNixlConnector" if prefill.stages == 1 else "QuietNixlPushConnector",
         "kv_connector_module_path": "weft.inference.worker.vllm_nixl",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"enforce_handshake_compat": enforce, "kv_lease_duration": LEASE_S},
+        "kv_connector_extra_config": {"enforce_handshake_compat": enforce, "kv_lease_duration": LEASE_S, **wan},
         # A decode instance computes a prompt itself if the prompt's worker ends before the cache is fetched.
         "kv_load_failure_policy": "recompute",
     }
-    return config | ({"kv_buffer_device": "cpu"} if on_cpu else {})
+    return config | ({"kv_buffer_device": "cpu"} if on_cpu or wan else {})
 
 
 def environment(
@@ -366,7 +370,7 @@ def _environment(
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), env.get("PYTHONPATH", "")]))
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if config.inference.prefill.connector is KvConnector.nixl:
+    if config.inference.prefill.connector is not KvConnector.none:
         env.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # one core is left to the connector's threads
         # vLLM refuses segments that move, because the connector registers their addresses; training may use them.
         for name in ALLOCATORS:

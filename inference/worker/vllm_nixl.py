@@ -1,8 +1,9 @@
-"""vLLM's NIXL connectors without a progress thread, whose polling would take a core from training.
+"""vLLM's NIXL connectors without a progress thread, whose polling would take a core from training, or over the WAN.
 
 `--kv-transfer-config '{"kv_connector": "QuietNixlConnector", "kv_connector_module_path":
 "weft.inference.worker.vllm_nixl", ...}'`. Transfers then progress in engine steps, which `BubbleScheduler` continues to
-make, without tokens, while blocks are to be transferred.
+make, without tokens, while blocks are to be transferred. With `weft_wan_mbps` in `kv_connector_extra_config`, a
+`WanAgent` that sends at most so much takes NIXL's place.
 
 A decode server has no other plug-in of ours in its engine, so this one also corrects LoRA adapters on a CPU.
 """
@@ -29,7 +30,9 @@ from vllm.platforms import current_platform
 
 from weft.comm.listeners import refuse_other_users
 from weft.conf.hosts import is_loopback
+from weft.inference.worker.command import WAN_MBPS
 from weft.inference.worker.vllm_cpu import keep_base_prompts
+from weft.inference.worker.wan_agent import WanAgent
 
 PUSH_S = 10.0
 """Seconds in which a worker's stages have to send a prompt's cache, after which the decode server computes it."""
@@ -41,20 +44,26 @@ names of the request at the decode server and at the worker."""
 
 
 class _Quiet(NixlBaseConnector):
-    """A connector of vLLM with `enable_prog_thread=False` for its agent."""
+    """A connector of vLLM with `enable_prog_thread=False` for its agent, or with a `WanAgent`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Create the connector, while the constructor of the agent's configuration is patched.
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Create the connector, while the constructors of the agent and of its configuration are patched.
 
-        The connector's worker creates that configuration itself, and takes no argument for it (vLLM 0.32.0)."""
-        original = base_worker.nixl_agent_config
-        base_worker.nixl_agent_config = partial(original, enable_prog_thread=False)
+        The connector's worker creates both itself, and takes no argument for them (vLLM 0.32.0)."""
+        host, extra = (
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"],
+            vllm_config.kv_transfer_config.kv_connector_extra_config,
+        )
+        originals = base_worker.nixl_agent_config, base_worker.NixlWrapper
+        base_worker.nixl_agent_config = partial(originals[0], enable_prog_thread=False)
+        if WAN_MBPS in extra:
+            base_worker.NixlWrapper = partial(WanAgent, bind=host, mbps=extra[WAN_MBPS])
         try:
-            super().__init__(*args, **kwargs)
+            super().__init__(vllm_config, role, kv_cache_config)
         finally:
-            base_worker.nixl_agent_config = original
+            base_worker.nixl_agent_config, base_worker.NixlWrapper = originals
         # ZeroMQ's side channel and UCX accept any peer. Its libraries are loaded now.
-        refuse_other_users(one_host=is_loopback(os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"]))
+        refuse_other_users(one_host=is_loopback(host))
 
 
 class QuietNixlConnector(_Quiet, NixlPullConnector):

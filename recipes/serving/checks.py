@@ -9,13 +9,14 @@ import ssl
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from ipaddress import ip_address
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
-from weft.conf.host.documents import parse_json, read_text
+from weft.comm.key import WanKey
 from weft.conf.hosts import is_loopback
 from weft.conf.schema import KvConnector, WeftConfig
+from weft.inference.model_sizes import cache_bytes, largest_share, model_bytes, num_layers, num_positions, stage_bytes
 from weft.inference.worker.command import api_key, devices_of, interpreter, workers_of
 
 FIXED_BYTES = 1 << 30
@@ -25,10 +26,6 @@ MOST_LOG_BYTES = 2**22
 _PROCESS = re.compile(r"^\(\w+ pid=\d+\) (ERROR [^]]+\] ?)?")
 """The prefix that vLLM adds to the lines of each process."""
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+")
-CACHE_BYTES = 2
-"""Bytes of each number in the KV cache."""
-
-
 REMEDIES = {
     "pipeline-parallel-size": "set inference.prefill.stages",
     "worker-cls": "a stage computes in bubbles by Weft's; leave it out",
@@ -86,6 +83,14 @@ def check_serving(config: WeftConfig) -> None:
         raise ValueError(f"inference.prefill.python={prefill.python}: cannot be run; give the path of a Python")
     for problem in problems_of(prefill.arguments):
         raise ValueError(f"inference.prefill.arguments: {problem}")
+    if prefill.connector is KvConnector.wan:
+        WanKey.from_environment()
+        try:
+            ip_address(prefill.host)
+        except ValueError:
+            raise ValueError(
+                f"inference.prefill.host={prefill.host}: connector=wan needs this host's IP address; give it"
+            ) from None
 
 
 def check_evaluate(config: WeftConfig) -> None:
@@ -252,7 +257,7 @@ def check_ports(config: WeftConfig) -> None:
         check("inference.decode.side_port", decode.side_port, "its connector", prefill.host)
     for index in range(len(workers_of(config))):
         check("inference.prefill.first_port", prefill.first_port, f"worker {index}", prefill.host, index)
-        if prefill.connector is KvConnector.nixl:
+        if prefill.connector is not KvConnector.none:
             check("inference.prefill.first_side_port", prefill.first_side_port, f"worker {index}", prefill.host, index)
 
 
@@ -264,76 +269,6 @@ def _is_free(host: str, port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def model_bytes(folder: Path) -> int:
-    """Return the size of a model's weight files, or 0 if there are none in a known format."""
-    try:
-        index = parse_json(read_text(folder / "model.safetensors.index.json"))
-        return int(index["metadata"]["total_size"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def stage_bytes(folder: Path, stages: int) -> float:
-    """Return an upper bound of the weights of one of ``stages`` stages in bytes, or 0 if the model's size is unknown.
-
-    The first stage has the embedding, and the last one the output's matrix, which are one if they are tied.
-    """
-    whole = model_bytes(folder)
-    if stages == 1 or not whole:
-        return whole
-    try:
-        config = _dimensions(folder)
-        kind = str(config.get("dtype") or config.get("torch_dtype"))
-        matrix = config["vocab_size"] * config["hidden_size"] * (4 if "float32" in kind else 2)
-        outside = matrix * (1 if config.get("tie_word_embeddings", True) else 2)
-        return (whole - outside) * _share(config["num_hidden_layers"], stages) + matrix
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return whole  # cautiously
-
-
-def num_layers(folder: Path) -> int:
-    """Return the number of a model's layers, or 0 if its configuration lacks it."""
-    try:
-        return int(_dimensions(folder)["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
-
-
-def num_positions(folder: Path) -> int:
-    """Return the number of a model's positions, or 0 if its configuration lacks it or scales them."""
-    try:
-        config = _dimensions(folder)
-        scaled = config.get("rope_scaling") or config.get("rope_parameters", {}).get("rope_type") not in (
-            None,
-            "default",
-        )
-        return 0 if scaled else int(config["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
-
-
-def _dimensions(folder: Path) -> dict[str, Any]:
-    config = parse_json(read_text(folder / "config.json"))
-    return config.get("text_config", config)
-
-
-def _share(layers: int, stages: int) -> float:
-    """Return the share of the layers that the largest stage has."""
-    return -(-layers // stages) / layers if layers else 1 / stages
-
-
-def cache_bytes(folder: Path, tokens: int) -> int:
-    """Return the size of a prompt's KV cache in bytes, or 0 if the model's configuration lacks the dimensions."""
-    try:
-        config = _dimensions(folder)
-        heads = config["num_attention_heads"]
-        width = config.get("head_dim") or config["hidden_size"] // heads
-        pairs = 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads)
-        return pairs * width * CACHE_BYTES * tokens
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0
 
 
 def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -> str:
@@ -352,7 +287,7 @@ def check_memory(config: WeftConfig, device_bytes: int, training_bytes: float) -
     folder, share = Path(prefill.model).expanduser(), prefill.memory_share * device_bytes
     weights, cache = model_bytes(folder), cache_bytes(folder, prefill.max_tokens)
     ranks = prefill.ranks_per_worker * prefill.stages
-    cut = stage_bytes(folder, prefill.stages) + cache * _share(num_layers(folder), prefill.stages)
+    cut = stage_bytes(folder, prefill.stages) + cache * largest_share(num_layers(folder), prefill.stages)
     needed = cut / prefill.ranks_per_worker + FIXED_BYTES if weights else 0.0
     if needed > share:
         remedy = f"set at least {needed / device_bytes:.2f}" if needed < device_bytes else "serve a smaller model"

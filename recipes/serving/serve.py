@@ -23,7 +23,7 @@ from weft.conf import load
 from weft.conf.host.files import replacing
 from weft.conf.host.private import private_folder
 from weft.conf.host.processes import end_with_parent
-from weft.conf.schema import WeftConfig
+from weft.conf.schema import KvConnector, WeftConfig
 from weft.inference.board.layout import boards_folder
 from weft.inference.worker.command import (
     Worker,
@@ -88,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
     )
     known, overrides = parser.parse_known_args(argv)
     if known.with_decode:
-        overrides += WITH_DECODE
+        is_chosen = load(overrides).inference.prefill.connector is not KvConnector.none
+        overrides += WITH_DECODE[:1] if is_chosen else WITH_DECODE
     config = with_scored_model(load(overrides))
     check_serving(config)
     check_decode(config)

@@ -120,6 +120,32 @@ def fleet_of(*boards, clock, addresses=None, cost="", peers=None, **settings):
     return all_up(Fleet(list(served), ControllerConfig(**settings), PrefillConfig(), clock, peers))
 
 
+def test_a_prompt_goes_to_another_site_only_if_its_cache_arrives_sooner_and_in_time(tmp_path):
+    """9 ms of the link for a token: 1.8 s for 200, which training leaves to caches."""
+    clock = Clock()
+    busy, idle = ((1004.0, 1010.0),), ((1000.0, 1010.0),)
+
+    def made(near, far):
+        there = PrefillWorkerConfig(url="http://far/")
+        served = [(address(), [Board(*near)]), (there, [Board(*far)])]
+        fleet = all_up(Fleet(served, ControllerConfig(), PrefillConfig(), clock, cache_token_s=0.009))
+        fleet.workers[1].costs = [learnt(tmp_path / "reported")]
+        fleet.refresh()
+        return fleet
+
+    fleet = made(busy, idle)
+    assert fleet.place(200, 8.0).worker == 1  # there by 1002.1, here by 1004.3
+    assert fleet.place(200, 8.0).worker == 1  # there by 1003.9, after the first one
+    assert fleet.place(200, 8.0).worker == 0
+    assert made(idle, idle).place(200, 8.0).worker == 0
+    alone = made((), idle)
+    assert alone.place(200, 2.5).worker == 1
+    with pytest.raises(Refusal):
+        alone.place(200, 2.5)
+    clock.now_s += 2.0
+    assert alone.place(200, 2.5).worker == 1  # the first cache has arrived
+
+
 def all_up(fleet):
     for worker in fleet.workers:
         fleet.set_up(worker, True)

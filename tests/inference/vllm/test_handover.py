@@ -124,13 +124,13 @@ def stage_process(log, stage):
 
 
 @contextlib.contextmanager
-def servers(model, folder, stages, arguments=()):
+def servers(model, folder, stages, arguments=(), connector=KvConnector.nixl):
     """A stand-in for training, a worker in its bubbles, a stock instance that decodes, and a controller."""
     config = WeftConfig()
     config.cluster.ranks = config.pipeline.stages = stages
     config.inference.boards = str(folder / "boards")
     prefill = config.inference.prefill
-    prefill.model, prefill.connector, prefill.first_port = str(model), KvConnector.nixl, PORTS["prefill"]
+    prefill.model, prefill.connector, prefill.first_port = str(model), connector, PORTS["prefill"]
     prefill.stages = stages
     prefill.max_tokens, prefill.cost_dir, prefill.arguments = 2048, str(folder), ["--dtype", "float32"]
     config.inference.controller.port, config.inference.controller.deadline_s = PORTS["controller"], 30.0
@@ -184,9 +184,10 @@ def prompts():
     return [[draw.randrange(256) for _ in range(draw.randint(600, 1500))] for _ in range(NUM_PROMPTS)]
 
 
+@pytest.mark.parametrize("connector", [KvConnector.nixl, KvConnector.wan])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path, stages):
-    with servers(model, tmp_path, stages) as (training, prefilling):
+def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path, stages, connector):
+    with servers(model, tmp_path, stages, connector=connector) as (training, prefilling):
         # Clients may give requests the same name.
         transfers = [prefill(ids, "request") for ids in prompts()]
         assert all(transfer["do_remote_prefill"] is True for transfer in transfers)
@@ -205,10 +206,11 @@ def test_a_stock_instance_decodes_what_was_prefilled_in_bubbles(model, tmp_path,
     assert (refusal.code, refusal.headers["Retry-After"]) == (503, "1")
 
 
+@pytest.mark.parametrize("connector", [KvConnector.nixl, KvConnector.wan])
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_stock_instance_computes_itself_what_a_killed_worker_had_prefilled(model, tmp_path, stages):
+def test_a_stock_instance_computes_itself_what_a_killed_worker_had_prefilled(model, tmp_path, stages, connector):
     ids, other, *_ = prompts()
-    with servers(model, tmp_path, stages) as (_, prefilling):
+    with servers(model, tmp_path, stages, connector=connector) as (_, prefilling):
         decode(other, "connected", prefill(other, "connected"))
         transfer = prefill(ids, "killed")
         os.killpg(prefilling.pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ import pytest
 from weft.conf.checks import check
 from weft.conf.schema import DecodeConfig, KvConnector, WeftConfig
 from weft.inference.worker.command import (
+    WAN_MBPS,
     addresses,
     command,
     cost_link,
@@ -177,6 +178,18 @@ def test_a_decode_server_that_cannot_fetch_is_refused(config, enabled, url, word
     config.inference.decode = DecodeConfig(enabled=enabled, url=url)
     with pytest.raises(ValueError, match=word):
         check(config)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_caches_for_another_site_come_from_host_memory_at_the_given_rate(config, num_gpus):
+    prefill = config.inference.prefill
+    prefill.connector, prefill.cache_mbps = KvConnector.wan, 250.0
+    words = command(config, workers_of(config)[0], python="python", num_gpus=num_gpus)
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert transfer["kv_buffer_device"] == "cpu"
+    assert transfer["kv_connector_extra_config"][WAN_MBPS] == 250.0
+    prefill.connector = KvConnector.nixl
+    assert WAN_MBPS not in kv_transfer(prefill, on_cpu=True)["kv_connector_extra_config"]
 
 
 def test_all_processes_of_a_run_share_a_key_that_others_cannot_read(config, tmp_path):

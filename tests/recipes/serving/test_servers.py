@@ -135,6 +135,19 @@ def test_with_decode_the_first_server_that_does_not_start_ends_all(tmp_path, mon
     assert not any(Path("/proc", pid).exists() for pid in (pids.read_text().split() if pids.exists() else ()))
 
 
+@pytest.mark.parametrize(
+    ("host", "key", "word"), [("site-a", "a key, long enough", "IP address"), ("10.0.0.1", None, "WEFT_KEY is not set")]
+)
+def test_with_decode_keeps_the_chosen_connector_which_needs_an_address_and_a_key(monkeypatch, host, key, word):
+    monkeypatch.setenv("WEFT_API_KEY", "of the servers")
+    monkeypatch.delenv("WEFT_KEY")
+    if key:
+        monkeypatch.setenv("WEFT_KEY", key)
+    given = {"inference.prefill.model": "m", "inference.prefill.connector": "wan", "inference.prefill.host": host}
+    with pytest.raises(ValueError, match=word):
+        serve.main(["--with-decode", *(f"{name}={value}" for name, value in given.items())])
+
+
 def test_sigterm_lets_the_controller_end_first(monkeypatch):
     calls = []
 

@@ -12,13 +12,13 @@ import pytest
 from weft.conf import load
 from weft.conf.schema import KvConnector
 from weft.inference.board.layout import boards_folder
+from weft.inference.model_sizes import cache_bytes, model_bytes, stage_bytes
 from weft.recipes.serving import serve
 from weft.recipes.serving.checks import (
     DECODE_REMEDIES,
     FIXED_BYTES,
     REMEDIES,
     SHORT,
-    cache_bytes,
     check_decode,
     check_decode_gpus,
     check_engine,
@@ -26,9 +26,7 @@ from weft.recipes.serving.checks import (
     check_ports,
     check_serving,
     least_gpu_bytes,
-    model_bytes,
     problems_of,
-    stage_bytes,
     warnings_of,
 )
 from weft.tools.launch_arguments import num_gpus, visible_gpus
