@@ -2,12 +2,14 @@
 
 Triton 3.7's interpreter does not convert floats among a kernel's arguments, lacks libdevice, and computes on the bits
 of bf16 as on integers. Here bf16 operations are computed in fp32 and rounded to the nearest even, as GPUs do.
+It also checks integers for overflows, which kernels on GPUs do only with `TRITON_DEBUG=1`, and here neither.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +26,8 @@ def complete_interpreter() -> None:
     interpreter._weft_completed = True
     interpreter._implicit_cvt = _with_floats(interpreter._implicit_cvt)
     interpreter._patch_builtin = _patch_builtin
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     libdevice.rsqrt = lambda x: 1 / tl.sqrt(x)
     libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1
     builder = interpreter.InterpreterBuilder
@@ -44,6 +48,19 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     for name in _builtins_of(package):
         if tl.core.is_builtin(member := getattr(package, name)):  # otherwise an outer launch has replaced it
             interpreter._patch_attr(package, name, member, builder, scope)
+
+
+def _remembered(numpy_type: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    """Replace the interpreter's function, which makes a table of all types in every call."""
+    known: dict[str, np.dtype] = {}
+
+    def of(triton_type: Any) -> np.dtype:
+        name = str(triton_type.scalar)
+        if name not in known:
+            known[name] = numpy_type(triton_type)
+        return known[name]
+
+    return of
 
 
 def _with_floats(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
