@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -76,10 +76,14 @@ class RankPeak:
         return self.predicted / self.measured - 1
 
 
-def peaks(timeout_s: float, *settings: str) -> Iterator[list[RankPeak]]:
+def peaks(
+    timeout_s: float, settings: Callable[[WeftConfig], WeftConfig] = lambda config: config
+) -> Iterator[list[RankPeak]]:
     """Yield the peaks of all ranks for each layout, measured in new processes."""
     for layout in LAYOUTS:
-        yield run_ranks(NUM_RANKS, layout_peak, layout, settings, timeout_s=timeout_s)
+        yield run_ranks(
+            NUM_RANKS, layout_peak, " ".join(layout), settings(compose([*QUICKSTART, *layout])), timeout_s=timeout_s
+        )
 
 
 class _InlineExecutor:
@@ -92,16 +96,16 @@ class _InlineExecutor:
         """See `InOrderExecutor`."""
 
 
-def layout_peak(layout: tuple[str, ...], settings: tuple[str, ...], *, shares_memory: bool = True) -> RankPeak:
+def layout_peak(layout: str, config: WeftConfig, *, shares_memory: bool = True) -> RankPeak:
     """Return this rank's peak in a layout of the quickstart. A collective call.
 
     Args:
+        layout: the layout's name.
         shares_memory: whether ranks send tensors through shared memory, which the profiler does not see.
     """
     from weft.engine.initialize import initialize
     from weft.recipes.emulation.tensor_peak import TensorPeak
 
-    config = compose([*QUICKSTART, *layout, *settings])
     shares = config.parallel.tensor > 1
     inline = patch.object(communicator, "executor_for", lambda *_, **__: _InlineExecutor()) if shares else nullcontext()
     apart: Any = nullcontext() if shares_memory else patch.object(neighbours, "share", lambda ranks, **_: ({}, ranks))
@@ -116,7 +120,7 @@ def layout_peak(layout: tuple[str, ...], settings: tuple[str, ...], *, shares_me
         del engine
         gc.collect()
         measured = peak.stop()
-    return RankPeak(layout=" ".join(layout), rank=dist.get_rank(), predicted=predicted, measured=measured)
+    return RankPeak(layout=layout, rank=dist.get_rank(), predicted=predicted, measured=measured)
 
 
 def random_batches(config: WeftConfig) -> Iterator[dict[str, Tensor]]:
@@ -159,14 +163,15 @@ def emulated_rows() -> Iterator[dict[str, object]]:
     link = LinkCost(latency_s=1e-4, bandwidth_bps=1e10)
     setting = Setting(delays="simulate", per_host=NUM_RANKS, inside=link, between=link, what_if=WhatIf())
     for layout in EMULATED:
-        real = run_ranks(NUM_RANKS, partial(layout_peak, shares_memory=False), layout, (), timeout_s=TIMEOUT_S)
+        config = compose([*QUICKSTART, *layout, f"cluster.ranks={NUM_RANKS}"])
+        name = " ".join(layout[:-1])
+        real = run_ranks(NUM_RANKS, partial(layout_peak, shares_memory=False), name, config, timeout_s=TIMEOUT_S)
         with tempfile.TemporaryDirectory() as folder:
-            config = compose([*QUICKSTART, *layout, f"cluster.ranks={NUM_RANKS}"])
             turns = emulate(recipe_job(config, Path(folder)), NUM_RANKS, setting, steps=1).turns
         for turn in turns:
             measured = real[turn.rank].measured
             yield {
-                "layout": " ".join(layout[:-1]),
+                "layout": name,
                 "rank": turn.rank,
                 "real MB": f"{measured / 1e6:.1f}",
                 "emulated": f"{turn.peak_bytes / measured - 1:+.2%}",
