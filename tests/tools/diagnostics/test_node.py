@@ -11,7 +11,7 @@ import torch
 from weft.conf.host.diagnosis import CheckResult, Outcome, failures, read_results
 from weft.conf.host.measurements import Measurements
 from weft.tools.cli import main
-from weft.tools.diagnostics import exchange, gpu
+from weft.tools.diagnostics import corruption, exchange, gpu
 from weft.tools.diagnostics.corruption import CHECKSUMS, SIZE, check_bits, checksum, factor
 from weft.tools.diagnostics.judging import Judge, check_disk, check_free_space
 from weft.tools.diagnostics.node import Node, diagnose
@@ -45,7 +45,14 @@ def test_one_flipped_bit_is_seen():
 
 @pytest.mark.parametrize(("tile_s", "tiles"), [(0.5, 1), (5.0, 1), (0.05, 2), (0.001, 4)])
 def test_a_processor_multiplies_as_many_tiles_as_there_is_time_for(monkeypatch, tile_s, tiles):
-    """One without instructions for a format takes a hundred times as long, and may be slowed down besides."""
+    """One without instructions for a format takes a hundred times as long, and may be slowed down besides.
+
+    Tiles are small: where there is none of the instructions, 98 products of the full size take a minute.
+    """
+    monkeypatch.setattr(corruption, "SIZE", 64)
+    for spread in CHECKSUMS:
+        product = factor(1, spread).numpy() @ factor(2, spread).numpy()
+        monkeypatch.setitem(CHECKSUMS, spread, checksum(torch.from_numpy(product.astype(np.float32))))
     clock = itertools.count(step=tile_s)
     monkeypatch.setattr("weft.tools.diagnostics.corruption.perf_counter", lambda: next(clock))
     result = check_bits(CPU)
