@@ -22,9 +22,17 @@ TWO = ["cluster.ranks=2", "pipeline.microbatches=4", "train.microbatch_size=2"]
 SCORES = ["inference.enabled=true", "inference.scores.enabled=true"]
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The losses of TRL on what `prepare` writes, which is the same for all tests."""
+    folder = tmp_path_factory.mktemp("trl")
+    prepare(folder)
+    return losses_of_trl(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tmp_path):
+def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tmp_path, expected):
     settings = prepare(tmp_path)
     first = [*settings, *TWO, "train.name=two", f"train.steps={STEPS // 2}", "checkpoint.every=5"]
     for part in (first, [*first, f"train.steps={STEPS}"]):
@@ -32,7 +40,6 @@ def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tm
     sharded = [*settings, "train.name=four", "cluster.ranks=4", "zero.stage=3", "pipeline.microbatches=2"]
     (found, *_) = run_ranks(4, train, [*sharded, "train.microbatch_size=2"], timeout_s=200)
     assert found == ["0 ahead", "2 in line"]
-    expected = losses_of_trl(tmp_path)
     for name in ("two", "four"):
         assert losses(tmp_path / "runs" / name) == pytest.approx(expected, abs=1e-5), name
     assert max(expected) - min(expected) > 0.1
@@ -41,20 +48,20 @@ def test_losses_are_those_of_trl_also_after_a_resume_and_with_sharded_weights(tm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("fault", ["", "slow", "stopped", "nan"])
-def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_path):
+def test_scores_of_workers_change_no_loss_whatever_the_workers_do(fault, tmp_path, expected):
     from tests.inference.scorers import KEY, worker  # with the feature prefill only
 
     settings = [*prepare(tmp_path), *TWO, "inference.enabled=true", "inference.scores.enabled=true"]
     with worker(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32), fault) as (url, lengths):
         ahead = f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]"
         run_ranks(2, train_with_key, KEY, [*settings, ahead, f"inference.boards={tmp_path / 'boards'}"], timeout_s=300)
-    assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
+    assert losses(tmp_path / "runs" / "dpo") == pytest.approx(expected, abs=1e-4)
     assert lengths and (fault == "slow" or any(shares_ahead(tmp_path / "runs" / "dpo")) == (fault == ""))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_replicas_that_move_micro_batches_while_scores_are_outstanding_have_the_same_losses(tmp_path):
+def test_replicas_that_move_micro_batches_while_scores_are_outstanding_have_the_same_losses(tmp_path, expected):
     from tests.inference.scorers import KEY, worker  # with the feature prefill only
 
     adapt = ["pipeline.schedule=auto", "pipeline.adapt=true", "pipeline.adapt_steps=2"]
@@ -63,14 +70,16 @@ def test_replicas_that_move_micro_batches_while_scores_are_outstanding_have_the_
         settings.append(f"inference.controller.workers=[{{url: '{url}', boards: [none]}}]")
         settings.append(f"inference.boards={tmp_path / 'boards'}")
         assert run_ranks(2, train_with_slow_rank, KEY, settings, timeout_s=300) == [(3, 1)] * 2
-    assert losses(tmp_path / "runs" / "dpo") == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
+    assert losses(tmp_path / "runs" / "dpo") == pytest.approx(expected, abs=1e-4)
     assert any(shares_ahead(tmp_path / "runs" / "dpo")[-5:])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_losses(rank, tmp_path, monkeypatch):
+def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_losses(
+    rank, tmp_path, expected, monkeypatch
+):
     from tests.engine.supervision.test_supervised_launch import events, start  # with the features only
     from tests.inference.scorers import KEY, worker
 
@@ -90,7 +99,7 @@ def test_supervised_run_that_restarts_while_scores_are_outstanding_has_the_same_
         process, folder = start([*settings, ahead], "dpo", faults=f"1:{rank}:8:SIGKILL 2:{1 - rank}:12:SIGSTOP")
         assert process.wait(300) == 0
     assert [fault["culprit"]["rank"] for fault in events(folder, "fault")] == [rank, 1 - rank]
-    assert losses(folder) == pytest.approx(losses_of_trl(tmp_path), abs=1e-4)
+    assert losses(folder) == pytest.approx(expected, abs=1e-4)
     assert len(asked) > 12, "scores were requested by each attempt"
 
 
