@@ -239,20 +239,22 @@ class BruteForce:
         (bound_s, behind), ends_s = self._bounds_s(shape, sites, stages), self._ends_s(shape, sites, stages)
         if not (bound_s + ends_s < limit_s).any():  # memory only makes bounds longer
             return
-        rooms, fits = self._room_table(shape), np.ones(len(cuts), dtype=bool)
-        for placement, at, saved, ahead_f, through_s in behind:
-            ahead_s = np.cumsum(through_s, axis=1)
-            behind_s = ahead_s[:, -1:] - ahead_s + through_s  # from a forward until it is back
-            for held_stages in map(list, placement.rank_stages):
-                room = rooms[at][:, held_stages].min(axis=1)
-                fits &= saved[:, held_stages].sum(axis=1) <= room
-                full = (saved * behind_s)[:, held_stages].sum(axis=1) * shape.microbatches
-                bound_s = np.maximum(bound_s, ahead_f[:, held_stages[0]] + full / np.maximum(room, 1.0))
+        table, fits, of_ranks = self._room_table(shape), bound_s + ends_s < limit_s, []
+        for at, ranks in behind:
+            rooms = table[at]
+            for held_stages, saved, full, ahead_s in ranks:
+                room = rooms[:, held_stages].min(axis=1)
+                fits &= saved <= room
+                of_ranks.append((room, full, ahead_s))
+        if not fits.any():
+            return
+        for room, full, ahead_s in of_ranks:
+            bound_s = np.maximum(bound_s, ahead_s + full / np.maximum(room, 1.0))
         for number in np.flatnonzero(fits & (bound_s + ends_s < limit_s)):
             yield tuple(np.diff(cuts[number]).tolist()), float(bound_s[number])
 
     def _bounds_s(self, shape, sites, stages):
-        """By cut, a bound of a pipeline's seconds without memory; by route, what a bound with memory needs."""
+        """By cut, a bound of a pipeline's seconds without memory; by route and rank, what memory makes it longer by."""
         cell = min(MOST_CELL, shape.replicas) if shape.may_pool else 1
         key = *self._table_key(shape), shape.microbatches, shape.num_stages, shape.arrangement, cell, sites, stages
         if key in self._bounds:
@@ -271,7 +273,14 @@ class BruteForce:
                 weights_s = weight_s[:, held_stages].sum(axis=1) * shape.microbatches
                 tail_s = np.maximum(weights_s, ahead_i[:, first] + weight_s[:, 0])
                 bound_s = np.maximum(bound_s, ahead_f[:, first] + through_s + tail_s)
-            behind.append((placement, at, saved, ahead_f, forward_s + input_s + 2 * hops_s))
+            hop_and_stage_s = forward_s + input_s + 2 * hops_s
+            ahead_s = np.cumsum(hop_and_stage_s, axis=1)
+            behind_s = ahead_s[:, -1:] - ahead_s + hop_and_stage_s  # from a forward until it is back
+            ranks = []
+            for held_stages in map(list, placement.rank_stages):
+                full = (saved * behind_s)[:, held_stages].sum(axis=1) * shape.microbatches
+                ranks.append((held_stages, saved[:, held_stages].sum(axis=1), full, ahead_f[:, held_stages[0]]))
+            behind.append((at, ranks))
         self._bounds[key] = bound_s, behind
         return self._bounds[key]
 
